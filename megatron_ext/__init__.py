@@ -1,0 +1,11 @@
+"""A Megatron-style 3D-parallel training framework on top of the PyPI package megatron-core.
+
+raw jsonl / video -> .bin/.idx -> samples -> batch -> model chunks -> schedule -> loss
+    -> gradients -> distributed optimizer (+EMA) -> checkpoint
+
+    tools/  data/  models/  schedules/  losses/  optim/  checkpoint/
+
+Every arrow runs over the ranks of ``layout.py``, on the device of ``device/``. Imports point one
+way: training -> checkpoint -> optim -> schedules -> streaming -> losses -> models -> data ->
+layout -> device -> config -> errors.
+"""
