@@ -1,0 +1,185 @@
+"""From dataset samples to the typed batches of one training step on one rank.
+
+The first tensor-parallel rank of a pipeline stage reads the samples of a step, all its
+tensor-parallel peers receive them by one broadcast, and each context-parallel rank keeps its slice
+of the sequence (two chunks of ``2 * cp``, mirrored, as megatron-core cuts it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.utils import get_batch_on_this_cp_rank
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+if TYPE_CHECKING:
+    from megatron_ext.layout import ParallelContext
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank; s is the full sequence, c the context-parallel size.
+
+    Attributes:
+        tokens: input ids, ``[b, s/c]`` int64.
+        labels: ids to predict, ``[b, s/c]`` int64.
+        loss_mask: weight of each label, ``[b, s/c]`` float32.
+        position_ids: ``[b, s/c]`` int64.
+        attention_mask: True where attention is forbidden, ``[b, 1, s/c, s]``; None means causal.
+        mtp_labels: per multi-token-prediction depth, ``[b, s/c]`` int64.
+        mtp_loss_masks: per depth, ``[b, s/c]`` float32.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    attention_mask: Tensor | None = None
+    mtp_labels: tuple[Tensor, ...] = ()
+    mtp_loss_masks: tuple[Tensor, ...] = ()
+
+
+def document_attention_mask(tokens: Tensor, eod: int) -> Tensor:
+    """Causal mask that also stops at document ends.
+
+    A document ends with its end-of-document token, which still belongs to it.
+
+    Args:
+        tokens: ``[b, s]``.
+        eod: id of the end-of-document token.
+
+    Returns:
+        ``[b, 1, s, s]`` bool, True where attention is forbidden.
+    """
+    is_end = (tokens == eod).long()
+    document = is_end.cumsum(dim=1) - is_end
+    position = torch.arange(tokens.size(1), device=tokens.device)
+    future = position[None, :] > position[:, None]
+    return (future | (document[:, :, None] != document[:, None, :])).unsqueeze(1)
+
+
+def shift_left(tensor: Tensor) -> Tensor:
+    """Next position's value, with 0 at the end of the sequence; ``[b, s]`` to ``[b, s]``."""
+    shifted = torch.roll(tensor, -1, dims=1)
+    shifted[:, -1] = 0
+    return shifted
+
+
+def with_mtp_targets(batch: Batch, depths: int) -> Batch:
+    """Add the labels and masks of each multi-token-prediction depth to a full-sequence batch.
+
+    They are made before the context-parallel cut, so that no rank needs its neighbour's tokens.
+    """
+    labels, masks = [], []
+    label, mask = batch.labels, batch.loss_mask
+    for _ in range(depths):
+        label, mask = shift_left(label), shift_left(mask)
+        labels.append(label)
+        masks.append(mask)
+    return replace(batch, mtp_labels=tuple(labels), mtp_loss_masks=tuple(masks))
+
+
+def slice_for_context_parallel(batch: Batch, cp_group: ProcessGroup) -> Batch:
+    """Keep this context-parallel rank's part of the sequence."""
+    if cp_group.size() == 1:
+        return batch
+    named: dict[str, Tensor | None] = {
+        "tokens": batch.tokens,
+        "labels": batch.labels,
+        "loss_mask": batch.loss_mask,
+        "position_ids": batch.position_ids,
+        "attention_mask": batch.attention_mask,
+    }
+    named.update({f"mtp_labels_{i}": t for i, t in enumerate(batch.mtp_labels)})
+    named.update({f"mtp_masks_{i}": t for i, t in enumerate(batch.mtp_loss_masks)})
+    cut = get_batch_on_this_cp_rank(named, cp_group=cp_group)
+    depths = range(len(batch.mtp_labels))
+    return Batch(
+        tokens=cut["tokens"],
+        labels=cut["labels"],
+        loss_mask=cut["loss_mask"],
+        position_ids=cut["position_ids"],
+        attention_mask=cut["attention_mask"],
+        mtp_labels=tuple(cut[f"mtp_labels_{i}"] for i in depths),
+        mtp_loss_masks=tuple(cut[f"mtp_masks_{i}"] for i in depths),
+    )
+
+
+class StepLoader:
+    """Gives, step by step, the micro-batches that this rank's pipeline stage needs.
+
+    Args:
+        samples: iterator over collated samples with ``tokens``, ``labels``, ``position_ids``
+            (``[b, s]`` int64) and ``loss_mask`` (``[b, s]`` float32); None on tensor-parallel
+            ranks other than the first, which receive by broadcast.
+        context: the parallel layout of this rank.
+        shape: ``(micro_batch_size, seq_length)``.
+        device: where the batches go.
+        mask_documents_at: end-of-document id where attention must not cross documents.
+        mtp_depths: number of multi-token-prediction depths.
+    """
+
+    def __init__(
+        self,
+        samples: Iterator[dict[str, Tensor]] | None,
+        context: ParallelContext,
+        shape: tuple[int, int],
+        device: torch.device,
+        *,
+        mask_documents_at: int | None = None,
+        mtp_depths: int = 0,
+    ) -> None:
+        self.samples = samples
+        self.context = context
+        self.shape = shape
+        self.device = device
+        self.mask_documents_at = mask_documents_at
+        self.mtp_depths = mtp_depths
+
+    def next_step(self, num_microbatches: int) -> list[Batch]:
+        """The micro-batches of the next step, in order.
+
+        Raises:
+            StopIteration: the data is at its end.
+        """
+        ids, masks = self._receive(num_microbatches)
+        batches = []
+        for (tokens, labels, positions), mask in zip(ids.unbind(0), masks.unbind(0), strict=True):
+            batch = Batch(tokens, labels, mask, positions)
+            if self.mask_documents_at is not None:
+                attention_mask = document_attention_mask(tokens, self.mask_documents_at)
+                batch = replace(batch, attention_mask=attention_mask)
+            batch = with_mtp_targets(batch, self.mtp_depths)
+            batches.append(slice_for_context_parallel(batch, self.context.pgs.cp))
+        return batches
+
+    def _receive(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
+        """Ids ``[m, 3, b, s]`` and loss masks ``[m, b, s]`` on the device, after the broadcast."""
+        if self.samples is not None:
+            drawn = [next(self.samples) for _ in range(num_microbatches)]
+            keys = ("tokens", "labels", "position_ids")
+            ids = torch.stack([torch.stack([sample[key] for key in keys]) for sample in drawn])
+            masks = torch.stack([sample["loss_mask"] for sample in drawn]).float()
+            ids = ids.to(self.device, non_blocking=True)
+            masks = masks.to(self.device, non_blocking=True)
+        else:
+            ids = torch.empty(
+                (num_microbatches, 3, *self.shape), dtype=torch.int64, device=self.device
+            )
+            masks = torch.empty((num_microbatches, *self.shape), device=self.device)
+        group = self.context.pgs.tp
+        if group.size() > 1:
+            for tensor in (ids, masks):
+                torch.distributed.broadcast(tensor, group=group, group_src=0)
+        return ids, masks
+
+
+def iterators_per_chunk(
+    batches: Sequence[Batch] | None, num_chunks: int
+) -> list[Iterator[Batch] | None]:
+    """One iterator over the same batches for each model chunk; None where a stage reads none."""
+    return [None if batches is None else iter(batches) for _ in range(num_chunks)]

@@ -1,0 +1,74 @@
+"""The one loss contract: a loss returns ``(sum, count, report)`` and only one place divides.
+
+megatron-core's schedules also take a pair of values and fractional counts, and then train with
+silently wrong gradients or die; this contract refuses both where the loss is made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError
+
+Report = Mapping[str, Tensor]
+LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, Report]]
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """Targets of one training step over all micro-batches, data- and context-parallel ranks.
+
+    Attributes:
+        main: number of main targets, scalar float32.
+        mtp: per multi-token-prediction depth, ``[K]`` float32.
+    """
+
+    main: Tensor
+    mtp: Tensor
+
+
+def pair(total: Tensor, count: Tensor) -> Tensor:
+    """A report entry ``[sum, count]``, cut from the graph and from later in-place divisions."""
+    return torch.stack([total.detach().float().clone(), count.detach().float().clone()])
+
+
+def checked(loss: LossFunction) -> LossFunction:
+    """Wrap a loss function so that a break of the contract is refused by name.
+
+    Raises:
+        ConfigError: not three values, a count that is not an integer tensor, or a report entry
+            that is not ``[sum, count]``.
+    """
+
+    @functools.wraps(loss)
+    def wrapper(output: Tensor) -> tuple[Tensor, Tensor, Report]:
+        result = loss(output)
+        name = getattr(loss, "__name__", None) or getattr(
+            getattr(loss, "func", None), "__name__", repr(loss)
+        )
+        if not isinstance(result, tuple) or len(result) != 3:
+            size = len(result) if isinstance(result, tuple) else 1
+            raise ConfigError(
+                f"The loss `{name}` returned {size} value(s), but a loss must return three: "
+                "(sum, count, report); return the sum over tokens and let the step divide."
+            )
+        total, count, report = result
+        if not isinstance(count, Tensor) or count.is_floating_point():
+            raise ConfigError(
+                f"The loss `{name}` returned a count of type {getattr(count, 'dtype', type(count))}"
+                ", but the count must be an integer tensor; put fractional weights into the sum."
+            )
+        for key, value in report.items():
+            if value.numel() != 2:
+                raise ConfigError(
+                    f"The loss `{name}` reports `{key}` with {value.numel()} value(s), but an "
+                    "entry must be [sum, count]; use `losses.contract.pair`."
+                )
+        return total, count, {key: value.detach().clone() for key, value in report.items()}
+
+    return wrapper

@@ -1,0 +1,174 @@
+"""GPT: one pipeline chunk of megatron-core's GPTModel, with our layers and our MTP losses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.models.gpt import GPTModel as CoreGPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.models.layers import layer_spec, mtp_block_spec
+from megatron_ext.models.mtp import MTPTargets
+
+if TYPE_CHECKING:
+    from megatron_ext.config import RunConfig
+    from megatron_ext.layout import ParallelContext
+
+
+class GPTModel(CoreGPTModel):  # type: ignore[misc]
+    """megatron-core's GPTModel with two differences.
+
+    The losses of the multi-token-prediction depths are weighted by the caller (`MTPTargets`)
+    instead of by counts of the local micro-batch. And the copy of the word embedding that an MTP
+    stage holds is marked as an embedding, so that a decoupled learning rate treats all copies
+    alike.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.mtp_process:
+            self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        labels: Tensor | None = None,
+        mtp_targets: MTPTargets | None = None,
+    ) -> Tensor:
+        """Run this chunk.
+
+        Args:
+            input_ids: ``[b, s]`` (s is the local sequence under context parallelism).
+            position_ids: ``[b, s]``.
+            attention_mask: True where forbidden, ``[b, 1, s, full s]``; None means causal.
+            labels: ``[b, s]``; without them the last stage returns logits.
+            mtp_targets: what the multi-token-prediction depths are to learn; without them the
+                depths are not run.
+
+        Returns:
+            Hidden states ``[s, b, h]`` on inner stages; on the last stage the losses ``[b, s]``,
+            or logits ``[b, s, v]`` without labels.
+        """
+        decoder_input, rotary, cos, sin, offset, padding_mask = self._preprocess(
+            input_ids=input_ids, position_ids=position_ids
+        )[:6]
+        hidden = self.decoder(
+            hidden_states=decoder_input,
+            attention_mask=attention_mask,
+            rotary_pos_emb=rotary,
+            rotary_pos_cos=cos,
+            rotary_pos_sin=sin,
+            sequence_len_offset=offset,
+            padding_mask=padding_mask,
+        )
+        if not self.post_process:
+            return hidden  # type: ignore[no-any-return]
+        if self.mtp_process and mtp_targets is not None and mtp_targets.labels:
+            hidden = self._with_mtp_losses(
+                hidden, input_ids, position_ids, attention_mask, rotary, mtp_targets
+            )
+        logits = self._logits(hidden)
+        if labels is None:
+            return logits.transpose(0, 1).contiguous()
+        return self.compute_language_model_loss(labels, logits)  # type: ignore[no-any-return]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Vocabulary-parallel logits ``[s, b, v/tp]``."""
+        weight = None
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        logits, _ = self.output_layer(hidden, weight=weight)
+        return logits  # type: ignore[no-any-return]
+
+    def _with_mtp_losses(
+        self,
+        hidden: Tensor,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        rotary: Tensor | None,
+        targets: MTPTargets,
+    ) -> Tensor:
+        """Hidden states ``[s, b, h]`` that carry the gradients of all depths' losses."""
+        chunks = self.mtp(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            hidden_states=hidden,
+            attention_mask=attention_mask,
+            rotary_pos_emb=rotary,
+            embedding=self.embedding,
+        )
+        hidden, *depths = torch.chunk(chunks, 1 + len(targets.labels), dim=0)
+        for depth, depth_hidden in enumerate(depths):
+            losses = self.compute_language_model_loss(
+                targets.labels[depth], self._logits(depth_hidden)
+            )
+            targets.record(depth, losses)
+            hidden = MTPLossAutoScaler.apply(hidden, targets.weights[depth] * losses)
+        return hidden
+
+
+def build_gpt_chunk(
+    config: RunConfig,
+    transformer_config: TransformerConfig,
+    context: ParallelContext,
+    *,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None = None,
+) -> GPTModel:
+    """Build the layers of one virtual pipeline chunk.
+
+    Args:
+        config: the run.
+        transformer_config: megatron-core's view of it.
+        context: process groups of this rank.
+        pre_process: the chunk holds the embedding.
+        post_process: the chunk holds the output layer (and the multi-token-prediction block).
+        vp_stage: index of the virtual chunk on this rank.
+
+    Raises:
+        ConfigError: multi-token prediction with learned positions on more than one stage.
+    """
+    model = config.model
+    if not model.padded_vocab_size:
+        raise ConfigError(
+            "`--vocab-size` is not known: give a tokenizer or `--vocab-size` with NullTokenizer."
+        )
+    spec = layer_spec(
+        transformer_config,
+        impl=model.transformer_impl,
+        vp_stage=vp_stage,
+    )
+    mtp_spec = None
+    if model.mtp_num_layers and post_process:
+        mtp_spec = mtp_block_spec(
+            transformer_config, impl=model.transformer_impl, vp_stage=vp_stage
+        )
+    return GPTModel(
+        config=transformer_config,
+        transformer_layer_spec=spec,
+        vocab_size=model.padded_vocab_size,
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=config.precision.fp16_lm_cross_entropy,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=mtp_spec,
+        vp_stage=vp_stage,
+        pg_collection=context.pgs,
+    )

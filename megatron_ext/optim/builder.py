@@ -1,0 +1,94 @@
+"""megatron-core's optimizer and parameter scheduler, built from a run's configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import (
+    AdamOptimizerConfig,
+    MegatronOptimizer,
+    SGDOptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_ext.models.transformer_config import params_dtype
+
+if TYPE_CHECKING:
+    from megatron_ext.config import RunConfig
+
+OPTIMIZERS = {"adam": AdamOptimizerConfig, "sgd": SGDOptimizerConfig}
+
+
+def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
+    """The optimizer of this rank's chunks; biases and norm weights do not decay.
+
+    The process groups are those that `layout.init_groups` created in megatron-core: passing them
+    as a collection would lose the Gloo groups that checkpoints on GPUs need.
+    """
+    cls = OPTIMIZERS[config.optimizer.optimizer]
+    ours: dict[str, Any] = dataclasses.asdict(config.precision)
+    ours.update(dataclasses.asdict(config.optimizer))
+    ours["params_dtype"] = params_dtype(config)
+    names = {field.name for field in dataclasses.fields(cls)}
+    core_config = cls(**{name: value for name, value in ours.items() if name in names})
+    return get_megatron_optimizer(
+        core_config, chunks, config_overrides=get_standard_config_overrides(core_config)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleLengths:
+    """Lengths of the phases of a schedule, in samples."""
+
+    decay: int
+    warmup: float
+    weight_decay_increment: int
+    wsd_decay: int | None
+
+
+def schedule_lengths(config: RunConfig) -> ScheduleLengths:
+    """Phase lengths in samples, from flags given in iterations, samples or as a fraction."""
+    optimizer, training = config.optimizer, config.training
+    if training.train_samples is not None:
+        total = training.train_samples
+        decay = optimizer.lr_decay_samples or total
+        warmup: float = optimizer.lr_warmup_samples
+        wsd_decay = optimizer.lr_wsd_decay_samples
+    else:
+        batch = training.global_batch_size
+        assert training.train_iters is not None and batch is not None
+        total = training.train_iters * batch
+        decay = (optimizer.lr_decay_iters or training.train_iters) * batch
+        warmup = optimizer.lr_warmup_iters * batch
+        wsd = optimizer.lr_wsd_decay_iters
+        wsd_decay = None if wsd is None else wsd * batch
+    if optimizer.lr_warmup_fraction is not None:
+        warmup = optimizer.lr_warmup_fraction * decay
+    return ScheduleLengths(decay, warmup, total, wsd_decay)
+
+
+def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """The learning-rate and weight-decay schedule; its steps are counted in samples."""
+    flags = config.optimizer
+    lengths = schedule_lengths(config)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=flags.lr_warmup_init,
+        max_lr=flags.lr,
+        min_lr=flags.min_lr,
+        lr_warmup_steps=lengths.warmup,
+        lr_decay_steps=lengths.decay,
+        lr_decay_style=flags.lr_decay_style,
+        start_wd=flags.start_weight_decay,
+        end_wd=flags.end_weight_decay,
+        wd_incr_steps=lengths.weight_decay_increment,
+        wd_incr_style=flags.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=flags.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=flags.override_opt_param_scheduler,
+        wsd_decay_steps=lengths.wsd_decay,
+        lr_wsd_decay_style=flags.lr_wsd_decay_style,
+    )

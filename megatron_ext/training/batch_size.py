@@ -1,0 +1,89 @@
+"""Micro-batches per step: constant, or growing with the consumed samples."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.core.num_microbatches_calculator import (
+    ConstantNumMicroBatchesCalculator,
+    RampupBatchsizeNumMicroBatchesCalculator,
+)
+
+from megatron_ext.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_ext.config import RunConfig
+
+
+class BatchSize:
+    """The batch size of the current step.
+
+    Attributes:
+        num_microbatches: micro-batches of each data-parallel rank.
+        global_batch_size: samples of the step on all ranks.
+    """
+
+    def __init__(self, config: RunConfig, data_parallel_size: int) -> None:
+        training = config.training
+        assert training.global_batch_size is not None
+        common = (
+            training.global_batch_size,
+            training.micro_batch_size,
+            data_parallel_size,
+            training.decrease_batch_size_if_needed,
+            -1,  # no rank logs: the iteration line shows the batch size
+        )
+        self._multiple = training.micro_batch_size * data_parallel_size
+        self._calculator: (
+            ConstantNumMicroBatchesCalculator | RampupBatchsizeNumMicroBatchesCalculator
+        )
+        if training.rampup_batch_size is None:
+            self._calculator = ConstantNumMicroBatchesCalculator(*common)
+        else:
+            start, increment, samples = (int(x) for x in training.rampup_batch_size)
+            self._calculator = RampupBatchsizeNumMicroBatchesCalculator(
+                *common, start, increment, samples
+            )
+
+    def update(self, consumed_samples: int) -> bool:
+        """Follow the ramp-up; returns whether the number of micro-batches changed.
+
+        Raises:
+            ConfigError: a batch size of the ramp-up that the ranks cannot share out.
+        """
+        before = self.num_microbatches
+        self._calculator.update(consumed_samples, consistency_check=False)
+        size = self._calculator.current_running_global_batch_size
+        if size % self._multiple:
+            raise ConfigError(
+                f"`--rampup-batch-size` reaches the global batch size {size}, which must be "
+                "divisible by micro-batch size × data-parallel size "
+                f"({self._multiple}); change the start or increment, or give "
+                "`--decrease-batch-size-if-needed`."
+            )
+        return self.num_microbatches != before
+
+    @property
+    def num_microbatches(self) -> int:
+        return int(self._calculator.num_micro_batches)
+
+    @property
+    def global_batch_size(self) -> int:
+        return int(self._calculator.current_running_global_batch_size)
+
+
+def number_of_iterations(config: RunConfig, data_parallel_size: int) -> int:
+    """Training iterations, also where the length is given in samples."""
+    training = config.training
+    if training.train_samples is None:
+        return training.train_iters or 0
+    size = BatchSize(config, data_parallel_size)
+    iterations, consumed = 0, 0
+    if training.rampup_batch_size is not None:
+        while size.global_batch_size < (training.global_batch_size or 0):
+            if consumed + size.global_batch_size > training.train_samples:
+                return iterations
+            consumed += size.global_batch_size
+            iterations += 1
+            size.update(consumed)
+    return iterations + (training.train_samples - consumed) // size.global_batch_size

@@ -1,0 +1,42 @@
+"""Evaluation: the mean loss over a split, the same on every layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_ext.data.loader import BatchSource
+from megatron_ext.training.step import StepRunner, mean_of, reduce_reports
+
+
+def evaluate(
+    runner: StepRunner, source: BatchSource, num_steps: int, num_microbatches: int
+) -> dict[str, float]:
+    """Mean of each loss over the targets of ``num_steps`` global batches.
+
+    Returns:
+        Losses by name on the last pipeline stage; empty on the others.
+    """
+    for chunk in runner.chunks:
+        chunk.eval()
+    totals: dict[str, Tensor] = {}
+    try:
+        with torch.no_grad():
+            for _ in range(num_steps):
+                batches = source.next_step(num_microbatches)
+                reports = runner.forward_backward(batches, num_microbatches, forward_only=True)
+                for key, entry in reduce_reports(reports, runner.context).items():
+                    totals[key] = totals[key] + entry if key in totals else entry
+    finally:
+        for chunk in runner.chunks:
+            chunk.train()
+    return {key: float(mean_of(entry)) for key, entry in totals.items()}
+
+
+def steps_of_one_epoch(source: BatchSource, batch_size: int, device: torch.device) -> int:
+    """Whole global batches in a split, agreed with the ranks that do not open it."""
+    count = torch.tensor(
+        (source.num_samples or 0) // batch_size, device=device
+    )
+    torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX)
+    return int(count)

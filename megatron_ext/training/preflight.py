@@ -1,0 +1,51 @@
+"""What can be checked before any process group exists: tokenizer, vocabulary, data files."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from megatron_ext.data.gpt import check_inputs, read_blend
+from megatron_ext.data.tokenizers import build_tokenizer
+from megatron_ext.errors import DataError
+from megatron_ext.training.batch_size import number_of_iterations
+from megatron_ext.training.setup import split_sizes
+
+if TYPE_CHECKING:
+    from megatron_ext.config import RunConfig
+    from megatron_ext.data.tokenizers import Tokenizer
+
+
+def with_padded_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:
+    """Round the vocabulary up so that every tensor-parallel rank holds the same share of it."""
+    if config.model.padded_vocab_size:
+        return config
+    multiple = (
+        config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
+    )
+    padded = -(-vocab_size // multiple) * multiple
+    model = dataclasses.replace(config.model, padded_vocab_size=padded)
+    return dataclasses.replace(config, model=model)
+
+
+def preflight(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
+    """Build the tokenizer and check the data; cheap, and the same on every rank.
+
+    Returns:
+        The configuration with its padded vocabulary, and the tokenizer.
+
+    Raises:
+        ConfigError, DataError: see `build_tokenizer` and `check_inputs`.
+    """
+    tokenizer = build_tokenizer(config.tokenizer)
+    config = with_padded_vocabulary(config, tokenizer.vocab_size)
+    if not config.data.mock_data:
+        spec = read_blend(config)
+        if not spec.prefixes():
+            raise DataError(
+                "No training data is given; use `--data-path` PREFIX, `--train-data-path` PREFIX "
+                "or `--mock-data`."
+            )
+        iterations = number_of_iterations(config, config.parallel.data_parallel_size)
+        check_inputs(config, spec, tokenizer, split_sizes(config, iterations))
+    return config, tokenizer

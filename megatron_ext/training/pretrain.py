@@ -1,0 +1,83 @@
+"""``pretrain(task, config)``: one run on one rank; ``main(task, argv)``: a whole program."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_ext.config import parse_args
+from megatron_ext.device import Device, select
+from megatron_ext.layout import Layout, init_groups, seed_everything
+from megatron_ext.training.launch import launch
+from megatron_ext.training.loop import evaluate_split, train
+from megatron_ext.training.preflight import preflight
+from megatron_ext.training.reporting import build_reporters
+from megatron_ext.training.setup import build_run
+
+if TYPE_CHECKING:
+    from megatron_ext.config import RunConfig
+    from megatron_ext.data.tokenizers import Tokenizer
+    from megatron_ext.training.task import Task
+
+logger = logging.getLogger(__name__)
+
+
+def main(task: Task, argv: Sequence[str]) -> int:
+    """Parse the flags, check what can be checked, start the ranks, and train.
+
+    Returns:
+        The exit code of the program.
+    """
+    device = select()
+    parsed = parse_args(argv, world_size=_world_size(), device=device.kind)
+    config, tokenizer = preflight(parsed.config)
+    if int(os.environ.get("RANK", "0")) == 0:
+        for note in parsed.notes:
+            print(f"> {note}", flush=True)
+    return launch(
+        lambda: pretrain(task, config, device=device, tokenizer=tokenizer),
+        nproc_per_node=config.parallel.nproc_per_node,
+        device=device,
+    )
+
+
+def pretrain(task: Task, config: RunConfig, *, device: Device, tokenizer: Tokenizer) -> int:
+    """Train one model on this rank; all ranks call this.
+
+    Args:
+        task: what to train.
+        config: the resolved configuration of the run.
+        device: the kind of device that the ranks run on.
+        tokenizer: of the data.
+
+    Returns:
+        0, or `signals.EXIT_CODE_SIGNAL` when the exit signal ended the run.
+    """
+    torch_device = device.activate(int(os.environ.get("LOCAL_RANK", "0")))
+    context = init_groups(
+        Layout.from_config(config),
+        device,
+        timeout_minutes=config.parallel.distributed_timeout_minutes,
+    )
+    try:
+        seed_everything(
+            context,
+            config.training.seed,
+            data_parallel_random_init=config.training.data_parallel_random_init,
+        )
+        if config.training.deterministic_mode:
+            torch.use_deterministic_algorithms(True)
+        run = build_run(config, task, context, torch_device, tokenizer)
+        with build_reporters(config, context, resumed_at=run.progress.iteration) as reporters:
+            run.reporters = reporters
+            code = None if config.training.skip_train else train(run)
+            if code is None:
+                _final_evaluation(run)
+            run.checkpoints.close()
+        return code or 0
+    finally:
+        context.destroy()

@@ -1,0 +1,195 @@
+"""Everything that a run needs, built in order: groups, data, model, optimizer, checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+
+from megatron_ext.checkpoint import CheckpointManager
+from megatron_ext.data.gpt import Datasets
+from megatron_ext.data.loader import BatchSource, build_source, reads_dataset
+from megatron_ext.models.chunks import build_chunks, wrap_chunks
+from megatron_ext.models.transformer_config import build_transformer_config
+from megatron_ext.optim.builder import build_optimizer, build_scheduler
+from megatron_ext.training.batch_size import BatchSize, number_of_iterations
+from megatron_ext.training.evaluate import steps_of_one_epoch
+from megatron_ext.training.overlap import ParameterGather
+from megatron_ext.training.signals import StopRequests
+from megatron_ext.training.state import Progress
+from megatron_ext.training.step import StepRunner
+
+if TYPE_CHECKING:
+    from megatron_ext.config import RunConfig
+    from megatron_ext.data.tokenizers import Tokenizer
+    from megatron_ext.layout import ParallelContext
+    from megatron_ext.training.task import Task
+
+
+@dataclass
+class Run:
+    """The parts of one training run on one rank."""
+
+    config: RunConfig
+    context: ParallelContext
+    device: torch.device
+    num_iterations: int
+    batch_size: BatchSize
+    chunks: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer | None
+    scheduler: OptimizerParamScheduler | None
+    runner: StepRunner
+    parameter_gather: ParameterGather
+    checkpoints: CheckpointManager
+    progress: Progress
+    stop_requests: StopRequests
+    train_source: BatchSource = field(default_factory=lambda: BatchSource(None, None))
+    valid_sources: list[BatchSource] = field(default_factory=list)
+    test_source: BatchSource = field(default_factory=lambda: BatchSource(None, None))
+    flops_per_sample: float = 0.0
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether validation is asked for."""
+        return self.config.training.full_validation or self.config.training.eval_iters > 0
+
+    @property
+    def evaluation_batch_size(self) -> int:
+        """Samples of one evaluation step: the full global batch, whatever the ramp-up says."""
+        size = self.config.training.global_batch_size
+        assert size is not None
+        return size
+
+    @property
+    def evaluation_microbatches(self) -> int:
+        share = self.config.training.micro_batch_size * self.context.layout.data_parallel_size
+        return self.evaluation_batch_size // share
+
+    def evaluation_steps(self, source: BatchSource) -> int:
+        """Steps of one evaluation of a split."""
+        if self.config.training.full_validation:
+            return steps_of_one_epoch(source, self.evaluation_batch_size, self.device)
+        return self.config.training.eval_iters
+
+    def save(self) -> None:
+        """Save a checkpoint, where a folder is given."""
+        if self.config.checkpoint.save is None or self.optimizer is None:
+            return
+        with self.parameter_gather.paused():
+            self.checkpoints.save(
+                self.progress.iteration,
+                model=self.chunks,
+                optimizer=self.optimizer,
+                scheduler=self.scheduler,
+                progress=self.progress.to_dict(),
+                run_config=self.config.to_dict(),
+            )
+
+
+def build_run(
+    config: RunConfig,
+    task: Task,
+    context: ParallelContext,
+    device: torch.device,
+    tokenizer: Tokenizer,
+) -> Run:
+    """Build model, optimizer and data of this rank, and load the checkpoint that is asked for."""
+    started = time.time()
+    core = build_transformer_config(config)
+    chunks = wrap_chunks(
+        build_chunks(task.model_chunk, config, core, context), config, core, context, device
+    )
+    optimizer = scheduler = None
+    if not config.training.skip_train:
+        optimizer = build_optimizer(config, chunks)
+        scheduler = build_scheduler(config, optimizer)
+    checkpoints = CheckpointManager(config.checkpoint, context)
+    loaded = checkpoints.load(model=chunks, optimizer=optimizer, scheduler=scheduler)
+    progress = Progress()
+    if loaded is not None:
+        progress = Progress.from_dict({**loaded.progress, "iteration": loaded.iteration})
+    run = Run(
+        config=config,
+        context=context,
+        device=device,
+        num_iterations=number_of_iterations(config, context.layout.data_parallel_size),
+        batch_size=BatchSize(config, context.layout.data_parallel_size),
+        chunks=chunks,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        runner=StepRunner(config, task, context, core, chunks, optimizer, scheduler),
+        parameter_gather=_parameter_gather(config, core, chunks),
+        checkpoints=checkpoints,
+        progress=progress,
+        stop_requests=StopRequests(config, started),
+    )
+    attach_data(run, task, tokenizer)
+    return run
+
+
+def _parameter_gather(
+    config: RunConfig, core: TransformerConfig, chunks: list[DistributedDataParallel]
+) -> ParameterGather:
+    overlap = config.optimizer.overlap_param_gather and not config.training.skip_train
+    gather = ParameterGather(chunks, core, overlap=overlap)
+    gather.switch_off(gather=False)
+    return gather
+
+
+def split_sizes(config: RunConfig, num_iterations: int) -> list[int | None]:
+    """Samples to draw from train, valid and test; None means one epoch."""
+    training = config.training
+    batch = training.global_batch_size
+    assert batch is not None
+    train = training.train_samples or num_iterations * batch
+    test = training.eval_iters * batch
+    if training.full_validation:
+        return [train, None, test]
+    rounds = 1 if training.skip_train else num_iterations // training.eval_interval + 1
+    return [train, rounds * training.eval_iters * batch, test]
+
+
+def attach_data(run: Run, task: Task, tokenizer: Tokenizer) -> None:
+    """Build the datasets and give the run its three sources."""
+    config, context = run.config, run.context
+    datasets = task.datasets(
+        config,
+        tokenizer,
+        split_sizes(config, run.num_iterations),
+        lambda: reads_dataset(config, context),
+    )
+
+    def source(dataset: Any, consumed: int, *, full_epoch: bool = False) -> BatchSource:
+        return build_source(
+            dataset,
+            config,
+            context,
+            run.device,
+            consumed_samples=consumed,
+            eod=tokenizer.eod,
+            full_epoch=full_epoch,
+        )
+
+    remaining = run.num_iterations - run.progress.iteration
+    if not config.training.skip_train and remaining > 0:
+        run.train_source = source(datasets.train, run.progress.consumed_train_samples)
+    if run.evaluates:
+        full = config.training.full_validation
+        consumed = 0 if full or config.training.skip_train else run.progress.consumed_valid_samples
+        run.valid_sources = [
+            source(dataset, consumed, full_epoch=full) for dataset in validation_sets(datasets)
+        ]
+    if config.training.eval_iters > 0:
+        run.test_source = source(datasets.test, 0)
+
+
+def validation_sets(datasets: Datasets) -> Sequence[Any]:
+    """The validation split as a list, several with --multiple-validation-sets."""
+    return datasets.valid if isinstance(datasets.valid, list) else [datasets.valid]

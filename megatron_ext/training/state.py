@@ -1,0 +1,37 @@
+"""How far a run has come; saved with every checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass
+class Progress:
+    """Counters of a run.
+
+    Attributes:
+        iteration: training steps done, skipped ones included.
+        consumed_train_samples: training samples used by all ranks together.
+        consumed_valid_samples: validation samples used likewise.
+        skipped_iterations: steps without an update because of a non-finite gradient.
+        nan_iterations: skipped steps whose loss was not finite either.
+        floating_point_operations: of the model, forward and backward, on all ranks.
+    """
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0
+    nan_iterations: int = 0
+    floating_point_operations: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Progress:
+        """Read back what `to_dict` gave; counters of newer versions are left out."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in names})

@@ -1,0 +1,166 @@
+"""One training or evaluation step: batches in, losses and an update out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_ext.data.batch import Batch, iterators_per_chunk
+from megatron_ext.losses.contract import LossFunction, Report, StepCounts, checked
+from megatron_ext.optim.update import UpdateResult, update_parameters
+
+if TYPE_CHECKING:
+    from megatron_ext.config import RunConfig
+    from megatron_ext.layout import ParallelContext
+    from megatron_ext.training.task import Task
+
+
+def count_targets(batches: Sequence[Batch], context: ParallelContext) -> StepCounts:
+    """Targets of the step over all micro-batches, data- and context-parallel ranks."""
+    counts = torch.stack(
+        [
+            torch.stack([mask.sum() for mask in (batch.loss_mask, *batch.mtp_loss_masks)])
+            for batch in batches
+        ]
+    ).sum(dim=0)
+    torch.distributed.all_reduce(counts, group=context.pgs.dp_cp)
+    return StepCounts(main=counts[0], mtp=counts[1:])
+
+
+def reduce_reports(reports: Sequence[Report], context: ParallelContext) -> dict[str, Tensor]:
+    """Sum ``[sum, count]`` entries over micro-batches, data- and context-parallel ranks."""
+    if not reports:
+        return {}
+    keys = list(reports[0])
+    # In double precision: a count beyond 2^24 tokens is not exact in single.
+    entries = [torch.stack([report[key].view(2).double() for report in reports]) for key in keys]
+    totals = torch.stack([entry.sum(dim=0) for entry in entries])
+    torch.distributed.all_reduce(totals, group=context.pgs.dp_cp)
+    return dict(zip(keys, totals.unbind(0), strict=True))
+
+
+def mean_of(entry: Tensor) -> Tensor:
+    """Divide ``[sum, count]``; nothing counted gives 0."""
+    return torch.where(entry[1] > 0, entry[0] / entry[1].clamp(min=1e-30), 0.0)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a training step did.
+
+    Attributes:
+        losses: mean of each reported loss over the step's targets; empty but on the last stage.
+        update: see `UpdateResult`.
+    """
+
+    losses: dict[str, Tensor]
+    update: UpdateResult
+
+
+class StepRunner:
+    """Runs the pipeline schedule over this rank's chunks, and updates the parameters."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        context: ParallelContext,
+        transformer_config: TransformerConfig,
+        chunks: list[DistributedDataParallel],
+        optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None,
+    ) -> None:
+        self.config = config
+        self.task = task
+        self.context = context
+        self.chunks = chunks
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.needs_counts = bool(config.model.mtp_num_layers) and context.is_last_stage
+        self._schedule = get_forward_backward_func()
+        if optimizer is not None:
+            self._connect(transformer_config, optimizer)
+
+    def _connect(self, core: TransformerConfig, optimizer: MegatronOptimizer) -> None:
+        """Tell megatron-core's schedule how to scale, overlap and finalize gradients."""
+        core.grad_scale_func = optimizer.scale_loss
+        core.finalize_model_grads_func = finalize_model_grads
+        flags = self.config.optimizer
+        if flags.overlap_grad_reduce:
+            core.no_sync_func = _one_or_list([chunk.no_sync for chunk in self.chunks])
+            if flags.align_grad_reduce:
+                core.grad_sync_func = _one_or_list([c.start_grad_sync for c in self.chunks])
+        if flags.overlap_param_gather and flags.align_param_gather:
+            core.param_sync_func = _one_or_list([c.start_param_sync for c in self.chunks])
+
+    def forward_backward(
+        self, batches: Sequence[Batch] | None, num_microbatches: int, *, forward_only: bool
+    ) -> list[Report]:
+        """Run the schedule over the micro-batches of one step.
+
+        Args:
+            batches: None on stages that read no data.
+            num_microbatches: number of micro-batches on each data-parallel rank.
+            forward_only: no gradients.
+
+        Returns:
+            One report for each micro-batch on the last stage, else nothing.
+        """
+        counts = None
+        if self.needs_counts and not forward_only and batches is not None:
+            counts = count_targets(batches, self.context)
+
+        def forward_step(
+            iterator: Iterator[Batch] | None, chunk: torch.nn.Module
+        ) -> tuple[Tensor, LossFunction]:
+            batch = next(iterator) if iterator is not None else _NO_BATCH
+            output, loss = self.task.forward_step(self.config, batch, chunk, counts)
+            return output, checked(loss)
+
+        iterators = iterators_per_chunk(batches, len(self.chunks))
+        reports: list[Report] = self._schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=num_microbatches,
+            seq_length=self.config.model.seq_length,
+            micro_batch_size=self.config.training.micro_batch_size,
+            decoder_seq_length=self.config.model.seq_length,
+            forward_only=forward_only,
+        )
+        return reports
+
+    def train(self, batches: Sequence[Batch] | None, num_microbatches: int) -> StepResult:
+        """One training step: gradients over the global batch, then one update."""
+        assert self.optimizer is not None and self.scheduler is not None
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = self.forward_backward(batches, num_microbatches, forward_only=False)
+        update = update_parameters(self.optimizer, self.config.optimizer.clip_grad)
+        if update.applied:
+            training = self.config.training
+            self.scheduler.step(
+                increment=num_microbatches
+                * training.micro_batch_size
+                * self.context.layout.data_parallel_size
+            )
+        losses = {key: mean_of(x) for key, x in reduce_reports(reports, self.context).items()}
+        return StepResult(losses, update)
+
+
+_NO_BATCH = Batch(*(None,) * 4)  # type: ignore[arg-type]
+
+
+def _one_or_list(items: list[Any]) -> Any:
+    """megatron-core takes the bare item where there is one chunk."""
+    return items[0] if len(items) == 1 else items

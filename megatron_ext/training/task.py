@@ -1,0 +1,44 @@
+"""A task: what to train, as a frozen dataclass of callables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_ext.data.batch import Batch
+from megatron_ext.data.gpt import Datasets
+from megatron_ext.losses.contract import LossFunction, StepCounts
+from megatron_ext.models.chunks import ModelChunk
+
+if TYPE_CHECKING:
+    from megatron_ext.config import RunConfig
+    from megatron_ext.data.tokenizers import Tokenizer
+
+DatasetsProvider = Callable[
+    ["RunConfig", "Tokenizer", Sequence["int | None"], Callable[[], bool]], Datasets
+]
+ForwardStep = Callable[
+    ["RunConfig", Batch, torch.nn.Module, "StepCounts | None"], tuple[Tensor, LossFunction]
+]
+
+
+@dataclass(frozen=True)
+class Task:
+    """The three providers that Megatron users know.
+
+    Attributes:
+        datasets: ``(config, tokenizer, sizes, is_built_on_rank)`` to the three splits.
+        model_chunk: ``(config, transformer_config, context, pre_process=, post_process=,
+            vp_stage=)`` to one pipeline chunk.
+        forward_step: ``(config, batch, model, counts)`` to the output of the chunk and the loss
+            function, which is called on the last stage only. ``counts`` are the targets of the
+            whole step, None in evaluation and where nothing needs them.
+    """
+
+    datasets: DatasetsProvider
+    model_chunk: ModelChunk
+    forward_step: ForwardStep

@@ -1,0 +1,89 @@
+"""The losses of Megatron-LM to the last printed digit: every recorded run, through our entry.
+
+The curves and the corpus lie beside the checkout in ``shared/reference``; without them there is
+nothing to compare with, and the tests are skipped by name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+REFERENCE = Path(os.environ.get("MEGATRON_REFERENCE", ROOT.parent / "shared" / "reference"))
+
+pytestmark = pytest.mark.skipif(
+    not (REFERENCE / "curves.json").exists(), reason=f"no recorded curves in {REFERENCE}"
+)
+
+
+def _curves() -> dict[str, Any]:
+    path = REFERENCE / "curves.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {"runs": {}}
+
+
+CURVES = _curves()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recorded corpus, preprocessed by our tool."""
+    folder = tmp_path_factory.mktemp("corpus")
+    subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "tools" / "preprocess_data.py"),
+            *("--input", str(REFERENCE / "corpus.jsonl")),
+            *("--output-prefix", str(folder / "sp_eod")),
+            *("--tokenizer-type", "SentencePieceTokenizer"),
+            *("--tokenizer-model", str(REFERENCE / "tokenizer.model")),
+            *("--append-eod", "--workers", "1"),
+        ],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    return folder
+
+
+def run(name: str, data: Path, save: Path, extra: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """Train as recorded and return the rows of ``metrics.jsonl``."""
+    recorded = CURVES["runs"][name]
+    flags = [
+        flag.format(data=data, reference=REFERENCE)
+        for flag in [*CURVES["base_flags"], *recorded["extra_flags"]]
+    ]
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, *extra]
+    command += ["--nproc-per-node", str(recorded["ranks"]), "--save", str(save)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    lines = (save / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("name", sorted(CURVES["runs"]))
+def test_curve_equals_megatron_lms(name: str, data: Path, tmp_path: Path) -> None:
+    """Loss within 2e-6 (bf16: 2e-4) relative, grad norm within 0.001, learning rate exact."""
+    recorded = CURVES["runs"][name]
+    tolerance = 2e-4 if "--bf16" in recorded["extra_flags"] else 2e-6
+    rows = run(name, data, tmp_path / "save")
+    steps = [row for row in rows if row["kind"] == "train"]
+    assert len(steps) == len(recorded["iterations"])
+    for row, want in zip(steps, recorded["iterations"], strict=True):
+        where = f"{name} iteration {want['iteration']}"
+        assert row["iteration"] == want["iteration"], where
+        assert math.isclose(row["lm loss"], want["lm_loss"], rel_tol=tolerance), where
+        assert abs(row["grad_norm"] - want["grad_norm"]) <= 1e-3, where
+        assert f"{row['learning_rate']:.6E}" == f"{want['learning_rate']:.6E}", where
+        for depth, value in enumerate(want.get("mtp", []), start=1):
+            assert math.isclose(row[f"mtp_{depth} loss"], value, rel_tol=tolerance), where
+    final = {row["split"]: row["lm loss"] for row in rows if row["kind"] == "evaluation"}
+    for split, value in recorded["eval"].items():
+        assert math.isclose(final[split], value, rel_tol=tolerance), f"{name} {split}"
