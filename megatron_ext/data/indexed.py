@@ -1,0 +1,226 @@
+"""Indexed datasets: the pair `<prefix>.bin` (tokens) and `<prefix>.idx` (where they lie).
+
+Layout of `.idx`, little endian: magic `MMIDIDX\\0\\0`, u64 version 1, u8 dtype code, u64 number of
+sequences Q, u64 number of document boundaries D + 1, i32 lengths [Q] in tokens, i64 byte offsets
+[Q], i64 boundaries [D + 1] in sequences (first 0, last Q), and i8 modes [Q] in multimodal sets.
+`.bin` holds the tokens alone.
+
+This module reads and checks them with numpy only, so that tools start without torch; it reads what
+megatron-core writes, and megatron-core's `IndexedDataset` reads what `indexed_writer` writes.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ext.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER_BYTES = 34
+CODE_OF_DTYPE: dict[str, int] = {
+    "uint8": 1,
+    "int8": 2,
+    "int16": 3,
+    "int32": 4,
+    "int64": 5,
+    "float64": 6,
+    "float32": 7,
+    "uint16": 8,
+}
+DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {c: np.dtype(n) for n, c in CODE_OF_DTYPE.items()}
+SCAN_ITEMS = 1 << 20
+
+Array = npt.NDArray[Any]
+
+
+def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Token dtype that Megatron-LM chooses: uint16 below 65,500 ids, else int32."""
+    return np.dtype(np.uint16) if vocab_size < 65500 else np.dtype(np.int32)
+
+
+def bin_path(prefix: str | os.PathLike[str]) -> Path:
+    return Path(f"{os.fspath(prefix)}.bin")
+
+
+def idx_path(prefix: str | os.PathLike[str]) -> Path:
+    return Path(f"{os.fspath(prefix)}.idx")
+
+
+@dataclass(frozen=True)
+class IndexInfo:
+    """What the header and the sizes of one indexed dataset say.
+
+    Attributes:
+        prefix: path without `.bin`/`.idx`.
+        dtype: dtype of one token.
+        num_sequences, num_documents, num_tokens: counts.
+        multimodal: whether a mode per sequence is stored.
+    """
+
+    prefix: str
+    dtype: np.dtype[Any]
+    num_sequences: int
+    num_documents: int
+    num_tokens: int
+    multimodal: bool
+
+
+@dataclass(frozen=True)
+class Index:
+    """The arrays of one `.idx`, memory-mapped.
+
+    Attributes:
+        lengths: i32 [Q] tokens per sequence.
+        offsets: i64 [Q] first byte of each sequence in `.bin`.
+        documents: i64 [D + 1] sequence boundaries of documents.
+        modes: i8 [Q], or None.
+    """
+
+    dtype: np.dtype[Any]
+    lengths: Array
+    offsets: Array
+    documents: Array
+    modes: Array | None
+
+
+def read_index(prefix: str | os.PathLike[str]) -> Index:
+    """Maps `<prefix>.idx`.
+
+    Raises:
+        DataError: the file is missing, is no index, has another version or dtype code, or its
+            size does not follow from its counts.
+    """
+    path = idx_path(prefix)
+    if not path.is_file():
+        raise DataError(
+            f"Dataset index {path} does not exist; give the path prefix without .bin/.idx, or make "
+            "it with tools/preprocess_data.py."
+        )
+    size = path.stat().st_size
+    with open(path, "rb") as stream:
+        header = stream.read(HEADER_BYTES)
+    if header[: len(MAGIC)] != MAGIC:
+        raise DataError(
+            f"{path} does not start with the index magic MMIDIDX, so it is not a Megatron index; "
+            "make it again with tools/preprocess_data.py."
+        )
+    if len(header) < HEADER_BYTES:
+        raise DataError(
+            f"{path} is cut inside its header ({size} of at least {HEADER_BYTES} bytes); "
+            "copy or make it again."
+        )
+    version, code, sequences, boundaries = struct.unpack("<QBQQ", header[len(MAGIC) :])
+    if version != VERSION:
+        raise DataError(
+            f"{path} has index version {version}, but only version {VERSION} can be read; make it "
+            "again with tools/preprocess_data.py."
+        )
+    if code not in DTYPE_OF_CODE:
+        raise DataError(
+            f"{path} has dtype code {code}, which must be one of 1 to 8; the file is damaged, "
+            "copy or make it again."
+        )
+    return _map_arrays(path, size, DTYPE_OF_CODE[code], sequences, boundaries)
+
+
+def _map_arrays(
+    path: Path, size: int, dtype: np.dtype[Any], sequences: int, boundaries: int
+) -> Index:
+    plain = HEADER_BYTES + 12 * sequences + 8 * boundaries
+    if size not in (plain, plain + sequences) or boundaries < 1:
+        raise DataError(
+            f"{path} has {size} bytes, but its {sequences} sequences and {boundaries} document "
+            f"boundaries need {plain} (or {plain + sequences} with modes); it is truncated or "
+            "damaged, copy or make it again."
+        )
+    at = HEADER_BYTES
+    buffer = np.memmap(path, mode="r", dtype=np.uint8)
+
+    def take(count: int, kind: str) -> Array:
+        nonlocal at
+        array = np.frombuffer(buffer, dtype=np.dtype(kind), count=count, offset=at)
+        at += array.nbytes
+        return array
+
+    lengths, offsets, documents = take(sequences, "<i4"), take(sequences, "<i8"), None
+    documents = take(boundaries, "<i8")
+    modes = take(sequences, "i1") if sequences and size == plain + sequences else None
+    return Index(dtype, lengths, offsets, documents, modes)
+
+
+def check_indexed_dataset(prefix: str | os.PathLike[str]) -> IndexInfo:
+    """Checks that `.idx` and `.bin` are whole and belong together.
+
+    Reads the index once, in pieces, and of `.bin` the size alone: seconds for a billion sequences.
+
+    Raises:
+        DataError: one sentence naming the file and what is wrong with it.
+    """
+    index = read_index(prefix)
+    data = bin_path(prefix)
+    if not data.is_file():
+        raise DataError(f"{data} does not exist beside its index {idx_path(prefix)}; copy both.")
+    itemsize = index.dtype.itemsize
+    tokens = _check_sequences(prefix, index)
+    size = data.stat().st_size
+    if size != tokens * itemsize:
+        verb = "truncated" if size < tokens * itemsize else "longer than its index says"
+        raise DataError(
+            f"{data} is {verb}: it has {size} bytes, but its index counts {tokens} tokens of "
+            f"{itemsize} bytes ({tokens * itemsize} bytes); copy or make the pair again."
+        )
+    _check_documents(prefix, index)
+    return IndexInfo(
+        prefix=os.fspath(prefix),
+        dtype=index.dtype,
+        num_sequences=len(index.lengths),
+        num_documents=len(index.documents) - 1,
+        num_tokens=tokens,
+        multimodal=index.modes is not None,
+    )
+
+
+def _check_sequences(prefix: str | os.PathLike[str], index: Index) -> int:
+    """Checks lengths against offsets; returns the number of tokens."""
+    itemsize, end = index.dtype.itemsize, 0
+    for start in range(0, len(index.lengths), SCAN_ITEMS):
+        lengths = index.lengths[start : start + SCAN_ITEMS].astype(np.int64)
+        if len(lengths) and lengths.min() < 0:
+            bad = start + int(np.argmax(lengths < 0))
+            raise DataError(
+                f"{idx_path(prefix)} gives sequence {bad} a negative length "
+                f"({index.lengths[bad]}); the index is damaged, make it again."
+            )
+        ends = end + np.cumsum(lengths * itemsize)
+        wrong = ends - lengths * itemsize != index.offsets[start : start + SCAN_ITEMS]
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise DataError(
+                f"{idx_path(prefix)} places sequence {start + at} at byte "
+                f"{index.offsets[start + at]}, but the lengths before it end at byte "
+                f"{ends[at] - lengths[at] * itemsize}; the index is damaged, make it again."
+            )
+        end = int(ends[-1]) if len(ends) else end
+    return end // itemsize
+
+
+def _check_documents(prefix: str | os.PathLike[str], index: Index) -> None:
+    first, last = int(index.documents[0]), int(index.documents[-1])
+    ordered = all(
+        bool((np.diff(index.documents[i : i + SCAN_ITEMS + 1]) >= 0).all())
+        for i in range(0, len(index.documents), SCAN_ITEMS)
+    )
+    if first != 0 or last != len(index.lengths) or not ordered:
+        raise DataError(
+            f"{idx_path(prefix)} has document boundaries from {first} to {last} that must rise "
+            f"from 0 to the number of sequences ({len(index.lengths)}); the index is damaged, "
+            "make it again."
+        )

@@ -1,0 +1,265 @@
+"""Writing and joining indexed datasets in flat memory, published by renaming."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from megatron_ext.data.indexed import (
+    CODE_OF_DTYPE,
+    MAGIC,
+    SCAN_ITEMS,
+    VERSION,
+    Array,
+    IndexInfo,
+    bin_path,
+    check_indexed_dataset,
+    idx_path,
+    read_index,
+)
+from megatron_ext.errors import DataError
+
+_COPY_BYTES = 1 << 26
+
+Chunks = Callable[[], Iterable[Array]]
+
+
+def write_index(
+    path: str | os.PathLike[str],
+    dtype: np.dtype[Any],
+    lengths: Chunks,
+    document_lengths: Chunks,
+    modes: Chunks | None = None,
+) -> None:
+    """Writes one `.idx` in flat memory.
+
+    Args:
+        path: file to write.
+        dtype: token dtype.
+        lengths: gives, each time it is called, the sequence lengths in pieces (i32).
+        document_lengths: the number of sequences of each document, in pieces.
+        modes: the mode of each sequence, in pieces (multimodal sets only).
+    """
+    code = CODE_OF_DTYPE[dtype.name]
+    sequences = sum(len(piece) for piece in lengths())
+    documents = sum(len(piece) for piece in document_lengths())
+    with open(path, "wb") as stream:
+        stream.write(MAGIC + struct.pack("<QBQQ", VERSION, code, sequences, documents + 1))
+        for piece in lengths():
+            stream.write(piece.astype("<i4", copy=False).tobytes())
+        for piece in _running(lengths(), dtype.itemsize, inclusive=False):
+            stream.write(piece.tobytes())
+        stream.write(np.zeros(1, "<i8").tobytes())
+        for piece in _running(document_lengths(), 1, inclusive=True):
+            stream.write(piece.tobytes())
+        for piece in modes() if modes is not None else ():
+            stream.write(piece.astype("i1", copy=False).tobytes())
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _running(pieces: Iterable[Array], scale: int, *, inclusive: bool) -> Iterator[Array]:
+    """Running sums across pieces, as i64."""
+    total = 0
+    for piece in pieces:
+        scaled = piece.astype("<i8") * scale
+        sums = np.cumsum(scaled) + total
+        if len(sums):
+            total = int(sums[-1])
+        yield (sums if inclusive else sums - scaled).astype("<i8", copy=False)
+
+
+def append_file(out: BinaryIO, source: Path, start: int = 0, end: int | None = None) -> None:
+    """Appends bytes [start, end) of `source` to `out` inside the kernel where it can.
+
+    Raises:
+        DataError: the source ended early.
+    """
+    out.flush()
+    with open(source, "rb", buffering=0) as stream:
+        left = (os.fstat(stream.fileno()).st_size if end is None else end) - start
+        at = start
+        while left > 0:
+            done = _kernel_copy(stream.fileno(), out.fileno(), at, min(left, _COPY_BYTES))
+            if done == 0:
+                raise DataError(
+                    f"{source} ended {left} bytes early while it was joined; run again."
+                )
+            at, left = at + done, left - done
+
+
+def _kernel_copy(source: int, target: int, at: int, count: int) -> int:
+    copy = getattr(os, "copy_file_range", None)
+    if copy is not None:
+        try:
+            return int(copy(source, target, count, offset_src=at))
+        except OSError:
+            pass  # not between these file systems: sendfile or plain reads do it
+    try:
+        return os.sendfile(target, source, at, count)
+    except OSError:
+        data = os.pread(source, min(count, 1 << 22), at)
+        return os.write(target, data)
+
+
+def publish(pairs: Sequence[tuple[Path, Path]]) -> None:
+    """Renames finished temporary files into place, each `.idx` last.
+
+    An old `.idx` is removed before its `.bin` is replaced, so that no moment shows a mixed pair.
+    """
+    ordered = sorted(pairs, key=lambda pair: pair[1].suffix == ".idx")
+    for _, final in ordered:
+        if final.suffix == ".idx":
+            final.unlink(missing_ok=True)
+    for temporary, final in ordered:
+        os.replace(temporary, final)
+
+
+def merge_indexed(
+    prefixes: Sequence[str | os.PathLike[str]],
+    output_prefix: str | os.PathLike[str],
+    *,
+    multimodal: bool = False,
+) -> IndexInfo:
+    """Joins datasets in the given order into one.
+
+    Raises:
+        DataError: no input, a damaged one, different dtypes, or modes in some of them only.
+    """
+    if not prefixes:
+        raise DataError(
+            f"There is nothing to merge into {os.fspath(output_prefix)}; give datasets."
+        )
+    infos = [check_indexed_dataset(prefix) for prefix in prefixes]
+    for info in infos[1:]:
+        if info.dtype != infos[0].dtype:
+            raise DataError(
+                f"{info.prefix} holds {info.dtype.name} tokens, but {infos[0].prefix} holds "
+                f"{infos[0].dtype.name}; merge only datasets made with the same vocabulary."
+            )
+    for info in infos:
+        if multimodal != info.multimodal and info.num_sequences:
+            has, flag = ("no", "without") if multimodal else ("a", "with")
+            raise DataError(
+                f"{info.prefix} stores {has} mode per sequence; merge it {flag} --multimodal."
+            )
+    indices = [read_index(prefix) for prefix in prefixes]
+    temporary = Path(f"{os.fspath(output_prefix)}.merging.{os.getpid()}")
+    try:
+        with open(bin_path(temporary), "wb", buffering=0) as out:
+            for prefix in prefixes:
+                append_file(out, bin_path(prefix))
+            os.fsync(out.fileno())
+        write_index(
+            idx_path(temporary),
+            infos[0].dtype,
+            lambda: _pieces(index.lengths for index in indices),
+            lambda: (np.diff(piece) for piece in _overlapping(i.documents for i in indices)),
+            (lambda: _pieces(i.modes for i in indices if i.modes is not None))
+            if multimodal
+            else None,
+        )
+        publish([(f(temporary), f(output_prefix)) for f in (bin_path, idx_path)])
+    finally:
+        for leftover in (bin_path(temporary), idx_path(temporary)):
+            leftover.unlink(missing_ok=True)
+    return check_indexed_dataset(output_prefix)
+
+
+def _pieces(arrays: Iterable[Array]) -> Iterator[Array]:
+    for array in arrays:
+        for start in range(0, len(array), SCAN_ITEMS):
+            yield array[start : start + SCAN_ITEMS]
+
+
+def _overlapping(arrays: Iterable[Array]) -> Iterator[Array]:
+    """Pieces that share one boundary with the next, so that their differences lose none."""
+    for array in arrays:
+        for start in range(0, len(array) - 1, SCAN_ITEMS):
+            yield array[start : start + SCAN_ITEMS + 1]
+
+
+class IndexedWriter:
+    """Writes one dataset document by document, in flat memory, under temporary names.
+
+    Use as a context: leaving it normally publishes `<prefix>.bin` and `.idx`, an exception leaves
+    nothing behind.
+    """
+
+    def __init__(
+        self, prefix: str | os.PathLike[str], dtype: np.dtype[Any], *, multimodal: bool = False
+    ) -> None:
+        self._prefix = Path(os.fspath(prefix))
+        self._temporary = Path(f"{os.fspath(prefix)}.writing.{os.getpid()}")
+        self._dtype, self._multimodal = dtype, multimodal
+        self._lengths: list[int] = []
+        self._documents: list[int] = []
+        self._modes: list[int] = []
+        self._bin = open(bin_path(self._temporary), "wb")
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def add_document(
+        self, tokens: Array, lengths: Sequence[int], modes: Sequence[int] | None = None
+    ) -> None:
+        """Appends one document.
+
+        Args:
+            tokens: [sum(lengths)] ids.
+            lengths: tokens of each of its sequences; empty for an empty document.
+            modes: mode of each sequence, only in a multimodal dataset (0 where not given).
+
+        Raises:
+            DataError: lengths or modes do not fit, or an id is outside the dtype.
+        """
+        if sum(lengths) != tokens.size or (modes is not None and len(modes) != len(lengths)):
+            raise DataError(
+                f"A document of {tokens.size} tokens was given lengths {list(lengths)} and modes "
+                f"{modes}; the lengths must add up to the tokens, with one mode for each."
+            )
+        self._bin.write(narrow(tokens, self._dtype).tobytes())
+        self._lengths.extend(lengths)
+        self._documents.append(len(lengths))
+        if self._multimodal:
+            self._modes.extend(modes if modes is not None else [0] * len(lengths))
+
+    def __exit__(self, kind: object, value: object, trace: object) -> None:
+        self._bin.flush()
+        os.fsync(self._bin.fileno())
+        self._bin.close()
+        if kind is not None:
+            bin_path(self._temporary).unlink()
+            return
+        write_index(
+            idx_path(self._temporary),
+            self._dtype,
+            lambda: [np.asarray(self._lengths, np.int32)],
+            lambda: [np.asarray(self._documents, np.int64)],
+            (lambda: [np.asarray(self._modes, np.int8)]) if self._multimodal else None,
+        )
+        publish([(f(self._temporary), f(self._prefix)) for f in (bin_path, idx_path)])
+
+
+def narrow(ids: Array, dtype: np.dtype[Any]) -> Array:
+    """Casts ids to the dtype of the file.
+
+    Raises:
+        DataError: an id does not fit, which numpy would wrap silently.
+    """
+    if ids.size and np.issubdtype(dtype, np.integer) and ids.dtype != dtype:
+        low, high = int(ids.min()), int(ids.max())
+        bounds = np.iinfo(dtype)
+        if low < bounds.min or high > bounds.max:
+            bad = low if low < bounds.min else high
+            raise DataError(
+                f"Token id {bad} does not fit the dataset's {dtype.name} "
+                f"({bounds.min} to {bounds.max}); the tokenizer gives ids beyond its vocabulary "
+                "size, check --vocab-size."
+            )
+    return ids.astype(dtype, copy=False)

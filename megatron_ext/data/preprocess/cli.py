@@ -1,0 +1,206 @@
+"""The command line of tools/preprocess_data.py: Megatron-LM's flags, and three of ours."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import NoReturn
+
+from megatron_ext.data.preprocess.options import PreprocessOptions, TokenizerFlags
+from megatron_ext.data.preprocess.run import run_or_explain, say_to_stderr
+from megatron_ext.data.preprocess.sentences import LANGUAGES
+from megatron_ext.data.tokenizers import TOKENIZER_TYPES
+from megatron_ext.errors import ConfigError
+
+_WORKERS_HINT = "use `--workers` with the number of CPU cores"
+_NOT_HERE = {
+    "--legacy-tokenizer": "Megatron-LM has deprecated those tokenizers and their other ids; leave "
+    "the flag out",
+    "--find-optimal-num-workers": f"each worker is one process on its own bytes; {_WORKERS_HINT}",
+    "--workers-to-check": f"there is no search for a number of workers; {_WORKERS_HINT}",
+    "--max-documents": f"there is no search for a number of workers; {_WORKERS_HINT}",
+}
+_NO_EFFECT = {
+    "--padded-vocab-size": "it belongs to the model, not to the data",
+    "--tokenizer-hf-use-fast": "Hugging Face tokenizers are always the fast ones here",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message[:1].upper()}{message[1:]}; see --help.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="preprocess_data.py",
+        description="Turns jsonl into Megatron's .bin/.idx datasets.",
+        allow_abbrev=False,
+    )
+    _add_data_flags(parser)
+    _add_runtime_flags(parser)
+    _add_tokenizer_flags(parser)
+    hidden = parser.add_argument_group("known in Megatron-LM, of no effect or not supported here")
+    for flag in (*_NOT_HERE, *_NO_EFFECT):
+        hidden.add_argument(flag, nargs="*", default=None, help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_data_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("input and output")
+    group.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="jsonl files or globs, plain, gzip or zstd; - reads standard input",
+    )
+    group.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to extract (text)"
+    )
+    group.add_argument(
+        "--output-prefix", required=True, help="outputs are PREFIX_KEY_document.bin and .idx"
+    )
+    group.add_argument(
+        "--append-eod", action="store_true", help="end each document with the eod token"
+    )
+    group.add_argument(
+        "--split-sentences",
+        action="store_true",
+        help="one sequence for each sentence; outputs are PREFIX_KEY_sentence",
+    )
+    group.add_argument(
+        "--keep-newlines",
+        action="store_true",
+        help="keep the white space between sentences, at the end of the sentence before it",
+    )
+    group.add_argument(
+        "--lang", default="english", help=f"sentence rules (english): {', '.join(LANGUAGES)}"
+    )
+
+
+def _add_runtime_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("runtime")
+    group.add_argument("--workers", type=int, default=1, help="worker processes (1)")
+    group.add_argument(
+        "--partitions",
+        type=int,
+        default=1,
+        help="also write PREFIX_0, PREFIX_1, ...: lines dealt round-robin (1: no)",
+    )
+    group.add_argument(
+        "--keep-sequential-samples",
+        action="store_true",
+        help="partitions are contiguous blocks, so that the merged dataset keeps the input's order",
+    )
+    group.add_argument(
+        "--log-interval",
+        type=int,
+        default=1000,
+        help="documents between progress lines, at most one a second, without a terminal (1000)",
+    )
+    group.add_argument(
+        "--on-bad-line",
+        choices=("stop", "quarantine"),
+        default="stop",
+        help="stop, or go on and write the line to PREFIX.rejected.jsonl (stop)",
+    )
+    group.add_argument(
+        "--engine",
+        choices=("auto", "native"),
+        default="auto",
+        help="auto uses gigatoken where it is checked to be exact (auto)",
+    )
+    group.add_argument(
+        "--part-megabytes",
+        type=float,
+        default=None,
+        help="size of the pieces that a killed run keeps (chosen by size and workers, 4 to 256)",
+    )
+
+
+def _add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("tokenizer")
+    group.add_argument("--tokenizer-type", help=", ".join(TOKENIZER_TYPES))
+    group.add_argument("--tokenizer-model", help="model file, folder, or Hugging Face name")
+    group.add_argument("--tokenizer-metadata", help="JSON file that repeats the library")
+    group.add_argument("--tokenizer-special-tokens", nargs="+", help="further special tokens")
+    group.add_argument(
+        "--tokenizer-sentencepiece-legacy",
+        action="store_true",
+        help="allow special tokens with a SentencePiece model",
+    )
+    group.add_argument(
+        "--tokenizer-hf-include-special-tokens",
+        action="store_true",
+        help="let a Hugging Face tokenizer add its own bos and eos",
+    )
+    group.add_argument(
+        "--trust-remote-code", action="store_true", help="run a tokenizer's own Python code"
+    )
+    group.add_argument("--vocab-file", help="GPT-2's vocab.json")
+    group.add_argument("--merge-file", help="GPT-2's merges.txt")
+    group.add_argument("--vocab-size", type=int, help="ids of Null, byte-level and tiktoken")
+    group.add_argument("--vocab-extra-ids", type=int, default=0, help="0; others are refused")
+    group.add_argument("--tiktoken-pattern", help="v1 or v2 (v2)")
+    group.add_argument("--tiktoken-num-special-tokens", type=int, default=1000, help="(1000)")
+    group.add_argument("--tiktoken-special-tokens", nargs="+", help="older name of the above")
+
+
+def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
+    """Turns a command line into options and notes on flags without effect.
+
+    Raises:
+        ConfigError: every flag that cannot be honoured, in one go.
+    """
+    parser = _parser()
+    args, unknown = parser.parse_known_args([_dashed(arg) for arg in argv])
+    values = vars(args)
+    wrong = [
+        f"`{flag}` is known in Megatron-LM but not supported here: {why}."
+        for flag, why in _NOT_HERE.items()
+        if values[_dest(flag)] is not None
+    ]
+    known = [option for action in parser._actions for option in action.option_strings]
+    for flag in unknown:
+        near = difflib.get_close_matches(flag, known, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else "see --help."
+        kind = "flag" if flag.startswith("-") else "argument"
+        wrong.append(f"Unknown {kind} `{flag}`; {hint}")
+    if wrong:
+        raise ConfigError(wrong)
+    notes = [
+        f"`{flag}` has no effect here: {why}."
+        for flag, why in _NO_EFFECT.items()
+        if values[_dest(flag)] is not None
+    ]
+    values["tokenizer_hf_use_fast"] = values["tokenizer_hf_use_fast"] is not None
+    tokenizer = TokenizerFlags(**{f.name: values[f.name] for f in fields(TokenizerFlags)})
+    own = {f.name for f in fields(PreprocessOptions)} - {"inputs", "tokenizer"}
+    chosen = {name: values[name] for name in own}
+    return PreprocessOptions(inputs=args.input, tokenizer=tokenizer, **chosen), notes
+
+
+def _dashed(arg: str) -> str:
+    """`--json_keys` is `--json-keys`."""
+    name, equals, value = arg.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else arg
+
+
+def _dest(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one command line; returns the exit code (0, 1 for bad input, 2 for bad flags)."""
+    try:
+        options, notes = parse_options(argv)
+    except ConfigError as error:
+        for sentence in error.messages:
+            say_to_stderr(f"error: {sentence}")
+        return 2
+    for note in notes:
+        say_to_stderr(note)
+    return run_or_explain(options)

@@ -1,0 +1,119 @@
+"""What one preprocessing run is asked to do, and its checks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_ext.data.preprocess.sentences import LANGUAGES
+from megatron_ext.data.tokenizers import TokenizerSettings
+from megatron_ext.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TokenizerFlags:
+    """The tokenizer flags of the command line, under Megatron-LM's names and defaults."""
+
+    tokenizer_type: str | None = None
+    tokenizer_model: str | None = None
+    tokenizer_metadata: str | None = None
+    tokenizer_special_tokens: Sequence[str] | None = None
+    tokenizer_sentencepiece_legacy: bool = False
+    tokenizer_hf_use_fast: bool = False
+    tokenizer_hf_include_special_tokens: bool = False
+    trust_remote_code: bool = False
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    vocab_size: int | None = None
+    vocab_extra_ids: int = 0
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int = 1000
+    tiktoken_special_tokens: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class PreprocessOptions:
+    """One run.
+
+    Attributes:
+        inputs: jsonl files, globs, or `-` for standard input; gzip and zstd are recognized.
+        output_prefix: outputs are `<prefix>_<key>_document.bin/.idx` (`_sentence` when split).
+        tokenizer: flags that choose the tokenizer.
+        json_keys: keys to extract, each into its own dataset.
+        workers: worker processes.
+        partitions: datasets to deal the lines to, besides the merged one.
+        keep_sequential_samples: partitions are contiguous blocks, not dealt round-robin.
+        engine: `auto` uses gigatoken where it is exact, `native` never.
+        on_bad_line: `stop`, or `quarantine` into `<prefix>.rejected.jsonl`.
+        log_interval: documents between progress lines where stderr is no terminal.
+        part_megabytes: size of the pieces that are kept over a kill; None chooses.
+
+    Raises:
+        ConfigError: with every sentence that applies.
+    """
+
+    inputs: Sequence[str]
+    output_prefix: str
+    tokenizer: TokenizerSettings
+    json_keys: Sequence[str] = ("text",)
+    append_eod: bool = False
+    workers: int = 1
+    partitions: int = 1
+    keep_sequential_samples: bool = False
+    split_sentences: bool = False
+    keep_newlines: bool = False
+    lang: str = "english"
+    engine: Literal["auto", "native"] = "auto"
+    on_bad_line: Literal["stop", "quarantine"] = "stop"
+    log_interval: int = 1000
+    part_megabytes: float | None = None
+
+    def __post_init__(self) -> None:
+        wrong = [*self._wrong_numbers(), *self._wrong_names()]
+        if wrong:
+            raise ConfigError(wrong)
+
+    def _wrong_numbers(self) -> list[str]:
+        named = {
+            "--workers": self.workers,
+            "--partitions": self.partitions,
+            "--log-interval": self.log_interval,
+            "--part-megabytes": 1 if self.part_megabytes is None else self.part_megabytes,
+        }
+        return [
+            f"`{flag}` ({value}) must be above 0; use 1 or more."
+            for flag, value in named.items()
+            if value <= 0
+        ]
+
+    def _wrong_names(self) -> list[str]:
+        wrong = []
+        folder = os.path.dirname(self.output_prefix) or "."
+        if not os.path.isdir(folder):
+            wrong.append(
+                f"`--output-prefix` ({self.output_prefix}) lies in {folder}, which is not a "
+                "folder; make it first."
+            )
+        repeated = sorted({key for key in self.json_keys if list(self.json_keys).count(key) > 1})
+        if repeated:
+            wrong.append(f"`--json-keys` names {repeated[0]} twice; name each key once.")
+        if "-" in self.inputs and len(self.inputs) > 1:
+            wrong.append("`--input -` (standard input) cannot be joined with files; give one.")
+        if self.split_sentences and self.lang not in LANGUAGES:
+            wrong.append(
+                f"`--lang` ({self.lang}) has no sentence rules; use one of {', '.join(LANGUAGES)}."
+            )
+        if self.keep_newlines and not self.split_sentences:
+            wrong.append("`--keep-newlines` has an effect only with `--split-sentences`; add it.")
+        return wrong
+
+    @property
+    def level(self) -> str:
+        return "sentence" if self.split_sentences else "document"
+
+    def dataset_prefix(self, key: str, partition: int | None = None) -> str:
+        """Prefix of the dataset of one key: of all lines, or of one partition."""
+        part = "" if partition is None else f"_{partition}"
+        return f"{self.output_prefix}{part}_{key}_{self.level}"

@@ -1,0 +1,173 @@
+"""SentencePiece models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron_ext.data.tokenizers.base import FastKind, Ids, Tokenizer
+from megatron_ext.errors import ConfigError, DataError
+
+_USER_DEFINED = 4
+_SEPARATOR = "▁"
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece `.model`; eod is its eos.
+
+    With special tokens (`--tokenizer-sentencepiece-legacy`), their literal texts become ids of
+    their own: existing pieces keep their id, new ones follow the vocabulary.
+    """
+
+    def __init__(self, kind: str, path: str, special_tokens: Sequence[str] = ()) -> None:
+        super().__init__(path, {"special_tokens": list(special_tokens) or None})
+        import sentencepiece
+
+        self.kind = kind
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=path)
+        except (RuntimeError, OSError) as error:
+            reason = " ".join(str(error).split())[:120]
+            raise DataError(
+                f"`--tokenizer-model` ({path}) is not a SentencePiece model ({reason}); give the "
+                "path of a .model file."
+            ) from None
+        self._special = self._place(special_tokens)
+        self._vocab_size = max([self._model.get_piece_size(), *(i + 1 for i in self._by_id)])
+
+    def _place(self, tokens: Sequence[str]) -> dict[str, int]:
+        placed: dict[str, int] = {}
+        fresh = self._model.get_piece_size()
+        for token in tokens:
+            known = self._model.piece_to_id(token)
+            if known == self._model.unk_id():
+                known, fresh = fresh, fresh + 1
+            placed.setdefault(token, known)
+        self._by_id = {i: token for token, i in placed.items()}
+        return placed
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def eos(self) -> int:
+        return int(self._model.eos_id())
+
+    @property
+    def bos(self) -> int:
+        return int(self._model.bos_id())
+
+    @property
+    def pad(self) -> int:
+        return int(self._model.pad_id())
+
+    @property
+    def unk(self) -> int:
+        return int(self._model.unk_id())
+
+    def tokenize(self, text: str) -> list[int]:
+        if self._special:
+            return self._tokenize_with_special(text)
+        ids: list[int] = self._model.encode_as_ids(text)
+        return ids
+
+    def _tokenize_with_special(self, text: str) -> list[int]:
+        separator = self._model.piece_to_id(_SEPARATOR)
+        ids: list[int] = []
+        while True:
+            found = [(text.find(token), token) for token in self._special if token in text]
+            if not found:
+                return ids + list(self._model.encode_as_ids(text))
+            at, token = min(found, key=lambda pair: pair[0])
+            piece = self._model.encode_as_ids(text[:at])
+            if ids and ids[-1] in self._by_id and piece and piece[0] == separator:
+                piece = piece[1:]
+            ids.extend(piece)
+            ids.append(self._special[token])
+            text = text[at + len(token) :]
+
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
+        if self._special:
+            return super().encode_batch(texts)
+        ids: list[list[int]] = self._model.encode(list(texts), out_type=int, num_threads=1)
+        return ids
+
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        pieces: list[str] = []
+        run: list[int] = []
+        for i in ids:
+            special = self._by_id.get(i)
+            if special is None and not (not skip_special_tokens and self._model.is_control(i)):
+                run.append(i)
+                continue
+            pieces += [self._model.decode_ids(run), special or self._model.id_to_piece(i)]
+            run = []
+        return "".join([*pieces, self._model.decode_ids(run)])
+
+    def fast_source(self) -> tuple[FastKind, str] | None:
+        return None if self._special or self.path is None else ("sentencepiece", self.path)
+
+    def control_texts(self) -> tuple[str, ...]:
+        model = self._model
+        texts = {
+            model.id_to_piece(i)
+            for i in range(model.get_piece_size())
+            if model.is_control(i) or model.is_unknown(i) or model.is_unused(i)
+        }
+        # Byte pieces are spelled <0x41>; spelled out in a text they must stay text.
+        texts.add("<0x")
+        texts.update(_user_defined(model.serialized_model_proto()))
+        return tuple(sorted(texts))
+
+
+def build(kind: str, path: str, special_tokens: Sequence[str], *, legacy: bool) -> Tokenizer:
+    """Makes the tokenizer; special tokens need megatron-core's `legacy` switch, as in core.
+
+    Raises:
+        ConfigError: special tokens without the switch.
+        DataError: the model cannot be read.
+    """
+    if special_tokens and not legacy:
+        raise ConfigError(
+            "`--tokenizer-special-tokens` with a SentencePiece model needs "
+            "`--tokenizer-sentencepiece-legacy`; add it, or put the tokens into the model."
+        )
+    return SentencePieceTokenizer(kind, path, special_tokens)
+
+
+def _user_defined(model: bytes) -> Iterator[str]:
+    """Texts of user-defined pieces: fields 1 (text) and 3 (type) of the model's field 1."""
+    for field, piece in _fields(model):
+        if field == 1 and isinstance(piece, bytes):
+            content: dict[int, Any] = dict(_fields(piece))
+            if content.get(3) == _USER_DEFINED:
+                yield content[1].decode("utf-8")
+
+
+def _fields(buffer: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Fields of a protobuf message: varints as int, all others as bytes."""
+    at = 0
+    while at < len(buffer):
+        key, at = _varint(buffer, at)
+        wire = key & 7
+        if wire == 0:
+            value, at = _varint(buffer, at)
+            yield key >> 3, value
+            continue
+        size = {1: 8, 5: 4}.get(wire)
+        if size is None:
+            size, at = _varint(buffer, at)
+        yield key >> 3, buffer[at : at + size]
+        at += size
+
+
+def _varint(buffer: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = buffer[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7

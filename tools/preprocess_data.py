@@ -1,0 +1,14 @@
+#!/usr/bin/env python3
+"""Turns jsonl into Megatron's .bin/.idx datasets; Megatron-LM's flags, `--help` lists them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ext.data.preprocess.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
