@@ -224,3 +224,14 @@ def _check_documents(prefix: str | os.PathLike[str], index: Index) -> None:
             f"from 0 to the number of sequences ({len(index.lengths)}); the index is damaged, "
             "make it again."
         )
+
+
+def id_range(prefix: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """Smallest and largest token id, reading all of `.bin` in pieces; None without a token."""
+    dtype = read_index(prefix).dtype
+    low, high = [], []
+    with open(bin_path(prefix), "rb") as stream:
+        while len(piece := np.fromfile(stream, dtype, SCAN_ITEMS)):
+            low.append(int(piece.min()))
+            high.append(int(piece.max()))
+    return (min(low), max(high)) if low else None

@@ -8,7 +8,8 @@ inputs ─ cut into parts ─▶ worker processes ─▶ part files ─ joined b
 Nothing here imports torch.
 """
 
-from megatron_ext.data.preprocess.options import PreprocessOptions, TokenizerFlags
+from megatron_ext.data.preprocess.options import PreprocessOptions
 from megatron_ext.data.preprocess.run import Report, preprocess
+from megatron_ext.data.preprocess.tokenizer_flags import TokenizerFlags
 
 __all__ = ["PreprocessOptions", "Report", "TokenizerFlags", "preprocess"]

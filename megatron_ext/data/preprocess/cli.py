@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import NoReturn
 
-from megatron_ext.data.preprocess.options import PreprocessOptions, TokenizerFlags
+from megatron_ext.data.preprocess.options import PreprocessOptions
 from megatron_ext.data.preprocess.run import run_or_explain, say_to_stderr
 from megatron_ext.data.preprocess.sentences import LANGUAGES
-from megatron_ext.data.tokenizers import TOKENIZER_TYPES
+from megatron_ext.data.preprocess.tokenizer_flags import add_tokenizer_flags, tokenizer_flags
 from megatron_ext.errors import ConfigError
 
 _WORKERS_HINT = "use `--workers` with the number of CPU cores"
@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_data_flags(parser)
     _add_runtime_flags(parser)
-    _add_tokenizer_flags(parser)
+    add_tokenizer_flags(parser)
     hidden = parser.add_argument_group("known in Megatron-LM, of no effect or not supported here")
     for flag in (*_NOT_HERE, *_NO_EFFECT):
         hidden.add_argument(flag, nargs="*", default=None, help=argparse.SUPPRESS)
@@ -121,34 +121,6 @@ def _add_runtime_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("tokenizer")
-    group.add_argument("--tokenizer-type", help=", ".join(TOKENIZER_TYPES))
-    group.add_argument("--tokenizer-model", help="model file, folder, or Hugging Face name")
-    group.add_argument("--tokenizer-metadata", help="JSON file that repeats the library")
-    group.add_argument("--tokenizer-special-tokens", nargs="+", help="further special tokens")
-    group.add_argument(
-        "--tokenizer-sentencepiece-legacy",
-        action="store_true",
-        help="allow special tokens with a SentencePiece model",
-    )
-    group.add_argument(
-        "--tokenizer-hf-include-special-tokens",
-        action="store_true",
-        help="let a Hugging Face tokenizer add its own bos and eos",
-    )
-    group.add_argument(
-        "--trust-remote-code", action="store_true", help="run a tokenizer's own Python code"
-    )
-    group.add_argument("--vocab-file", help="GPT-2's vocab.json")
-    group.add_argument("--merge-file", help="GPT-2's merges.txt")
-    group.add_argument("--vocab-size", type=int, help="ids of Null, byte-level and tiktoken")
-    group.add_argument("--vocab-extra-ids", type=int, default=0, help="0; others are refused")
-    group.add_argument("--tiktoken-pattern", help="v1 or v2 (v2)")
-    group.add_argument("--tiktoken-num-special-tokens", type=int, default=1000, help="(1000)")
-    group.add_argument("--tiktoken-special-tokens", nargs="+", help="older name of the above")
-
-
 def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
     """Turns a command line into options and notes on flags without effect.
 
@@ -176,11 +148,9 @@ def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
         for flag, why in _NO_EFFECT.items()
         if values[_dest(flag)] is not None
     ]
-    values["tokenizer_hf_use_fast"] = values["tokenizer_hf_use_fast"] is not None
-    tokenizer = TokenizerFlags(**{f.name: values[f.name] for f in fields(TokenizerFlags)})
     own = {f.name for f in fields(PreprocessOptions)} - {"inputs", "tokenizer"}
     chosen = {name: values[name] for name in own}
-    return PreprocessOptions(inputs=args.input, tokenizer=tokenizer, **chosen), notes
+    return PreprocessOptions(inputs=args.input, tokenizer=tokenizer_flags(args), **chosen), notes
 
 
 def _dashed(arg: str) -> str:

@@ -13,27 +13,6 @@ from megatron_ext.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class TokenizerFlags:
-    """The tokenizer flags of the command line, under Megatron-LM's names and defaults."""
-
-    tokenizer_type: str | None = None
-    tokenizer_model: str | None = None
-    tokenizer_metadata: str | None = None
-    tokenizer_special_tokens: Sequence[str] | None = None
-    tokenizer_sentencepiece_legacy: bool = False
-    tokenizer_hf_use_fast: bool = False
-    tokenizer_hf_include_special_tokens: bool = False
-    trust_remote_code: bool = False
-    vocab_file: str | None = None
-    merge_file: str | None = None
-    vocab_size: int | None = None
-    vocab_extra_ids: int = 0
-    tiktoken_pattern: str | None = None
-    tiktoken_num_special_tokens: int = 1000
-    tiktoken_special_tokens: Sequence[str] | None = None
-
-
-@dataclass(frozen=True)
 class PreprocessOptions:
     """One run.
 

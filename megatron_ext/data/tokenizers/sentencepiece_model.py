@@ -109,12 +109,9 @@ class SentencePieceTokenizer(Tokenizer):
         return None if self._special or self.path is None else ("sentencepiece", self.path)
 
     def control_texts(self) -> tuple[str, ...]:
-        model = self._model
-        texts = {
-            model.id_to_piece(i)
-            for i in range(model.get_piece_size())
-            if model.is_control(i) or model.is_unknown(i) or model.is_unused(i)
-        }
+        model, every = self._model, list(range(self._model.get_piece_size()))
+        flags = zip(model.is_control(every), model.is_unknown(every), model.is_unused(every))
+        texts = {model.id_to_piece(i) for i, marked in enumerate(flags) if any(marked)}
         # Byte pieces are spelled <0x41>; spelled out in a text they must stay text.
         texts.add("<0x")
         texts.update(_user_defined(model.serialized_model_proto()))
@@ -138,6 +135,8 @@ def build(kind: str, path: str, special_tokens: Sequence[str], *, legacy: bool) 
 
 def _user_defined(model: bytes) -> Iterator[str]:
     """Texts of user-defined pieces: fields 1 (text) and 3 (type) of the model's field 1."""
+    if bytes((3 << 3, _USER_DEFINED)) not in model:
+        return  # the common case, without a walk over all pieces
     for field, piece in _fields(model):
         if field == 1 and isinstance(piece, bytes):
             content: dict[int, Any] = dict(_fields(piece))

@@ -1,0 +1,66 @@
+#!/usr/bin/env python3
+"""Joins all the .bin/.idx datasets of a folder, in sorted order, into one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ext.data.indexed import bin_path, idx_path
+from megatron_ext.data.indexed_writer import merge_indexed
+from megatron_ext.errors import DataError, MegatronExtError
+
+
+def prefixes_in(folder: Path, output_prefix: Path) -> list[Path]:
+    """Prefixes of the pairs in a folder, sorted.
+
+    Raises:
+        DataError: no folder, no pair, half a pair, or the output would overwrite an input.
+    """
+    if not folder.is_dir():
+        raise DataError(f"`--input` ({folder}) is not a folder; give the one with the datasets.")
+    files = [path for path in folder.iterdir() if path.suffix in (".bin", ".idx")]
+    prefixes = sorted({path.with_suffix("") for path in files})
+    if not prefixes:
+        raise DataError(f"`--input` ({folder}) holds no .bin/.idx pair; give another folder.")
+    for prefix in prefixes:
+        for path in (bin_path(prefix), idx_path(prefix)):
+            if not path.is_file():
+                raise DataError(f"{path} is missing beside its other half; copy both or neither.")
+    if output_prefix.resolve() in [prefix.resolve() for prefix in prefixes]:
+        raise DataError(
+            f"`--output-prefix` ({output_prefix}) is one of the datasets to merge; give another."
+        )
+    if not output_prefix.parent.is_dir():
+        raise DataError(f"`--output-prefix` ({output_prefix}) lies in no folder; make it first.")
+    return prefixes
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--input", required=True, help="folder with the datasets")
+    parser.add_argument("--output-prefix", required=True, help="path without .bin/.idx")
+    parser.add_argument(
+        "--multimodal", action="store_true", help="the datasets store a mode for each sequence"
+    )
+    args = parser.parse_args(argv)
+    try:
+        prefixes = prefixes_in(Path(args.input), Path(args.output_prefix))
+        info = merge_indexed(prefixes, args.output_prefix, multimodal=args.multimodal)
+    except MegatronExtError as error:
+        for sentence in error.messages:
+            print(f"error: {sentence}", file=sys.stderr)
+        return 1
+    print(
+        f"{len(prefixes)} datasets, {info.num_documents} documents, {info.num_tokens} tokens -> "
+        f"{info.prefix}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
