@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from megatron_ext.data.tokenizers.base import FastKind, Ids, Tokenizer
 from megatron_ext.errors import ConfigError, DataError
 
 _USER_DEFINED = 4
+_USER_DEFINED_PIECE = re.compile(rb"\x15....\x18\x04", re.DOTALL)  # a score, then the type
 _SEPARATOR = "▁"
 
 
@@ -110,8 +112,13 @@ class SentencePieceTokenizer(Tokenizer):
 
     def control_texts(self) -> tuple[str, ...]:
         model, every = self._model, list(range(self._model.get_piece_size()))
-        flags = zip(model.is_control(every), model.is_unknown(every), model.is_unused(every))
-        texts = {model.id_to_piece(i) for i, marked in enumerate(flags) if any(marked)}
+        kinds = (model.is_control, model.is_unknown, model.is_unused)
+        texts = {
+            model.id_to_piece(i)
+            for is_kind in kinds
+            for i, marked in enumerate(is_kind(every))
+            if marked
+        }
         # Byte pieces are spelled <0x41>; spelled out in a text they must stay text.
         texts.add("<0x")
         texts.update(_user_defined(model.serialized_model_proto()))
@@ -135,7 +142,7 @@ def build(kind: str, path: str, special_tokens: Sequence[str], *, legacy: bool) 
 
 def _user_defined(model: bytes) -> Iterator[str]:
     """Texts of user-defined pieces: fields 1 (text) and 3 (type) of the model's field 1."""
-    if bytes((3 << 3, _USER_DEFINED)) not in model:
+    if not _USER_DEFINED_PIECE.search(model):
         return  # the common case, without a walk over all pieces
     for field, piece in _fields(model):
         if field == 1 and isinstance(piece, bytes):
