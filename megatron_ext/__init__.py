@@ -9,3 +9,8 @@ Every arrow runs over the ranks of ``layout.py``, on the device of ``device/``. 
 way: training -> checkpoint -> optim -> schedules -> streaming -> losses -> models -> data ->
 layout -> device -> config -> errors.
 """
+
+import warnings
+
+# megatron-core says this at import, once for each of five files; the run's notes say it once.
+warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")

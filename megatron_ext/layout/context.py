@@ -1,0 +1,178 @@
+"""From a layout to process groups and seeds; the only file that reads ``parallel_state``."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from megatron_ext.device import Device
+from megatron_ext.errors import ConfigError
+from megatron_ext.layout.grid import Layout
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """Where this rank stands, and the groups that it belongs to.
+
+    Attributes:
+        layout: sizes and grid.
+        rank: global rank.
+        tp_rank, pp_rank, dp_rank, cp_rank: position along each axis.
+        pgs: megatron-core's collection of process groups, handed down to everything that
+            communicates.
+    """
+
+    layout: Layout
+    rank: int
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    cp_rank: int
+    pgs: ProcessGroupCollection
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.layout.pipeline_model_parallel_size - 1
+
+    @property
+    def is_last_rank(self) -> bool:
+        """The rank that reports, as in Megatron-LM: it always stands on the last stage."""
+        return self.rank == self.layout.world_size - 1
+
+    def destroy(self) -> None:
+        """Take the groups down; a rank may then build others."""
+        parallel_state.destroy_model_parallel()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def embedding_ranks(*, tied: bool, mtp: bool) -> Callable[[list[int]], list[int]]:
+    """Which ranks of a pipeline hold copies of the word embedding that must stay equal.
+
+    Args:
+        tied: the output layer uses the embedding's weight.
+        mtp: multi-token prediction runs on the last stage, with its own copy.
+    """
+
+    def ranks(pp_ranks: list[int]) -> list[int]:
+        return sorted({pp_ranks[0], pp_ranks[-1]}) if tied or mtp else [pp_ranks[0]]
+
+    return ranks
+
+
+def init_groups(
+    layout: Layout,
+    device: Device,
+    *,
+    timeout_minutes: float = 10,
+    get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+    init_method: str | None = None,
+) -> ParallelContext:
+    """Create the process groups of a layout and check them against the grid.
+
+    All ranks call this together. `torch.distributed` is initialized from the environment (RANK,
+    WORLD_SIZE, and MASTER_ADDR or ``init_method``) unless it is already.
+
+    Args:
+        layout: what to build.
+        device: decides the backend.
+        timeout_minutes: how long a collective may take.
+        get_embedding_ranks: see `embedding_ranks`; None means first and last stage.
+        init_method: rendezvous address such as ``file:///path``.
+
+    Raises:
+        ConfigError: the number of started ranks is not the layout's.
+    """
+    timeout = timedelta(minutes=timeout_minutes)
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(
+            device.backend,
+            init_method=init_method or os.environ.get("MEGATRON_EXT_INIT_METHOD", "env://"),
+            rank=int(os.environ.get("RANK", "0")),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            timeout=timeout,
+        )
+    started = torch.distributed.get_world_size()
+    if started != layout.world_size:
+        raise ConfigError(
+            f"The layout needs {layout.world_size} ranks, but {started} were started; start "
+            f"{layout.world_size}."
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+        distributed_timeout_minutes=max(1, round(timeout_minutes)),
+        order=layout.order,
+        get_embedding_ranks=get_embedding_ranks,
+        create_gloo_process_groups=True,
+    )
+    context = _context(layout)
+    _check_against_grid(context)
+    return context
+
+
+def _context(layout: Layout) -> ParallelContext:
+    return ParallelContext(
+        layout=layout,
+        rank=torch.distributed.get_rank(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        pgs=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+
+
+def _check_against_grid(context: ParallelContext) -> None:
+    """megatron-core's groups are the grid's, or the run would train something else."""
+    layout, pgs = context.layout, context.pgs
+    checks = {"tp": pgs.tp, "pp": pgs.pp, "cp": pgs.cp, "dp": pgs.dp, "dp-cp": pgs.dp_cp}
+    for axes, group in checks.items():
+        mine = next(ranks for ranks in layout.groups(axes) if context.rank in ranks)
+        theirs = torch.distributed.get_process_group_ranks(group)
+        if sorted(theirs) != mine:
+            raise ConfigError(
+                f"The {axes} group of rank {context.rank} is {theirs} in megatron-core, but "
+                f"{mine} in the grid; this version of megatron-core is not supported."
+            )
+
+
+def seed_everything(
+    context: ParallelContext, seed: int, *, data_parallel_random_init: bool = False
+) -> None:
+    """Seed all generators as Megatron-LM does: apart for each pipeline stage.
+
+    Args:
+        context: this rank.
+        seed: ``--seed``.
+        data_parallel_random_init: start the replicas from different weights.
+
+    Raises:
+        ConfigError: a seed that is not positive.
+    """
+    if seed <= 0:
+        raise ConfigError(f"`--seed` ({seed}) must be positive; 1234 is the default.")
+    seed += 100 * context.pp_rank
+    if data_parallel_random_init:
+        seed += 10 * context.dp_rank
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)

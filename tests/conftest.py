@@ -1,0 +1,25 @@
+"""One import of torch and megatron-core for the whole session; ranks are forked from it."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import megatron.core.dist_checkpointing
+import megatron.core.models.gpt
+import megatron.core.optimizer
+import megatron.core.pipeline_parallel
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` need one; they say so where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))

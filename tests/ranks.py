@@ -1,0 +1,171 @@
+"""``@ranks(tp=2, pp=2)``: a test body that runs on forked ranks, each with fresh groups.
+
+The parent has imported torch and megatron-core once; the ranks are forked, meet through a file
+store, and every failing rank's traceback is shown. With ``--device cuda`` the same body runs on
+spawned NCCL ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.device import Device, select
+from megatron_ext.layout import Layout, ParallelContext, init_groups, seed_everything
+
+Body = Callable[..., None]
+SEED = 1234
+
+
+def ranks(
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    dp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    vpp: int | None = None,
+    timeout: float = 60,
+) -> Callable[[Body], Body]:
+    """Run the decorated test on ``tp * pp * cp * dp`` ranks.
+
+    The body takes ``context`` (a `ParallelContext`) first, then pytest's fixtures by name.
+
+    Args:
+        tp, pp, cp, dp, ep, etp, vpp: parallel sizes.
+        timeout: seconds after which the ranks are killed and the test fails.
+    """
+    layout = Layout(
+        world_size=tp * pp * cp * dp,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        virtual_pipeline_model_parallel_size=vpp,
+    )
+
+    def decorate(body: Body) -> Body:
+        parameters = list(inspect.signature(body).parameters.values())[1:]
+
+        @functools.wraps(body)
+        def test(**fixtures: Any) -> None:
+            run_on_ranks(body, layout, fixtures, timeout)
+
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        del test.__wrapped__  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def run_on_ranks(
+    body: Body, layout: Layout, arguments: dict[str, Any], timeout: float = 60
+) -> None:
+    """Run ``body(context, **arguments)`` on the ranks of a layout; fail if any rank fails."""
+    with tempfile.TemporaryDirectory(prefix="ranks_") as name:
+        folder = Path(name)
+        device = select()
+        if device.kind == "cuda":
+            failed = _spawn(body, layout, arguments, folder, timeout)
+        else:
+            failed = _fork(body, layout, arguments, folder, timeout)
+        if failed:
+            shown = [path.read_text() for path in sorted(folder.glob("traceback_*"))]
+            pytest.fail("\n".join([*failed, *shown]), pytrace=False)
+
+
+def _rank(
+    rank: int, body: Body, layout: Layout, arguments: dict[str, Any], folder: Path, device: Device
+) -> int:
+    """One rank's work; returns its exit code."""
+    try:
+        device.activate(rank)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.world_size))
+        context = init_groups(layout, device, init_method=f"file://{folder}/store")
+        seed_everything(context, SEED)
+        body(context, **arguments)
+        torch.distributed.barrier()
+        context.destroy()
+        return 0
+    except BaseException:
+        text = f"--- rank {rank} ---\n{traceback.format_exc()}"
+        (folder / f"traceback_{rank:03d}").write_text(text)
+        return 1
+
+
+def _fork(
+    body: Body, layout: Layout, arguments: dict[str, Any], folder: Path, timeout: float
+) -> list[str]:
+    children = {}
+    for rank in range(layout.world_size):
+        pid = os.fork()
+        if pid == 0:
+            torch.set_num_threads(1)
+            os._exit(_rank(rank, body, layout, arguments, folder, select()))
+        children[pid] = rank
+    return _wait(children, timeout)
+
+
+def _wait(children: dict[int, int], timeout: float) -> list[str]:
+    """Sentences about the ranks that failed, none if all went well."""
+    failed: list[str] = []
+    end = time.monotonic() + timeout
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in children:
+            rank = children.pop(pid)
+            code = os.waitstatus_to_exitcode(status)
+            if code and not (failed and code == -signal.SIGKILL):
+                failed.append(f"rank {rank} exited with {code}")
+                end = min(end, time.monotonic() + 2)
+        elif time.monotonic() > end:
+            if not failed:
+                failed.append(f"ranks {sorted(children.values())} ran past {timeout} s")
+            for pid in children:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        else:
+            time.sleep(0.01)
+    return failed
+
+
+def _spawn(
+    body: Body, layout: Layout, arguments: dict[str, Any], folder: Path, timeout: float
+) -> list[str]:
+    context = torch.multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=_spawned, args=(rank, body, layout, arguments, folder))
+        for rank in range(layout.world_size)
+    ]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + timeout
+    for process in processes:
+        process.join(max(0.1, end - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+    codes = [process.exitcode for process in processes]
+    return [f"rank {rank} exited with {code}" for rank, code in enumerate(codes) if code != 0]
+
+
+def _spawned(
+    rank: int, body: Body, layout: Layout, arguments: dict[str, Any], folder: Path
+) -> None:
+    body = getattr(body, "__wrapped_body__", body)
+    os._exit(_rank(rank, body, layout, arguments, folder, select()))
+
+
+__all__ = ["ParallelContext", "ranks", "run_on_ranks"]
