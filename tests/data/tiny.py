@@ -1,0 +1,127 @@
+"""Tiny tokenizers and texts, made once per process, for tests of the data tools."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import os
+import random
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = Path(os.environ.get("MEGATRON_REFERENCE", ROOT.parent / "shared" / "reference"))
+END = "<|endoftext|>"
+
+HARD_TEXTS = [
+    "",
+    " ",
+    "Hello world, it's 2026.",
+    "  two  spaces \n\n and\ttabs ",
+    f"a {END} inside, <s> and </s> and <unk> too",
+    "<0x41> <mask> <pad> <SPECIAL_9>",
+    "caf\u00e9 na\u00efve \u4e2d\u6587\u3002 \U0001f600 \u0645\u0631\u062d\u0628\u0627",
+    "\u2581 x\u00a0y z\u200bw \x00",
+]
+
+
+@functools.cache
+def _folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="tiny_tokenizers_"))
+
+
+@functools.cache
+def sentences() -> list[str]:
+    """Deterministic pseudo-words, enough to train a few hundred merges."""
+    dice = random.Random(5)
+    syllables = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
+    words = ["".join(dice.choices(syllables, k=dice.randint(1, 3))) for _ in range(400)]
+    return [
+        " ".join(dice.choices(words, k=dice.randint(3, 14))).capitalize() + "." for _ in range(2000)
+    ]
+
+
+@functools.cache
+def sentencepiece_model() -> Path:
+    import sentencepiece
+
+    prefix = _folder() / "sp"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences()),
+        model_prefix=str(prefix),
+        vocab_size=500,
+        model_type="bpe",
+        byte_fallback=True,
+        user_defined_symbols=["<user>"],
+        minloglevel=2,
+    )
+    return prefix.with_suffix(".model")
+
+
+@functools.cache
+def hf_folder() -> Path:
+    """A byte-level BPE as `save_pretrained` of transformers' general class leaves it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=[END, "<|pad|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sentences(), trainer)
+    folder = _folder() / "hf"
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "TokenizersBackend", "eos_token": END, "pad_token": "<|pad|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@functools.cache
+def gpt2_files() -> tuple[Path, Path]:
+    """`vocab.json` and `merges.txt` of the same BPE."""
+    model = json.loads((hf_folder() / "tokenizer.json").read_bytes())["model"]
+    vocab, merges = _folder() / "vocab.json", _folder() / "merges.txt"
+    vocab.write_text(json.dumps(model["vocab"]))
+    lines = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
+    merges.write_text("\n".join(["#version: 0.2", *lines]) + "\n", encoding="utf-8")
+    return vocab, merges
+
+
+@functools.cache
+def tiktoken_file() -> Path:
+    """256 bytes and 44 merges in NVIDIA's JSON form."""
+    tokens = [bytes([i]) for i in range(256)]
+    tokens += [bytes([a, b]) for a in b"abdegi" for b in b"nrstlm "] + [b"the", b" the"]
+    entries = [
+        {"rank": i, "token_bytes": base64.b64encode(t).decode(), "token_str": None}
+        for i, t in enumerate(tokens)
+    ]
+    path = _folder() / "tiktoken.json"
+    path.write_text(json.dumps(entries))
+    return path
+
+
+def write_jsonl(path: Path, documents: list[dict[str, object]], *, end: str = "\n") -> Path:
+    """One document per line; `end` closes the last one."""
+    path.write_text("\n".join(map(json.dumps, documents)) + end, encoding="utf-8")
+    return path
+
+
+def corpus(count: int, *, seed: int = 0) -> list[dict[str, object]]:
+    """Documents with `text` and `title`, some empty, some with control tokens spelled out."""
+    dice = random.Random(seed)
+    documents: list[dict[str, object]] = []
+    for i in range(count):
+        text = " ".join(dice.choices(sentences(), k=dice.randint(1, 8)))
+        if i % 11 == 3:
+            text = ""
+        if i % 13 == 5:
+            text += dice.choice(HARD_TEXTS)
+        documents.append({"id": i, "title": dice.choice(sentences()), "text": text})
+    return documents
