@@ -71,7 +71,10 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (edit("idx", lambda b: b"PK" + b[2:]), "{p}.idx does not start with the index magic MMIDIDX"),
     (edit("idx", lambda b: b""), "{p}.idx does not start with the index magic MMIDIDX"),
     (edit("idx", lambda b: b[:20]), "{p}.idx is cut inside its header (20 of at least 34 bytes)"),
-    (edit("idx", patch(9, struct.pack("<Q", 2))), "{p}.idx has index version 2, but only version 1"),
+    (
+        edit("idx", patch(9, struct.pack("<Q", 2))),
+        "{p}.idx has index version 2, but only version 1",
+    ),
     (edit("idx", patch(17, b"\x09")), "{p}.idx has dtype code 9, which must be one of 1 to 8"),
     (
         edit("idx", lambda b: b[:-5]),

@@ -49,10 +49,14 @@ def test_golden_bytes(tmp_path: Path) -> None:
     assert np.frombuffer(index, "<i8", 4, 70).tolist() == [0, 2, 2, 3]
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(documents=DOCUMENTS)
 def test_bytes_are_cores(tmp_path: Path, documents: Documents) -> None:
-    assert pair(write_ours(tmp_path / "a", documents)) == pair(write_core(tmp_path / "b", documents))
+    assert pair(write_ours(tmp_path / "a", documents)) == pair(
+        write_core(tmp_path / "b", documents)
+    )
 
 
 def test_core_reads_modes_back(tmp_path: Path) -> None:
@@ -71,7 +75,9 @@ def test_core_reads_modes_back(tmp_path: Path) -> None:
     assert (merged.num_documents, merged.multimodal) == (4, True)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(parts=st.lists(DOCUMENTS.filter(bool), min_size=1, max_size=3))
 def test_merging_is_writing_all_in_one(tmp_path: Path, parts: list[Documents]) -> None:
     prefixes = [write_ours(tmp_path / f"p{i}", part) for i, part in enumerate(parts)]
@@ -95,7 +101,9 @@ def test_merge_refuses(tmp_path: Path) -> None:
 def test_ids_that_do_not_fit_are_refused() -> None:
     assert narrow(np.asarray([0, 65535], np.uint32), np.dtype(np.uint16)).tolist() == [0, 65535]
     for ids in ([65536], [-1]):
-        with pytest.raises(DataError, match=rf"Token id {ids[0]} does not fit the dataset's uint16"):
+        with pytest.raises(
+            DataError, match=rf"Token id {ids[0]} does not fit the dataset's uint16"
+        ):
             narrow(np.asarray(ids), np.dtype(np.uint16))
 
 

@@ -1,0 +1,349 @@
+"""Tokenizers: ids, sizes and special ids are those of megatron-core for the same flags."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext.data.preprocess.tokenizer_flags import TokenizerFlags
+from megatron_ext.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_ext.errors import ConfigError, DataError, MegatronExtError
+from tests.data import tiny
+
+TEXTS = [text for text in tiny.HARD_TEXTS if text] + tiny.sentences()[:20]
+
+
+def flags(kind: str, **more: Any) -> TokenizerFlags:
+    return TokenizerFlags(tokenizer_type=kind, **more)
+
+
+def sentencepiece(**more: Any) -> TokenizerFlags:
+    model = str(tiny.sentencepiece_model())
+    return flags("SentencePieceTokenizer", tokenizer_model=model, **more)
+
+
+def huggingface(**more: Any) -> TokenizerFlags:
+    return flags("HuggingFaceTokenizer", tokenizer_model=str(tiny.hf_folder()), **more)
+
+
+def tiktoken(**more: Any) -> TokenizerFlags:
+    more = {"vocab_size": 300 + 20, "tiktoken_num_special_tokens": 20, **more}
+    return flags("TikTokenizer", tokenizer_model=str(tiny.tiktoken_file()), **more)
+
+
+def core(chosen: TokenizerFlags) -> Any:
+    from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer as build
+
+    return build(SimpleNamespace(**dataclasses.asdict(chosen)))
+
+
+CASES = {
+    "sentencepiece": sentencepiece,
+    "gpt_sentencepiece": lambda: dataclasses.replace(
+        sentencepiece(), tokenizer_type="GPTSentencePieceTokenizer"
+    ),
+    "llama2": lambda: dataclasses.replace(sentencepiece(), tokenizer_type="Llama2Tokenizer"),
+    "huggingface": huggingface,
+    "huggingface_special": lambda: huggingface(tokenizer_special_tokens=["<new>", "world"]),
+    "huggingface_include": lambda: huggingface(tokenizer_hf_include_special_tokens=True),
+    "tiktoken_v2": tiktoken,
+    "tiktoken_v1": lambda: tiktoken(tiktoken_pattern="v1"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_core(case: str) -> None:
+    chosen = CASES[case]()
+    ours, theirs = build_tokenizer(chosen), core(chosen)
+    texts = [*TEXTS, "a <new> world", "<new><new>"]
+    assert [ours.tokenize(text) for text in texts] == [theirs.tokenize(text) for text in texts]
+    assert [list(ids) for ids in ours.encode_batch(texts)] == [ours.tokenize(t) for t in texts]
+    assert (ours.vocab_size, ours.eod) == (theirs.vocab_size, theirs.eod)
+    assert (ours.eos, ours.pad) == (theirs.eos, theirs.pad)
+    assert ours.bos == (-1 if theirs.bos is None else theirs.bos)
+
+
+def test_null_equals_core() -> None:
+    chosen = flags("NullTokenizer", vocab_size=100)
+    ours, theirs = build_tokenizer(chosen), core(chosen)
+    assert ours.tokenize("3 1 100") == theirs.tokenize("3 1 100") == [3, 1, 100]
+    assert (ours.vocab_size, ours.eod) == (theirs.vocab_size, theirs.eod) == (101, 100)
+    assert ours.detokenize([3, 1]) == "3 1"
+    for text in ("3  1", "a", "101", "-1", ""):
+        with pytest.raises(ValueError, match="NullTokenizer"):
+            ours.tokenize(text)
+
+
+def test_byte_level_equals_core() -> None:
+    from megatron.core.tokenizers.text.libraries import ByteLevelTokenizer
+
+    ours, theirs = build_tokenizer(flags("ByteLevelTokenizer")), ByteLevelTokenizer()
+    assert [ours.tokenize(t) for t in TEXTS] == [theirs.text_to_ids(t) for t in TEXTS]
+    assert [list(ids) for ids in ours.encode_batch(TEXTS)] == [ours.tokenize(t) for t in TEXTS]
+    assert (ours.vocab_size, ours.eod, ours.pad) == (theirs.vocab_size, theirs.eod, theirs.pad_id)
+
+
+def test_gpt2_equals_transformers() -> None:
+    from transformers import GPT2Tokenizer
+
+    vocab, merges = tiny.gpt2_files()
+    ours = build_tokenizer(flags("GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges)))
+    theirs = GPT2Tokenizer(vocab=str(vocab), merges=str(merges))
+    assert [ours.tokenize(t) for t in TEXTS] == [
+        theirs.convert_tokens_to_ids(theirs.tokenize(t)) for t in TEXTS
+    ]
+    assert (ours.eod, ours.vocab_size) == (theirs.eos_token_id, 600)
+
+
+def test_sentencepiece_special_tokens_equal_core_legacy() -> None:
+    special = ["<new>", "<user>", "[INST]"]
+    chosen = sentencepiece(tokenizer_sentencepiece_legacy=True, tokenizer_special_tokens=special)
+    ours, theirs = build_tokenizer(chosen), core(chosen)
+    texts = [*TEXTS, "a <new> b", "<new><user> [INST] who", "<new>", "x<user>y[INST]"]
+    assert [ours.tokenize(text) for text in texts] == [theirs.tokenize(text) for text in texts]
+    assert ours.vocab_size == theirs.vocab_size == 502
+
+
+def test_a_class_that_rebuilds_itself_goes_through_transformers(tmp_path: Path) -> None:
+    """Qwen2's class splits digits and contractions its own way, whatever tokenizer.json says."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "qwen"
+    shutil.copytree(tiny.hf_folder(), folder)
+    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": tiny.END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = build_tokenizer(flags("HuggingFaceTokenizer", tokenizer_model=str(folder)))
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    texts = [*TEXTS, "1234567 we'LL"]
+    assert [ours.tokenize(t) for t in texts] == [
+        theirs.convert_tokens_to_ids(theirs.tokenize(t)) for t in texts
+    ]
+    assert ours.eod == theirs.eos_token_id
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_detokenize_gives_the_text_back(case: str) -> None:
+    tokenizer = build_tokenizer(CASES[case]())
+    text = tiny.sentences()[0]
+    assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+
+
+def test_detokenize_shows_special_tokens_on_request() -> None:
+    for chosen, text in (
+        (huggingface(), tiny.END),
+        (sentencepiece(), "</s>"),
+        (tiktoken(), "</s>"),
+    ):
+        tokenizer = build_tokenizer(chosen)
+        ids = [*tokenizer.tokenize("ba"), tokenizer.eod]
+        assert tokenizer.detokenize(ids) == "ba"
+        assert tokenizer.detokenize(ids, skip_special_tokens=False) == f"ba{text}"
+
+
+def test_identity_is_plain_and_follows_the_file(tmp_path: Path) -> None:
+    model = tmp_path / "m.model"
+    shutil.copy(tiny.sentencepiece_model(), model)
+
+    def identity() -> dict[str, str]:
+        chosen = flags("SentencePieceTokenizer", tokenizer_model=str(model))
+        return build_tokenizer(chosen).unique_identifiers
+
+    first = identity()
+    assert json.loads(json.dumps(first)) == first == identity()
+    model.write_bytes(model.read_bytes().replace(b"<user>", b"<uses>"))
+    assert identity() != first
+
+
+def test_core_accepts_it_as_a_dataset_tokenizer() -> None:
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+
+    tokenizer = build_tokenizer(sentencepiece())
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=8,
+        split="1,0,0",
+        tokenizer=tokenizer,  # type: ignore[arg-type]
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    assert config.token_dtype_code == 8
+
+
+BROKEN: list[tuple[dict[str, Any], type[MegatronExtError], str]] = [
+    ({}, ConfigError, "`--tokenizer-type` is missing; give one of SentencePieceTokenizer, GPT"),
+    (
+        {"tokenizer_type": "SentencepieceTokenizer"},
+        ConfigError,
+        "`--tokenizer-type` (SentencepieceTokenizer) is unknown; did you mean SentencePieceTok",
+    ),
+    (
+        {"tokenizer_type": "BertWordPieceCase"},
+        ConfigError,
+        "`--tokenizer-type BertWordPieceCase` is not supported here; train with HuggingFaceTok",
+    ),
+    (
+        {"tokenizer_type": "SentencePieceTokenizer"},
+        ConfigError,
+        "`--tokenizer-type SentencePieceTokenizer` needs `--tokenizer-model` with the path of a Sen",
+    ),
+    (
+        {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "/no/such.model"},
+        DataError,
+        "`--tokenizer-model` (/no/such.model) is not a file; give the path of a SentencePiece",
+    ),
+    (
+        {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "{junk}"},
+        DataError,
+        "`--tokenizer-model` ({junk}) is not a SentencePiece model (",
+    ),
+    (
+        {
+            "tokenizer_type": "SentencePieceTokenizer",
+            "tokenizer_model": "{sp}",
+            "tokenizer_special_tokens": ["<x>"],
+        },
+        ConfigError,
+        "`--tokenizer-special-tokens` with a SentencePiece model needs `--tokenizer-sentencepiece",
+    ),
+    (
+        {"tokenizer_type": "HuggingFaceTokenizer"},
+        ConfigError,
+        "`--tokenizer-type HuggingFaceTokenizer` needs `--tokenizer-model` with a folder or a hub",
+    ),
+    (
+        {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "/no/such/folder"},
+        DataError,
+        "`--tokenizer-model` (/no/such/folder) does not exist; give a folder with tokenizer.json",
+    ),
+    (
+        {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "{bad_hf}"},
+        DataError,
+        "{bad_hf}/tokenizer.json is not a tokenizer (",
+    ),
+    (
+        {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "{junk}", "merge_file": "{junk}"},
+        DataError,
+        "{junk} is not valid JSON (",
+    ),
+    (
+        {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "{vocab}"},
+        ConfigError,
+        "`--tokenizer-type GPT2BPETokenizer` needs `--merge-file` with the path of GPT-2's merges",
+    ),
+    (
+        {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "{empty}", "merge_file": "{junk}"},
+        DataError,
+        "`--vocab-file` ({empty}) has no `<|endoftext|>`, which GPT2BPETokenizer needs",
+    ),
+    (
+        {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "{vocab}", "merge_file": "{junk}"},
+        DataError,
+        "`--merge-file` ({junk}) does not fit `--vocab-file` ({vocab}): ",
+    ),
+    (
+        {"tokenizer_type": "TikTokenizer", "tokenizer_model": "{tik}"},
+        DataError,
+        "`--tokenizer-model` ({tik}) holds 300 tokens, but `--vocab-size` less `--tiktoken-num",
+    ),
+    (
+        {"tokenizer_type": "TikTokenizer", "tokenizer_model": "{empty}"},
+        DataError,
+        "`--tokenizer-model` ({empty}) is not a tiktoken vocabulary in JSON (",
+    ),
+    (
+        {"tokenizer_type": "TikTokenizer", "tokenizer_model": "{tik}", "tiktoken_pattern": "v3"},
+        ConfigError,
+        "`--tiktoken-pattern` (v3) must be v1 or v2.",
+    ),
+    (
+        {
+            "tokenizer_type": "TikTokenizer",
+            "tokenizer_model": "{tik}",
+            "tokenizer_special_tokens": ["<unk>", "<s>"],
+        },
+        ConfigError,
+        "`--tokenizer-special-tokens` lacks </s> <mask> <pad> <cls> <sep>, which TikTokenizer",
+    ),
+    (
+        {"tokenizer_type": "TikTokenizer", "tokenizer_model": "{tik}", "vocab_size": 900},
+        ConfigError,
+        "`--tiktoken-num-special-tokens` (1000) must be at least the number of special tokens (7)",
+    ),
+    (
+        {"tokenizer_type": "NullTokenizer"},
+        ConfigError,
+        "`--tokenizer-type NullTokenizer` needs `--vocab-size`, the number of ids.",
+    ),
+    (
+        {"tokenizer_type": "ByteLevelTokenizer", "vocab_size": 100},
+        ConfigError,
+        "`--vocab-size` (100) must be at least 256 for ByteLevelTokenizer; use 512.",
+    ),
+    (
+        {"tokenizer_type": "NullTokenizer", "vocab_size": 5, "vocab_extra_ids": 100},
+        ConfigError,
+        "`--vocab-extra-ids` (100) is for T5's legacy tokenizer and has no effect on the ids",
+    ),
+    (
+        {"tokenizer_type": "NullTokenizer", "vocab_size": 5, "tokenizer_metadata": "{metadata}"},
+        ConfigError,
+        "`--tokenizer-metadata` ({metadata}) names the library huggingface, but `--tokenizer-type",
+    ),
+    (
+        {"tokenizer_type": "NullTokenizer", "vocab_size": 5, "tokenizer_metadata": "{junk}"},
+        DataError,
+        "`--tokenizer-metadata` ({junk}) is not a JSON object; fix it.",
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(BROKEN)))
+def test_bad_settings_are_told_in_one_sentence(tmp_path: Path, number: int) -> None:
+    settings, kind, sentence = BROKEN[number]
+    (tmp_path / "junk").write_bytes(b"\xff\x00 no model")
+    (tmp_path / "empty.json").write_text("{}")
+    (tmp_path / "metadata.json").write_text('{"library": "huggingface"}')
+    (tmp_path / "bad_hf").mkdir()
+    (tmp_path / "bad_hf" / "tokenizer.json").write_text('{"version": "1.0"}')
+    places = {
+        "junk": tmp_path / "junk",
+        "empty": tmp_path / "empty.json",
+        "metadata": tmp_path / "metadata.json",
+        "bad_hf": tmp_path / "bad_hf",
+        "vocab": tiny.gpt2_files()[0],
+        "sp": tiny.sentencepiece_model(),
+        "tik": tiny.tiktoken_file(),
+    }
+    filled = {k: v.format(**places) if isinstance(v, str) else v for k, v in settings.items()}
+    with pytest.raises(kind) as caught:
+        build_tokenizer(TokenizerFlags(**filled))
+    assert str(caught.value).startswith(sentence.format(**places))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["sentencepiece", "huggingface", "tiktoken_v2"])
+def test_building_imports_no_torch(case: str) -> None:
+    script = (
+        "import sys; from megatron_ext.data.tokenizers import build_tokenizer\n"
+        "from megatron_ext.data.preprocess.tokenizer_flags import TokenizerFlags\n"
+        f"build_tokenizer(TokenizerFlags(**{dataclasses.asdict(CASES[case]())!r})).tokenize('a b')\n"
+        "print([m for m in ('torch', 'transformers', 'megatron') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=tiny.ROOT, timeout=60
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_every_tokenizer_is_the_same_kind_of_thing() -> None:
+    for make in CASES.values():
+        assert isinstance(build_tokenizer(make()), Tokenizer)
