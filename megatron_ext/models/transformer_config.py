@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer import TransformerConfig
 
+from megatron_ext.models.moe import AuxiliaryScale, ScaledTransformerConfig
+
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
 
@@ -46,4 +48,6 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     fields["overlap_p2p_comm"] = interleaved
     fields["batch_p2p_comm"] = not interleaved
     fields["deallocate_pipeline_outputs"] = not interleaved
-    return TransformerConfig(**fields)
+    scaled = config.moe.num_experts is not None and config.training.calculate_per_token_loss
+    fields["auxiliary_scale"] = AuxiliaryScale() if scaled else None
+    return ScaledTransformerConfig(**fields)

@@ -1,0 +1,247 @@
+"""Core attention through torch's scaled_dot_product_attention, with context parallelism.
+
+Takes the place of megatron-core's DotProductAttention (which refuses context parallelism and
+materialises every score) and of Transformer Engine's, on GPUs without it and on CPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.models.context_parallel import (
+    chunks_of,
+    gather_sequence,
+    heads_to_sequence,
+    sequence_to_heads,
+)
+
+GATHER = ("p2p", "all_gather")
+"""Both give the exact result; the torch layers gather keys and values in one collective."""
+
+
+class DotProductAttention(MegatronModule):  # type: ignore[misc]
+    """Scaled dot-product attention over this rank's heads.
+
+    Under context parallelism keys and values are gathered (``--cp-comm-type all_gather`` or
+    ``p2p``), or heads are traded for sequence (``a2a``).
+
+    Raises:
+        ConfigError: an option that the torch layers do not have.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        self.cp_group = groups.cp
+        self.cp_comm_type = cp_comm_type or "p2p"
+        self.causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        # --apply-query-key-layer-scaling divides by the layer number before the softmax and
+        # multiplies after: here both happen inside one product, so there is nothing to do.
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.dropout = dropout
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        self.window_size: tuple[int, int] | None = config.window_size if windowed else None
+        self._check_options(config)
+
+    def _check_options(self, config: TransformerConfig) -> None:
+        if config.softmax_type != "vanilla":
+            raise ConfigError(
+                f"`--softmax-type` ({config.softmax_type}) must be vanilla with the torch "
+                "layers; use `--transformer-impl transformer_engine`."
+            )
+        if self.cp_group.size() > 1 and self.cp_comm_type not in (*GATHER, "a2a"):
+            raise ConfigError(
+                f"`--cp-comm-type` ({self.cp_comm_type}) must be p2p, all_gather or a2a with the "
+                "torch layers."
+            )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: ``[s/c, b, n, d]``.
+            key: ``[s/c, b, g, d]``, g query groups.
+            value: ``[s/c, b, g, d]``.
+            attention_mask: True where forbidden, ``[b, 1, s/c, s]``; None means causal.
+            attn_mask_type: unused, the constructor's holds.
+            attention_bias: must be None.
+            packed_seq_params: must be None.
+
+        Returns:
+            ``[s/c, b, n * d]``.
+        """
+        if attention_bias is not None or packed_seq_params is not None:
+            raise ConfigError(
+                "Attention bias and packed sequences are not supported by the torch layers; use "
+                "document masks (`--reset-attention-mask`)."
+            )
+        if self.cp_group.size() == 1:
+            context = self._attend(query, key, value, attention_mask, first_query=0)
+        elif self.cp_comm_type == "a2a":
+            context = self._attend_with_traded_heads(query, key, value, attention_mask)
+        else:
+            context = self._attend_to_gathered(query, key, value, attention_mask)
+        return context.flatten(2)
+
+    def _attend_to_gathered(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """Own queries against all keys; ``[s/c, b, n, d]``."""
+        size, rank = self.cp_group.size(), self.cp_group.rank()
+        key, value = gather_sequence(torch.stack([key, value], dim=1), self.cp_group).unbind(1)
+        length = query.size(0) // 2
+        outputs = []
+        for part, chunk in enumerate(chunks_of(rank, size)):
+            own = query[part * length : (part + 1) * length]
+            first, end = chunk * length, (chunk + 1) * length
+            if mask is not None:
+                own_mask = mask[:, :, part * length : (part + 1) * length]
+                outputs.append(self._attend(own, key, value, own_mask, first_query=first))
+            else:
+                end = end if self.causal else key.size(0)
+                outputs.append(self._attend(own, key[:end], value[:end], None, first_query=first))
+        return torch.cat(outputs)
+
+    def _attend_with_traded_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """All queries on a part of the heads; ``[s/c, b, n, d]``."""
+        size = self.cp_group.size()
+        if query.size(2) % size:
+            raise ConfigError(
+                f"`--cp-comm-type a2a` needs the attention heads of a tensor-parallel rank "
+                f"({query.size(2)}) to be divisible by `--context-parallel-size` ({size}); use "
+                "all_gather."
+            )
+        if key.size(2) % size:
+            repeats = query.size(2) // key.size(2)
+            key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
+        query, key, value = (heads_to_sequence(x, self.cp_group) for x in (query, key, value))
+        if mask is not None:
+            rows = mask.permute(2, 0, 1, 3).to(torch.uint8)
+            mask = gather_sequence(rows, self.cp_group).permute(1, 2, 0, 3).bool()
+        context = self._attend(query, key, value, mask, first_query=0)
+        return sequence_to_heads(context, self.cp_group)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, first_query: int
+    ) -> Tensor:
+        """Attention without communication.
+
+        Args:
+            query: ``[q, b, n, d]``.
+            key: ``[k, b, g, d]``.
+            value: ``[k, b, g, d]``.
+            mask: True where forbidden, ``[b, 1, q, k]``.
+            first_query: position of the first query in the sequence; the keys start at 0.
+
+        Returns:
+            ``[q, b, n, d]``.
+        """
+        if self.window_size is not None:
+            mask = self._with_window(mask, query, key, first_query)
+        if self.dropout > 0 and self.training and query.device.type == "cpu":
+            return self._attend_eagerly(query, key, value, mask, first_query)
+        grouped = query.size(2) != key.size(2)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        bias: Any = None
+        if mask is not None:
+            bias = ~mask
+        elif self.causal and q.size(2) != k.size(2):
+            bias = causal_lower_right(q.size(2), k.size(2))
+        is_causal = self.causal and bias is None
+        with _random_state(self.config, self.dropout if self.training else 0.0):
+            context = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=bias,
+                dropout_p=self.dropout if self.training else 0.0,
+                is_causal=is_causal,
+                scale=self.softmax_scale,
+                enable_gqa=grouped,
+            )
+        return context.permute(2, 0, 1, 3)
+
+    def _with_window(
+        self, mask: Tensor | None, query: Tensor, key: Tensor, first_query: int
+    ) -> Tensor:
+        """Forbid what lies outside of the sliding window too; ``[b or 1, 1, q, k]``."""
+        assert self.window_size is not None
+        left, right = self.window_size
+        q = torch.arange(query.size(0), device=query.device)[:, None] + first_query
+        k = torch.arange(key.size(0), device=query.device)[None, :]
+        forbidden = torch.zeros(q.size(0), k.size(1), dtype=torch.bool, device=query.device)
+        if left >= 0:
+            forbidden |= k < q - left
+        if self.causal:
+            forbidden |= k > q
+        elif right >= 0:
+            forbidden |= k > q + right
+        return forbidden[None, None] if mask is None else mask | forbidden
+
+    def _attend_eagerly(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first_query: int
+    ) -> Tensor:
+        """The same with every probability written out.
+
+        On a CPU this draws the dropout in megatron-core's order, so that a run with dropout gives
+        Megatron-LM's losses.
+        """
+        repeats = query.size(2) // key.size(2)
+        if repeats > 1:
+            key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
+        scores = torch.einsum("qbnd,kbnd->bnqk", query * self.softmax_scale, key)
+        if mask is None and self.causal:
+            q = torch.arange(query.size(0), device=query.device)[:, None] + first_query
+            mask = torch.arange(key.size(0), device=query.device)[None, :] > q
+        if mask is not None:
+            scores = scores.masked_fill(mask, -10000.0)
+        probabilities = torch.softmax(scores, dim=-1)
+        with _random_state(self.config, self.dropout):
+            probabilities = F.dropout(probabilities, self.dropout, training=True)
+        return torch.einsum("bnqk,kbnd->qbnd", probabilities, value)
+
+
+def _random_state(config: TransformerConfig, dropout: float) -> Any:
+    """The tensor-parallel random state, where the heads are what differs between ranks."""
+    if dropout > 0 and not config.sequence_parallel:
+        return tensor_parallel.get_cuda_rng_tracker().fork()
+    return contextlib.nullcontext()
