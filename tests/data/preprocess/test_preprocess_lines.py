@@ -1,0 +1,229 @@
+"""Lines, inputs, sentences, progress: the small parts of the tool."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.data.preprocess import inputs
+from megatron_ext.data.preprocess.inputs import Part, blocks, cut, expand, needs_spool, spool
+from megatron_ext.data.preprocess.progress import Progress
+from megatron_ext.data.preprocess.records import BadLine, parse_line
+from megatron_ext.data.preprocess.sentences import LANGUAGES, sentence_splitter
+from megatron_ext.errors import DataError
+
+# --------------------------------------------------------------------------------------- records
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"", "is blank"),
+        (b" \t\r", "is blank"),
+        (b'{"text": "a"', "is not valid JSON ("),
+        (b"\xff\xfe", "is not UTF-8 (byte 1 of the line)"),
+        (b'{"text": "\xe9"}', "is not UTF-8 (byte 11 of the line)"),
+        (b'["a"]', "is not a JSON object"),
+        (b'{"title": "a"}', "has no key 'text'"),
+        (b'{"text": null}', "has null under key 'text', not a text or a list of texts"),
+        (b'{"text": 3}', "has int under key 'text'"),
+        (b'{"text": ["a", 3]}', "has list under key 'text'"),
+        (b'{"text": "\\ud800"}', "has half a surrogate pair under key 'text'"),
+        (b"[" * 100_000, "is not valid JSON ("),
+    ],
+)
+def test_bad_lines_are_told(line: bytes, reason: str) -> None:
+    with pytest.raises(BadLine) as caught:
+        parse_line(line, ["text"])
+    assert str(caught.value).startswith(reason)
+
+
+def test_good_lines() -> None:
+    assert parse_line(b'{"b": "x", "a": ["y", ""]}\r', ["a", "b"]) == [["y", ""], ["x"]]
+    # What Python's own parser takes, Megatron-LM takes.
+    assert parse_line(b'{"text": "x", "score": NaN, "n": 1e999}', ["text"]) == [["x"]]
+    assert parse_line(b'{"text": "x", "other": "\\ud800"}', ["text"]) == [["x"]]
+    assert parse_line(b'{"text": "x", "text": "y"}', ["text"]) == [["y"]]
+
+
+# ---------------------------------------------------------------------------------------- inputs
+
+
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.binary(max_size=400).map(lambda b: b.replace(b"\r", b"\n")), size=st.integers(1, 60))
+def test_parts_cover_the_file_and_end_at_line_ends(tmp_path: Path, data: bytes, size: int) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(data)
+    if inputs._OTHER_MAGIC.keys() & {data[:3], data[:4]} or inputs.packing_of(str(path)) != "plain":
+        return
+    parts = cut([(str(path), "f")], 2, size / 1e6)
+    pieces = [b"".join(block for block, _ in blocks(part)) for part in parts]
+    assert b"".join(pieces) == data
+    assert all(piece.endswith(b"\n") for piece in pieces[:-1])
+    assert sum(read for part in parts for _, read in blocks(part)) == len(data)
+
+
+def test_blocks_hold_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "BLOCK_BYTES", 10)
+    path = tmp_path / "f"
+    path.write_bytes(b"short\n" + b"long" * 20 + b"\nlast line without end")
+    found = [block for block, _ in blocks(Part(str(path), "f", 0, path.stat().st_size, "plain"))]
+    assert b"".join(found) == path.read_bytes()
+    assert all(block.endswith(b"\n") for block in found[:-1])
+
+
+@pytest.mark.parametrize("packing", ["gzip", "zstd"])
+def test_packed_files_in_several_members(tmp_path: Path, packing: str) -> None:
+    text = b"".join(b'{"text": "%d"}\n' % i for i in range(200_000))
+    pack = gzip.compress if packing == "gzip" else zstandard.ZstdCompressor().compress
+    path = tmp_path / "f"
+    path.write_bytes(pack(text[:1_000_000]) + pack(text[1_000_000:]))
+    (part,) = cut([(str(path), "f")], 4, None)
+    assert part.packing == packing
+    found = list(blocks(part))
+    assert b"".join(block for block, _ in found) == text
+    assert sum(read for _, read in found) <= path.stat().st_size
+    spool(str(path), tmp_path / "plain")
+    assert (tmp_path / "plain").read_bytes() == text
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(DataError, match=rf"f is not a whole {packing} file \(.*\); copy it again"):
+        list(blocks(part))
+
+
+def test_damaged_packed_file(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    packed = bytearray(zstandard.ZstdCompressor(write_checksum=True).compress(b"ab\n" * 9999))
+    packed[-2] ^= 255
+    path.write_bytes(packed)
+    with pytest.raises(DataError, match=r"f is not a whole zstd file"):
+        list(blocks(Part(str(path), "f", 0, 9, "zstd")))
+
+
+def test_expand(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "odd[1].jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    assert expand([f"{tmp_path}/?.jsonl"]) == [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]
+    assert expand([f"{tmp_path}/odd[1].jsonl"]) == [f"{tmp_path}/odd[1].jsonl"]
+    assert expand(["-"]) == ["-"]
+    with pytest.raises(
+        DataError, match=r"`--input` \(.*none\*\) matches no file; give jsonl files"
+    ):
+        expand([f"{tmp_path}/none*"])
+
+
+@pytest.mark.parametrize(
+    ("head", "name"),
+    [(b"BZh9", "bzip2"), (b"\xfd7zXZ", "xz"), (b"PK\x03\x04", "zip"), (b"PAR1", "p")],
+)
+def test_other_formats_are_named(tmp_path: Path, head: bytes, name: str) -> None:
+    (tmp_path / "f").write_bytes(head)
+    with pytest.raises(
+        DataError, match=rf"`--input` \(.*f\) is a {name}.* file; give jsonl, plain"
+    ):
+        inputs.packing_of(str(tmp_path / "f"))
+
+
+def test_lone_packed_files_are_unpacked_to_be_shared(tmp_path: Path) -> None:
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"x"))
+    path = str(tmp_path / "a.gz")
+    assert needs_spool([path], 2) == [path]
+    assert needs_spool([path], 1) == []
+    assert needs_spool([path, path], 2) == []
+    assert needs_spool(["-"], 1) == ["-"]
+
+
+# ------------------------------------------------------------------------------------- sentences
+
+
+@pytest.mark.parametrize(
+    ("lang", "text", "sentences"),
+    [
+        ("english", "One here. Two there! Three?", ["One here.", "Two there!", "Three?"]),
+        (
+            "english",
+            "Dr. Smith met Mr. Jones. They spoke.",
+            ["Dr. Smith met Mr. Jones.", "They spoke."],
+        ),
+        ("english", "J. K. Rowling wrote it. Yes.", ["J. K. Rowling wrote it.", "Yes."]),
+        ("english", "So did I. Then we left.", ["So did I.", "Then we left."]),
+        (
+            "english",
+            "It costs 3.50 dollars e.g. here. Ok",
+            ["It costs 3.50 dollars e.g. here.", "Ok"],
+        ),
+        ("english", 'He said "go." She went.', ['He said "go."', "She went."]),
+        ("english", "Wait... what? no way. Fine.", ["Wait... what? no way.", "Fine."]),
+        ("english", "  No end\n\nat all  ", ["No end\n\nat all"]),
+        ("english", "End of paragraph p.\n\nNext one.", ["End of paragraph p.", "Next one."]),
+        (
+            "english",
+            "\u4eca\u5929\u597d\u3002\u4f60\u5462\uff1f\u597d",
+            ["\u4eca\u5929\u597d\u3002", "\u4f60\u5462\uff1f", "\u597d"],
+        ),
+        ("english", "", []),
+        ("english", " \n ", []),
+        (
+            "german",
+            "Am 3. Mai kam z.B. Anna. Sie blieb.",
+            ["Am 3. Mai kam z.B. Anna.", "Sie blieb."],
+        ),
+        ("french", "M. Dupont est l\u00e0. Bien.", ["M. Dupont est l\u00e0.", "Bien."]),
+    ],
+)
+def test_sentences(lang: str, text: str, sentences: list[str]) -> None:
+    assert sentence_splitter(lang, keep_newlines=False)(text) == sentences
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet='aB. !?\n"\u3002)1', max_size=60), st.sampled_from(LANGUAGES))
+def test_sentences_lose_nothing(text: str, lang: str) -> None:
+    assert "".join(sentence_splitter(lang, keep_newlines=True)(text)) == text
+    joined = "".join(sentence_splitter(lang, keep_newlines=False)(text))
+    assert "".join(joined.split()) == "".join(text.split())
+
+
+# -------------------------------------------------------------------------------------- progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_line() -> None:
+    progress = Progress(4_000_000, 1_000_000, out=io.StringIO())
+    progress.advance(1_000_000, 500)
+    assert progress.line(2.0) == " 50%  500 documents  250 documents/s  0.5 MB/s  ETA 0:04"
+    on_terminal = Progress(4_000_000, out=Terminal())
+    on_terminal.advance(1_000_000, 5)
+    assert on_terminal.line(3600.0).startswith("[######..................]  25%  5 documents")
+    assert on_terminal.line(3600.0).endswith("ETA 3:00:00")
+
+
+def test_progress_is_quiet_in_a_log_and_overwrites_itself_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    log, terminal = io.StringIO(), Terminal()
+    for out in (log, terminal):
+        now[0] = 0.0
+        progress = Progress(100, log_interval=10, out=out)
+        for _ in range(40):
+            now[0] += 0.25
+            progress.advance(1, 2)
+        progress.close()
+    # Ten documents take 1.25 s, and a line comes at most once a second.
+    assert len(log.getvalue().splitlines()) == 8
+    assert terminal.getvalue().count("\r") == 41
+    assert "\n" not in terminal.getvalue()
+    assert json.dumps(log.getvalue()).isascii()
