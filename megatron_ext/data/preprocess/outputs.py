@@ -188,11 +188,11 @@ def publish_rejected(
         path.unlink(missing_ok=True)
         return None
     temporary = Path(f"{path}.joining")
-    before, file = 0, ""
+    before = 0
     with open(temporary, "w", encoding="utf-8") as out:
         for i, part in enumerate(parts):
-            if part.path != file:
-                before, file = 0, part.path
+            if part.start == 0:  # a new file, maybe the same one again
+                before = 0
             for record in read_rejected(folder, done[i]):
                 line = before + record["line"] + 1
                 fields = {"file": part.source, **record, "line": line}

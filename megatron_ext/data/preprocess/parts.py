@@ -131,11 +131,15 @@ def load_array(folder: Path, done: Done, key: int, stream: int, kind: str) -> An
 class Workplace:
     """The folder `<prefix>.parts/`, held by one run at a time.
 
+    Args:
+        resumable: whether a later run can read the same input again.
+
     Raises:
         DataError: another run holds it.
     """
 
-    def __init__(self, output_prefix: str) -> None:
+    def __init__(self, output_prefix: str, *, resumable: bool = True) -> None:
+        self.resumable = resumable
         self.folder = Path(f"{output_prefix}.parts")
         self.folder.mkdir(exist_ok=True)
         self.lock = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR, 0o644)
@@ -158,7 +162,7 @@ class Workplace:
         trace: TracebackType | None,
     ) -> None:
         """Frees the folder, and removes it when nothing in it is worth resuming."""
-        if kind is None or not any(self.folder.glob("p*.json")):
+        if kind is None or not self.resumable or not any(self.folder.glob("p[0-9]*.json")):
             shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self.lock)
 

@@ -77,7 +77,7 @@ def preprocess(options: PreprocessOptions, say: Say = say_to_stderr) -> Report:
             f"({tokenizer.path}) names none; set eos_token in it, or leave the flag out."
         )
     files = inputs.expand(options.inputs)
-    with Workplace(options.output_prefix) as place:
+    with Workplace(options.output_prefix, resumable=files != ["-"]) as place:
         parts, done = _plan(options, tokenizer, place, files, say)
         resumed = len(done)
         fast, line = choose_engine(tokenizer, _samples(parts, options.json_keys), options.engine)

@@ -1,0 +1,508 @@
+"""Whole runs in this process: the bytes are Megatron-LM's, and nothing half-written is left."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import math
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+
+from megatron_ext.data.indexed import check_indexed_dataset
+from megatron_ext.data.preprocess import PreprocessOptions, Report, TokenizerFlags, preprocess
+from megatron_ext.data.preprocess import worker as worker_module
+from megatron_ext.data.preprocess.parts import Workplace
+from megatron_ext.data.preprocess.sentences import sentence_splitter
+from megatron_ext.data.tokenizers.fast import FastEncoder
+from megatron_ext.errors import ConfigError, DataError
+from tests.data import tiny
+from tests.data.preprocess.truth import read_pair, write_expected
+
+SMALL_PART = 0.01
+
+
+def sentencepiece() -> TokenizerFlags:
+    return TokenizerFlags(
+        tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tiny.sentencepiece_model())
+    )
+
+
+def huggingface() -> TokenizerFlags:
+    return TokenizerFlags(
+        tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tiny.hf_folder())
+    )
+
+
+def run(
+    folder: Path, *files: Path | str, flags: TokenizerFlags | None = None, **more: Any
+) -> tuple[Report, list[str]]:
+    """Runs with two workers and small parts; returns the report and what was said."""
+    said: list[str] = []
+    options = {"workers": 2, "part_megabytes": SMALL_PART, "append_eod": True, **more}
+    report = preprocess(
+        PreprocessOptions(
+            inputs=[str(f) for f in files],
+            output_prefix=str(folder / "out"),
+            tokenizer=flags or sentencepiece(),
+            **options,
+        ),
+        said.append,
+    )
+    return report, said
+
+
+def left_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith("out"))
+
+
+@pytest.mark.parametrize("append_eod", [False, True])
+@pytest.mark.parametrize("engine", ["auto", "native"])
+@pytest.mark.parametrize("make", [sentencepiece, huggingface])
+def test_bytes_are_megatrons(tmp_path: Path, make: Any, engine: str, append_eod: bool) -> None:
+    documents = tiny.corpus(300)
+    documents[7]["text"] = ["several", "", "texts of one", "document"]
+    documents[8]["text"] = []
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", documents, end="")
+    report, said = run(
+        tmp_path,
+        path,
+        flags=make(),
+        engine=engine,
+        append_eod=append_eod,
+        json_keys=("text", "title"),
+    )
+    assert said[0].startswith(
+        "Tokenizing with gigatoken, equal to" if engine == "auto" else "Tokenizing with"
+    )
+    for key in ("text", "title"):
+        values = [document[key] for document in documents]
+        expected = write_expected(
+            tmp_path / "expected",
+            values,  # type: ignore[arg-type]
+            make(),
+            append_eod=append_eod,
+        )
+        assert read_pair(tmp_path / f"out_{key}_document") == expected
+    assert report.documents == 300
+    assert report.tokens == sum(check_indexed_dataset(p).num_tokens for p in report.prefixes)
+    assert left_in(tmp_path) == [
+        f"out_{key}_document.{kind}" for key in ("text", "title") for kind in ("bin", "idx")
+    ]
+
+
+def dealt(documents: list[Any], count: int, *, sequential: bool) -> list[list[Any]]:
+    if not sequential:
+        return [documents[p::count] for p in range(count)]
+    size = math.ceil(len(documents) / count)
+    return [documents[p * size : (p + 1) * size] for p in range(count)]
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_partitions_are_megatrons(tmp_path: Path, count: int, sequential: bool) -> None:
+    """Over two files, whose lines are dealt on without a new start, with parts in between."""
+    texts = [str(document["text"]) for document in tiny.corpus(101)]
+    a = tiny.write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in texts[:41]])
+    b = tiny.write_jsonl(tmp_path / "b.jsonl", [{"text": t} for t in texts[41:]])
+    run(tmp_path, a, b, partitions=count, keep_sequential_samples=sequential)
+    order = []
+    for p, mine in enumerate(dealt(texts, count, sequential=sequential)):
+        order += mine
+        expected = write_expected(tmp_path / "e", mine, sentencepiece(), append_eod=True)
+        assert read_pair(tmp_path / f"out_{p}_text_document") == expected
+    expected = write_expected(tmp_path / "e", order, sentencepiece(), append_eod=True)
+    assert read_pair(tmp_path / "out_text_document") == expected
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_partitions_with_bad_lines(tmp_path: Path, sequential: bool) -> None:
+    """A refused line keeps its turn in the dealing, so that the others stay where they were."""
+    texts: list[Any] = [str(document["text"]) for document in tiny.corpus(80)]
+    for bad in (0, 17, 18, 40, 79):
+        texts[bad] = None
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", [{"text": t} for t in texts])
+    run(
+        tmp_path,
+        path,
+        partitions=3,
+        keep_sequential_samples=sequential,
+        on_bad_line="quarantine",
+    )
+    for p, mine in enumerate(dealt(texts, 3, sequential=sequential)):
+        kept = [text for text in mine if text is not None]
+        expected = write_expected(tmp_path / "e", kept, sentencepiece(), append_eod=True)
+        assert read_pair(tmp_path / f"out_{p}_text_document") == expected
+
+
+def test_sequential_partitions_never_change_the_merged_dataset(tmp_path: Path) -> None:
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(90))
+    found = set()
+    for count in (1, 2, 3):
+        for workers in (1, 2):
+            run(tmp_path, path, partitions=count, keep_sequential_samples=True, workers=workers)
+            found.add(read_pair(tmp_path / "out_text_document"))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("keep_newlines", [False, True])
+def test_sentences_in_one_run(tmp_path: Path, keep_newlines: bool) -> None:
+    documents = tiny.corpus(60)
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", documents)
+    run(tmp_path, path, split_sentences=True, keep_newlines=keep_newlines)
+    expected = write_expected(
+        tmp_path / "e",
+        [str(document["text"]) for document in documents],
+        sentencepiece(),
+        append_eod=True,
+        split=sentence_splitter("english", keep_newlines=keep_newlines),
+    )
+    assert read_pair(tmp_path / "out_text_sentence") == expected
+    info = check_indexed_dataset(tmp_path / "out_text_sentence")
+    assert info.num_sequences > 2 * info.num_documents
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_packed_files_and_globs(tmp_path: Path, workers: int) -> None:
+    documents = tiny.corpus(90)
+    plain = tiny.write_jsonl(tmp_path / "a.jsonl", documents[:30])
+    for name, pack, piece in (
+        ("b.jsonl.gz", gzip.compress, documents[30:60]),
+        ("c.jsonl.zst", zstandard.ZstdCompressor().compress, documents[60:]),
+    ):
+        text = plain.with_name("piece")
+        tiny.write_jsonl(text, piece)
+        (tmp_path / name).write_bytes(pack(text.read_bytes()))
+    run(tmp_path, f"{tmp_path}/[abc].jsonl*", workers=workers)
+    texts = [str(document["text"]) for document in documents]
+    expected = write_expected(tmp_path / "e", texts, sentencepiece(), append_eod=True)
+    assert read_pair(tmp_path / "out_text_document") == expected
+
+
+def test_large_vocabulary_is_written_as_int32(tmp_path: Path) -> None:
+    flags = TokenizerFlags(tokenizer_type="NullTokenizer", vocab_size=65_499)
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", [{"text": "0 65498 65499"}])
+    run(tmp_path, path, flags=flags)
+    info = check_indexed_dataset(tmp_path / "out_text_document")
+    assert (info.dtype, info.num_tokens) == (np.int32, 4)
+    expected = write_expected(tmp_path / "e", ["0 65498 65499"], flags, append_eod=True)
+    assert read_pair(tmp_path / "out_text_document") == expected
+
+
+def test_empty_input(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(b"")
+    for partitions in (1, 2):
+        report, _ = run(
+            tmp_path, tmp_path / "in.jsonl", partitions=partitions, keep_sequential_samples=True
+        )
+        assert report.documents == 0
+        assert check_indexed_dataset(tmp_path / "out_text_document").num_documents == 0
+
+
+# ------------------------------------------------------------------------------------- bad lines
+
+
+def corpus_with_bad_line(tmp_path: Path, at: int, line: bytes, count: int = 200) -> Path:
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(count))
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([*lines[: at - 1], line, *lines[at:]]))
+    return path
+
+
+@pytest.mark.parametrize("at", [1, 97, 200])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_bad_line_stops_the_run_and_is_named(tmp_path: Path, at: int, packed: bool) -> None:
+    path = tiny.write_jsonl(tmp_path / "good.jsonl", tiny.corpus(5))
+    run(tmp_path, path)
+    before = read_pair(tmp_path / "out_text_document")
+    path = corpus_with_bad_line(tmp_path, at, b'{"txt": "a"}')
+    if packed:
+        path.with_suffix(".gz").write_bytes(gzip.compress(path.read_bytes()))
+        path = path.with_suffix(".gz")
+    start = time.monotonic()
+    with pytest.raises(DataError) as caught:
+        run(tmp_path, path)
+    assert str(caught.value) == (
+        f"{path} line {at} has no key 'text'; mend the line, or set bad lines aside with "
+        "`--on-bad-line quarantine`."
+    )
+    assert time.monotonic() - start < 10
+    assert read_pair(tmp_path / "out_text_document") == before
+    outputs = [name for name in left_in(tmp_path) if name != "out.parts"]
+    assert outputs == ["out_text_document.bin", "out_text_document.idx"]
+
+
+def test_quarantine(tmp_path: Path) -> None:
+    bad = {3: b"no json", 90: b'{"text": 4}', 200: b'{"text": "\xff"}'}
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(200))
+    lines = path.read_bytes().split(b"\n")
+    for number, line in bad.items():
+        lines[number - 1] = line
+    path.write_bytes(b"\n".join(lines))
+    report, _ = run(tmp_path, path, path, on_bad_line="quarantine")
+    assert (report.rejected, report.documents) == (6, 394)
+    with open(tmp_path / "out.rejected.jsonl", encoding="utf-8") as stream:
+        found = [json.loads(line) for line in stream]
+    assert [(r["file"], r["line"]) for r in found] == [(str(path), n) for n in bad] * 2
+    assert found[0]["reason"].startswith("is not valid JSON (")
+    assert found[1] == {
+        "file": str(path),
+        "line": 90,
+        "reason": "has int under key 'text', not a text or a list of texts",
+        "text": '{"text": 4}',
+    }
+    assert found[2]["text"] == '{"text": "\\xff"}'
+    kept = [json.loads(line)["text"] for n, line in enumerate(lines[:200], 1) if n not in bad]
+    expected = write_expected(tmp_path / "e", kept * 2, sentencepiece(), append_eod=True)
+    assert read_pair(tmp_path / "out_text_document") == expected
+    run(tmp_path, tiny.write_jsonl(path, tiny.corpus(5)), on_bad_line="quarantine")
+    assert not (tmp_path / "out.rejected.jsonl").exists()
+
+
+def test_texts_that_the_tokenizer_refuses(tmp_path: Path) -> None:
+    flags = TokenizerFlags(tokenizer_type="NullTokenizer", vocab_size=9)
+    texts = ["1 2", "x", "3", "4  5"]
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", [{"text": t} for t in texts])
+    with pytest.raises(
+        DataError, match=r"in.jsonl line 2 cannot be tokenized: the text is not int"
+    ):
+        run(tmp_path, path, flags=flags)
+    report, _ = run(tmp_path, path, flags=flags, on_bad_line="quarantine")
+    assert (report.documents, report.rejected, report.tokens) == (2, 2, 5)
+
+
+# ------------------------------------------------------------------------------ failing and resuming
+
+
+def test_a_killed_worker_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(worker_module, "_encode_block", die)
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(50))
+    start = time.monotonic()
+    with pytest.raises(
+        DataError, match=r"Worker \d was killed by signal 9 in .*in.jsonl, bytes 0 to"
+    ):
+        run(tmp_path, path)
+    assert time.monotonic() - start < 10
+    assert [name for name in left_in(tmp_path) if not name.endswith(".parts")] == []
+
+
+def test_a_crashing_worker_shows_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: Any) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(worker_module, "_encode_block", crash)
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(50))
+    with pytest.raises(RuntimeError, match=r"(?s)A worker failed:.*KeyError: 'a defect'"):
+        run(tmp_path, path)
+
+
+def test_a_worker_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(worker_module, "_encode_block", full)
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(50))
+    with pytest.raises(DataError, match=r"A worker could not write or read: \[Errno 28\] No space"):
+        run(tmp_path, path)
+
+
+def stop_after(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes workers fail at parts from a number on."""
+    real = worker_module._run_part
+
+    def some(job: Any, number: int, *rest: Any) -> None:
+        if number >= parts:
+            raise OSError("pulled the plug")
+        real(job, number, *rest)
+
+    monkeypatch.setattr(worker_module, "_run_part", some)
+
+
+def test_finished_parts_are_kept_unless_anything_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(300))
+    with monkeypatch.context() as patch:
+        stop_after(4, patch)
+        with pytest.raises(DataError, match="pulled the plug"):
+            run(tmp_path, path, workers=1)
+    report, said = run(tmp_path, path, workers=2)
+    assert report.resumed_parts == 4
+    assert said[0].startswith("Resuming: 4 of ")
+    texts = [str(document["text"]) for document in tiny.corpus(300)]
+    expected = write_expected(tmp_path / "e", texts, sentencepiece(), append_eod=True)
+    assert read_pair(tmp_path / "out_text_document") == expected
+    assert not (tmp_path / "out.parts").exists()
+
+    for change in ({"append_eod": False}, {"json_keys": ("title",)}, {"flags": huggingface()}):
+        with monkeypatch.context() as patch:
+            stop_after(4, patch)
+            with pytest.raises(DataError, match="pulled the plug"):
+                run(tmp_path, path, workers=1)
+        report, _ = run(tmp_path, path, **change)
+        assert report.resumed_parts == 0
+    with monkeypatch.context() as patch:
+        stop_after(4, patch)
+        with pytest.raises(DataError, match="pulled the plug"):
+            run(tmp_path, path, workers=1)
+    tiny.write_jsonl(path, tiny.corpus(300, seed=9))
+    report, _ = run(tmp_path, path)
+    assert report.resumed_parts == 0
+
+
+def test_a_damaged_part_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(300))
+    with monkeypatch.context() as patch:
+        stop_after(4, patch)
+        with pytest.raises(DataError, match="pulled the plug"):
+            run(tmp_path, path, workers=1)
+    (victim,) = (tmp_path / "out.parts").glob("p000002.*.bin")
+    victim.write_bytes(victim.read_bytes()[:-2])
+    report, _ = run(tmp_path, path)
+    assert report.resumed_parts == 3
+    texts = [str(document["text"]) for document in tiny.corpus(300)]
+    expected = write_expected(tmp_path / "e", texts, sentencepiece(), append_eod=True)
+    assert read_pair(tmp_path / "out_text_document") == expected
+
+
+def test_two_runs_at_one_prefix(tmp_path: Path) -> None:
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(5))
+    with (
+        Workplace(str(tmp_path / "out")),
+        pytest.raises(DataError, match=r"Another run is writing .*out \(it holds .*lock\); wait"),
+    ):
+        run(tmp_path, path)
+
+
+# --------------------------------------------------------------------------------------- engines
+
+
+def test_a_difference_found_on_the_way_starts_over_natively(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is right on all that is compared at the start, and wrong later on."""
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", [{"text": "ba"}] * 300 + tiny.corpus(100))
+    real = FastEncoder.encode_batch
+
+    def wrong(self: FastEncoder, texts: Any) -> Any:
+        ids = real(self, texts)
+        return ids if os.getpid() == main else [np.append(i, 5) for i in ids]
+
+    main = os.getpid()
+    monkeypatch.setattr(FastEncoder, "encode_batch", wrong)
+    _, said = run(tmp_path, path)
+    assert said[1].startswith(
+        "Starting over with SentencePieceTokenizer's own library: gigatoken gives other ids for a"
+    )
+    texts = ["ba"] * 300 + [str(document["text"]) for document in tiny.corpus(100)]
+    expected = write_expected(tmp_path / "e", texts, sentencepiece(), append_eod=True)
+    assert read_pair(tmp_path / "out_text_document") == expected
+
+
+def test_a_difference_on_the_input_rules_the_engine_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", [{"text": "zebra"}, {"text": "ba"}])
+    real = FastEncoder.encode_batch
+
+    def wrong(self: FastEncoder, texts: Any) -> Any:
+        pairs = zip(texts, real(self, texts), strict=True)
+        return [[1] if text == "zebra" else ids for text, ids in pairs]
+
+    monkeypatch.setattr(FastEncoder, "encode_batch", wrong)
+    _, said = run(tmp_path, path)
+    assert said == [
+        "Tokenizing with SentencePieceTokenizer's own library: gigatoken gives other ids for a "
+        "text that starts 'zebra'."
+    ]
+
+
+# --------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"workers": 0}, "`--workers` (0) must be above 0; use 1 or more."),
+        ({"partitions": -1}, "`--partitions` (-1) must be above 0; use 1 or more."),
+        ({"json_keys": ("a", "a")}, "`--json-keys` names a twice; name each key once."),
+        ({"inputs": ["-", "a"]}, "`--input -` (standard input) cannot be joined with files;"),
+        ({"output_prefix": "/no/folder/x"}, "`--output-prefix` (/no/folder/x) lies in /no/folder,"),
+        (
+            {"split_sentences": True, "lang": "klingon"},
+            "`--lang` (klingon) has no sentence rules; use one of english, ",
+        ),
+        ({"keep_newlines": True}, "`--keep-newlines` has an effect only with `--split-sentences`"),
+    ],
+)
+def test_bad_options(change: dict[str, Any], sentence: str) -> None:
+    good = {"inputs": ["a"], "output_prefix": "x", "tokenizer": sentencepiece()}
+    with pytest.raises(ConfigError) as caught:
+        PreprocessOptions(**{**good, **change})
+    assert str(caught.value).startswith(sentence)
+    assert len(caught.value.messages) == 1
+
+
+def test_append_eod_needs_an_eod(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes((tiny.hf_folder() / "tokenizer.json").read_bytes())
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
+    flags = TokenizerFlags(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    with pytest.raises(
+        ConfigError, match="`--append-eod` needs an end-of-document token, but Hugg"
+    ):
+        run(tmp_path, tiny.write_jsonl(tmp_path / "in.jsonl", []), flags=flags)
+
+
+# ------------------------------------------------------------------------------------- reference
+
+
+@pytest.mark.skipif(not tiny.REFERENCE.is_dir(), reason="the recorded hashes are not here")
+@pytest.mark.parametrize("name", ["sp_eod", "sp_keys", "hf_eod", "sp_part"])
+def test_recorded_hashes(tmp_path: Path, name: str) -> None:
+    """Every hash that was recorded from Megatron-LM's own tool."""
+    sp = TokenizerFlags(
+        tokenizer_type="SentencePieceTokenizer",
+        tokenizer_model=str(tiny.REFERENCE / "tokenizer.model"),
+    )
+    hf = TokenizerFlags(
+        tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tiny.REFERENCE / "hf_tokenizer")
+    )
+    more: dict[str, dict[str, Any]] = {
+        "sp_eod": {},
+        "sp_keys": {"append_eod": False, "json_keys": ("text", "title")},
+        "hf_eod": {},
+        "sp_part": {"partitions": 2},
+    }
+    options = {"append_eod": True, "workers": 2, "part_megabytes": 0.3, **more[name]}
+    preprocess(
+        PreprocessOptions(
+            inputs=[str(tiny.REFERENCE / "corpus.jsonl")],
+            output_prefix=str(tmp_path / name),
+            tokenizer=hf if name == "hf_eod" else sp,
+            **options,
+        ),
+        print,
+    )
+    recorded = json.loads((tiny.REFERENCE / "preprocess.json").read_bytes())["files"]
+    mine = {file: entry for file, entry in recorded.items() if file.startswith(name)}
+    assert mine
+    for file, entry in mine.items():
+        data = (tmp_path / file).read_bytes()
+        assert (len(data), hashlib.sha256(data).hexdigest()) == (entry["bytes"], entry["sha256"])
+    # Megatron-LM's tool forgets this index of several keys.
+    if name == "sp_keys":
+        assert check_indexed_dataset(tmp_path / "sp_keys_text_document").num_documents == 2400

@@ -1,0 +1,133 @@
+"""merge_datasets.py and inspect_dataset.py as a user runs them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ext.data.indexed_writer import IndexedWriter
+from megatron_ext.data.inspect import inspect_dataset
+from megatron_ext.data.preprocess import TokenizerFlags
+from megatron_ext.data.tokenizers import build_tokenizer
+from tests.data import tiny
+from tests.data.preprocess.truth import read_pair
+
+
+def write(prefix: Path, lengths: list[int], *, first: int = 0) -> Path:
+    """Documents of one sequence each (none for length 0), of ids counting from `first`."""
+    with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
+        for length in lengths:
+            tokens = np.arange(first, first + length)
+            writer.add_document(tokens, [length] if length else [])
+    return prefix
+
+
+def run(tool: str, *argv: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(tiny.ROOT / "tools" / tool), *map(str, argv)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+# ----------------------------------------------------------------------------------------- merge
+
+
+def test_merge(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write(folder / "b.v1", [4, 0])
+    write(folder / "a", [2])
+    (folder / "notes.txt").write_text("not a dataset")
+    done = run("merge_datasets.py", "--input", folder, "--output-prefix", tmp_path / "all")
+    assert (done.returncode, done.stdout) == (
+        0,
+        f"2 datasets, 3 documents, 6 tokens -> {tmp_path / 'all'}\n",
+    )
+    assert read_pair(tmp_path / "all") == read_pair(write(tmp_path / "whole", [2, 4, 0]))
+
+
+def test_merge_refuses(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+
+    def error() -> str:
+        done = run("merge_datasets.py", "--input", folder, "--output-prefix", folder / "a")
+        assert done.returncode == 1
+        return done.stderr
+
+    assert error().startswith(f"error: `--input` ({folder}) is not a folder; give the one with")
+    folder.mkdir()
+    assert error().startswith(f"error: `--input` ({folder}) holds no .bin/.idx pair; give another")
+    write(folder / "a", [2])
+    assert error().startswith(f"error: `--output-prefix` ({folder / 'a'}) is one of the datasets")
+    (folder / "a.idx").unlink()
+    assert error().startswith(f"error: {folder / 'a.idx'} is missing beside its other half; copy")
+
+
+# --------------------------------------------------------------------------------------- inspect
+
+
+def test_counts_histogram_and_warnings(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "d", [0, 1, 3, 4, 7, 8, 600], first=5)
+    tokenizer = build_tokenizer(TokenizerFlags(tokenizer_type="NullTokenizer", vocab_size=100))
+    found = inspect_dataset(str(prefix), tokenizer, samples=7)
+    assert found.lines[:5] == [
+        f"dataset    {prefix}",
+        "documents  7",
+        "sequences  6",
+        "tokens     623 (uint16), 89.0 per document",
+        "ids        5 to 604",
+    ]
+    histogram = [line.split()[:2] for line in found.lines[6:12]]
+    assert histogram == [
+        ["0", "1"],
+        ["1", "1"],
+        ["2-3", "1"],
+        ["4-7", "2"],
+        ["8-15", "1"],
+        ["512-1023", "1"],
+    ]
+    assert "document 2: 1 sequences, 3 tokens" in found.lines
+    assert "  text  '5 6 7'" in found.lines
+    assert found.warnings == [
+        "1 of 7 documents are empty.",
+        "Token id 604 is beyond the tokenizer's vocabulary (0 to 100): the dataset was made with "
+        "another tokenizer.",
+    ]
+    assert inspect_dataset(str(prefix), None, scan=False).warnings == [
+        "1 of 7 documents are empty."
+    ]
+
+
+def test_pad_that_is_eos_is_warned_of(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes((tiny.hf_folder() / "tokenizer.json").read_bytes())
+    config = '{"tokenizer_class": "TokenizersBackend", "eos_token": "%s", "pad_token": "%s"}'
+    prefix = write(tmp_path / "d", [3])
+    for pad, warned in ((tiny.END, True), ("<|pad|>", False)):
+        (folder / "tokenizer_config.json").write_text(config % (tiny.END, pad))
+        more = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
+        done = run("inspect_dataset.py", f"{prefix}.bin", *more)
+        assert done.returncode == 0
+        assert ("warning: The tokenizer's pad (0) is its end of sequence" in done.stderr) == warned
+
+
+def test_damage_ends_with_its_sentence_and_the_others_are_still_shown(tmp_path: Path) -> None:
+    good, bad = write(tmp_path / "good", [3]), write(tmp_path / "bad", [3])
+    Path(f"{bad}.bin").write_bytes(b"x")
+    done = run("inspect_dataset.py", bad, good)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {bad}.bin is truncated: it has 1 bytes, but its index")
+    assert f"dataset    {good}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [(["--tokenizer-type", "Nul"], 2), (["--tokenizer-type", "NullTokenizer"], 2)],
+)
+def test_bad_tokenizer_flags(tmp_path: Path, flags: list[str], code: int) -> None:
+    done = run("inspect_dataset.py", write(tmp_path / "d", [3]), *flags)
+    assert done.returncode == code
+    assert done.stderr.startswith("error: `--tokenizer-type")

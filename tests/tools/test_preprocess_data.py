@@ -1,0 +1,215 @@
+"""The command as a user runs it: flags, exit codes, kills, start-up."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.data.preprocess import TokenizerFlags
+from megatron_ext.data.preprocess.cli import main, parse_options
+from megatron_ext.errors import ConfigError
+from tests.data import tiny
+from tests.data.preprocess.truth import read_pair, write_expected
+
+TOOL = tiny.ROOT / "tools" / "preprocess_data.py"
+
+
+def command(folder: Path, *more: str, source: str = "in.jsonl") -> list[str]:
+    tokenizer = ["--tokenizer-type", "SentencePieceTokenizer"]
+    tokenizer += ["--tokenizer-model", str(tiny.sentencepiece_model())]
+    place = ["--input", source, "--output-prefix", str(folder / "out"), "--append-eod"]
+    return [sys.executable, str(TOOL), *place, *tokenizer, *more]
+
+
+def run(
+    folder: Path, *more: str, source: str = "in.jsonl", stdin: bytes = b""
+) -> subprocess.CompletedProcess[bytes]:
+    argv = command(folder, *more, source=source)
+    return subprocess.run(argv, cwd=folder, input=stdin, capture_output=True, timeout=60)
+
+
+def expected(folder: Path, documents: list[dict[str, object]]) -> tuple[bytes, bytes]:
+    flags = TokenizerFlags(
+        tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tiny.sentencepiece_model())
+    )
+    texts = [str(document["text"]) for document in documents]
+    return write_expected(folder / "expected", texts, flags, append_eod=True)
+
+
+@pytest.mark.parametrize("stdin", [False, True])
+def test_run_and_report(tmp_path: Path, stdin: bool) -> None:
+    documents = tiny.corpus(200)
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", documents)
+    data = path.read_bytes() if stdin else b""
+    done = run(tmp_path, "--workers=2", stdin=data, source="-" if stdin else "in.jsonl")
+    said = done.stderr.decode()
+    assert done.returncode == 0, said
+    assert read_pair(tmp_path / "out_text_document") == expected(tmp_path, documents)
+    assert "Tokenizing with gigatoken, equal to SentencePieceTokenizer on " in said
+    assert "200 documents, " in said
+    assert ("Unpacking standard input into" in said) == stdin
+    assert not (tmp_path / "out.parts").exists()
+
+
+def test_bad_line_exits_nonzero(tmp_path: Path) -> None:
+    done = run(tmp_path, "--workers", "2", source="-", stdin=b'{"text": "a"}\n\n')
+    assert done.returncode == 1
+    assert done.stderr.decode().splitlines()[-1] == (
+        "error: standard input line 2 is blank; mend the line, or set bad lines aside with "
+        "`--on-bad-line quarantine`."
+    )
+    assert list(tmp_path.iterdir()) == []
+    done = run(tmp_path, "--on-bad-line=quarantine", source="-", stdin=b'{"text": "a"}\n\n')
+    assert done.returncode == 0
+    assert "1 bad lines are in" in done.stderr.decode()
+    (record,) = map(json.loads, (tmp_path / "out.rejected.jsonl").read_text().splitlines())
+    assert record == {"file": "standard input", "line": 2, "reason": "is blank", "text": ""}
+
+
+def alive(group: int) -> bool:
+    """Whether a process of the group still runs (zombies do not)."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(fields[2]) == group and fields[0] != "Z":
+                return True
+    return False
+
+
+@pytest.mark.parametrize("parts_before_kill", [1, 4])
+def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, parts_before_kill: int) -> None:
+    documents = tiny.corpus(12_000)
+    tiny.write_jsonl(tmp_path / "in.jsonl", documents)
+    more = ["--workers", "2", "--engine", "native", "--part-megabytes", "0.2"]
+    process = subprocess.Popen(
+        command(tmp_path, *more), cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    markers: list[Path] = []
+    until = time.monotonic() + 30
+    while len(markers) < parts_before_kill and time.monotonic() < until:
+        markers = list((tmp_path / "out.parts").glob("p0*.json"))
+        assert process.poll() is None, "the run was over before it could be killed"
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "out_text_document.idx").exists()
+    done = run(tmp_path, *more)
+    said = done.stderr.decode()
+    assert done.returncode == 0, said
+    assert int(said.split("Resuming: ")[1].split()[0]) >= parts_before_kill
+    assert read_pair(tmp_path / "out_text_document") == expected(tmp_path, documents)
+    assert not (tmp_path / "out.parts").exists()
+    while alive(process.pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not alive(process.pid), "workers outlived their killed run"
+
+
+def test_interrupt_ends_all_and_keeps_parts(tmp_path: Path) -> None:
+    tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(12_000))
+    more = ["--workers", "2", "--engine", "native", "--part-megabytes", "0.2"]
+    process = subprocess.Popen(
+        command(tmp_path, *more), cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True
+    )
+    while not list((tmp_path / "out.parts").glob("p0*.json")):
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert said.decode().splitlines()[-1].startswith("Interrupted; finished parts are kept")
+    assert not alive(process.pid)
+    assert list((tmp_path / "out.parts").glob("p0*.json"))
+
+
+def test_starts_in_half_a_second_without_torch(tmp_path: Path) -> None:
+    """CPU time, which a busy machine does not stretch as it does wall time."""
+    tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(5))
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, str(TOOL), "--help"], check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(seconds) < 0.5
+    script = (
+        f"import sys; sys.path.insert(0, {str(tiny.ROOT)!r})\n"
+        "from megatron_ext.data.preprocess.cli import main\n"
+        f"assert main({command(tmp_path)[2:]!r}) == 0\n"
+        "heavy = ('torch', 'triton', 'transformer_engine', 'megatron', 'transformers', 'awkward')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+# ----------------------------------------------------------------------------------------- flags
+
+GOOD = ["--input", "a", "b*", "--output-prefix", "x", "--tokenizer-type", "NullTokenizer"]
+
+
+def test_megatrons_flags_reach_the_options() -> None:
+    more = [
+        *("--json-keys", "text", "title", "--split-sentences", "--keep-newlines", "--append-eod"),
+        *("--lang", "german", "--workers", "4", "--partitions", "2", "--log-interval", "50"),
+        *("--keep_sequential_samples", "--vocab_size=7", "--merge-file", "m", "--vocab-file", "v"),
+        *("--tokenizer-hf-use-fast", "--padded-vocab-size", "128"),
+    ]
+    options, notes = parse_options([*GOOD, *more])
+    assert (options.inputs, options.output_prefix) == (["a", "b*"], "x")
+    assert (options.json_keys, options.lang, options.log_interval) == (
+        ["text", "title"],
+        "german",
+        50,
+    )
+    assert (options.workers, options.partitions, options.keep_sequential_samples) == (4, 2, True)
+    assert options.split_sentences and options.keep_newlines and options.append_eod
+    assert (options.tokenizer.vocab_size, options.tokenizer.merge_file) == (7, "m")
+    assert [note.partition(" has no effect here: ")[0] for note in notes] == [
+        "`--padded-vocab-size`",
+        "`--tokenizer-hf-use-fast`",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "sentences"),
+    [
+        (
+            ["--legacy-tokenizer", "--find-optimal-num-workers", "--workers-to-check", "1", "2"],
+            [
+                "`--legacy-tokenizer` is known in Megatron-LM but not supported here: Megatron-LM",
+                "`--find-optimal-num-workers` is known in Megatron-LM but not supported here: each",
+                "`--workers-to-check` is known in Megatron-LM but not supported here: there is no",
+            ],
+        ),
+        (["--worker", "3"], ["Unknown flag `--worker`; did you mean `--workers`?", "Unknown arg"]),
+        (["--append-eos"], ["Unknown flag `--append-eos`; did you mean `--append-eod`?"]),
+        (["--workers", "two"], ["Argument --workers: invalid int value: 'two'; see --help."]),
+        (["--on-bad-line", "skip"], ["Argument --on-bad-line: invalid choice: 'skip'"]),
+    ],
+)
+def test_flags_that_cannot_be_honoured(more: list[str], sentences: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_options([*GOOD, *more])
+    assert len(caught.value.messages) == len(sentences)
+    for message, sentence in zip(caught.value.messages, sentences, strict=True):
+        assert message.startswith(sentence)
+
+
+def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--output-prefix", "x"]) == 2
+    assert capsys.readouterr().err == (
+        "error: The following arguments are required: --input; see --help.\n"
+    )
+    assert main(["--input", "none.jsonl", "--output-prefix", "x"]) == 1
+    assert "error: `--tokenizer-type` is missing; give one of" in capsys.readouterr().err
