@@ -78,8 +78,31 @@ def _lexicon(rng: object) -> list[str]:
     import random
 
     dice = random.Random(_SEED)
-    onset = "b c d f g h l m n p r s t v w st tr pl br sh th ch".split()
-    vowel = "a e i o u ea ou ai".split()
+    onset = [
+        "b",
+        "c",
+        "d",
+        "f",
+        "g",
+        "h",
+        "l",
+        "m",
+        "n",
+        "p",
+        "r",
+        "s",
+        "t",
+        "v",
+        "w",
+        "st",
+        "tr",
+        "pl",
+        "br",
+        "sh",
+        "th",
+        "ch",
+    ]
+    vowel = ["a", "e", "i", "o", "u", "ea", "ou", "ai"]
     coda = ["", "", "", "n", "r", "s", "t", "l", "m", "nd", "ck", "ng"]
     words = ["the", "of", "and", "to", "in", "a", "is", "that", "it's", "for", "don't"]
     seen = set(words)

@@ -82,7 +82,8 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     ),
     (
         edit("bin", lambda b: b[:-1]),
-        "{p}.bin is truncated: it has 11 bytes, but its index counts 6 tokens of 2 bytes (12 bytes)",
+        "{p}.bin is truncated: it has 11 bytes, but its index counts 6 tokens of 2 bytes (12 "
+        "bytes)",
     ),
     (
         edit("bin", lambda b: b + b"x"),

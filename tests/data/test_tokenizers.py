@@ -162,6 +162,32 @@ def test_identity_is_plain_and_follows_the_file(tmp_path: Path) -> None:
     assert identity() != first
 
 
+def test_identity_follows_a_folders_tokenizer(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    shutil.copytree(tiny.hf_folder(), folder)
+    chosen = flags("HuggingFaceTokenizer", tokenizer_model=str(folder))
+    first = build_tokenizer(chosen).unique_identifiers
+    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    (folder / "tokenizer.json").write_text(text.replace("<|pad|>", "<|PAD|>"), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": tiny.END}))
+    assert build_tokenizer(chosen).unique_identifiers != first
+
+
+def test_a_hub_name_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def offline(*_: Any, **__: Any) -> str:
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(DataError) as caught:
+        build_tokenizer(flags("HuggingFaceTokenizer", tokenizer_model="someone/model"))
+    assert str(caught.value) == (
+        "`--tokenizer-model` (someone/model) is neither a folder here nor a Hugging Face name that "
+        "could be fetched (ConnectionError: no route to host); check the name and the network."
+    )
+
+
 def test_core_accepts_it_as_a_dataset_tokenizer() -> None:
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
@@ -193,7 +219,7 @@ BROKEN: list[tuple[dict[str, Any], type[MegatronExtError], str]] = [
     (
         {"tokenizer_type": "SentencePieceTokenizer"},
         ConfigError,
-        "`--tokenizer-type SentencePieceTokenizer` needs `--tokenizer-model` with the path of a Sen",
+        "`--tokenizer-type SentencePieceTokenizer` needs `--tokenizer-model` with the path of a Se",
     ),
     (
         {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "/no/such.model"},
@@ -335,7 +361,8 @@ def test_building_imports_no_torch(case: str) -> None:
     script = (
         "import sys; from megatron_ext.data.tokenizers import build_tokenizer\n"
         "from megatron_ext.data.preprocess.tokenizer_flags import TokenizerFlags\n"
-        f"build_tokenizer(TokenizerFlags(**{dataclasses.asdict(CASES[case]())!r})).tokenize('a b')\n"
+        f"chosen = TokenizerFlags(**{dataclasses.asdict(CASES[case]())!r})\n"
+        "build_tokenizer(chosen).tokenize('a b')\n"
         "print([m for m in ('torch', 'transformers', 'megatron') if m in sys.modules])"
     )
     done = subprocess.run(

@@ -67,7 +67,10 @@ class Crew:
     def _hand_out(self, worker: int, waiting: list[int]) -> None:
         if waiting:
             self._at[worker] = waiting.pop()
-            self._pipes[worker].send(self._at[worker])
+            try:
+                self._pipes[worker].send(self._at[worker])
+            except (BrokenPipeError, ConnectionResetError):
+                raise self._death(worker) from None
 
     def _death(self, worker: int) -> DataError:
         process = self._processes[worker]

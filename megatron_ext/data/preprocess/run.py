@@ -158,22 +158,27 @@ def _streams(options: PreprocessOptions) -> int:
 
 def _samples(parts: Sequence[Part], keys: Sequence[str]) -> list[str]:
     """Texts from places all over the input; lines that do not parse are for the run to report."""
-    texts: list[str] = []
     chosen = [parts[i * len(parts) // _SAMPLE_PLACES] for i in range(_SAMPLE_PLACES) if parts]
-    for i, part in enumerate(chosen):
-        if part.packing != "plain":
-            lines = next(inputs.blocks(part), (b"", 0))[0][:_SAMPLE_BYTES].split(b"\n")[:-1]
-        else:
-            within = part.num_bytes * (i * 37 % _SAMPLE_PLACES) // _SAMPLE_PLACES
-            with open(part.path, "rb") as stream:
-                stream.seek(part.start + within)
-                lines = stream.read(_SAMPLE_BYTES).split(b"\n")[1 if within else 0 : -1]
-        for line in lines:
-            try:
-                texts.extend(text for key in parse_line(line, keys) for text in key)
-            except BadLine:
-                continue
+    lines = [line for i, part in enumerate(chosen) for line in _lines_at(part, i)]
+    if not lines and parts:  # documents longer than the samples: one of them will do
+        lines = next(inputs.blocks(parts[0]))[0].split(b"\n")[:1]
+    texts: list[str] = []
+    for line in lines:
+        try:
+            texts.extend(text for key in parse_line(line, keys) for text in key)
+        except BadLine:
+            continue
     return texts
+
+
+def _lines_at(part: Part, place: int) -> list[bytes]:
+    """Whole lines from one of the places of a part; of a packed part, from its beginning."""
+    if part.packing != "plain":
+        return next(inputs.blocks(part), (b"", 0))[0][:_SAMPLE_BYTES].split(b"\n")[:-1]
+    within = part.num_bytes * (place * 37 % _SAMPLE_PLACES) // _SAMPLE_PLACES
+    with open(part.path, "rb") as stream:
+        stream.seek(part.start + within)
+        return stream.read(_SAMPLE_BYTES).split(b"\n")[1 if within else 0 : -1]
 
 
 def _job(

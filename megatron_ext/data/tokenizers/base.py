@@ -118,8 +118,9 @@ class Tokenizer(ABC):
         """What megatron-core's datasets put into the key of their index cache."""
         named = OrderedDict(tokenizer_type=self.kind, path=str(self.path))
         named.update((name, str(value)) for name, value in self._options.items())
-        if self.path is not None and Path(self.path).is_file():
-            named["sha256"] = hashlib.sha256(Path(self.path).read_bytes()).hexdigest()
+        for file in (Path(str(self.path)), Path(str(self.path)) / "tokenizer.json"):
+            if file.is_file():
+                named["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
         return named
 
     @abstractmethod

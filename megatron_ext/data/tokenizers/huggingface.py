@@ -157,7 +157,7 @@ def _folder(name: str) -> Path:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(name, allow_patterns=list(_FILES)))
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # the hub's client and its transport raise kinds of their own
         reason = " ".join(str(error).split())[:160]
         raise DataError(
             f"`--tokenizer-model` ({name}) is neither a folder here nor a Hugging Face name that "
