@@ -12,6 +12,7 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
+from megatron_ext.config.sizes import rank_errors
 from megatron_ext.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,26 +76,16 @@ class Layout:
     use_tp_pp_dp_mapping: bool = False
 
     def __post_init__(self) -> None:
-        errors = [
-            f"`--{name.replace('_', '-')}` ({value}) must be at least 1."
-            for name, value in vars(self).items()
-            if name.endswith("_size") and value is not None and value < 1
-        ]
+        errors = rank_errors(
+            self.world_size,
+            tensor=self.tensor_model_parallel_size,
+            pipeline=self.pipeline_model_parallel_size,
+            context=self.context_parallel_size,
+            expert=self.expert_model_parallel_size,
+            expert_tensor=self.expert_tp,
+        )
         if errors:
             raise ConfigError(errors)
-        self._check_divides("tensor × pipeline × context", self.model_parallel_size)
-        self._check_divides(
-            "expert-tensor × expert × pipeline",
-            self.expert_tp * self.expert_model_parallel_size * self.pipeline_model_parallel_size,
-        )
-
-    def _check_divides(self, what: str, size: int) -> None:
-        if self.world_size % size:
-            fits = -(-self.world_size // size) * size
-            raise ConfigError(
-                f"The number of ranks ({self.world_size}) must be divisible by {what} parallel "
-                f"size ({size}); start {fits} ranks, or lower one of the sizes."
-            )
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Layout:
@@ -128,7 +119,8 @@ class Layout:
     @property
     def expert_tp(self) -> int:
         """Ranks that share each expert."""
-        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+        size = self.expert_tensor_parallel_size
+        return self.tensor_model_parallel_size if size is None else size
 
     @property
     def order(self) -> str:

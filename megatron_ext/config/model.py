@@ -1,0 +1,225 @@
+"""The shape of the model and how its layers are computed."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from megatron_ext.config.flags import flag
+
+FUSED = "a fused kernel of a GPU"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Architecture of a GPT model; names and defaults are Megatron-LM's."""
+
+    num_layers: int | None = flag(None, "transformer layers", names=("--encoder-num-layers",))
+    hidden_size: int | None = flag(None, "width of the residual stream h")
+    ffn_hidden_size: int | None = flag(
+        None, "width of the MLP; default 4 h, or 8/3 h rounded down to 64 with --swiglu"
+    )
+    num_attention_heads: int | None = flag(None, "attention heads n")
+    kv_channels: int | None = flag(None, "size of one head d; default h / n")
+    group_query_attention: bool = flag(False, "let groups of heads share keys and values")
+    num_query_groups: int | None = flag(None, "groups with --group-query-attention; default 1")
+    seq_length: int | None = flag(
+        None, "sequence length s", unit="tokens", names=("--encoder-seq-length",)
+    )
+    max_position_embeddings: int | None = flag(None, "longest position", unit="tokens")
+    position_embedding_type: str = flag(
+        "learned_absolute",
+        "how positions enter",
+        choices=("learned_absolute", "rope", "none"),
+    )
+    rotary_base: int = flag(10000, "base of the rotary frequencies")
+    rotary_percent: float = flag(1.0, "share of each head that is rotated")
+    rotary_interleaved: bool = flag(False, "rotate neighbouring channels instead of halves")
+    rotary_seq_len_interpolation_factor: int | None = flag(
+        None, "divide rotary positions by this factor"
+    )
+    use_rope_scaling: bool = flag(False, "scale rotary frequencies as Llama 3.1 does")
+    rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling")
+    make_vocab_size_divisible_by: int = flag(
+        128, "round the vocabulary up to a multiple of this times the tensor-parallel size"
+    )
+    padded_vocab_size: int | None = flag(None, "the padded vocabulary itself", unit="entries")
+    normalization: str = flag("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = flag(1e-5, "epsilon of the norms", names=("--layernorm-epsilon",))
+    apply_layernorm_1p: bool = flag(False, "store the gain of a norm minus one")
+    swiglu: bool = flag(False, "gated SiLU in the MLP")
+    squared_relu: bool = flag(False, "squared ReLU in the MLP")
+    quick_geglu: bool = flag(False, "gated quick GELU in the MLP")
+    add_bias_linear: bool = flag(
+        True, "biases in linear layers", negative=("--disable-bias-linear",)
+    )
+    add_qkv_bias: bool = flag(False, "a bias in the QKV projection alone")
+    qk_layernorm: bool = flag(False, "norm queries and keys")
+    untie_embeddings_and_output_weights: bool = flag(False, "give the output its own weight")
+    attention_dropout: float = flag(0.1, "dropout of attention probabilities")
+    hidden_dropout: float = flag(0.1, "dropout of hidden states")
+    init_method_std: float = flag(0.02, "standard deviation of initial weights")
+    embedding_init_method_std: float | None = flag(
+        None, "that of the embedding; default: --init-method-std"
+    )
+    init_method_xavier_uniform: bool = flag(False, "Xavier uniform initial weights")
+    window_size: tuple[int, int] | None = flag(
+        None, "sliding window: tokens to the left and right, -1 unlimited", nargs=2
+    )
+    window_attn_skip_freq: int | None = flag(None, "full attention in every n-th layer")
+    softmax_type: str = flag(
+        "vanilla",
+        "kind of softmax in attention",
+        choices=("vanilla", "off-by-one", "learnable"),
+    )
+    transformer_impl: str = flag(
+        "auto",
+        "auto takes Transformer Engine where it is installed on a GPU; local means torch here",
+        choices=("auto", "torch", "local", "transformer_engine"),
+    )
+    attention_backend: str = flag(
+        "auto",
+        "kernel family of Transformer Engine; the torch layers always use torch's SDPA",
+        choices=("auto", "flash", "fused", "unfused", "local"),
+    )
+    attention_softmax_in_fp32: bool = flag(False, "softmax of attention in fp32")
+    apply_query_key_layer_scaling: bool = flag(False, "scale scores by 1 / layer number")
+    apply_residual_connection_post_layernorm: bool = flag(
+        False, "take the residual after the norm, as BERT does"
+    )
+    fp32_residual_connection: bool = flag(False, "keep the residual stream in fp32")
+    mtp_num_layers: int | None = flag(None, "depths of multi-token prediction")
+    mtp_loss_scaling_factor: float = flag(0.1, "weight of all depths together")
+    use_cpu_initialization: bool = flag(False, "draw whole weights on the CPU, then cut them")
+    perform_initialization: bool = flag(
+        True, "draw initial weights", negative=("--no-initialization",)
+    )
+    recompute_granularity: str | None = flag(
+        None, "recompute activations in the backward pass", choices=("full", "selective")
+    )
+    recompute_method: str | None = flag(
+        None, "which layers with full granularity", choices=("uniform", "block")
+    )
+    recompute_num_layers: int | None = flag(None, "layers of a unit, or layers to recompute")
+    recompute_modules: list[str] | None = flag(
+        None, "what to recompute with selective granularity; default core_attn", nargs="+"
+    )
+    distribute_saved_activations: bool = flag(
+        False, "share saved activations over tensor-parallel ranks"
+    )
+    masked_softmax_fusion: bool = flag(True, "fused mask and softmax", gpu_only=FUSED)
+    bias_gelu_fusion: bool = flag(True, "fused bias and GELU", gpu_only=FUSED)
+    bias_swiglu_fusion: bool = flag(True, "fused bias and SwiGLU", gpu_only=FUSED)
+    bias_dropout_fusion: bool = flag(True, "fused bias, dropout and addition", gpu_only=FUSED)
+    apply_rope_fusion: bool = flag(
+        True, "fused rotary embedding", negative=("--no-rope-fusion",), gpu_only=FUSED
+    )
+    gradient_accumulation_fusion: bool = flag(
+        True, "weight gradients summed by a kernel of NVIDIA apex", gpu_only=FUSED
+    )
+    persist_layer_norm: bool = flag(True, "apex's persistent norm", gpu_only=FUSED)
+    cross_entropy_loss_fusion: bool = flag(False, "fused cross-entropy", gpu_only=FUSED)
+    cross_entropy_fusion_impl: str = flag(
+        "native", "which fused cross-entropy", choices=("native", "te"), gpu_only=FUSED
+    )
+    variable_seq_lengths: bool = False
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP multiplies two projections."""
+        return self.swiglu or self.quick_geglu
+
+    def resolved(self, *, has_te: bool) -> ModelConfig:
+        """With the derived sizes filled in."""
+        h, n = self.hidden_size or 0, self.num_attention_heads or 0
+        ffn = self.ffn_hidden_size
+        if ffn is None:
+            ffn = int((4 * h * 2 / 3) / 64) * 64 if self.swiglu else 4 * h
+        impl = self.transformer_impl
+        if impl in ("auto", "local", "torch"):
+            impl = "transformer_engine" if impl == "auto" and has_te else "torch"
+        return dataclasses.replace(
+            self,
+            ffn_hidden_size=ffn,
+            kv_channels=self.kv_channels or (h // n if n else None),
+            num_query_groups=(self.num_query_groups or 1) if self.group_query_attention else None,
+            add_qkv_bias=self.add_qkv_bias or self.add_bias_linear,
+            transformer_impl=impl,
+            mtp_num_layers=self.mtp_num_layers or None,
+        )
+
+    def errors(self) -> list[str]:
+        """What cannot be built, one sentence each."""
+        found = [
+            f"`--{name.replace('_', '-')}` is missing; give the size of the model."
+            for name in (
+                "num_layers",
+                "hidden_size",
+                "num_attention_heads",
+                "seq_length",
+                "max_position_embeddings",
+            )
+            if getattr(self, name) is None
+        ]
+        if found:
+            return found
+        found = [
+            f"`--{name.replace('_', '-')}` ({getattr(self, name)}) must be at least 1."
+            for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+            if getattr(self, name) < 1
+        ]
+        h, n = self.hidden_size or 1, self.num_attention_heads or 1
+        if not found and h % n and self.kv_channels == h // n:
+            found.append(
+                f"`--hidden-size` ({h}) must be divisible by `--num-attention-heads` ({n}); use "
+                f"{-(-h // n) * n}, or give `--kv-channels`."
+            )
+        if (self.max_position_embeddings or 0) < (self.seq_length or 0):
+            found.append(
+                f"`--max-position-embeddings` ({self.max_position_embeddings}) must be at least "
+                f"`--seq-length` ({self.seq_length}); use {self.seq_length}."
+            )
+        return [*found, *self._layer_errors(n)]
+
+    def _layer_errors(self, heads: int) -> list[str]:
+        found = []
+        if self.num_query_groups and heads % self.num_query_groups:
+            found.append(
+                f"`--num-attention-heads` ({heads}) must be divisible by `--num-query-groups` "
+                f"({self.num_query_groups}); use {heads // max(1, heads // self.num_query_groups)}"
+                " groups."
+            )
+        activations = [x for x in ("swiglu", "squared_relu", "quick_geglu") if getattr(self, x)]
+        if len(activations) > 1:
+            flags = " and ".join(f"`--{x.replace('_', '-')}`" for x in activations)
+            found.append(f"{flags} exclude each other; give one.")
+        for name in ("attention_dropout", "hidden_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                found.append(
+                    f"`--{name.replace('_', '-')}` ({getattr(self, name)}) must be at least 0 and "
+                    "below 1."
+                )
+        if self.softmax_type != "vanilla" and self.transformer_impl == "torch":
+            found.append(
+                f"`--softmax-type` ({self.softmax_type}) needs Transformer Engine; use vanilla, "
+                "or `--transformer-impl transformer_engine`."
+            )
+        return [*found, *self._recompute_errors()]
+
+    def _recompute_errors(self) -> list[str]:
+        found = []
+        if self.recompute_granularity == "full" and self.recompute_method is None:
+            found.append(
+                "`--recompute-granularity full` needs `--recompute-method`; use uniform with "
+                "`--recompute-num-layers 1`."
+            )
+        if self.recompute_granularity == "full" and self.recompute_num_layers is None:
+            found.append(
+                "`--recompute-granularity full` needs `--recompute-num-layers`; use 1."
+            )
+        if self.recompute_granularity == "selective" and self.recompute_method is not None:
+            found.append(
+                f"`--recompute-method` ({self.recompute_method}) goes with "
+                "`--recompute-granularity full`; leave it out."
+            )
+        return found

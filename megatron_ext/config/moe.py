@@ -1,0 +1,113 @@
+"""Mixture of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.config.flags import flag
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Experts and their router; names and defaults are Megatron-LM's."""
+
+    num_experts: int | None = flag(None, "experts of a layer; none makes a dense model")
+    moe_layer_freq: str = flag("1", "every n-th layer holds experts, or a list such as [1,0,1]")
+    moe_ffn_hidden_size: int | None = flag(None, "width of an expert; default --ffn-hidden-size")
+    moe_shared_expert_intermediate_size: int | None = flag(None, "width of the shared expert")
+    moe_shared_expert_gate: bool = flag(False, "gate the shared expert")
+    moe_router_topk: int = flag(2, "experts of each token")
+    moe_router_load_balancing_type: list[str] = flag(
+        ["aux_loss"],
+        "how load is balanced",
+        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
+        nargs="+",
+    )
+    moe_aux_loss_coeff: list[float] = flag([0.0], "weight of the load-balancing loss", nargs="+")
+    moe_z_loss_coeff: float | None = flag(None, "weight of the router z-loss")
+    moe_input_jitter_eps: float | None = flag(None, "noise on the router's input")
+    moe_router_dtype: str | None = flag(None, "dtype of the router", choices=("fp32", "fp64"))
+    moe_router_score_function: str = flag(
+        "softmax", "from logits to scores", choices=("softmax", "sigmoid")
+    )
+    moe_router_pre_softmax: bool = flag(False, "softmax before the top-k")
+    moe_router_num_groups: int | None = flag(None, "groups of experts")
+    moe_router_group_topk: int | None = flag(None, "groups that a token may choose from")
+    moe_router_topk_scaling_factor: float | None = flag(None, "factor on the chosen scores")
+    moe_router_enable_expert_bias: bool = flag(False, "balance with a bias instead of a loss")
+    moe_router_bias_update_rate: float = flag(1e-3, "step of that bias")
+    moe_router_force_load_balancing: bool = flag(False, "random routing, for benchmarks")
+    moe_token_dispatcher_type: str = flag(
+        "allgather", "how tokens reach their experts", choices=("allgather", "alltoall")
+    )
+    moe_expert_capacity_factor: float | None = flag(None, "drop tokens beyond this share")
+    moe_pad_expert_input_to_capacity: bool = flag(False, "pad experts to their capacity")
+    moe_token_drop_policy: str = flag(
+        "probs", "which tokens are dropped", choices=("probs", "position")
+    )
+    moe_layer_recompute: bool = flag(False, "recompute the experts in the backward pass")
+    moe_per_layer_logging: bool = flag(False, "log the auxiliary losses of each layer")
+    moe_grouped_gemm: bool = flag(
+        False, "one kernel for all experts", gpu_only="a kernel of Transformer Engine"
+    )
+    moe_permute_fusion: bool = flag(
+        False, "fused token permutation", gpu_only="a kernel of Transformer Engine"
+    )
+    moe_router_fusion: bool = flag(
+        False, "fused router", gpu_only="a kernel of Transformer Engine"
+    )
+    moe_apply_probs_on_input: bool = flag(False, "weight the input of an expert, not its output")
+
+    def layer_pattern(self) -> int | list[int]:
+        """--moe-layer-freq as a number or a list.
+
+        Raises:
+            ValueError: neither.
+        """
+        text = self.moe_layer_freq.strip()
+        if text.startswith("[") and text.endswith("]"):
+            # "[1,0]*2" and "([0]*1+[1]*26)" are written with products and sums.
+            return [int(part) for part in text[1:-1].split(",")]
+        if "[" in text:
+            return _expand(text)
+        return int(text)
+
+    def errors(self, expert_size: int) -> list[str]:
+        """What cannot be built, one sentence each."""
+        found = []
+        if self.num_experts is None:
+            if expert_size > 1:
+                found.append(
+                    f"`--expert-model-parallel-size` ({expert_size}) needs `--num-experts`; give "
+                    "the number of experts."
+                )
+            return found
+        if self.num_experts % expert_size:
+            found.append(
+                f"`--num-experts` ({self.num_experts}) must be divisible by "
+                f"`--expert-model-parallel-size` ({expert_size}); use "
+                f"{-(-self.num_experts // expert_size) * expert_size}."
+            )
+        if not 1 <= self.moe_router_topk <= self.num_experts:
+            found.append(
+                f"`--moe-router-topk` ({self.moe_router_topk}) must be between 1 and "
+                f"`--num-experts` ({self.num_experts})."
+            )
+        try:
+            self.layer_pattern()
+        except ValueError:
+            found.append(
+                f"`--moe-layer-freq` ({self.moe_layer_freq}) must be a number or a list of 0 and "
+                "1; use 1 to give every layer experts."
+            )
+        return found
+
+
+def _expand(text: str) -> list[int]:
+    """``([0]*3+[1]*2)`` to ``[0, 0, 0, 1, 1]``, without evaluating code."""
+    pattern: list[int] = []
+    for term in text.strip("() ").split("+"):
+        body, _, times = term.strip().partition("*")
+        numbers = [int(part) for part in body.strip("[] ").split(",")]
+        pattern += numbers * int(times or 1)
+    return pattern

@@ -1,0 +1,131 @@
+"""The resolved configuration of a run: frozen sections, derived values, all errors at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_ext.config.checkpoint import CheckpointConfig
+from megatron_ext.config.data import DataConfig
+from megatron_ext.config.logs import LoggingConfig
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.moe import MoEConfig
+from megatron_ext.config.optimizer import OptimizerConfig
+from megatron_ext.config.parallel import ParallelConfig
+from megatron_ext.config.precision import PrecisionConfig
+from megatron_ext.config.tokenizer import TokenizerConfig
+from megatron_ext.config.training import TrainingConfig
+from megatron_ext.config.transformer import transformer_fields
+from megatron_ext.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides what a run does, by concern."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    device: str = "cpu"
+
+    def finalize(self, world_size: int, device: str) -> RunConfig:
+        """Fill in what follows from other values, and check that all of it can be run.
+
+        Args:
+            world_size: ranks that torchrun started; 0 lets ``--nproc-per-node`` decide.
+            device: ``"cuda"`` or ``"cpu"``.
+
+        Raises:
+            ConfigError: with one sentence for every error.
+        """
+        world_size = world_size or self.parallel.nproc_per_node
+        has_te = importlib.util.find_spec("transformer_engine") is not None
+        has_te = has_te and device == "cuda"
+        model = self.model.resolved(has_te=has_te)
+        parallel = self.parallel.resolved(model, world_size)
+        run = dataclasses.replace(
+            self,
+            device=device,
+            model=model,
+            parallel=parallel,
+            precision=self.precision.resolved(),
+            training=self.training.resolved(parallel.data_parallel_size),
+            optimizer=self.optimizer.resolved(device),
+            data=self.data.resolved(),
+        )
+        errors = run.errors(has_te=has_te)
+        if errors:
+            raise ConfigError(errors)
+        return run
+
+    def errors(self, *, has_te: bool) -> list[str]:
+        """All that cannot be run, one sentence each."""
+        found = [
+            *self.model.errors(),
+            *self.parallel.errors(self.model),
+            *self.moe.errors(max(1, self.parallel.expert_model_parallel_size)),
+            *self.precision.errors(),
+            *self.training.errors(self.parallel.data_parallel_size),
+            *self.optimizer.errors(self.training),
+            *self.data.errors(full_validation=self.training.full_validation),
+            *self.checkpoint.errors(),
+            *self.logging.errors(),
+        ]
+        if self.model.transformer_impl == "transformer_engine" and not has_te:
+            found.append(
+                "`--transformer-impl transformer_engine` needs Transformer Engine and a GPU, and "
+                "one of them was not found; use torch or auto."
+            )
+        stages = self.parallel.pipeline_model_parallel_size
+        learned = self.model.position_embedding_type == "learned_absolute"
+        if self.model.mtp_num_layers and stages > 1 and learned:
+            found.append(
+                "`--mtp-num-layers` with more than one pipeline stage does not go with "
+                "`--position-embedding-type learned_absolute`, whose table would differ between "
+                "the stages; use rope."
+            )
+        if os.environ.get("OMP_NUM_THREADS", "1") == "0":
+            found.append("`OMP_NUM_THREADS` (0) must be at least 1.")
+        return found
+
+    def transformer_fields(self) -> dict[str, object]:
+        """Values of megatron-core's TransformerConfig fields as plain Python."""
+        return transformer_fields(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values that YAML and JSON can hold."""
+        values: dict[str, Any] = dataclasses.asdict(self)
+        return _plain(values)  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
+        """Read back what `to_dict` gave; fields that this version lacks are left out."""
+        sections: dict[str, Any] = {}
+        for section in dataclasses.fields(cls):
+            given = values.get(section.name)
+            if isinstance(given, Mapping):
+                kind: Any = section.default_factory
+                names = {f.name for f in dataclasses.fields(kind)}
+                sections[section.name] = kind(**{k: v for k, v in given.items() if k in names})
+            elif given is not None:
+                sections[section.name] = given
+        return cls(**sections)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,134 @@
+"""Length of the run, batches, evaluation, and how it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from dataclasses import dataclass
+
+from megatron_ext.config.flags import flag
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The training loop; names and defaults are Megatron-LM's unless said."""
+
+    micro_batch_size: int | None = flag(
+        None, "sequences of one forward pass on one rank", names=("--batch-size",)
+    )
+    global_batch_size: int | None = flag(
+        None, "sequences of one step; default: micro-batch size × data-parallel size"
+    )
+    rampup_batch_size: list[int] | None = flag(
+        None, "start, increment and samples of a growing global batch", nargs=3
+    )
+    decrease_batch_size_if_needed: bool = flag(
+        False, "round a batch down to what the ranks can share"
+    )
+    train_iters: int | None = flag(None, "length of the run", unit="steps")
+    train_samples: int | None = flag(None, "length of the run", unit="samples")
+    exit_interval: int | None = flag(None, "stop after each multiple of this", unit="steps")
+    exit_duration_in_mins: float | None = flag(None, "save and stop after this", unit="minutes")
+    exit_signal_handler: bool = flag(False, "save and stop at the exit signal")
+    exit_signal: str = flag("SIGTERM", "the signal of --exit-signal-handler")
+    skip_train: bool = flag(False, "only evaluate")
+    seed: int = flag(1234, "of weights, dropout and data order")
+    data_parallel_random_init: bool = flag(False, "draw different weights on each replica")
+    deterministic_mode: bool = flag(False, "refuse operations that are not repeatable")
+    calculate_per_token_loss: bool = flag(
+        True,
+        "divide by the tokens of the global batch (the default here); "
+        "--no-calculate-per-token-loss takes the mean of micro-batch means, as Megatron-LM does",
+    )
+    check_invariants: bool = flag(
+        False,
+        "after each step compare replicas and tied weights",
+        names=("--check-weight-hash-across-dp-replicas",),
+    )
+    manual_gc: bool = flag(False, "collect Python's garbage at the same steps on all ranks")
+    manual_gc_interval: int = flag(0, "steps between collections, 0 never", unit="steps")
+    empty_unused_memory_level: int = flag(
+        0,
+        "give cached memory back: 1 after each step, 2 also before the update",
+        choices=(0, 1, 2),
+        gpu_only="a CPU keeps no memory cache",
+    )
+    eval_iters: int = flag(100, "batches of one evaluation", unit="steps")
+    eval_interval: int = flag(1000, "evaluate after each multiple of this", unit="steps")
+    full_validation: bool = flag(False, "evaluate the whole validation split")
+    profile: bool = flag(False, "record some steps with torch's profiler")
+    profile_step_start: int = flag(10, "first recorded step")
+    profile_step_end: int = flag(12, "step after the last recorded one")
+    profile_ranks: list[int] = flag([0], "ranks that record", nargs="+")
+
+    @property
+    def exit_signal_number(self) -> int:
+        """The number of `exit_signal`."""
+        return int(signal.Signals[self.exit_signal])
+
+    def resolved(self, data_parallel_size: int) -> TrainingConfig:
+        """With the batch size settled."""
+        batch = self.global_batch_size
+        if batch is None and self.micro_batch_size is not None:
+            batch = self.micro_batch_size * data_parallel_size
+        return dataclasses.replace(self, global_batch_size=batch)
+
+    def errors(self, data_parallel_size: int) -> list[str]:
+        """What cannot be run, one sentence each."""
+        found = [*self._length_errors(), *self._batch_errors(data_parallel_size)]
+        if self.seed < 1:
+            found.append(f"`--seed` ({self.seed}) must be at least 1; 1234 is the default.")
+        if self.exit_signal not in signal.Signals.__members__:
+            found.append(f"`--exit-signal` ({self.exit_signal}) is no signal; use SIGTERM.")
+        if self.eval_interval < 1:
+            found.append(
+                f"`--eval-interval` ({self.eval_interval}) must be at least 1; to switch "
+                "evaluation off use `--eval-iters 0`."
+            )
+        return found
+
+    def _length_errors(self) -> list[str]:
+        if self.train_iters is not None and self.train_samples is not None:
+            return [
+                f"`--train-iters` ({self.train_iters}) and `--train-samples` "
+                f"({self.train_samples}) exclude each other; give one."
+            ]
+        if self.train_iters is None and self.train_samples is None and not self.skip_train:
+            return ["`--train-iters` is missing; give it or `--train-samples`."]
+        return []
+
+    def _batch_errors(self, replicas: int) -> list[str]:
+        micro, batch = self.micro_batch_size, self.global_batch_size
+        if micro is None:
+            return ["`--micro-batch-size` is missing; 1 always works."]
+        if micro < 1 or (batch is not None and batch < 1):
+            return [
+                f"`--micro-batch-size` ({micro}) and `--global-batch-size` ({batch}) must be at "
+                "least 1."
+            ]
+        share = micro * replicas
+        if batch is not None and batch % share and not self.decrease_batch_size_if_needed:
+            lower, upper = batch // share * share, -(-batch // share) * share
+            advice = f"{lower} or {upper}" if lower else f"{upper}"
+            return [
+                f"`--global-batch-size` ({batch}) must be divisible by micro-batch size × "
+                f"data-parallel size ({micro} × {replicas} = {share}); use {advice}."
+            ]
+        if self.rampup_batch_size is not None and batch is not None:
+            return self._rampup_errors(batch)
+        return []
+
+    def _rampup_errors(self, batch: int) -> list[str]:
+        start, increment, samples = self.rampup_batch_size or (0, 0, 0)
+        if start < 1 or increment < 1 or samples < 0 or start > batch:
+            return [
+                f"`--rampup-batch-size` ({start} {increment} {samples}) must start between 1 and "
+                f"`--global-batch-size` ({batch}) and grow by at least 1."
+            ]
+        if start == batch or (batch - start) % increment:
+            return [
+                f"`--rampup-batch-size` ({start} {increment} {samples}) must reach "
+                f"`--global-batch-size` ({batch}) in whole increments; use an increment that "
+                f"divides {batch - start or batch}."
+            ]
+        return []

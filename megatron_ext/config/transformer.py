@@ -1,0 +1,112 @@
+"""A run's flags as the fields of megatron-core's TransformerConfig."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_ext.config.run import RunConfig
+
+SAME_NAME = {
+    "model": (
+        "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
+        "normalization add_bias_linear add_qkv_bias qk_layernorm attention_dropout hidden_dropout "
+        "init_method_std embedding_init_method_std rotary_interleaved window_size "
+        "window_attn_skip_freq softmax_type attention_softmax_in_fp32 apply_query_key_layer_scaling "
+        "apply_residual_connection_post_layernorm fp32_residual_connection mtp_num_layers "
+        "mtp_loss_scaling_factor use_cpu_initialization perform_initialization "
+        "recompute_granularity recompute_method recompute_num_layers recompute_modules "
+        "distribute_saved_activations variable_seq_lengths cross_entropy_fusion_impl"
+    ),
+    "parallel": (
+        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+        "expert_model_parallel_size expert_tensor_parallel_size sequence_parallel "
+        "virtual_pipeline_model_parallel_size account_for_embedding_in_pipeline_split "
+        "account_for_loss_in_pipeline_split"
+    ),
+    "precision": "fp16 bf16",
+    "training": "calculate_per_token_loss deterministic_mode",
+}
+
+FUSIONS = (
+    "masked_softmax_fusion",
+    "bias_dropout_fusion",
+    "apply_rope_fusion",
+    "gradient_accumulation_fusion",
+    "persist_layer_norm",
+    "cross_entropy_loss_fusion",
+)
+
+MOE_FUSIONS = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
+
+
+def transformer_fields(run: RunConfig) -> dict[str, object]:
+    """Values of TransformerConfig fields; dtypes and activations by name.
+
+    Fused kernels are asked for only where they exist: on a GPU, and those of Transformer Engine
+    with its layers.
+    """
+    fields: dict[str, object] = {
+        name: getattr(getattr(run, section), name)
+        for section, names in SAME_NAME.items()
+        for name in names.split()
+    }
+    model, parallel = run.model, run.parallel
+    fields.update(
+        layernorm_epsilon=model.norm_epsilon,
+        layernorm_zero_centered_gamma=model.apply_layernorm_1p,
+        gated_linear_unit=model.gated,
+        activation_func=_activation(run),
+        num_layers_in_first_pipeline_stage=parallel.decoder_first_pipeline_num_layers,
+        num_layers_in_last_pipeline_stage=parallel.decoder_last_pipeline_num_layers,
+        cp_comm_type=parallel.cp_comm_type[0],
+        **_fusions(run),
+    )
+    if parallel.microbatch_group_size_per_vp_stage is not None:
+        fields["microbatch_group_size_per_vp_stage"] = parallel.microbatch_group_size_per_vp_stage
+    fields.update(_moe_fields(run))
+    return fields
+
+
+def _activation(run: RunConfig) -> str:
+    model = run.model
+    if model.swiglu:
+        return "silu"
+    if model.squared_relu:
+        return "squared_relu"
+    return "quick_gelu" if model.quick_geglu else "gelu"
+
+
+def _fusions(run: RunConfig) -> dict[str, object]:
+    model = run.model
+    te = model.transformer_impl == "transformer_engine"
+    gpu = run.device == "cuda"
+    wanted = {name: bool(getattr(model, name)) and te for name in FUSIONS}
+    bias = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion
+    wanted["bias_activation_fusion"] = bias and gpu and model.add_bias_linear
+    wanted["bias_dropout_fusion"] = model.bias_dropout_fusion and gpu
+    wanted["cross_entropy_loss_fusion"] = model.cross_entropy_loss_fusion and gpu
+    return dict(wanted)
+
+
+def _moe_fields(run: RunConfig) -> dict[str, object]:
+    moe = run.moe
+    if moe.num_experts is None:
+        return {}
+    te = run.model.transformer_impl == "transformer_engine"
+    fields: dict[str, object] = {
+        name: value
+        for name, value in dataclasses.asdict(moe).items()
+        if name.startswith("moe_") and name not in MOE_FUSIONS
+    }
+    kinds = moe.moe_router_load_balancing_type
+    weights = moe.moe_aux_loss_coeff
+    fields.update(
+        num_moe_experts=moe.num_experts,
+        moe_layer_freq=moe.layer_pattern(),
+        moe_router_load_balancing_type=kinds[0] if len(kinds) == 1 else kinds,
+        moe_aux_loss_coeff=weights[0] if len(weights) == 1 else weights,
+        **{name: bool(getattr(moe, name)) and te for name in MOE_FUSIONS},
+    )
+    return fields

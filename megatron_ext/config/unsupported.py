@@ -1,0 +1,227 @@
+"""Flags of Megatron-LM 0.16.1 that are known and refused: why, and what to use instead."""
+
+from __future__ import annotations
+
+FAMILIES: tuple[tuple[str, str], ...] = (
+    (
+        "fp8 and fp4 training is not supported yet; use `--bf16`",
+        "fp8-format fp8-recipe fp8-margin fp8-interval fp8-amax-history-len fp8-amax-compute-algo "
+        "fp8-wgrad no-fp8-wgrad fp8-param-gather fp8-param fp8-quantizer-factory fp8 "
+        "fp8-dot-product-attention fp8-multi-head-attention first-last-layers-bf16 "
+        "num-layers-at-start-in-bf16 num-layers-at-end-in-bf16 te-precision-config-file "
+        "fp4-format fp4-recipe fp4-param-gather fp4-param fp4-quantizer-factory "
+        "tp-only-amax-red reuse-grad-buf-for-mxfp8-param-ag keep-fp8-transpose-cache "
+        "disable-parameter-transpose-cache moe-router-padding-for-fp8 "
+        "moe-router-padding-for-quantization use-transformer-engine-op-fuser "
+        "activation-func-fp8-input-store",
+    ),
+    (
+        "supervised fine-tuning is not supported yet; preprocess the text and pretrain on it",
+        "sft sft-tokenizer-prompt-format",
+    ),
+    (
+        "checkpoints are written while the step waits; leave it out",
+        "async-save use-persistent-ckpt-worker-process",
+    ),
+    (
+        "only checkpoints that stay are written; use `--save-interval` with `--keep-last`",
+        "non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir "
+        "non-persistent-local-ckpt-dir non-persistent-local-ckpt-algo replication "
+        "replication-jump replication-factor most-recent-k",
+    ),
+    (
+        "steps are not run twice to find faulty hardware; use `--check-invariants`",
+        "rerun-mode error-injection-rate error-injection-type result-rejected-tracker-filename "
+        "check-for-spiky-loss check-for-large-grads "
+        "check-weight-hash-across-dp-replicas-interval",
+    ),
+    (
+        "multi-latent attention is not supported yet; use `--group-query-attention`",
+        "multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim "
+        "v-head-dim rotary-scaling-factor mscale mscale-all-dim rope-type cache-mla-latents "
+        "original-max-position-embeddings beta-fast beta-slow",
+    ),
+    (
+        "fully sharded data parallelism is not supported; use `--use-distributed-optimizer`",
+        "use-megatron-fsdp use-custom-fsdp use-torch-fsdp2 torch-fsdp2-no-reshard-after-forward "
+        "data-parallel-sharding-strategy outer-dp-sharding-strategy fsdp-double-buffer "
+        "fsdp-manual-registration no-gradient-reduce-div-fusion suggested-communication-unit-size "
+        "enable-full-sharding-in-hsdp init-model-with-meta-device strict-fsdp-dtensor-load "
+        "gradient-reduce-div-fusion nccl-ub use-nccl-ub disable-symmetric-registration",
+    ),
+    (
+        "parts of the optimizer are not moved to the CPU or kept in lower precision; use "
+        "`--use-distributed-optimizer`",
+        "optimizer-cpu-offload optimizer-offload-fraction use-torch-optimizer-for-cpu-offload "
+        "overlap-cpu-optimizer-d2h-h2d no-pin-cpu-grads no-pin-cpu-params "
+        "use-precision-aware-optimizer main-grads-dtype main-params-dtype exp-avg-dtype "
+        "exp-avg-sq-dtype dump-param-to-param-group-map "
+        "overlap-param-gather-with-optimizer-step num-distributed-optimizer-instances",
+    ),
+    (
+        "the optimizer is not supported; use `--optimizer adam`",
+        "muon-momentum muon-no-split-qkv muon-use-nesterov muon-scale-mode "
+        "muon-fp32-matmul-prec muon-num-ns-steps muon-tp-mode muon-extra-scale-factor",
+    ),
+    (
+        "the pipeline is not supported in this form; use "
+        "`--num-layers-per-virtual-pipeline-stage`",
+        "pipeline-model-parallel-layout overlap-p2p-communication-warmup-flush "
+        "overlap-p2p-comm-warmup-flush defer-embedding-wgrad-compute wgrad-deferral-limit "
+        "delay-wgrad-compute num-microbatches-with-partial-activation-checkpoints "
+        "mtp-standalone pipeline-model-parallel-comm-backend use-ring-exchange-p2p",
+    ),
+    (
+        "context parallelism is not supported in this form; use `--cp-comm-type all_gather`",
+        "hierarchical-context-parallel-sizes hybrid-context-parallel max-seqlen-per-dp-cp-rank",
+    ),
+    (
+        "overlap inside of tensor-parallel layers is not supported yet; leave it out",
+        "tp-comm-overlap tp-comm-overlap-cfg tp-comm-overlap-ag tp-comm-overlap-rs "
+        "tp-comm-overlap-rs-dgrad tp-comm-bulk-dgrad tp-comm-bulk-wgrad tp-comm-split-ag "
+        "tp-comm-split-rs tp-comm-atomic-ag tp-comm-atomic-rs disable-tp-comm-overlap-ag "
+        "disable-tp-comm-overlap-rs disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad "
+        "tp-comm-bootstrap-backend tp-comm-overlap-disable-qkv tp-comm-overlap-disable-fc1 "
+        "symmetric-ar-type",
+    ),
+    (
+        "CUDA graphs are not supported yet; leave it out",
+        "cuda-graph-impl cuda-graph-scope cuda-graph-warmup-steps enable-cuda-graph "
+        "external-cuda-graph cuda-graph-use-single-mempool cuda-graph-retain-backward-graph "
+        "te-rng-tracker inference-rng-tracker rl-training-cuda-graphs "
+        "moe-pad-experts-for-cuda-graph-inference",
+    ),
+    (
+        "activations are not moved to the CPU; use `--recompute-granularity`",
+        "cpu-offloading-num-layers cpu-offloading cpu-offloading-activations "
+        "cpu-offloading-weights cpu-offloading-double-buffering fine-grained-activation-offloading "
+        "offload-modules min-offloaded-tensor-size",
+    ),
+    (
+        "the expert option is not supported; use `--moe-token-dispatcher-type alltoall` with "
+        "torch's experts",
+        "moe-enable-deepep moe-flex-dispatcher-backend moe-deepep-num-sms moe-hybridep-num-sms "
+        "moe-use-legacy-grouped-gemm moe-shared-expert-overlap overlap-moe-expert-parallel-comm "
+        "ep-overlap-early-attn-memory-release moe-use-upcycling moe-upcycling-granularity "
+        "moe-latent-size moe-token-dropping moe-router-topk-limited-devices "
+        "moe-enable-routing-replay",
+    ),
+    (
+        "the layer option is not supported; use the standard transformer layer",
+        "attention-output-gate no-rope-freq qk-l2-norm qk-clip qk-clip-alpha qk-clip-threshold "
+        "log-max-attention-logit experimental-attention-variant linear-attention-freq "
+        "linear-conv-kernel-dim linear-key-head-dim linear-value-head-dim linear-num-key-heads "
+        "linear-num-value-heads dsa-indexer-n-heads dsa-indexer-head-dim dsa-indexer-topk "
+        "dsa-indexer-loss-coeff dsa-indexer-use-sparse-loss glu-linear-offset "
+        "activation-func-clamp-value openai-gelu use-fused-weighted-squared-relu "
+        "fused-single-qkv-rope memory-efficient-layer-norm mrope-section "
+        "relative-attention-num-buckets relative-attention-max-distance softmax-scale "
+        "disable-bf16-reduced-precision-matmul batch-invariant-mode use-te-activation-func "
+        "use-kitchen use-kitchen-attention kitchen-attention-backend kitchen-config-file "
+        "kitchen-recipe-number quant-recipe clone-scatter-output-in-embedding enable-autocast "
+        "autocast-dtype yarn-rotary-scaling-factor",
+    ),
+    (
+        "layers of your own are given by a model provider; see examples/custom_model",
+        "spec heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json "
+        "heterogeneous-block-specs hetereogenous-dist-checkpoint use-legacy-models",
+    ),
+    (
+        "hybrid state-space models are not supported; use a transformer",
+        "hybrid-attention-ratio hybrid-mlp-ratio hybrid-override-pattern is-hybrid-model "
+        "mamba-state-dim mamba-head-dim mamba-num-groups mamba-num-heads use-mamba-mem-eff-path "
+        "mlp-chunks-for-prefill",
+    ),
+    (
+        "training by reinforcement is not supported; use a framework for it",
+        "perform-rl-step rl-prompts-per-eval grpo-prompts-per-step grpo-group-size "
+        "grpo-iterations grpo-clamp-eps-lower grpo-clamp-eps-upper grpo-kl-beta "
+        "grpo-entropy-term-weight grpo-filter-groups-with-same-reward "
+        "langrl-inference-server-type langrl-inference-server-conversation-template "
+        "langrl-external-server langrl-env-config rl-default-temperature rl-default-top-p "
+        "rl-default-top-k rl-offload-optimizer-during-inference "
+        "rl-offload-kv-cache-during-training rl-remove-kv-cache-during-training "
+        "rl-reset-cuda-graphs rl-partial-rollouts rl-inference-logprobs-is-correction "
+        "rl-importance-sampling-truncation-coef rl-use-sequence-packing "
+        "no-rl-use-sequence-packing rl-sequence-packing-max-sequences-per-bin "
+        "rl-sequence-packing-algo rl-inference-tensor-model-parallel-size refit-method "
+        "rl-verify-model-weights-swap rl-parallel-generation-tasks rl-skip-bos-token",
+    ),
+    (
+        "serving is not supported; export the model to an inference server",
+        "inference-batch-times-seqlen-threshold max-tokens-to-oom use-legacy-static-engine "
+        "inference-max-requests inference-max-seq-length inference-max-batch-size "
+        "inference-dynamic-batching inference-dynamic-batching-buffer-size-gb "
+        "inference-dynamic-batching-paused-buffer-size-gb inference-dynamic-batching-block-size "
+        "inference-dynamic-batching-max-requests inference-dynamic-batching-max-tokens "
+        "inference-dynamic-batching-num-cuda-graphs "
+        "inference-dynamic-batching-track-paused-request-events decode-only-cuda-graphs "
+        "inference-dynamic-batching-unified-memory-level nccl-all-reduce-for-prefill "
+        "enable-chunked-prefill disable-chunked-prefill "
+        "inference-dynamic-batching-cuda-graph-max-tokens "
+        "inference-dynamic-batching-cuda-graph-mixed-prefill-count "
+        "inference-logging-step-interval inference-wandb-logging inference-coordinator-port "
+        "flash-decode inference-sampling-seed use-inference-optimized-layers "
+        "inference-fuse-tp-communication",
+    ),
+    (
+        "restarts are left to the launcher; use torchrun's `--max-restarts` with `--load`",
+        "inprocess-restart inprocess-max-iterations inprocess-monitor-thread-interval "
+        "inprocess-monitor-process-interval inprocess-progress-watchdog-interval "
+        "inprocess-heartbeat-interval inprocess-soft-timeout inprocess-hard-timeout "
+        "inprocess-heartbeat-timeout inprocess-barrier-timeout inprocess-completion-timeout "
+        "inprocess-last-call-wait inprocess-termination-grace-time inprocess-granularity "
+        "inprocess-active-world-size inprocess-empty-cuda-cache enable-ft-package "
+        "calc-ft-timeouts ft-num-warmup-iters adlr-autoresume adlr-autoresume-interval",
+    ),
+    (
+        "the monitoring tool is not supported; use `--profile` or metrics.jsonl",
+        "run-workload-inspector-server one-logger-project one-logger-run-name one-logger-async "
+        "enable-one-logger app-tag-run-name app-tag-run-version log-straggler "
+        "straggler-ctrlr-port straggler-minmax-count disable-straggler-on-startup log-energy "
+        "log-memory-interval log-device-memory-used record-memory-history memory-snapshot-path "
+        "use-pytorch-profiler config-logger-dir save-wgrads-interval save-dgrads-interval "
+        "train-sync-interval",
+    ),
+    (
+        "the communication option is not supported; leave it out",
+        "use-sharp sharp-enabled-group create-all-gather-group high-priority-stream-groups "
+        "nccl-communicator-config-path distributed-timeout-seconds-after-init "
+        "ddp-pad-buckets-for-high-nccl-busbw ddp-reduce-scatter-with-fp32-accumulation "
+        "disable-gloo-process-groups fake-process-group",
+    ),
+    (
+        "the checkpoint option is not supported; use the default format and "
+        "`--use-checkpoint-args`",
+        "ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format "
+        "load-main-params-from-ckpt use-mp-args-from-checkpoint-args "
+        "dist-ckpt-save-pre-mcore-014 distrib-optim-fully-reshardable-mem-efficient "
+        "save-tokenizer-assets",
+    ),
+    (
+        "the data option is not supported; use `--data-path`",
+        "phase-transition-iterations dataloader-fast-cache-load dataloader-defer-npy-index-mmap "
+        "object-storage-cache-path fim-data fim-rate fim-spm-rate fim-split-sample "
+        "fim-fragment-rate fim-no-prefix fim-prefix-token fim-middle-token fim-suffix-token "
+        "fim-pad-token fim-eod-token iterations-to-skip tokenizer-special-tokens sample-rate "
+        "manual-gc-eval no-weight-decay-cond-type",
+    ),
+    (
+        "models other than GPT are not supported; use the program made for them",
+        "output-bert-embeddings bert-embedder-type bert-no-binary-head mask-prob short-seq-prob "
+        "ict-head-size biencoder-projection-dim biencoder-shared-query-context-model ict-load "
+        "bert-load titles-data-path query-in-block-prob use-one-sent-docs evidence-data-path "
+        "retriever-report-topk-accuracies retriever-score-scaling block-data-path embedding-path "
+        "indexer-batch-size indexer-log-interval num-classes img-h img-w num-channels patch-dim "
+        "classes-fraction data-per-class-fraction head-lr-mult vision-pretraining "
+        "vision-pretraining-type vision-backbone-type swin-backbone-type mask-type mask-factor "
+        "iter-per-epoch dino-local-img-size dino-local-crops-number dino-head-hidden-size "
+        "dino-bottleneck-size dino-freeze-last-layer dino-norm-last-layer "
+        "dino-warmup-teacher-temp dino-teacher-temp dino-warmup-teacher-temp-epochs",
+    ),
+    ("the file of flags is `--config`; it takes the same names", "yaml-cfg"),
+)
+
+UNSUPPORTED: dict[str, str] = {
+    f"--{name}": reason for reason, names in FAMILIES for name in names.split()
+}
