@@ -148,6 +148,30 @@ def test_detokenize_shows_special_tokens_on_request() -> None:
         assert tokenizer.detokenize(ids, skip_special_tokens=False) == f"ba{text}"
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"eos_token": "<eos>"},
+        {"eos_token": tiny.END, "extra_special_tokens": ["<a>", "<b>"]},
+        {"eos_token": tiny.END, "bos_token": "<|pad|>", "add_bos_token": True},
+        {"sep_token": "<|pad|>"},
+    ],
+)
+def test_what_the_config_adds_is_what_core_sees(tmp_path: Path, config: dict[str, Any]) -> None:
+    folder = tmp_path / "hf"
+    shutil.copytree(tiny.hf_folder(), folder)
+    config = {"tokenizer_class": "TokenizersBackend", **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    for include in (False, True):
+        chosen = dataclasses.replace(
+            huggingface(tokenizer_hf_include_special_tokens=include), tokenizer_model=str(folder)
+        )
+        ours, theirs = build_tokenizer(chosen), core(chosen)
+        texts = [*TEXTS, "x <a><b> <eos>"]
+        assert [ours.tokenize(text) for text in texts] == [theirs.tokenize(t) for t in texts]
+        assert (ours.vocab_size, ours.eod) == (theirs.vocab_size, theirs.eod)
+
+
 def test_identity_is_plain_and_follows_the_file(tmp_path: Path) -> None:
     model = tmp_path / "m.model"
     shutil.copy(tiny.sentencepiece_model(), model)
@@ -171,6 +195,27 @@ def test_identity_follows_a_folders_tokenizer(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text(text.replace("<|pad|>", "<|PAD|>"), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": tiny.END}))
     assert build_tokenizer(chosen).unique_identifiers != first
+
+
+@pytest.mark.parametrize(
+    ("case", "package"),
+    [
+        ("sentencepiece", "sentencepiece"),
+        ("huggingface", "tokenizers"),
+        ("tiktoken_v2", "tiktoken"),
+    ],
+)
+def test_a_missing_library_is_named(
+    monkeypatch: pytest.MonkeyPatch, case: str, package: str
+) -> None:
+    chosen = CASES[case]()
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError) as caught:
+        build_tokenizer(chosen)
+    assert str(caught.value) == (
+        f"`--tokenizer-type {chosen.tokenizer_type}` needs the package {package}, which is not "
+        f"installed; run `pip install {package}`."
+    )
 
 
 def test_a_hub_name_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:

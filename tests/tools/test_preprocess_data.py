@@ -114,7 +114,8 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, parts_before_kill: in
     assert not alive(process.pid), "workers outlived their killed run"
 
 
-def test_interrupt_ends_all_and_keeps_parts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_ends_all_and_keeps_parts(tmp_path: Path, how: signal.Signals) -> None:
     tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(12_000))
     more = ["--workers", "2", "--engine", "native", "--part-megabytes", "0.2"]
     process = subprocess.Popen(
@@ -122,7 +123,7 @@ def test_interrupt_ends_all_and_keeps_parts(tmp_path: Path) -> None:
     )
     while not list((tmp_path / "out.parts").glob("p0*.json")):
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, how) if how == signal.SIGINT else process.send_signal(how)
     _, said = process.communicate(timeout=10)
     assert process.returncode == 130
     assert said.decode().splitlines()[-1].startswith("Interrupted; finished parts are kept")

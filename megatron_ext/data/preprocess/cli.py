@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import signal
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import NoReturn
@@ -99,7 +100,7 @@ def _add_runtime_flags(parser: argparse.ArgumentParser) -> None:
         "--log-interval",
         type=int,
         default=1000,
-        help="documents between progress lines, at most one a second, without a terminal (1000)",
+        help="documents between progress lines, every 5 seconds at most, without a terminal (1000)",
     )
     group.add_argument(
         "--on-bad-line",
@@ -164,7 +165,12 @@ def _dest(flag: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one command line; returns the exit code (0, 1 for bad input, 2 for bad flags)."""
+    """Runs one command line.
+
+    Returns:
+        the exit code: 0, 1 for bad input, 2 for bad flags, 130 when interrupted (by Ctrl-C, or by
+        the SIGTERM of a scheduler).
+    """
     try:
         options, notes = parse_options(argv)
     except ConfigError as error:
@@ -173,4 +179,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     for note in notes:
         say_to_stderr(note)
-    return run_or_explain(options)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return run_or_explain(options)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -8,7 +8,7 @@ from typing import TextIO
 
 _BAR = 24
 _SECONDS_ON_TERMINAL = 0.1
-_SECONDS_IN_LOG = 1.0
+_SECONDS_IN_LOG = 5.0
 
 
 class Progress:

@@ -58,6 +58,7 @@ def serve(job: Job, pipe: Connection, parent: int, inherited: Sequence[Any]) -> 
         inherited: pipe ends and locks of the parent to close, so that its death shows.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for end in inherited:
         os.close(end) if isinstance(end, int) else end.close()
     number = -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -149,6 +150,21 @@ class Tokenizer(ABC):
     def control_texts(self) -> tuple[str, ...]:
         """Literal texts at which engines differ; documents with one go to this tokenizer."""
         return ()
+
+
+def require_package(name: str, kind: str) -> Any:
+    """Imports the library of a tokenizer.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(
+            f"`--tokenizer-type {kind}` needs the package {name}, which is not installed; run "
+            f"`pip install {name}`."
+        ) from None
 
 
 def require_file(flag: str, value: str | None, what: str, kind: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.data.tokenizers.base import NO_TOKEN, FastKind, Ids, Tokenizer
+from megatron_ext.data.tokenizers.base import NO_TOKEN, FastKind, Ids, Tokenizer, require_package
 from megatron_ext.errors import ConfigError, DataError
 
 _GENERAL_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", None)
@@ -136,6 +136,8 @@ def build(
     folder = _folder(name)
     config = _read_json(folder / "tokenizer_config.json", {})
     direct = (folder / "tokenizer.json").is_file() and not trust_remote_code
+    if include_special_tokens and ("add_bos_token" in config or "add_eos_token" in config):
+        direct = False  # transformers rewrites the post-processor by these
     loaded = _load_direct(folder, config) if direct else None
     backend, named = loaded or _load_transformers(folder, trust_remote_code=trust_remote_code)
     return HuggingFaceTokenizer(
@@ -178,8 +180,7 @@ def _load_direct(folder: Path, config: dict[str, Any]) -> tuple[Any, dict[str, s
     """Loads tokenizer.json alone; None where that might not be the whole truth."""
     if config.get("tokenizer_class") not in _GENERAL_CLASSES or "auto_map" in config:
         return None
-    import tokenizers
-
+    tokenizers = require_package("tokenizers", "HuggingFaceTokenizer")
     path = folder / "tokenizer.json"
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
@@ -188,8 +189,10 @@ def _load_direct(folder: Path, config: dict[str, Any]) -> tuple[Any, dict[str, s
         raise DataError(f"{path} is not a tokenizer ({reason}); copy it again.") from None
     merged = {**_read_json(folder / "special_tokens_map.json", {}), **config}
     named = {key: _text(merged[key]) for key in _NAMED if merged.get(key) is not None}
-    extra = [_text(t) for t in merged.get("additional_special_tokens") or ()]
-    extra += [_text(t) for t in (merged.get("added_tokens_decoder") or {}).values()]
+    extra: list[str] = []
+    for key in ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder"):
+        tokens = merged.get(key) or ()
+        extra += [_text(t) for t in (tokens.values() if isinstance(tokens, dict) else tokens)]
     if any(backend.token_to_id(token) is None for token in [*named.values(), *extra]):
         return None
     if merged.get("add_prefix_space") or merged.get("split_special_tokens"):
@@ -202,13 +205,7 @@ def _text(token: Any) -> str:
 
 
 def _load_transformers(folder: Path, *, trust_remote_code: bool) -> tuple[Any, dict[str, str]]:
-    try:
-        import transformers
-    except ImportError:
-        raise ConfigError(
-            f"`--tokenizer-model` ({folder}) needs the transformers package, which is not "
-            "installed; install megatron-ext[hf]."
-        ) from None
+    transformers = require_package("transformers", "HuggingFaceTokenizer")
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code
@@ -232,9 +229,7 @@ def build_gpt2(
     Raises:
         DataError: a file cannot be read, or the vocabulary lacks `<|endoftext|>`.
     """
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-
+    tokenizers = require_package("tokenizers", kind)
     vocabulary = _read_json(Path(vocab_file), {})
     if "<|endoftext|>" not in vocabulary:
         raise DataError(
@@ -242,7 +237,7 @@ def build_gpt2(
             "as its end of document; give GPT-2's vocab.json."
         )
     try:
-        model = models.BPE.from_file(vocab_file, merge_file)
+        model = tokenizers.models.BPE.from_file(vocab_file, merge_file)
     except Exception as error:  # the library raises plain Exception
         reason = " ".join(str(error).split())[:160]
         raise DataError(
@@ -250,8 +245,8 @@ def build_gpt2(
             "give the two files of one tokenizer."
         ) from None
     backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens(["<|endoftext|>"])
     end = "<|endoftext|>"
     named = {"eos_token": end, "bos_token": end, "unk_token": end}

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron_ext.data.tokenizers.base import FastKind, Ids, Tokenizer
+from megatron_ext.data.tokenizers.base import FastKind, Ids, Tokenizer, require_package
 from megatron_ext.errors import ConfigError, DataError
 
 _USER_DEFINED = 4
@@ -23,8 +23,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, kind: str, path: str, special_tokens: Sequence[str] = ()) -> None:
         super().__init__(path, {"special_tokens": list(special_tokens) or None})
-        import sentencepiece
-
+        sentencepiece = require_package("sentencepiece", kind)
         self.kind = kind
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=path)

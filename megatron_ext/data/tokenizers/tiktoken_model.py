@@ -7,8 +7,9 @@ import binascii
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from megatron_ext.data.tokenizers.base import Ids, Tokenizer
+from megatron_ext.data.tokenizers.base import Ids, Tokenizer, require_package
 from megatron_ext.errors import ConfigError, DataError
 
 DEFAULT_VOCAB_SIZE = 1 << 17
@@ -45,12 +46,11 @@ class TikTokenizer(Tokenizer):
                 "special_tokens": list(special_tokens),
             },
         )
-        import tiktoken
-
+        tiktoken = require_package("tiktoken", self.kind)
         names = _special_names(pattern, vocab_size, num_special_tokens, special_tokens)
         self._special = {name: i for i, name in enumerate(names)}
         self._vocab_size = vocab_size
-        self._encoding = tiktoken.Encoding(
+        self._encoding: Any = tiktoken.Encoding(
             name=Path(path).parent.name,
             pat_str=PATTERNS[pattern],
             mergeable_ranks=_ranks(path, vocab_size - num_special_tokens, num_special_tokens),
@@ -78,14 +78,14 @@ class TikTokenizer(Tokenizer):
         return self._special["<unk>"]
 
     def tokenize(self, text: str) -> list[int]:
-        return self._encoding.encode(text, allowed_special="all")
+        return list(self._encoding.encode(text, allowed_special="all"))
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
         return [self._encoding.encode_to_numpy(text, allowed_special="all") for text in texts]
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         first = len(self._special) if skip_special_tokens else 0
-        return self._encoding.decode([i for i in ids if i >= first])
+        return str(self._encoding.decode([i for i in ids if i >= first]))
 
 
 def _special_names(
