@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_ext.data.preprocess.tokenizer_flags import TokenizerFlags
 from megatron_ext.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_ext.data.tokenizers import fast as fast_module
-from megatron_ext.data.tokenizers.fast import FastEncoder, InexactEngine
+from megatron_ext.data.tokenizers.fast import FastEncoder, InexactEngine, has_combining
 from tests.data import tiny
 
 KINDS = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
@@ -40,6 +41,53 @@ def test_ids_are_the_native_ones(pair: tuple[Tokenizer, FastEncoder], texts: lis
     assert [list(map(int, ids)) for ids in fast.encode_batch(texts)] == [
         tokenizer.tokenize(text) for text in texts
     ]
+
+
+NORMALIZED_APART = [
+    "\x85",
+    "a\x85",
+    "\u2581\u0326",
+    "x\u2581\u0301y",
+    "\uffa9\uffdb",
+    "\u1100\u1161\u11a8",
+    "e\u0301\u0323",
+    "\u0e01\u0e33",
+    "\u0915\u094d\u0937",
+    "\U0001f44d\U0001f3fd",
+    "\u3131\u314f",
+]
+
+
+@pytest.mark.parametrize("text", NORMALIZED_APART)
+def test_characters_that_combine_go_to_the_native_tokenizer(
+    pair: tuple[Tokenizer, FastEncoder], text: str
+) -> None:
+    """Some of these come out of gigatoken otherwise, for it normalizes by grapheme cluster."""
+    tokenizer, fast = pair
+    plain = "plain \u4e2d\u6587 caf\u00e9"
+    ids = [list(map(int, i)) for i in fast.encode_batch([plain, text])]
+    assert ids == [tokenizer.tokenize(plain), tokenizer.tokenize(text)]
+    assert has_combining(text)
+
+
+def test_common_text_stays_with_the_fast_engine() -> None:
+    for text in (
+        "ascii",
+        "caf\u00e9 \u201cna\u00efve\u201d \u2014 \u4e2d\u6587 \uac00 \U0001f600 \u200b\u00ad",
+    ):
+        assert not has_combining(text)
+
+
+def test_random_characters_of_all_scripts(pair: tuple[Tokenizer, FastEncoder]) -> None:
+    tokenizer, fast = pair
+    dice = random.Random(11)
+    scripts = [(0x20, 0x7F), (0x80, 0x530), (0x590, 0x1200), (0x1E00, 0x2C00), (0x3000, 0x3400)]
+    scripts += [(0x4E00, 0x4F00), (0xAC00, 0xD7A4), (0xF900, 0xFFFE), (0x1F300, 0x1FB00)]
+    texts = [
+        "".join(chr(dice.randrange(*dice.choice(scripts))) for _ in range(dice.randint(1, 12)))
+        for _ in range(4000)
+    ]
+    fast.compare(texts)
 
 
 def test_control_texts_are_those_of_the_model() -> None:

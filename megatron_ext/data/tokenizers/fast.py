@@ -2,16 +2,21 @@
 
 It is an order of magnitude faster than SentencePiece and Hugging Face's tokenizers, young, and
 optional. So it is compared with the native tokenizer on hard strings and on real documents
-before use, `InexactEngine` is raised at the first difference later on, and documents that spell
-out control tokens always go to the native tokenizer.
+before use, `InexactEngine` is raised at the first difference later on, and documents of two kinds
+always go to the native tokenizer: those that spell out control tokens, and, where text is
+normalized, those with characters that combine. (SentencePiece normalizes the longest sequence of its table,
+gigatoken a grapheme cluster at a time; single characters come out alike but for U+0085.)
 """
 
 from __future__ import annotations
 
+import functools
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_ext.data.tokenizers.base import Ids, Tokenizer
 
@@ -79,18 +84,20 @@ class FastEncoder:
             raise InexactEngine(f"{tokenizer.kind} has no faster engine")
         self._native = tokenizer
         self._controls = tokenizer.control_texts()
+        self._combining = source[0] == "sentencepiece" or '"normalizer":null' not in source[1]
         self._encode = _load(*source)
         self.compare(HARD_STRINGS)
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
-        """Ids of each text; the caller's native tokenizer where a control token is spelled out."""
+        """Ids of each text, by the native tokenizer where the engines may differ."""
         joined = "\0".join(texts)
         controls = [control for control in self._controls if control in joined]
-        if not controls:
+        combining = self._combining and has_combining(joined)
+        if not controls and not combining:
             return [self._encode(text) for text in texts]
         return [
             self._native.tokenize(text)
-            if any(control in text for control in controls)
+            if any(control in text for control in controls) or (combining and has_combining(text))
             else self._encode(text)
             for text in texts
         ]
@@ -106,6 +113,45 @@ class FastEncoder:
             if not np.array_equal(np.asarray(fast, np.int64), np.asarray(native, np.int64)):
                 start = text[:40].encode("unicode_escape").decode()
                 raise InexactEngine(f"gigatoken gives other ids for a text that starts {start!r}")
+
+
+def has_combining(text: str) -> bool:
+    """Whether a text has a character that may join others into a grapheme cluster, or U+0085."""
+    if text.isascii():
+        return False
+    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    return bool(_combining_table()[codes].any())
+
+
+@functools.cache
+def _combining_table() -> npt.NDArray[np.bool_]:
+    """True at marks, joiners, jamo, and in all rare planes; bool [0x110000]."""
+    table = np.zeros(0x110000, np.bool_)
+    for first, last in ((0x80, 0x3100), (0xA000, 0xAC00), (0xF900, 0x10000)):
+        for code in range(first, last):
+            table[code] = unicodedata.category(chr(code)) in ("Mn", "Mc", "Me", "Cn", "Co")
+    for first, last in (
+        (0x85, 0x86),
+        (0x0600, 0x0606),  # format characters and a letter that precede their cluster
+        (0x06DD, 0x06DE),
+        (0x070F, 0x0710),
+        (0x08E2, 0x08E3),
+        (0x0D4E, 0x0D4F),
+        (0x200C, 0x200E),  # joiners
+        (0x0E33, 0x0E34),  # Thai and Lao AM: letters that end a cluster
+        (0x0EB3, 0x0EB4),
+        (0x1100, 0x1200),  # Hangul jamo
+        (0xA960, 0xA980),
+        (0xD7B0, 0xD800),
+        (0x3130, 0x3190),
+        (0xFF9E, 0xFFE0),  # half-width voicing marks and jamo
+        (0x10000, 0x110000),
+    ):
+        table[first:last] = True
+    table[0x1F300:0x1FB00] = False  # emoji but for skin tones
+    table[0x1F3FB:0x1F400] = True
+    table[0x20000:0x40000] = False  # rare Han characters
+    return table
 
 
 def _load(kind: str, source: str) -> Any:

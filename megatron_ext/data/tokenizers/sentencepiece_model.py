@@ -34,7 +34,7 @@ class SentencePieceTokenizer(Tokenizer):
                 "path of a .model file."
             ) from None
         self._special = self._place(special_tokens)
-        self._vocab_size = max([self._model.get_piece_size(), *(i + 1 for i in self._by_id)])
+        self._vocab_size: int = max([self._model.get_piece_size(), *(i + 1 for i in self._by_id)])
 
     def _place(self, tokens: Sequence[str]) -> dict[str, int]:
         placed: dict[str, int] = {}
