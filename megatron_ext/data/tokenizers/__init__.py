@@ -44,7 +44,7 @@ def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
     """
     kind = _known_type(settings)
     _check_metadata(settings, kind)
-    special = tuple(settings.tokenizer_special_tokens or ())
+    special = _special_tokens(settings)
     if kind == "NullTokenizer":
         from megatron_ext.data.tokenizers.plain import NullTokenizer
 
@@ -84,7 +84,7 @@ def _build_tiktoken(settings: TokenizerSettings) -> Tokenizer:
     path = require_file(
         "--tokenizer-model", settings.tokenizer_model, "a tiktoken vocabulary", "TikTokenizer"
     )
-    special = settings.tokenizer_special_tokens or settings.tiktoken_special_tokens
+    special = _special_tokens(settings) or settings.tiktoken_special_tokens
     return tiktoken_model.TikTokenizer(
         path,
         pattern=settings.tiktoken_pattern or "v2",
@@ -92,6 +92,10 @@ def _build_tiktoken(settings: TokenizerSettings) -> Tokenizer:
         num_special_tokens=settings.tiktoken_num_special_tokens,
         special_tokens=tuple(special or tiktoken_model.SPECIAL_TOKENS),
     )
+
+
+def _special_tokens(settings: TokenizerSettings) -> tuple[str, ...]:
+    return tuple(getattr(settings, "tokenizer_special_tokens", None) or ())
 
 
 def _known_type(settings: TokenizerSettings) -> str:
@@ -129,7 +133,7 @@ def _vocab_size(settings: TokenizerSettings, kind: str, default: int | None = No
 
 def _check_metadata(settings: TokenizerSettings, kind: str) -> None:
     """The metadata file may only repeat what the type says; its chat template is not used here."""
-    path = settings.tokenizer_metadata
+    path: str | None = getattr(settings, "tokenizer_metadata", None)
     if path is None:
         return
     require_file("--tokenizer-metadata", path, "a JSON file", kind)

@@ -22,16 +22,16 @@ FastKind = Literal["sentencepiece", "json"]
 
 
 class TokenizerSettings(Protocol):
-    """The flags that choose a tokenizer, under Megatron-LM's names."""
+    """The flags that choose a tokenizer, under Megatron-LM's names.
+
+    `tokenizer_special_tokens` (sequence of texts) and `tokenizer_metadata` (path) are read too
+    where the settings have them.
+    """
 
     @property
     def tokenizer_type(self) -> str | None: ...
     @property
     def tokenizer_model(self) -> str | None: ...
-    @property
-    def tokenizer_metadata(self) -> str | None: ...
-    @property
-    def tokenizer_special_tokens(self) -> Sequence[str] | None: ...
     @property
     def tokenizer_sentencepiece_legacy(self) -> bool: ...
     @property

@@ -4,8 +4,8 @@ It is an order of magnitude faster than SentencePiece and Hugging Face's tokeniz
 optional. So it is compared with the native tokenizer on hard strings and on real documents
 before use, `InexactEngine` is raised at the first difference later on, and documents of two kinds
 always go to the native tokenizer: those that spell out control tokens, and, where text is
-normalized, those with characters that combine. (SentencePiece normalizes the longest sequence of its table,
-gigatoken a grapheme cluster at a time; single characters come out alike but for U+0085.)
+normalized, those with characters that combine. (SentencePiece normalizes the longest sequence of
+its table, gigatoken a grapheme cluster at a time; single characters come out alike but for U+0085.)
 """
 
 from __future__ import annotations
