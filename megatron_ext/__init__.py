@@ -14,3 +14,4 @@ import warnings
 
 # megatron-core says this at import, once for each of five files; the run's notes say it once.
 warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+warnings.filterwarnings("ignore", message="Apex is not installed")

@@ -58,7 +58,6 @@ NO_EFFECT: dict[str, tuple[int | None, str]] = {
     "--use-cpu-initialisation": (0, "the flag is --use-cpu-initialization"),
     "--exit-signal-handler-for-dataloader": (0, "data workers leave signals to the rank"),
     "--legacy-tokenizer": (0, "there is one set of tokenizers"),
-    "--tokenizer-metadata": (1, "tokenizers are described by their flags"),
     "--disable-msc": (0, "files are opened by Python"),
     "--onnx-safe": (0, "models are not exported"),
 }  # fmt: skip

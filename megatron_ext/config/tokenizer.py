@@ -6,24 +6,14 @@ from dataclasses import dataclass
 
 from megatron_ext.config.flags import flag
 
-TOKENIZER_TYPES = (
-    "GPT2BPETokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "HuggingFaceTokenizer",
-    "TikTokenizer",
-    "ByteLevelTokenizer",
-    "NullTokenizer",
-)
-
-
 @dataclass(frozen=True)
 class TokenizerConfig:
     """Names and defaults are Megatron-LM's."""
 
-    tokenizer_type: str | None = flag("GPT2BPETokenizer", "kind", choices=TOKENIZER_TYPES)
+    tokenizer_type: str | None = flag("GPT2BPETokenizer", "kind, such as HuggingFaceTokenizer")
     tokenizer_model: str | None = flag(None, "file or folder of the tokenizer")
+    tokenizer_metadata: str | None = flag(None, "a JSON file that names the tokenizer's library")
+    tokenizer_special_tokens: list[str] | None = flag(None, "further special tokens", nargs="+")
     vocab_file: str | None = flag(None, "vocabulary of GPT2BPETokenizer")
     merge_file: str | None = flag(None, "merges of GPT2BPETokenizer")
     vocab_size: int | None = flag(None, "entries of NullTokenizer or TikTokenizer")

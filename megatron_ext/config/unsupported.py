@@ -203,7 +203,7 @@ FAMILIES: tuple[tuple[str, str], ...] = (
         "phase-transition-iterations dataloader-fast-cache-load dataloader-defer-npy-index-mmap "
         "object-storage-cache-path fim-data fim-rate fim-spm-rate fim-split-sample "
         "fim-fragment-rate fim-no-prefix fim-prefix-token fim-middle-token fim-suffix-token "
-        "fim-pad-token fim-eod-token iterations-to-skip tokenizer-special-tokens sample-rate "
+        "fim-pad-token fim-eod-token iterations-to-skip sample-rate "
         "manual-gc-eval no-weight-decay-cond-type",
     ),
     (

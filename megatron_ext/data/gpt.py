@@ -21,12 +21,15 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.datasets.utils import get_blend_from_list
 from torch.utils.data import Dataset
 
-from megatron_ext.data.indexed import check_indexed_dataset
+from megatron_ext.data.indexed import check_indexed_dataset, id_range
 from megatron_ext.errors import DataError
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
     from megatron_ext.data.tokenizers import Tokenizer
+
+VOCABULARY_SAMPLE = 1 << 24
+"""Tokens of each dataset that are compared with the vocabulary before training."""
 
 SPLITS = ("train", "valid", "test")
 Blend = tuple[list[str], list[float] | None]
@@ -191,14 +194,12 @@ def check_inputs(
     return digest.hexdigest()
 
 
-def _check_vocabulary(prefix: str, vocab_size: int, sample_tokens: int = 1 << 20) -> None:
+def _check_vocabulary(prefix: str, vocab_size: int) -> None:
     """Compare the first ids of a dataset with the size of the vocabulary."""
-    from megatron_ext.data.indexed import peek_max_token
-
-    largest = peek_max_token(prefix, sample_tokens)
-    if largest >= vocab_size:
+    ids = id_range(prefix, VOCABULARY_SAMPLE)
+    if ids is not None and ids[1] >= vocab_size:
         raise DataError(
-            f"{prefix}.bin holds the token id {largest}, but the vocabulary has {vocab_size} "
+            f"{prefix}.bin holds the token id {ids[1]}, but the vocabulary has {vocab_size} "
             "entries; use the tokenizer that the data was preprocessed with."
         )
 

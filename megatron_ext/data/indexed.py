@@ -226,12 +226,21 @@ def _check_documents(prefix: str | os.PathLike[str], index: Index) -> None:
         )
 
 
-def id_range(prefix: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Smallest and largest token id, reading all of `.bin` in pieces; None without a token."""
+def id_range(
+    prefix: str | os.PathLike[str], max_tokens: int | None = None
+) -> tuple[int, int] | None:
+    """Smallest and largest token id; None without a token.
+
+    Args:
+        prefix: path without `.bin`/`.idx`.
+        max_tokens: stop after about this many tokens; None reads all of `.bin`, in pieces.
+    """
     dtype = read_index(prefix).dtype
     low, high = [], []
     with open(bin_path(prefix), "rb") as stream:
         while len(piece := np.fromfile(stream, dtype, SCAN_ITEMS)):
             low.append(int(piece.min()))
             high.append(int(piece.max()))
+            if max_tokens is not None and len(low) * SCAN_ITEMS >= max_tokens:
+                break
     return (min(low), max(high)) if low else None

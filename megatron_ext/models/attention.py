@@ -177,7 +177,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         """
         if self.window_size is not None:
             mask = self._with_window(mask, query, key, first_query)
-        if self.dropout > 0 and self.training and query.device.type == "cpu":
+        if self._follows_core(query):
             return self._attend_eagerly(query, key, value, mask, first_query)
         grouped = query.size(2) != key.size(2)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -217,27 +217,45 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             forbidden |= k > q + right
         return forbidden[None, None] if mask is None else mask | forbidden
 
+    def _follows_core(self, query: Tensor) -> bool:
+        """Whether to compute step by step as megatron-core's unfused attention does.
+
+        On a CPU that is what keeps a run with dropout (the same random numbers) or in half
+        precision (the same roundings) at Megatron-LM's losses; in fp32 the kernels agree anyway.
+        """
+        if query.device.type != "cpu":
+            return False
+        return query.dtype != torch.float32 or (self.dropout > 0 and self.training)
+
     def _attend_eagerly(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first_query: int
     ) -> Tensor:
-        """The same with every probability written out.
-
-        On a CPU this draws the dropout in megatron-core's order, so that a run with dropout gives
-        Megatron-LM's losses.
-        """
-        repeats = query.size(2) // key.size(2)
+        """The same with every probability written out; see `_attend`."""
+        q_len, batch, heads, _ = query.shape
+        repeats = heads // key.size(2)
         if repeats > 1:
             key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
-        scores = torch.einsum("qbnd,kbnd->bnqk", query * self.softmax_scale, key)
+        q, k, v = (x.flatten(1, 2).transpose(0, 1) for x in (query, key, value))
+        scores = torch.baddbmm(
+            q.new_empty(q.size(0), q_len, k.size(1)),
+            q,
+            k.transpose(1, 2),
+            beta=0.0,
+            alpha=self.softmax_scale,
+        ).view(batch, heads, q_len, k.size(1))
+        if self.config.attention_softmax_in_fp32:
+            scores = scores.float()
         if mask is None and self.causal:
-            q = torch.arange(query.size(0), device=query.device)[:, None] + first_query
-            mask = torch.arange(key.size(0), device=query.device)[None, :] > q
+            q_at = torch.arange(q_len, device=query.device)[:, None] + first_query
+            mask = torch.arange(k.size(1), device=query.device)[None, :] > q_at
         if mask is not None:
             scores = scores.masked_fill(mask, -10000.0)
-        probabilities = torch.softmax(scores, dim=-1)
-        with _random_state(self.config, self.dropout):
-            probabilities = F.dropout(probabilities, self.dropout, training=True)
-        return torch.einsum("bnqk,kbnd->qbnd", probabilities, value)
+        probabilities = torch.softmax(scores, dim=-1).to(query.dtype)
+        if self.dropout > 0 and self.training:
+            with _random_state(self.config, self.dropout):
+                probabilities = F.dropout(probabilities, self.dropout, training=True)
+        context = torch.bmm(probabilities.flatten(0, 1), v)
+        return context.view(batch, heads, q_len, -1).permute(2, 0, 1, 3)
 
 
 def _random_state(config: TransformerConfig, dropout: float) -> Any:

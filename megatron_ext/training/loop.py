@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron_ext.training.evaluate import evaluate
 from megatron_ext.training.invariants import check_replicas
+from megatron_ext.training.reporting import EvaluationRecord
 from megatron_ext.training.signals import EXIT_CODE_SIGNAL
 from megatron_ext.training.step import StepResult
 from megatron_ext.training.window import LogWindow
@@ -34,15 +36,17 @@ def train(run: Run) -> int | None:
         batches = run.train_source.next_step(run.batch_size.num_microbatches)
         result = run.runner.train(batches, run.batch_size.num_microbatches)
         run.parameter_gather.switch_on()
-        _advance(run, result)
+        nan = _advance(run, result)
         iteration = run.progress.iteration
-        window.add(result)
-        if iteration % run.config.logging.log_interval == 0:
+        window.add(result, nan=nan)
+        if iteration == 1:
+            window.report(keep=True)
+        elif iteration % run.config.logging.log_interval == 0:
             window.report()
+        started = time.perf_counter()
         _check_invariants(run)
         if _due(iteration, run.config.training.eval_interval) and run.evaluates:
             evaluate_split(run, "validation")
-            window.restart_clock()
         collect_garbage(iteration)
         stop = run.stop_requests.check(run.device)
         due = _due(iteration, run.config.checkpoint.save_interval)
@@ -50,9 +54,9 @@ def train(run: Run) -> int | None:
         if (due or leave) and saved_at != iteration:
             run.save()
             saved_at = iteration
-            window.restart_clock()
+        window.pause(time.perf_counter() - started)
         if leave:
-            run.say(f"exiting at iteration {iteration} ({stop or 'exit interval'})")
+            run.reporters.say(f"exiting at iteration {iteration} ({stop or 'exit interval'})")
             return EXIT_CODE_SIGNAL if stop == "signal" else 0
     if saved_at != run.progress.iteration:
         run.save()
@@ -69,18 +73,29 @@ def evaluate_split(run: Run, name: str, *, final: bool = False) -> None:
         label = name if len(sources) == 1 else f"{name} set {index}"
         if name == "validation":
             run.progress.consumed_valid_samples += steps * run.evaluation_batch_size
-        run.report_evaluation(label, losses, final=final)
+        run.reporters.on_evaluation(
+            EvaluationRecord(
+                split=label,
+                iteration=run.progress.iteration,
+                losses=losses,
+                consumed_samples=run.progress.consumed_train_samples,
+                final=final,
+            )
+        )
 
 
-def _advance(run: Run, result: StepResult) -> None:
+def _advance(run: Run, result: StepResult) -> bool:
+    """Count the step; returns whether it was skipped with a loss that is not finite."""
     progress = run.progress
     progress.iteration += 1
     progress.consumed_train_samples += run.batch_size.global_batch_size
     progress.floating_point_operations += run.flops_per_sample * run.batch_size.global_batch_size
-    if not result.update.applied:
-        progress.skipped_iterations += 1
-        if any(not math.isfinite(float(loss)) for loss in result.losses.values()):
-            progress.nan_iterations += 1
+    if result.update.applied:
+        return False
+    progress.skipped_iterations += 1
+    nan = any(not math.isfinite(float(loss)) for loss in result.losses.values())
+    progress.nan_iterations += nan
+    return nan
 
 
 def _due(iteration: int, interval: int | None) -> bool:

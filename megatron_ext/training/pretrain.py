@@ -11,7 +11,7 @@ import torch
 
 from megatron_ext.config import parse_args
 from megatron_ext.device import Device, select
-from megatron_ext.layout import Layout, init_groups, seed_everything
+from megatron_ext.layout import Layout, embedding_ranks, init_groups, seed_everything
 from megatron_ext.training.launch import launch
 from megatron_ext.training.loop import evaluate_split, train
 from megatron_ext.training.preflight import preflight
@@ -33,7 +33,9 @@ def main(task: Task, argv: Sequence[str]) -> int:
         The exit code of the program.
     """
     device = select()
-    parsed = parse_args(argv, world_size=_world_size(), device=device.kind)
+    world_size = int(os.environ.get("WORLD_SIZE", "0"))
+    parsed = parse_args(argv, world_size=world_size, device=device.kind)
+    device = select(parsed.config.parallel.distributed_backend)
     config, tokenizer = preflight(parsed.config)
     if int(os.environ.get("RANK", "0")) == 0:
         for note in parsed.notes:
@@ -62,6 +64,10 @@ def pretrain(task: Task, config: RunConfig, *, device: Device, tokenizer: Tokeni
         Layout.from_config(config),
         device,
         timeout_minutes=config.parallel.distributed_timeout_minutes,
+        get_embedding_ranks=embedding_ranks(
+            tied=not config.model.untie_embeddings_and_output_weights,
+            mtp=bool(config.model.mtp_num_layers),
+        ),
     )
     try:
         seed_everything(
@@ -72,12 +78,17 @@ def pretrain(task: Task, config: RunConfig, *, device: Device, tokenizer: Tokeni
         if config.training.deterministic_mode:
             torch.use_deterministic_algorithms(True)
         run = build_run(config, task, context, torch_device, tokenizer)
-        with build_reporters(config, context, resumed_at=run.progress.iteration) as reporters:
+        with build_reporters(
+            config,
+            context,
+            resumed_at=run.progress.iteration,
+            num_iterations=run.num_iterations,
+        ) as reporters:
             run.reporters = reporters
             code = None if config.training.skip_train else train(run)
-            if code is None:
-                _final_evaluation(run)
-            run.checkpoints.close()
+            if code is None and run.evaluates:
+                evaluate_split(run, "validation", final=True)
+                evaluate_split(run, "test", final=True)
         return code or 0
     finally:
         context.destroy()

@@ -21,7 +21,10 @@ from megatron_ext.models.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer, build_scheduler
 from megatron_ext.training.batch_size import BatchSize, number_of_iterations
 from megatron_ext.training.evaluate import steps_of_one_epoch
+from megatron_ext.training.flops import flops_per_sample, peak_flops
 from megatron_ext.training.overlap import ParameterGather
+from megatron_ext.training.params_norm import params_norm
+from megatron_ext.training.reporting import Reporters
 from megatron_ext.training.signals import StopRequests
 from megatron_ext.training.state import Progress
 from megatron_ext.training.step import StepRunner
@@ -53,7 +56,9 @@ class Run:
     train_source: BatchSource = field(default_factory=lambda: BatchSource(None, None))
     valid_sources: list[BatchSource] = field(default_factory=list)
     test_source: BatchSource = field(default_factory=lambda: BatchSource(None, None))
+    reporters: Reporters = field(default_factory=lambda: Reporters([]))
     flops_per_sample: float = 0.0
+    peak_flops: float | None = None
 
     @property
     def evaluates(self) -> bool:
@@ -77,6 +82,10 @@ class Run:
         if self.config.training.full_validation:
             return steps_of_one_epoch(source, self.evaluation_batch_size, self.device)
         return self.config.training.eval_iters
+
+    def params_norm(self) -> float:
+        """Global L2 norm of the parameters; all ranks call this together."""
+        return params_norm(self.chunks, self.context)
 
     def save(self) -> None:
         """Save a checkpoint, where a folder is given."""
@@ -129,6 +138,10 @@ def build_run(
         checkpoints=checkpoints,
         progress=progress,
         stop_requests=StopRequests(config, started),
+        flops_per_sample=flops_per_sample(config),
+        peak_flops=peak_flops(
+            torch.cuda.get_device_name(device) if device.type == "cuda" else None
+        ),
     )
     attach_data(run, task, tokenizer)
     return run

@@ -1,0 +1,105 @@
+"""What is reported, as plain values; and the protocol of what reports it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class IterationRecord:
+    """The steps since the last report.
+
+    Attributes:
+        iteration: training steps done.
+        num_iterations: steps of the whole run.
+        consumed_samples: samples used by all ranks.
+        seconds: mean duration of a step.
+        learning_rate: after the last step.
+        global_batch_size: samples of the last step.
+        losses: mean over the reported steps that had an update, by name.
+        loss_scale: of fp16; 1 otherwise.
+        grad_norm: of the last step before clipping; not finite when it was skipped.
+        tokens: tokens of one step.
+        flops: floating-point operations of one step on all ranks.
+        world_size: ranks.
+        skipped: steps without an update since the last report.
+        nans: those whose loss was not finite.
+        total_skipped: steps without an update in the whole run.
+        num_zeros: zeros in the gradient, where counted.
+        params_norm: norm of the parameters, where asked for.
+        peak_flops: of one GPU, None where it is not known.
+    """
+
+    iteration: int
+    num_iterations: int
+    consumed_samples: int
+    seconds: float
+    learning_rate: float
+    global_batch_size: int
+    losses: dict[str, float]
+    loss_scale: float
+    grad_norm: float
+    tokens: int
+    flops: float
+    world_size: int
+    skipped: int = 0
+    nans: int = 0
+    total_skipped: int = 0
+    num_zeros: float | None = None
+    params_norm: float | None = None
+    peak_flops: float | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks together."""
+        return self.tokens / self.seconds
+
+    @property
+    def tflops_per_device(self) -> float:
+        """10^12 floating-point operations per second and device."""
+        return self.flops / self.seconds / self.world_size / 1e12
+
+    @property
+    def mfu(self) -> float | None:
+        """Share of the peak of the GPUs that the model uses; None where the peak is unknown."""
+        if self.peak_flops is None:
+            return None
+        return self.tflops_per_device * 1e12 / self.peak_flops
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the last step, at the present speed."""
+        return (self.num_iterations - self.iteration) * self.seconds
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """One evaluation.
+
+    Attributes:
+        split: ``validation`` or ``test`` (with a number where there are several).
+        iteration: training steps done.
+        losses: by name.
+        consumed_samples: training samples used so far.
+        final: after the last step.
+    """
+
+    split: str
+    iteration: int
+    losses: dict[str, float] = field(default_factory=dict)
+    consumed_samples: int = 0
+    final: bool = False
+
+
+class Reporter(Protocol):
+    """Something that reports."""
+
+    def on_iteration(self, record: IterationRecord) -> None:
+        """Report training steps."""
+
+    def on_evaluation(self, record: EvaluationRecord) -> None:
+        """Report an evaluation."""
+
+    def close(self) -> None:
+        """Finish; nothing follows."""
