@@ -1,0 +1,114 @@
+"""Does a checkpoint fit this run?  Asked before anything is overwritten."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megatron_ext.checkpoint.state import SHARDING
+from megatron_ext.errors import CheckpointError
+from megatron_ext.layout import Layout
+
+LENIENT = ("log_unexpected", "log_all", "return_unexpected", "return_all", "ignore_all")
+_ADVICE = "give the flags that it was saved with, or `--use-checkpoint-args`"
+_MODEL_AXES = ("tensor", "pipeline", "expert")
+
+
+def same_model_ranks(arguments: Namespace, layout: Layout) -> bool:
+    """Whether the run that saved had the same tensor, pipeline and expert parallel sizes."""
+    return all(
+        getattr(arguments, f"{axis}_model_parallel_size", 1)
+        == getattr(layout, f"{axis}_model_parallel_size")
+        for axis in _MODEL_AXES
+    )
+
+
+def check_model(
+    path: Path, model_state: dict[str, Any], arguments: Namespace, layout: Layout, strictness: str
+) -> None:
+    """Compare names and shapes of this rank's weights with the checkpoint's.
+
+    Args:
+        model_state: sharded tensors of the model chunks.
+        arguments: of the run that saved.
+        strictness: ``--dist-ckpt-strictness``; the lenient ones let names differ.
+
+    Raises:
+        CheckpointError: a weight that is not there, or has another shape.
+    """
+    stored = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    for tensor in _tensors(model_state):
+        known = stored.get(tensor.key)
+        if not isinstance(known, TensorStorageMetadata):
+            if strictness in LENIENT:
+                continue
+            raise CheckpointError(
+                f"{path} holds no `{tensor.key}`, which the model needs; {_ADVICE}."
+            )
+        theirs, ours = tuple(known.size), tuple(tensor.global_shape)
+        if theirs == ours or (
+            tensor.allow_shape_mismatch and _padding_explains(theirs, ours, arguments, layout)
+        ):
+            continue
+        raise CheckpointError(
+            f"{path} holds `{tensor.key}` with shape {list(theirs)}, but the model's has shape "
+            f"{list(ours)}; {_ADVICE}."
+        )
+
+
+def _tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:
+    expanded, _, _ = load_preprocess(state)
+    return (value for value in nested_values(expanded) if isinstance(value, ShardedTensor))
+
+
+def _padding_explains(
+    theirs: tuple[int, ...], ours: tuple[int, ...], arguments: Namespace, layout: Layout
+) -> bool:
+    """Whether two vocabulary sizes can be one vocabulary, padded for two tensor-parallel sizes."""
+    if theirs[1:] != ours[1:]:
+        return False
+    ranks = max(
+        getattr(arguments, "tensor_model_parallel_size", 1), layout.tensor_model_parallel_size
+    )
+    unit = getattr(arguments, "make_vocab_size_divisible_by", 128) * ranks
+    return abs(theirs[0] - ours[0]) < unit
+
+
+def check_optimizer(
+    path: Path,
+    stored: dict[str, Any],
+    arguments: Namespace,
+    layout: Layout,
+    *,
+    distributed: bool,
+) -> None:
+    """Whether the saved optimizer state can be cut for this run.
+
+    Args:
+        stored: content metadata of the checkpoint.
+        distributed: this run uses the distributed optimizer.
+
+    Raises:
+        CheckpointError: saved with the other kind of optimizer, or for one layout only.
+    """
+    kind = stored.get(SHARDING)
+    if (kind is not None) != distributed:
+        there, here = ("with", "without") if kind else ("without", "with")
+        raise CheckpointError(
+            f"{path} was saved {there} `--use-distributed-optimizer`, but this run is {here} it; "
+            "use the same, or give `--no-load-optim`."
+        )
+    if kind == "dp_reshardable" and not same_model_ranks(arguments, layout):
+        raise CheckpointError(
+            f"{path} was saved with `--no-dist-ckpt-optim-fully-reshardable`, so that its "
+            "optimizer state loads only with the same tensor, pipeline and expert parallel sizes; "
+            "use those, or give `--no-load-optim`."
+        )

@@ -1,0 +1,315 @@
+"""Saving and loading the state of a run."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_ext.checkpoint.agreement import together
+from megatron_ext.checkpoint.fit import check_model, check_optimizer, same_model_ranks
+from megatron_ext.checkpoint.manifest import checksum_fault, read_manifest
+from megatron_ext.checkpoint.paths import folder_of, standing_folder_of
+from megatron_ext.checkpoint.publish import prepare, publish, remove_old, temporary_folder_of
+from megatron_ext.checkpoint.random_state import random_state, restore_random_state
+from megatron_ext.checkpoint.state import (
+    Chunks,
+    apply_state,
+    chunk_keys,
+    common_state,
+    content_metadata,
+    is_distributed,
+    sharded_state,
+)
+from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG, choose, read_json, refusal
+from megatron_ext.checkpoint.strategies import load_strategy, save_strategy
+from megatron_ext.checkpoint.writing import (
+    describe_written,
+    on_first_rank,
+    one_line,
+    write_state,
+)
+from megatron_ext.config.checkpoint import CheckpointConfig
+from megatron_ext.errors import CheckpointError
+from megatron_ext.layout import ParallelContext
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """What was loaded besides weights and optimizer.
+
+    Attributes:
+        iteration: training steps done; 0 with ``--finetune``.
+        progress: the counters that were saved.
+        run_config: the configuration of the run that saved.
+        path: the folder.
+        notes: what was not loaded, and why.
+    """
+
+    iteration: int
+    progress: dict[str, Any]
+    run_config: dict[str, Any]
+    path: Path
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A checkpoint to load, and whether only its weights are wanted."""
+
+    root: Path
+    iteration: int
+    weights_only: bool
+
+    @property
+    def path(self) -> Path:
+        return standing_folder_of(self.root, self.iteration)
+
+
+class CheckpointManager:
+    """Saves and loads; all ranks call each method together."""
+
+    def __init__(self, config: CheckpointConfig, context: ParallelContext) -> None:
+        self._config = config
+        self._context = context
+
+    def save(
+        self,
+        iteration: int,
+        *,
+        model: Chunks,
+        optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None,
+        progress: dict[str, Any],
+        run_config: dict[str, Any],
+    ) -> Path:
+        """Write a checkpoint aside, verify it, publish it, then remove old ones.
+
+        Args:
+            progress: counters that JSON can hold.
+            run_config: the resolved configuration, sections of plain values.
+
+        Returns:
+            The published folder.
+
+        Raises:
+            CheckpointError: on every rank, when one of them could not write.
+        """
+        config = self._config
+        if config.save is None:
+            raise CheckpointError("There is no folder to save to; give `--save`.")
+        root = Path(config.save)
+        on_first_rank(lambda: prepare(root, iteration), f"`--save` ({root}) cannot be written")
+        temporary = temporary_folder_of(root, iteration)
+        kept_optimizer = None if config.no_save_optim else optimizer
+        metadata = content_metadata(
+            kept_optimizer, reshardable=config.dist_ckpt_optim_fully_reshardable
+        )
+        state = sharded_state(
+            model,
+            kept_optimizer,
+            metadata={**metadata, "dp_cp_group": self._context.pgs.dp_cp},
+            is_loading=False,
+        )
+        state.update(common_state(iteration, progress, run_config))
+        state["content_metadata"] = metadata
+        if scheduler is not None and not config.no_save_optim:
+            state["opt_param_scheduler"] = scheduler.state_dict()
+        if not config.no_save_rng:
+            apart = run_config.get("training", {}).get("data_parallel_random_init", False)
+            state["rng_state"] = random_state(self._context, every_replica=apart)
+        strategy = save_strategy(
+            self._context.pgs.dp_cp, fully_parallel=config.ckpt_fully_parallel_save
+        )
+        try:
+            write_state(state, temporary, strategy)
+            files = describe_written(temporary, progress, run_config)
+            on_first_rank(lambda: publish(root, iteration, files), f"{temporary} not published")
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"The checkpoint of iteration {iteration} could not be saved: "
+                f"{one_line(error)}; free some space or give another `--save`."
+            ) from error
+        if self._context.rank == 0:
+            remove_old(root, iteration, retain=config.save_retain_interval, keep=config.keep_last)
+        return folder_of(root, iteration)
+
+    def load(
+        self,
+        *,
+        model: Chunks,
+        optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None,
+    ) -> LoadedCheckpoint | None:
+        """Load what ``--load`` (or ``--pretrained-checkpoint``) asks for.
+
+        Nothing of the model is changed before the checkpoint has been verified and found to fit.
+
+        Returns:
+            None when there is nothing to load.
+
+        Raises:
+            CheckpointError: a missing, partial, damaged or foreign checkpoint.
+        """
+        found = self._find()
+        if found is None:
+            return None
+        self._verify(found)
+        path, notes = found.path, list[str]()
+        common = dict(dist_checkpointing.load_common_state_dict(str(path)))
+        arguments = common.get("args", Namespace())
+        with_optimizer = self._loads_optimizer(found, arguments, notes)
+        state = self._requested_state(
+            found, model, optimizer if with_optimizer else None, common, arguments
+        )
+        if self._loads_random(found, arguments, notes):
+            apart = getattr(arguments, "data_parallel_random_init", False)
+            state["rng_state"] = random_state(self._context, every_replica=apart)
+        loaded = self._read(path, state, notes)
+        apply_state(loaded, model, optimizer, scheduler, with_optimizer=with_optimizer)
+        if "rng_state" in state:
+            restore_random_state(self._context, loaded["rng_state"])
+        run_config = read_json(path / RUN_CONFIG)
+        if found.weights_only:
+            return LoadedCheckpoint(0, {}, run_config, path, notes)
+        progress = _progress(path, arguments)
+        return LoadedCheckpoint(int(common["iteration"]), progress, run_config, path, notes)
+
+    def _find(self) -> _Found | None:
+        """What to load; rank 0 looks, all agree."""
+        return together(
+            lambda: self._look() if self._context.rank == 0 else None, "looking for a checkpoint"
+        )[0]
+
+    def _look(self) -> _Found | None:
+        config = self._config
+        for name in (config.load, config.pretrained_checkpoint):
+            root = None if name is None else Path(name)
+            if root is None or not root.is_dir():
+                continue
+            step = config.ckpt_step if name == config.load else None
+            iteration = choose(root, step)
+            if iteration is not None:
+                return _Found(root, iteration, config.finetune or name != config.load)
+        if config.pretrained_checkpoint is not None:
+            raise CheckpointError(
+                f"`--pretrained-checkpoint` ({config.pretrained_checkpoint}) holds no checkpoint; "
+                "give a folder that does."
+            )
+        if config.load is None:
+            return None
+        for name, wanted in (
+            ("--exit-on-missing-checkpoint", config.exit_on_missing_checkpoint),
+            ("--ckpt-step", config.ckpt_step is not None),
+            ("--finetune", config.finetune),
+        ):
+            if wanted:
+                raise CheckpointError(
+                    f"`--load` ({config.load}) holds no checkpoint, but `{name}` is given; give a "
+                    "folder that does."
+                )
+        return None
+
+    def _verify(self, found: _Found) -> None:
+        """Compare the checksums, each rank its share of the files."""
+        path = found.path
+
+        def verify() -> None:
+            files = read_manifest(path) or {}
+            rank, size = self._context.rank, self._context.layout.world_size
+            largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
+            fault = checksum_fault(path, files, largest_first[rank::size])
+            if fault is not None:
+                raise CheckpointError(refusal(found.root, found.iteration, fault))
+
+        together(verify, f"{path} cannot be read")
+
+    def _loads_optimizer(self, found: _Found, arguments: Namespace, notes: list[str]) -> bool:
+        if found.weights_only or self._config.no_load_optim:
+            return False
+        if getattr(arguments, "no_save_optim", False):
+            notes.append(f"{found.path} holds no optimizer, so it starts anew.")
+            return False
+        return True
+
+    def _loads_random(self, found: _Found, arguments: Namespace, notes: list[str]) -> bool:
+        """Whether the random states are there and fit: they are kept per model-parallel rank."""
+        if found.weights_only or self._config.no_load_rng:
+            return False
+        if getattr(arguments, "no_save_rng", False):
+            notes.append(f"{found.path} holds no random states, so they start from `--seed`.")
+            return False
+        same = same_model_ranks(arguments, self._context.layout)
+        data_ranks = getattr(arguments, "data_parallel_size", None)
+        if self._context.layout.expert_model_parallel_size > 1 or getattr(
+            arguments, "data_parallel_random_init", False
+        ):
+            same = same and data_ranks == self._context.layout.data_parallel_size
+        if not same:
+            notes.append("The layout has changed, so the random states start from `--seed`.")
+        return same
+
+    def _requested_state(
+        self,
+        found: _Found,
+        model: Chunks,
+        optimizer: MegatronOptimizer | None,
+        common: dict[str, Any],
+        arguments: Namespace,
+    ) -> dict[str, Any]:
+        """The sharded state to fill, cut as the checkpoint is, after checking that it fits."""
+        path, layout = found.path, self._context.layout
+        stored = dict(common.get("content_metadata") or {})
+        metadata = {**stored, "dp_cp_group": self._context.pgs.dp_cp}
+
+        def check() -> None:
+            bare = sharded_state(model, None, metadata=metadata, is_loading=True)
+            check_model(path, bare, arguments, layout, self._config.dist_ckpt_strictness)
+            if optimizer is not None:
+                check_optimizer(
+                    path, stored, arguments, layout, distributed=is_distributed(optimizer)
+                )
+
+        together(check, f"{path} cannot be compared with the model")
+        state = sharded_state(model, optimizer, metadata=metadata, is_loading=True)
+        assert all(key in state for key in chunk_keys(model))
+        return state
+
+    def _read(self, path: Path, state: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+        strategy = load_strategy(
+            self._context.pgs.dp_cp, fully_parallel=self._config.ckpt_fully_parallel_load
+        )
+        try:
+            loaded = dist_checkpointing.load(
+                state,
+                str(path),
+                sharded_strategy=strategy,
+                strict=self._config.dist_ckpt_strictness,
+            )
+        # torch's exception of a collective read derives from BaseException.
+        except (Exception, CheckpointException) as error:
+            raise CheckpointError(
+                f"{path} does not fit this run: {one_line(error)}; give the flags that it was "
+                "saved with, or `--no-load-optim` where only the optimizer differs."
+            ) from error
+        if isinstance(loaded, tuple):
+            loaded, missing, unexpected = loaded
+            for kind, keys in (("not wanted by the run", missing), ("not in it", unexpected)):
+                if keys:
+                    notes.append(f"Of {path} these names are {kind}: {sorted(keys)}.")
+        return dict(loaded)
+
+
+def _progress(path: Path, arguments: Namespace) -> dict[str, Any]:
+    """Counters of our own checkpoints, or what Megatron-LM keeps in its arguments."""
+    stored = read_json(path / PROGRESS)
+    if stored:
+        return stored
+    names = ("consumed_train_samples", "consumed_valid_samples")
+    return {name: getattr(arguments, name, 0) for name in names}

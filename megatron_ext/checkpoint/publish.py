@@ -1,0 +1,105 @@
+"""From written files to a published checkpoint, and the removal of old ones; rank 0's work."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.checkpoint.manifest import write_manifest
+from megatron_ext.checkpoint.paths import (
+    TEMPORARY_SUFFIX,
+    announce,
+    finish_announced,
+    folder_of,
+    leftovers,
+    published,
+    replaced_folder_of,
+    sync_folder,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def prepare(root: Path, iteration: int) -> None:
+    """Make the empty folder to write to, and clear what earlier kills left.
+
+    Raises:
+        OSError: the save folder cannot be written.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    for left in leftovers(root):
+        shutil.rmtree(left)
+    for older in published(root):
+        replaced = replaced_folder_of(root, older)
+        if folder_of(root, older).is_dir() and replaced.is_dir():
+            shutil.rmtree(replaced)
+    temporary_folder_of(root, iteration).mkdir()
+
+
+def temporary_folder_of(root: Path, iteration: int) -> Path:
+    """Where the files of an iteration are written before they are published."""
+    final = folder_of(root, iteration)
+    return final.with_name(final.name + TEMPORARY_SUFFIX)
+
+
+def publish(root: Path, iteration: int, files: dict[str, dict[str, Any]]) -> None:
+    """Write the manifest, give the folder its name, and move the tracker last.
+
+    The order survives a kill at any moment: a folder under its final name is whole; the tracker
+    names a whole folder; between the two, the announcement tells a loader what is newer.
+    """
+    temporary, final = temporary_folder_of(root, iteration), folder_of(root, iteration)
+    write_manifest(temporary, files)
+    sync_folder(temporary)
+    announce(root, iteration)
+    replaced = replaced_folder_of(root, iteration)
+    if final.exists():
+        # Loaders fall back to this name until the new folder stands.
+        os.rename(final, replaced)
+    os.rename(temporary, final)
+    sync_folder(root)
+    finish_announced(root)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def doomed(older: list[int], *, retain: int | None, keep: int | None) -> list[int]:
+    """Which older checkpoints go after a new one was published.
+
+    Args:
+        older: iterations before the new one, ascending.
+        retain: ``--save-retain-interval``: as in Megatron-LM, the one before goes unless its
+            iteration is a multiple.
+        keep: ``--keep-last``: so many stay, the new one included; multiples of ``retain`` stay
+            as well.
+    """
+    gone: set[int] = set()
+    if retain is not None and older and older[-1] % retain:
+        gone.add(older[-1])
+    if keep is not None:
+        beyond = older[: max(0, len(older) - (keep - 1))]
+        gone |= {i for i in beyond if retain is None or i % retain}
+    return sorted(gone)
+
+
+def remove_old(root: Path, newest: int, *, retain: int | None, keep: int | None) -> None:
+    """Remove the checkpoints that the flags do not keep.
+
+    A symbolic link is left alone. A folder that cannot be removed is reported, and does not end
+    the run: the new checkpoint is safe.
+    """
+    older = [iteration for iteration in published(root) if iteration < newest]
+    for iteration in doomed(older, retain=retain, keep=keep):
+        folder = folder_of(root, iteration)
+        if folder.is_symlink():
+            continue
+        aside = temporary_folder_of(root, iteration)
+        try:
+            # Renamed first, so that a kill in the middle leaves no partial checkpoint.
+            os.rename(folder, aside)
+            shutil.rmtree(aside)
+        except OSError as error:
+            logger.warning("The old checkpoint %s could not be removed: %s.", folder, error)

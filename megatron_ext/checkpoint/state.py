@@ -1,0 +1,101 @@
+"""The state of a run under Megatron-LM's keys, cut into shards by megatron-core."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import unwrap_model
+
+Chunks = list[DistributedDataParallel]
+SHARDING = "distrib_optim_sharding_type"
+
+
+def is_distributed(optimizer: MegatronOptimizer | None) -> bool:
+    """Whether optimizer state is spread over data-parallel ranks."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return any(isinstance(part, DistributedOptimizer) for part in parts)
+
+
+def content_metadata(optimizer: MegatronOptimizer | None, *, reshardable: bool) -> dict[str, Any]:
+    """How the state is cut; megatron-core keeps this with the checkpoint and needs it to load.
+
+    Args:
+        reshardable: optimizer state that loads in any layout, otherwise in any data-parallel size.
+    """
+    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if is_distributed(optimizer):
+        metadata[SHARDING] = "fully_reshardable" if reshardable else "dp_reshardable"
+        if reshardable:
+            metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    return metadata
+
+
+def chunk_keys(model: Chunks) -> list[str]:
+    """``model``, or ``model0``, ``model1``, … with virtual stages."""
+    return ["model"] if len(model) == 1 else [f"model{index}" for index in range(len(model))]
+
+
+def sharded_state(
+    model: Chunks,
+    optimizer: MegatronOptimizer | None,
+    *,
+    metadata: dict[str, Any],
+    is_loading: bool,
+) -> dict[str, Any]:
+    """Sharded tensors of model and optimizer; all ranks call this together."""
+    state: dict[str, Any] = {
+        key: chunk.sharded_state_dict(metadata=metadata)
+        for key, chunk in zip(chunk_keys(model), unwrap_model(model), strict=True)
+    }
+    if optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False):
+        state["optimizer"] = optimizer.sharded_state_dict(
+            state, is_loading=is_loading, metadata=metadata
+        )
+    return state
+
+
+def common_state(
+    iteration: int, progress: dict[str, Any], run_config: dict[str, Any]
+) -> dict[str, Any]:
+    """What is the same on all ranks; ``args`` is what Megatron-LM's loader looks at."""
+    flat: dict[str, Any] = {}
+    for section in run_config.values():
+        if isinstance(section, dict):
+            flat.update(section)
+    flat.update(progress)
+    return {
+        "args": argparse.Namespace(**flat),
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+        "num_floating_point_operations_so_far": progress.get("floating_point_operations", 0.0),
+    }
+
+
+def apply_state(
+    loaded: dict[str, Any],
+    model: Chunks,
+    optimizer: MegatronOptimizer | None,
+    scheduler: OptimizerParamScheduler | None,
+    *,
+    with_optimizer: bool,
+) -> None:
+    """Put the loaded values where they belong."""
+    for key, chunk in zip(chunk_keys(model), model, strict=True):
+        # An empty pipeline stage has nothing to load.
+        if key in loaded:
+            chunk.load_state_dict(loaded[key])
+    if optimizer is None:
+        return
+    if not with_optimizer:
+        # The fp32 copies follow the loaded weights.
+        optimizer.reload_model_params()
+        return
+    if not getattr(optimizer, "is_stub_optimizer", False):
+        optimizer.load_state_dict(loaded["optimizer"])
+    if scheduler is not None and "opt_param_scheduler" in loaded:
+        scheduler.load_state_dict(loaded["opt_param_scheduler"])

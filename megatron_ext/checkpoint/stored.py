@@ -1,0 +1,125 @@
+"""Which checkpoint to load, and what can be read of it before a model exists."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.checkpoint.manifest import MANIFEST, read_manifest, size_fault
+from megatron_ext.checkpoint.paths import (
+    TRACKER,
+    announced,
+    published,
+    read_tracker,
+    standing_folder_of,
+)
+from megatron_ext.errors import CheckpointError
+
+RUN_CONFIG = "run_config.json"
+PROGRESS = "progress.json"
+
+
+def fault_of(folder: Path) -> str | None:
+    """Why a folder is no whole checkpoint, None if it is one."""
+    if not folder.is_dir():
+        return f"{folder} does not exist"
+    try:
+        files = read_manifest(folder)
+    except CheckpointError as error:
+        return str(error).rstrip(".")
+    if files is not None:
+        return size_fault(folder, files)
+    if (folder / RUN_CONFIG).is_file():
+        return f"{folder / MANIFEST} is missing"
+    if any(folder.glob("mp_rank_*/*.pt")):
+        return (
+            f"{folder} is in Megatron-LM's old format `torch`, which only Megatron-LM's tools can "
+            "convert to `torch_dist`"
+        )
+    for name in ("metadata.json", ".metadata", "common.pt"):
+        if not (folder / name).is_file():
+            return f"{folder / name} is missing"
+    return None
+
+
+def newest_whole(root: Path) -> int | None:
+    """The newest iteration whose files are all there, None if there is none."""
+    for iteration in reversed(published(root)):
+        if fault_of(standing_folder_of(root, iteration)) is None:
+            return iteration
+    return None
+
+
+def choose(root: Path, step: int | None) -> int | None:
+    """The iteration to load from a folder.
+
+    Args:
+        root: ``--load``.
+        step: ``--ckpt-step``.
+
+    Returns:
+        The iteration, None when the folder holds no checkpoint at all.
+
+    Raises:
+        CheckpointError: the one that is asked for is missing or damaged; names the newest whole
+            one.
+    """
+    wanted = step
+    if wanted is None:
+        # A kill between publication and tracker leaves the announcement; it is what is newest.
+        wanted = announced(root)
+    if wanted is None:
+        wanted = read_tracker(root)
+    if wanted is None:
+        return newest_whole(root)
+    fault = fault_of(standing_folder_of(root, wanted))
+    if fault is not None:
+        raise CheckpointError(refusal(root, wanted, fault))
+    return wanted
+
+
+def refusal(root: Path, iteration: int, fault: str) -> str:
+    """The sentence that refuses a checkpoint and offers another."""
+    others = [i for i in published(root) if i != iteration]
+    whole = [i for i in others if fault_of(standing_folder_of(root, i)) is None]
+    advice = (
+        f"give `--ckpt-step {whole[-1]}` for the newest whole one"
+        if whole
+        else "there is no other whole one, so remove `--load` to start anew"
+    )
+    return f"The checkpoint of iteration {iteration} cannot be loaded: {fault}; {advice}."
+
+
+def read_run_config(root: Path, step: int | None = None) -> dict[str, Any]:
+    """The stored configuration of a run, for ``--use-checkpoint-args``.
+
+    Raises:
+        CheckpointError: no whole checkpoint, or one without a configuration.
+    """
+    if not root.is_dir():
+        raise CheckpointError(f"`--load` ({root}) is no folder; give one that holds {TRACKER}.")
+    iteration = choose(root, step)
+    if iteration is None:
+        raise CheckpointError(f"`--load` ({root}) holds no checkpoint; give another folder.")
+    path = standing_folder_of(root, iteration) / RUN_CONFIG
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing, so `--use-checkpoint-args` has nothing to read; give the flags "
+            "of the model instead."
+        )
+    return read_json(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A stored mapping, empty where there is no such file.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); load another checkpoint.") from error

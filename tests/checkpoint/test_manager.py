@@ -1,0 +1,191 @@
+"""Saved in one layout and loaded in another: the same tensors, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.dist_checkpointing import load_common_state_dict
+
+from megatron_ext.checkpoint import read_run_config
+from megatron_ext.checkpoint.paths import TRACKER, folder_of, published
+from megatron_ext.errors import CheckpointError
+from megatron_ext.layout import Layout
+from tests.checkpoint.tiny import RUN_CONFIG, build, load, manager, save, whole_tensors
+from tests.ranks import ranks, run_on_ranks
+
+LAYOUTS = {
+    "one rank": Layout(1),
+    "TP2": Layout(2, tensor_model_parallel_size=2),
+    "CP2 DP1": Layout(2, context_parallel_size=2),
+    "DP2": Layout(2),
+    "PP2 VPP2": Layout(2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
+    "TP2 PP2": Layout(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+    "CP2 DP2": Layout(4, context_parallel_size=2),
+}
+
+
+def train_and_save(context: Any, folder: Path, options: dict[str, Any]) -> None:
+    tiny = build(context, **options)
+    for _ in range(3):
+        tiny.step()
+    save(manager(context, folder), tiny, 3, context)
+
+
+def load_and_save(context: Any, source: Path, target: Path, options: dict[str, Any]) -> None:
+    tiny = build(context, **options)
+    tiny.spoil()
+    loaded = load(manager(context, source), tiny)
+    assert loaded.iteration == 3
+    assert loaded.progress["consumed_train_samples"] == 24
+    assert tiny.scheduler.num_steps == 3
+    save(manager(context, target), tiny, 3, context)
+    # The next step needs the optimizer to be usable.
+    tiny.step()
+
+
+def travel(tmp_path: Path, first: Layout, second: Layout, **options: Any) -> int:
+    """Save, load elsewhere, save again; the number of tensors compared."""
+    run_on_ranks(train_and_save, first, {"folder": tmp_path / "a", "options": options})
+    run_on_ranks(
+        load_and_save,
+        second,
+        {"source": tmp_path / "a", "target": tmp_path / "b", "options": options},
+    )
+    before = whole_tensors(folder_of(tmp_path / "a", 3), tmp_path / "a.pt")
+    after = whole_tensors(folder_of(tmp_path / "b", 3), tmp_path / "b.pt")
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert torch.equal(value, after[name]), name
+    assert any("exp_avg_sq" in name and before[name].abs().max() > 0 for name in before)
+    return len(before)
+
+
+@pytest.mark.parametrize("target", [name for name in LAYOUTS if name != "TP2 PP2"])
+def test_every_layout_loads_what_tp2_pp2_saved(tmp_path: Path, target: str) -> None:
+    assert travel(tmp_path, LAYOUTS["TP2 PP2"], LAYOUTS[target]) > 20
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_keeps_its_fp32_weights(tmp_path: Path, precision: str) -> None:
+    travel(tmp_path, LAYOUTS["DP2"], LAYOUTS["TP2"], precision=precision)
+    tensors = whole_tensors(folder_of(tmp_path / "a", 3), tmp_path / "c.pt")
+    assert tensors["embedding.word_embeddings.weight"].dtype != torch.float32
+    assert any("fp32" in name and t.dtype == torch.float32 for name, t in tensors.items())
+
+
+def test_the_plain_optimizer_travels(tmp_path: Path) -> None:
+    travel(tmp_path, LAYOUTS["TP2"], LAYOUTS["PP2 VPP2"], distributed=False)
+
+
+@ranks(tp=2)
+def test_random_states_continue_in_the_same_layout(context: Any, tmp_path: Path) -> None:
+    tiny = build(context)
+    checkpoints = manager(context, tmp_path)
+    save(checkpoints, tiny, 1, context)
+    expected = (random.random(), np.random.rand(), torch.rand(1).item())
+    loaded = load(checkpoints, tiny)
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
+    assert loaded.notes == []
+
+
+@ranks()
+def test_what_is_stored_beside_the_tensors(context: Any, tmp_path: Path) -> None:
+    path = save(manager(context, tmp_path), build(context), 7, context)
+    assert path == tmp_path / "iter_0000007"
+    assert (tmp_path / TRACKER).read_text() == "7"
+    assert read_run_config(tmp_path)["model"] == RUN_CONFIG["model"]
+    common = load_common_state_dict(str(path))
+    assert common["iteration"] == 7
+    assert common["checkpoint_version"] == 3.0
+    assert common["args"].consumed_train_samples == 56
+    assert common["args"].num_layers == 4
+
+
+@ranks()
+def test_finetune_takes_the_weights_alone(context: Any, tmp_path: Path) -> None:
+    tiny = build(context)
+    tiny.step()
+    save(manager(context, tmp_path), tiny, 5, context)
+    other = build(context)
+    other.spoil()
+    loaded = load(manager(context, tmp_path, finetune=True), other)
+    assert (loaded.iteration, loaded.progress) == (0, {})
+    assert other.scheduler.num_steps == 0
+    for ours, theirs in zip(other.model[0].parameters(), tiny.model[0].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@ranks()
+def test_retention_and_leftovers(context: Any, tmp_path: Path) -> None:
+    tiny = build(context)
+    (tmp_path / "iter_0000001.tmp").mkdir()
+    checkpoints = manager(context, tmp_path, keep_last=2)
+    for iteration in (2, 4, 6, 6):
+        save(checkpoints, tiny, iteration, context)
+    assert published(tmp_path) == [4, 6]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000004", "iter_0000006", TRACKER]
+
+
+def refused(context: Any, root: Path, **options: Any) -> str:
+    size = {k: options.pop(k) for k in ("hidden", "vocabulary", "layers", "distributed")
+            if k in options}  # fmt: skip
+    with pytest.raises(CheckpointError) as caught:
+        load(manager(context, root, **options), build(context, **size))
+    return str(caught.value)
+
+
+@ranks(dp=2)
+def test_what_does_not_fit_or_is_damaged_is_refused(context: Any, tmp_path: Path) -> None:
+    tiny = build(context)
+    checkpoints = manager(context, tmp_path)
+    for iteration in (2, 4):
+        save(checkpoints, tiny, iteration, context)
+    text = refused(context, tmp_path, hidden=32)
+    assert "but the model's has shape [64, 32]" in text and "--use-checkpoint-args" in text
+    assert "with shape [64, 16], but the model's has shape [640, 16]" in refused(
+        context, tmp_path, vocabulary=640
+    )
+    assert "with shape [4, 16]" in refused(context, tmp_path, layers=2)
+    assert "was saved with `--use-distributed-optimizer`, but this run is without it" in refused(
+        context, tmp_path, distributed=False
+    )
+    assert refused(context, tmp_path, ckpt_step=3) == (
+        f"The checkpoint of iteration 3 cannot be loaded: {tmp_path}/iter_0000003 does not exist; "
+        "give `--ckpt-step 4` for the newest whole one."
+    )
+    missing = {"load": str(tmp_path / "none"), "exit_on_missing_checkpoint": True}
+    assert "holds no checkpoint, but `--exit-on-missing-checkpoint` is given" in refused(
+        context, tmp_path, **missing
+    )
+    assert "`--pretrained-checkpoint`" in refused(
+        context, tmp_path, load=None, pretrained_checkpoint=str(tmp_path / "none")
+    )
+    shard = folder_of(tmp_path, 4) / "__1_0.distcp"
+    content = shard.read_bytes()
+    torch.distributed.barrier()
+    damages = [
+        (content[:-1], f"{shard} has {len(content) - 1} bytes instead of {len(content)}"),
+        (content[:-1] + bytes([content[-1] ^ 1]), f"{shard} does not match its checksum"),
+        (None, f"{shard} is missing"),
+    ]
+    for damaged, sentence in damages:
+        if context.rank == 0:
+            shard.unlink()
+            if damaged is not None:
+                shard.write_bytes(damaged)
+        torch.distributed.barrier()
+        assert refused(context, tmp_path) == (
+            f"The checkpoint of iteration 4 cannot be loaded: {sentence}; give `--ckpt-step 2` "
+            "for the newest whole one."
+        )
+        torch.distributed.barrier()
+    assert load(manager(context, tmp_path, ckpt_step=2), tiny).iteration == 2
+    if context.rank == 0:
+        (tmp_path / TRACKER).write_text("four")
+    torch.distributed.barrier()
+    assert "holds 'four', but must hold the number of an iteration" in refused(context, tmp_path)
