@@ -20,7 +20,7 @@ from megatron_ext.config.spelling import NO_EFFECT, RENAMED
 from megatron_ext.config.unsupported import UNSUPPORTED
 from megatron_ext.errors import ConfigError
 
-OWN_FLAGS = ("--help", "-h", "--config", "--print-config")
+OWN_FLAGS = ("--help", "-h", "--config", "--print-config", "--no-position-embedding")
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class _Reading:
     errors: list[str] = field(default_factory=list)
     config_files: list[str] = field(default_factory=list)
     print_config: bool = False
+    no_position_embedding: bool = False
 
     def put(self, flag: Flag, value: Any) -> None:
         self.values.setdefault(flag.section, {})[flag.field] = value
@@ -110,6 +111,8 @@ def parse_args(
     for layer in [*layers, reading.values]:
         for section, entries in layer.items():
             values.setdefault(section, {}).update(entries)
+    if reading.no_position_embedding:
+        _no_position_embedding(values.get("model", {}), reading)
     try:
         config = RunConfig.from_dict(values).finalize(world_size, device)
     except ConfigError as error:
@@ -169,6 +172,8 @@ def _read_flag(
         reading.print_config = True
     elif name == "--config":
         reading.config_files.extend(values)
+    elif name == "--no-position-embedding":
+        reading.no_position_embedding = True
     elif name in table:
         flag, positive = table[name]
         _read_value(flag, word, values, positive, reading)
@@ -264,6 +269,21 @@ def _derived() -> set[str]:
         if dataclasses.is_dataclass(kind):
             names |= {f.name for f in dataclasses.fields(kind) if "help" not in f.metadata}  # type: ignore[arg-type]
     return names
+
+
+def _no_position_embedding(model: Mapping[str, Any], reading: _Reading) -> None:
+    """The old way to say "no learned table": needless beside rope or none, a contradiction else."""
+    kind = model.get("position_embedding_type", "learned_absolute")
+    if kind in ("rope", "none"):
+        reading.notes.append(
+            f"`--no-position-embedding` has no effect: `--position-embedding-type {kind}` has no "
+            "learned table."
+        )
+    else:
+        reading.errors.append(
+            f"`--no-position-embedding` contradicts `--position-embedding-type` ({kind}); use "
+            "`--position-embedding-type none`."
+        )
 
 
 def _shape(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,9 @@ class DataConfig:
     allow_ambiguous_pad_tokens: bool = flag(False, "let padding share the id of another token")
 
     def resolved(self) -> DataConfig:
-        """With the default split."""
+        """With the default split; quotes that a script's quoted bash array passed on are dropped."""
+        if self.split is not None and self.split != self.split.strip("'\""):
+            return dataclasses.replace(self, split=self.split.strip("'\""))
         blended = self.data_path is not None or self.data_args_path is not None or self.mock_data
         if self.split is None and blended:
             return dataclasses.replace(self, split=DEFAULT_SPLIT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 RENAMED: dict[str, tuple[str, ...]] = {
     "--use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
-    "--no-position-embedding": ("--position-embedding-type", "none"),
     "--recompute-activations": ("--recompute-granularity", "selective"),
     "--checkpoint-activations": (
         "--recompute-granularity", "full", "--recompute-method", "uniform",
@@ -15,7 +14,6 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "--decoder-seq-length": ("--seq-length",),
     "--use-checkpoint-opt_param-scheduler": ("--use-checkpoint-opt-param-scheduler",),
     "--override-opt_param-scheduler": ("--override-opt-param-scheduler",),
-    "--step-batch-size-schedule": ("--rampup-batch-size",),
     "--moe-extended-tp": ("--expert-tensor-parallel-size",),
 }  # fmt: skip
 """Old spelling -> what stands for it now, values included."""

@@ -145,7 +145,10 @@ FAMILIES: tuple[tuple[str, str], ...] = (
         "rl-importance-sampling-truncation-coef rl-use-sequence-packing "
         "no-rl-use-sequence-packing rl-sequence-packing-max-sequences-per-bin "
         "rl-sequence-packing-algo rl-inference-tensor-model-parallel-size refit-method "
-        "rl-verify-model-weights-swap rl-parallel-generation-tasks rl-skip-bos-token",
+        "rl-verify-model-weights-swap rl-inference-expert-model-parallel-size "
+        "rl-inference-expert-tensor-model-parallel-size rl-inference-model-unified-memory-level "
+        "rl-inference-pipeline-model-parallel-size rl-offload-inference-model-weights-when-idle "
+        "rl-parallel-generation-tasks rl-skip-bos-token",
     ),
     (
         "serving is not supported; export the model to an inference server",
@@ -218,6 +221,11 @@ FAMILIES: tuple[tuple[str, str], ...] = (
         "iter-per-epoch dino-local-img-size dino-local-crops-number dino-head-hidden-size "
         "dino-bottleneck-size dino-freeze-last-layer dino-norm-last-layer "
         "dino-warmup-teacher-temp dino-teacher-temp dino-warmup-teacher-temp-epochs",
+    ),
+    (
+        "megatron-core 0.16 knows no list of steps; use `--rampup-batch-size START INCREMENT "
+        "SAMPLES`",
+        "step-batch-size-schedule",
     ),
     ("the file of flags is `--config`; it takes the same names", "yaml-cfg"),
 )

@@ -1,0 +1,170 @@
+"""Launch scripts of Megatron-LM run unchanged, and every common flag gets an answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.config.cli import read_words
+from megatron_ext.errors import ConfigError
+
+GPT3 = (
+    "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 "
+    "--max-position-embeddings 2048 --attention-backend auto --micro-batch-size 1 "
+    "--global-batch-size 1536 --rampup-batch-size 16 16 5859375 --train-iters 500000 "
+    "--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 "
+    "--clip-grad 1.0 --fp16 --lr 6.0e-5 --lr-decay-style cosine --min-lr 6.0e-6 "
+    "--lr-warmup-fraction .001 --lr-decay-iters 430000 --tensor-model-parallel-size 8 "
+    "--pipeline-model-parallel-size 16 --data-path D --vocab-file V --merge-file M --split "
+    "949,50,1 --log-interval 100 --save-interval 10000 --eval-interval 1000 --save C --load C "
+    "--eval-iters 10 --tensorboard-dir T "
+)
+LLAMA3 = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+    "--group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 "
+    "--max-position-embeddings 8192 --position-embedding-type rope --rotary-base 1000000 "
+    "--rotary-percent 1.0 --attention-dropout 0.0 --hidden-dropout 0.0 --swiglu "
+    "--init-method-std 0.0134 --attention-backend fused --apply-layernorm-1p "
+    "--untie-embeddings-and-output-weights --disable-bias-linear --use-mcore-models "
+    "--micro-batch-size 1 --global-batch-size 128 --train-samples 1953125000 "
+    "--lr-decay-samples 1949218748 --lr-warmup-samples 3906252 --lr 0.00015 --min-lr 0.00001 "
+    "--decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5 --lr-decay-style cosine --clip-grad 1.0 "
+    "--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16 "
+    "--cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc "
+    "--empty-unused-memory-level 1 --exit-duration-in-mins 235 --use-distributed-optimizer "
+    "--overlap-grad-reduce --overlap-param-gather --tensor-model-parallel-size 1 "
+    "--context-parallel-size 1 --sequence-parallel --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 128256 --data-cache-path P --tiktoken-pattern v2 --split '99,1,0' "
+    "--no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1 "
+    "--log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000 "
+    "--log-throughput --profile --profile-step-start 4 --profile-step-end 6 --ckpt-format "
+    "torch_dist --distributed-timeout-minutes 60 --save C --load C --tensorboard-dir T "
+)
+MIXTRAL = (
+    "--use-mcore-models --disable-bias-linear --seq-length 4096 --max-position-embeddings "
+    "32768 --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads "
+    "32 --init-method-std 0.01 --attention-dropout 0.0 --hidden-dropout 0.0 --normalization "
+    "RMSNorm --position-embedding-type rope --swiglu --untie-embeddings-and-output-weights "
+    "--group-query-attention --num-query-groups 8 --no-masked-softmax-fusion "
+    "--no-position-embedding --rotary-base 1000000 --num-experts 8 --moe-router-topk 2 "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --overlap-param-gather --overlap-grad-reduce "
+    "--tokenizer-type Llama2Tokenizer --tokenizer-model TM --data-path D --split 99990,8,2 "
+    "--micro-batch-size 1 --global-batch-size 256 --lr 1e-4 --train-iters 500000 "
+    "--lr-decay-iters 320000 --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 0.1 "
+    "--lr-warmup-iters 500 --clip-grad 1.0 --bf16 --tensor-model-parallel-size 1 "
+    "--pipeline-model-parallel-size 4 --expert-model-parallel-size 8 "
+    "--use-distributed-optimizer --sequence-parallel --log-interval 1 --save-interval 10000 "
+    "--eval-interval 1000 --eval-iters 10 --save C --load C --tensorboard-dir C/tensorboard "
+    "--no-load-optim --no-load-rng --wandb-project Mixtral --wandb-exp-name X "
+)
+FP8 = "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"
+TINY = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 16 --train-iters 12 "
+    "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 100 "
+)
+BY_USE = (Path(__file__).parent / "flags_by_use.txt").read_text(encoding="utf-8").split()
+
+
+def _errors(flags: str, world_size: int = 1) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(flags.split(), world_size=world_size, device="cpu")
+    return str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_gpt3_script(device: str) -> None:
+    config = parse_args(GPT3.split(), world_size=128, device=device).config
+    assert config.precision.fp16
+    assert config.training.rampup_batch_size == [16, 16, 5859375]
+    assert config.parallel.data_parallel_size == 1
+    assert config.model.ffn_hidden_size == 4 * 12288
+    assert config.model.position_embedding_type == "learned_absolute"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_llama3_script_with_the_quotes_its_bash_array_passes_on(device: str) -> None:
+    parsed = parse_args(LLAMA3.split(), world_size=8, device=device)
+    assert parsed.config.data.split == "99,1,0"
+    assert parsed.config.optimizer.decoupled_lr == 5.0e-4
+    assert parsed.config.parallel.sequence_parallel is False
+
+
+def test_llama3_script_with_fp8_is_refused() -> None:
+    errors = _errors(f"{LLAMA3} {FP8}", 8)
+    assert len(errors) == 3
+    assert all("fp8 and fp4 training is not supported yet; use `--bf16`" in e for e in errors)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_mixtral_script_keeps_rope(device: str) -> None:
+    parsed = parse_args(MIXTRAL.split(), world_size=32, device=device)
+    assert parsed.config.model.position_embedding_type == "rope"
+    assert parsed.config.moe.num_experts == 8
+    assert any("`--no-position-embedding` has no effect" in note for note in parsed.notes)
+
+
+@pytest.mark.parametrize("name", [name for name in BY_USE if name != "--help"])
+def test_common_flag_is_never_unknown(name: str) -> None:
+    assert not [e for e in read_words([name]).errors if "not a flag of this program" in e]
+
+
+def test_there_are_342_common_flags() -> None:
+    assert len(set(BY_USE)) == 342
+
+
+BAD = [
+    ("--hiden-size 8", "`--hiden-size` is not a flag of this program; did you mean `--hidden-size`"),
+    ("--sft", "`--sft` is known from Megatron-LM but refused here"),
+    ("--num-layers two", "`--num-layers` (two) must be an integer."),
+    ("--lr fast", "`--lr` (fast) must be a number."),
+    ("--bf16 yes", "`--bf16` takes no value, but got yes; leave it out."),
+    ("--rampup-batch-size 4 4", "`--rampup-batch-size` takes 3 value(s), but got 2."),
+    ("--global-batch-size 3", "`--global-batch-size` (3) must be divisible by micro-batch size"),
+    ("--bf16 --fp16", "`--bf16` and `--fp16` exclude each other; give one."),
+    ("--split 1,2,3,4", "`--split` (1,2,3,4) must be one to three shares"),
+    ("--data-path d", "`--data-path` and `--mock-data` exclude each other"),
+    ("--num-workers -1", "`--num-workers` (-1) must be at least 0."),
+    ("--seed 0", "`--seed` (0) must be at least 1; 1234 is the default."),
+    ("--exit-signal SIGNONE", "`--exit-signal` (SIGNONE) is no signal; use SIGTERM."),
+    ("--train-samples 9", "`--train-iters` (12) and `--train-samples` (9) exclude each other"),
+    ("--save-interval 5", "`--save-interval` needs `--save`; give a folder."),
+    ("--use-checkpoint-args", "`--use-checkpoint-args` needs `--load`; give a folder."),
+    ("--wandb-project p", "`--wandb-project` (p) needs `--wandb-exp-name`"),
+    ("--multiple-validation-sets", "`--multiple-validation-sets` needs `--full-validation`"),
+    ("--no-position-embedding", "`--no-position-embedding` contradicts"),
+    ("--transformer-impl transformer_engine", "needs Transformer Engine and a GPU"),
+    ("--step-batch-size-schedule 0:8", "use `--rampup-batch-size START INCREMENT SAMPLES`"),
+    ("--pipeline-model-parallel-size 3", "The number of ranks (1) must be divisible by"),
+    ("--tensor-model-parallel-size 0", "(0) must be at least 1."),
+]
+
+
+@pytest.mark.parametrize(("flags", "sentence"), BAD, ids=[flags for flags, _ in BAD])
+def test_sentence(flags: str, sentence: str) -> None:
+    assert any(sentence in error for error in _errors(TINY + flags))
+
+
+def test_all_errors_are_reported_together() -> None:
+    errors = _errors(TINY + "--hiden-size 8 --bf16 --fp16 --seed 0")
+    assert len(errors) == 3
+
+
+def test_printed_configuration_can_be_fed_back(tmp_path: Path) -> None:
+    config = parse_args(TINY.split(), world_size=1, device="cpu").config
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(config.to_dict()), encoding="utf-8")
+    assert parse_args(["--config", str(file)], world_size=1, device="cpu").config == config
+    again = parse_args(["--config", str(file), "--seed", "7"], world_size=1, device="cpu").config
+    assert again.training.seed == 7
+    assert RunConfig.from_dict(config.to_dict()) == config
+
+
+def test_dashes_and_underscores_mean_the_same() -> None:
+    dashed = parse_args(TINY.split(), world_size=1, device="cpu").config
+    lined = [w.replace("-", "_").replace("__", "--", 1) if w[:2] == "--" else w for w in TINY.split()]
+    assert parse_args(lined, world_size=1, device="cpu").config == dashed
