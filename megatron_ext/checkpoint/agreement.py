@@ -35,9 +35,7 @@ def together(work: Callable[[], T], what: str) -> list[T]:
         (None, None) for _ in range(torch.distributed.get_world_size())
     ]
     torch.distributed.all_gather_object(gathered, (result, fault))
-    for rank, (_, message) in enumerate(gathered):
+    for _, message in gathered:
         if message is not None:
-            raise CheckpointError(
-                message if fault is not None else f"{message} (reported by rank {rank})"
-            )
+            raise CheckpointError(message)
     return [value for value, _ in gathered]  # type: ignore[misc]

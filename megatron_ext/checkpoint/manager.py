@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_ext.checkpoint.agreement import together
 from megatron_ext.checkpoint.fit import check_model, check_optimizer, same_model_ranks
 from megatron_ext.checkpoint.manifest import checksum_fault, read_manifest
+from megatron_ext.checkpoint.optimizer_state import is_distributed
 from megatron_ext.checkpoint.paths import folder_of, standing_folder_of
 from megatron_ext.checkpoint.publish import prepare, publish, remove_old, temporary_folder_of
 from megatron_ext.checkpoint.random_state import random_state, restore_random_state
@@ -24,7 +25,6 @@ from megatron_ext.checkpoint.state import (
     chunk_keys,
     common_state,
     content_metadata,
-    is_distributed,
     sharded_state,
 )
 from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG, choose, read_json, refusal

@@ -7,18 +7,13 @@ from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
+from megatron_ext.checkpoint.optimizer_state import is_distributed, load_optimizer, prime
+
 Chunks = list[DistributedDataParallel]
 SHARDING = "distrib_optim_sharding_type"
-
-
-def is_distributed(optimizer: MegatronOptimizer | None) -> bool:
-    """Whether optimizer state is spread over data-parallel ranks."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return any(isinstance(part, DistributedOptimizer) for part in parts)
 
 
 def content_metadata(optimizer: MegatronOptimizer | None, *, reshardable: bool) -> dict[str, Any]:
@@ -53,6 +48,7 @@ def sharded_state(
         for key, chunk in zip(chunk_keys(model), unwrap_model(model), strict=True)
     }
     if optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False):
+        prime(optimizer)
         state["optimizer"] = optimizer.sharded_state_dict(
             state, is_loading=is_loading, metadata=metadata
         )
@@ -96,6 +92,6 @@ def apply_state(
         optimizer.reload_model_params()
         return
     if not getattr(optimizer, "is_stub_optimizer", False):
-        optimizer.load_state_dict(loaded["optimizer"])
+        load_optimizer(optimizer, loaded["optimizer"])
     if scheduler is not None and "opt_param_scheduler" in loaded:
         scheduler.load_state_dict(loaded["opt_param_scheduler"])

@@ -29,6 +29,12 @@ LAYOUTS = {
 }
 
 
+def stepped(context: Any, **options: Any) -> Any:
+    tiny = build(context, **options)
+    tiny.step()
+    return tiny
+
+
 def train_and_save(context: Any, folder: Path, options: dict[str, Any]) -> None:
     tiny = build(context, **options)
     for _ in range(3):
@@ -84,7 +90,7 @@ def test_the_plain_optimizer_travels(tmp_path: Path) -> None:
 
 @ranks(tp=2)
 def test_random_states_continue_in_the_same_layout(context: Any, tmp_path: Path) -> None:
-    tiny = build(context)
+    tiny = stepped(context)
     checkpoints = manager(context, tmp_path)
     save(checkpoints, tiny, 1, context)
     expected = (random.random(), np.random.rand(), torch.rand(1).item())
@@ -95,7 +101,7 @@ def test_random_states_continue_in_the_same_layout(context: Any, tmp_path: Path)
 
 @ranks()
 def test_what_is_stored_beside_the_tensors(context: Any, tmp_path: Path) -> None:
-    path = save(manager(context, tmp_path), build(context), 7, context)
+    path = save(manager(context, tmp_path), stepped(context), 7, context)
     assert path == tmp_path / "iter_0000007"
     assert (tmp_path / TRACKER).read_text() == "7"
     assert read_run_config(tmp_path)["model"] == RUN_CONFIG["model"]
@@ -122,7 +128,7 @@ def test_finetune_takes_the_weights_alone(context: Any, tmp_path: Path) -> None:
 
 @ranks()
 def test_retention_and_leftovers(context: Any, tmp_path: Path) -> None:
-    tiny = build(context)
+    tiny = stepped(context)
     (tmp_path / "iter_0000001.tmp").mkdir()
     checkpoints = manager(context, tmp_path, keep_last=2)
     for iteration in (2, 4, 6, 6):
@@ -141,7 +147,7 @@ def refused(context: Any, root: Path, **options: Any) -> str:
 
 @ranks(dp=2)
 def test_what_does_not_fit_or_is_damaged_is_refused(context: Any, tmp_path: Path) -> None:
-    tiny = build(context)
+    tiny = stepped(context)
     checkpoints = manager(context, tmp_path)
     for iteration in (2, 4):
         save(checkpoints, tiny, iteration, context)

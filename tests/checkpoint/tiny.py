@@ -95,13 +95,12 @@ def build(
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
         )
-        model.append(
-            DistributedDataParallel(config, ddp, chunk, pg_collection=context.pgs)
-        )
+        model.append(DistributedDataParallel(config, ddp, chunk, pg_collection=context.pgs))
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
             lr=0.01,
+            min_lr=0.001,
             bf16=precision == "bf16",
             fp16=precision == "fp16",
             params_dtype=dtype,
@@ -143,9 +142,7 @@ def save(checkpoints: CheckpointManager, tiny: Tiny, iteration: int, context: An
 
 def load(checkpoints: CheckpointManager, tiny: Tiny) -> Any:
     """Load as a run does."""
-    return checkpoints.load(
-        model=tiny.model, optimizer=tiny.optimizer, scheduler=tiny.scheduler
-    )
+    return checkpoints.load(model=tiny.model, optimizer=tiny.optimizer, scheduler=tiny.scheduler)
 
 
 def whole_tensors(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:
