@@ -32,6 +32,8 @@ from megatron_ext.models.context_parallel import (
 GATHER = ("p2p", "all_gather")
 """Both give the exact result; the torch layers gather keys and values in one collective."""
 
+HALF = (torch.float16, torch.bfloat16)
+
 
 class DotProductAttention(MegatronModule):  # type: ignore[misc]
     """Scaled dot-product attention over this rank's heads.
@@ -61,8 +63,10 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         self.cp_comm_type = cp_comm_type or "p2p"
         self.causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        # --apply-query-key-layer-scaling divides by the layer number before the softmax and
-        # multiplies after: here both happen inside one product, so there is nothing to do.
+        # --apply-query-key-layer-scaling keeps half-precision scores small by dividing them by the
+        # layer number and multiplying again in single precision. The fused kernels hold scores
+        # in single precision anyway; only the eager path has to do it.
+        self.layer_scaling = max(1, layer_number) if config.apply_query_key_layer_scaling else 1
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.dropout = dropout
         windowed = is_layer_window_attention(
@@ -225,7 +229,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         """
         if query.device.type != "cpu":
             return False
-        return query.dtype != torch.float32 or (self.dropout > 0 and self.training)
+        return query.dtype in HALF or (self.dropout > 0 and self.training)
 
     def _attend_eagerly(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first_query: int
@@ -241,10 +245,12 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             q,
             k.transpose(1, 2),
             beta=0.0,
-            alpha=self.softmax_scale,
+            alpha=self.softmax_scale / self.layer_scaling,
         ).view(batch, heads, q_len, k.size(1))
-        if self.config.attention_softmax_in_fp32:
+        if self.config.attention_softmax_in_fp32 and scores.dtype in HALF:
             scores = scores.float()
+        if self.layer_scaling != 1:
+            scores = scores * self.layer_scaling
         if mask is None and self.causal:
             q_at = torch.arange(q_len, device=query.device)[:, None] + first_query
             mask = torch.arange(k.size(1), device=query.device)[None, :] > q_at

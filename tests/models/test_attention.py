@@ -1,0 +1,217 @@
+"""Attention on one rank: plain arithmetic, and megatron-core's own module for its roundings."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention as CoreAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.layout import ParallelContext, seed_everything
+from megatron_ext.models.attention import DotProductAttention
+from megatron_ext.models.layers import torch_layer_spec
+from tests.models import plain
+from tests.ranks import ranks
+
+S, B, N, D = 16, 2, 4, 8
+ENDS = [[5, 6, 11], [8]]
+
+
+def config(**changes: Any) -> TransformerConfig:
+    base: dict[str, Any] = dict(
+        num_layers=4,
+        hidden_size=N * D,
+        num_attention_heads=N,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        masked_softmax_fusion=False,
+        add_bias_linear=False,
+    )
+    return TransformerConfig(**{**base, **changes})
+
+
+def build(kind: type, core: TransformerConfig, context: ParallelContext, **kwargs: Any) -> Any:
+    return kind(
+        config=core,
+        layer_number=kwargs.pop("layer_number", 1),
+        attn_mask_type=AttnMaskType.causal,
+        attention_type="self",
+        pg_collection=context.pgs,
+        **kwargs,
+    )
+
+
+def random_qkv(groups: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    heads = (N, groups, groups)
+    return [torch.randn(S, B, n, D, generator=generator).to(dtype).requires_grad_() for n in heads]
+
+
+def outcome(module: Any, qkv: list[Tensor], mask: Tensor | None, seed: int = 3) -> list[Tensor]:
+    """Output and the three gradients, from a fixed random state."""
+    own = [x.detach().clone().requires_grad_() for x in qkv]
+    torch.manual_seed(seed)
+    out = module(*own, mask) if not isinstance(module, SimpleNamespace) else module.call(*own)
+    generator = torch.Generator().manual_seed(9)
+    out.backward(torch.randn(out.shape, generator=generator).to(out.dtype))
+    return [out.detach(), *(x.grad for x in own if x.grad is not None)]
+
+
+def expected(qkv: list[Tensor], forbidden: Tensor, scale: float | None = None) -> list[Tensor]:
+    """The same in double precision by plain arithmetic."""
+    call = SimpleNamespace(call=lambda q, k, v: plain.attention(q, k, v, forbidden, scale))
+    return outcome(call, [x.detach().double() for x in qkv], None)
+
+
+def assert_near(got: list[Tensor], want: list[Tensor], tolerance: float) -> None:
+    assert len(got) == len(want) == 4
+    for ours, truth in zip(got, want, strict=True):
+        error = (ours.double() - truth.double()).abs().max() / truth.abs().max()
+        assert error <= tolerance, f"{error:.2e} > {tolerance}"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@ranks()
+def test_equals_plain_arithmetic(context: ParallelContext, groups: int, masked: bool) -> None:
+    forbidden = plain.documents(S, ENDS) if masked else plain.causal(S, B)
+    qkv = random_qkv(groups)
+    ours = build(DotProductAttention, config(num_query_groups=groups), context)
+    mask = forbidden[:, None] if masked else None
+    assert_near(outcome(ours, qkv, mask), expected(qkv, forbidden), 1e-6)
+
+
+@ranks()
+def test_keys_beyond_a_document_do_not_matter(context: ParallelContext) -> None:
+    """Document by document gives the masked result."""
+    qkv = random_qkv(2)
+    ours = build(DotProductAttention, config(num_query_groups=2), context)
+    whole = ours(*qkv, plain.documents(S, ENDS)[:, None])
+    part = ours(*(x[6:11, :1] for x in qkv), None)
+    torch.testing.assert_close(whole[6:11, :1], part, rtol=0, atol=1e-6)
+
+
+@ranks()
+def test_softmax_scale(context: ParallelContext) -> None:
+    qkv = random_qkv(N)
+    ours = build(DotProductAttention, config(), context, softmax_scale=0.7)
+    assert_near(outcome(ours, qkv, None), expected(qkv, plain.causal(S, B), 0.7), 1e-6)
+
+
+@ranks()
+def test_sliding_window(context: ParallelContext) -> None:
+    """Also where a layer is exempt from it."""
+    qkv = random_qkv(N)
+    core = config(window_size=(3, 0), window_attn_skip_freq=2)
+    distance = torch.arange(S)[:, None] - torch.arange(S)[None, :]
+    for layer in (1, 2):
+        forbidden = plain.causal(S, B)
+        if layer == 1:
+            forbidden = forbidden | (distance > 3)
+        ours = build(DotProductAttention, core, context, layer_number=layer)
+        assert_near(outcome(ours, qkv, None), expected(qkv, forbidden), 1e-6)
+        theirs = build(CoreAttention, core, context, layer_number=layer)
+        assert_near(outcome(ours, qkv, None), outcome(theirs, qkv, None), 1e-6)
+
+
+@ranks()
+def test_sliding_window_joins_a_document_mask(context: ParallelContext) -> None:
+    qkv = random_qkv(N)
+    forbidden = plain.documents(S, ENDS)
+    ours = build(DotProductAttention, config(window_size=(2, 0)), context)
+    distance = torch.arange(S)[:, None] - torch.arange(S)[None, :]
+    want = expected(qkv, forbidden | (distance > 2))
+    assert_near(outcome(ours, qkv, forbidden[:, None]), want, 1e-6)
+
+
+HALF = [
+    (torch.bfloat16, {"bf16": True}),
+    (torch.bfloat16, {"bf16": True, "attention_softmax_in_fp32": False}),
+    (torch.float16, {"fp16": True}),
+    (torch.float16, {"fp16": True, "apply_query_key_layer_scaling": True}),
+]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("dtype", "options"), HALF)
+@ranks()
+def test_half_precision_rounds_as_megatron_core(
+    context: ParallelContext, dtype: torch.dtype, options: dict[str, Any], masked: bool
+) -> None:
+    """Bit for bit on a CPU: a recorded bf16 curve must be met to its last digits."""
+    core = config(num_query_groups=2, **options)
+    qkv = random_qkv(2, dtype)
+    mask = plain.documents(S, ENDS)[:, None] if masked else None
+    ours, theirs = (
+        outcome(build(kind, core, context, layer_number=3), qkv, mask)
+        for kind in (DotProductAttention, CoreAttention)
+    )
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@ranks()
+def test_dropout_draws_as_megatron_core(context: ParallelContext, dtype: torch.dtype) -> None:
+    core = config(attention_dropout=0.3, bf16=dtype == torch.bfloat16)
+    qkv = random_qkv(N, dtype)
+    results = []
+    for kind in (DotProductAttention, CoreAttention):
+        seed_everything(context, 11)
+        module = build(kind, core, context)
+        results.append([outcome(module, qkv, None), outcome(module, qkv, None)])
+    for ours, theirs in zip(*results, strict=True):
+        for mine, other in zip(ours, theirs, strict=True):
+            assert torch.equal(mine, other)
+    assert not torch.equal(results[0][0][0], results[0][1][0]), "the random state moved on"
+    evaluating = build(DotProductAttention, core, context).eval()
+    plainly = build(DotProductAttention, config(bf16=core.bf16), context)
+    assert torch.equal(evaluating(*qkv, None), plainly(*qkv, None))
+
+
+@pytest.mark.parametrize("granularity", ["selective", None])
+@ranks()
+def test_recomputing_attention_leaves_gradients_alone(
+    context: ParallelContext, granularity: str | None
+) -> None:
+    """With dropout: the second forward pass draws what the first drew."""
+    gradients = []
+    for recompute in (granularity, None):
+        core = config(
+            attention_dropout=0.3,
+            recompute_granularity=recompute,
+            recompute_modules=["core_attn"] if recompute else None,
+        )
+        seed_everything(context, 5)
+        spec = torch_layer_spec(core, moe=False).submodules.self_attention
+        module: SelfAttention = build_module(
+            spec, config=core, layer_number=1, pg_collection=context.pgs
+        )
+        hidden = torch.randn(S, B, N * D, generator=torch.Generator().manual_seed(1))
+        hidden.requires_grad_()
+        out, _ = module(hidden, None)
+        out.square().sum().backward()
+        gradients.append([hidden.grad, *(p.grad for p in module.parameters())])
+        assert module.checkpoint_core_attention is bool(recompute)
+    for first, second in zip(*gradients, strict=True):
+        assert torch.equal(first, second)
+
+
+@ranks()
+def test_what_it_cannot_do_it_says(context: ParallelContext) -> None:
+    qkv = random_qkv(N)
+    ours = build(DotProductAttention, config(), context)
+    with pytest.raises(ConfigError, match="Attention bias and packed sequences are not supported"):
+        ours(*qkv, None, attention_bias=torch.zeros(1))
+    learnable = config()
+    learnable.softmax_type = "learnable"
+    with pytest.raises(ConfigError, match=r"`--softmax-type` \(learnable\) must be vanilla"):
+        build(DotProductAttention, learnable, context)
