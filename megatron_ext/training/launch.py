@@ -72,7 +72,7 @@ def launch(main: Main, *, nproc_per_node: int, device: Device) -> int:
         with tempfile.TemporaryDirectory(prefix="megatron_ext_") as folder:
             os.environ.update(_environment(0, 1, folder))
             return run_rank(main)
-    return _fork(main, nproc_per_node)
+    return fork_ranks(main, nproc_per_node)
 
 
 def _torch_launcher(nproc_per_node: int) -> int:
@@ -100,8 +100,8 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def _fork(main: Main, world_size: int) -> int:
-    """Fork the ranks and wait for them."""
+def fork_ranks(main: Main, world_size: int) -> int:
+    """Fork the ranks of this machine, run ``main`` on each, and wait; returns the exit code."""
     parent = os.getpid()
     with tempfile.TemporaryDirectory(prefix="megatron_ext_") as folder:
         children: dict[int, int] = {}

@@ -1,0 +1,57 @@
+"""Whole training runs inside of a test: parsed flags, forked ranks, rows of metrics.jsonl."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config import parse_args
+from megatron_ext.device import select
+from megatron_ext.training.launch import fork_ranks
+from megatron_ext.training.preflight import preflight
+from megatron_ext.training.pretrain import pretrain
+from megatron_ext.training.reporting.metrics_file import read_metrics
+from pretrain_gpt import GPT
+
+REFERENCE = Path(
+    os.environ.get(
+        "MEGATRON_REFERENCE", Path(__file__).resolve().parents[2] / "shared" / "reference"
+    )
+)
+
+TINY = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --ffn-hidden-size 172 --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope "
+    "--seq-length 64 --max-position-embeddings 64 --attention-dropout 0 --hidden-dropout 0 "
+    "--micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --min-lr 1e-4 "
+    "--lr-decay-style cosine --lr-warmup-iters 2 --lr-decay-iters 12 --weight-decay 0.01 "
+    "--clip-grad 1.0 --seed 1234 --use-cpu-initialization --use-distributed-optimizer "
+    "--num-workers 0 --log-interval 1 --split 90,5,5 --eval-iters 0 --eval-interval 100"
+).split()
+"""The recorded llama model, without its length and data."""
+
+
+def mock_data() -> list[str]:
+    """Flags of made-up samples whose documents end in the middle of sequences."""
+    return "--mock-data --tokenizer-type NullTokenizer --vocab-size 2000".split()
+
+
+def train_on_ranks(
+    flags: Sequence[str], *, ranks: int = 1, save: Path
+) -> tuple[int, list[dict[str, Any]]]:
+    """Train on forked ranks; returns the exit code and the rows of ``metrics.jsonl``."""
+    device = select()
+    words = [*flags, "--nproc-per-node", str(ranks), "--save", str(save)]
+    config, tokenizer = preflight(parse_args(words, world_size=0, device=device.kind).config)
+    run = partial(pretrain, GPT, config, device=device, tokenizer=tokenizer)
+    code = fork_ranks(run, ranks)
+    return code, read_metrics(save / "metrics.jsonl")
+
+
+def training_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that report training steps."""
+    return [row for row in rows if row["kind"] == "train"]
