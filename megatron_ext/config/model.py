@@ -82,7 +82,9 @@ class ModelConfig:
         "kernel family of Transformer Engine; the torch layers always use torch's SDPA",
         choices=("auto", "flash", "fused", "unfused", "local"),
     )
-    attention_softmax_in_fp32: bool = flag(False, "softmax of attention in fp32")
+    # On purpose not Megatron-LM's False: megatron-core's own default, and what SDPA's and flash
+    # kernels do anyway; without it bf16 on a CPU would be less exact than on a GPU.
+    attention_softmax_in_fp32: bool = flag(True, "softmax of attention in fp32")
     apply_query_key_layer_scaling: bool = flag(False, "scale scores by 1 / layer number")
     apply_residual_connection_post_layernorm: bool = flag(
         False, "take the residual after the norm, as BERT does"
