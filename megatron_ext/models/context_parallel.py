@@ -77,4 +77,5 @@ def sequence_to_heads(x: Tensor, group: ProcessGroup) -> Tensor:
     s, b, n, d = x.shape
     exchanged = all_to_all(group, to_rank_order(x, size).contiguous())
     parts = exchanged.view(size, s // size, b, n, d).permute(1, 2, 0, 3, 4)
-    return parts.reshape(s // size, b, size * n, d)
+    out: Tensor = parts.reshape(s // size, b, size * n, d)
+    return out

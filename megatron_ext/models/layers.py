@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -28,17 +29,18 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.attention import DotProductAttention
-from megatron_ext.models.moe import Router
+from megatron_ext.models.moe import Router, TransformerLayer
 from megatron_ext.models.norm import Norm
 
 TE_IMPL = "transformer_engine"
+
+RECOMPUTED_WITH_TE = ("layernorm", "moe_act", "mla_up_proj")
 
 
 def has_transformer_engine() -> bool:
@@ -119,6 +121,25 @@ def expert_pattern(config: TransformerConfig) -> list[bool]:
     return [bool(flag) for flag in frequency]
 
 
+def _check_options(config: TransformerConfig) -> None:
+    """Refuse what megatron-core's modules cannot do without Transformer Engine or a GPU."""
+    # Their outputs are dropped by a function of core that asks Transformer Engine.
+    needing = [x for x in config.recompute_modules or () if x in RECOMPUTED_WITH_TE]
+    if config.recompute_granularity == "selective" and needing and not has_transformer_engine():
+        raise ConfigError(
+            f"`--recompute-modules {needing[0]}` needs Transformer Engine, which is not "
+            "installed; use core_attn, mlp, moe or shared_experts."
+        )
+    # The parts of an expert exchange unequal numbers of tokens, which Gloo cannot gather.
+    etp, ep = config.expert_tensor_parallel_size or 1, config.expert_model_parallel_size
+    unequal = etp > 1 and ep > 1 and config.moe_token_dispatcher_type == "alltoall"
+    if unequal and torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
+        raise ConfigError(
+            f"`--moe-token-dispatcher-type alltoall` with `--expert-tensor-parallel-size` ({etp}) "
+            f"and `--expert-model-parallel-size` ({ep}) both above 1 needs GPUs; use allgather."
+        )
+
+
 def layer_spec(
     config: TransformerConfig, *, impl: str, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
@@ -128,11 +149,15 @@ def layer_spec(
         config: megatron-core's configuration.
         impl: ``transformer_engine`` for its layers, anything else for ours.
         vp_stage: the virtual chunk on this rank.
+
+    Raises:
+        ConfigError: an option that needs Transformer Engine or a GPU, or a bad pattern of experts.
     """
     if impl == TE_IMPL:
         return get_gpt_decoder_block_spec(
             config, True, normalization=config.normalization, vp_stage=vp_stage
         )
+    _check_options(config)
     pattern = expert_pattern(config)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
@@ -148,6 +173,6 @@ def mtp_block_spec(
         layers = get_gpt_decoder_layer_specs(config, True, normalization=config.normalization)
         return get_gpt_mtp_block_spec(config, layers[-1], True, vp_stage=vp_stage)
     layer = torch_layer_spec(config, moe=expert_pattern(config)[-1])
-    return get_gpt_mtp_block_spec_for_backend(
-        config, layer, TorchSpecProvider(), vp_stage=vp_stage
-    )
+    # As a block: of single layers, core takes none but its own class.
+    block = TransformerBlockSubmodules(layer_specs=[layer], layer_norm=Norm)
+    return get_gpt_mtp_block_spec_for_backend(config, block, TorchSpecProvider(), vp_stage=vp_stage)

@@ -1,9 +1,12 @@
-"""The MoE router: megatron-core's, made to work without Transformer Engine and per token.
+"""Experts: megatron-core's, made to work without Transformer Engine, on a CPU and per token.
 
-Two of its methods are replaced. `gating` calls a name that does not exist where Transformer Engine
-is missing. And under per-token normalization core multiplies the auxiliary losses by the number of
-local tokens, which makes their weight depend on the layout, on the micro-batch size and on the
-loss mask; here their coefficient is that of the mean over all micro-batches, always.
+Three methods of the router are replaced. `gating` calls a name that does not exist where
+Transformer Engine is missing. And under per-token normalization core multiplies the auxiliary
+losses by the number of local tokens, which makes their weight depend on the layout, on the
+micro-batch size and on the loss mask; here their coefficient is that of the mean over all
+micro-batches, always.
+
+The all-to-all dispatcher reads its split sizes from GPU tensors only; ours from CPU tensors too.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_utils import (
     MoEAuxLossAutoScaler,
@@ -19,7 +23,10 @@ from megatron.core.transformer.moe.moe_utils import (
     z_loss_func,
 )
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_layer import TransformerLayer as CoreTransformerLayer
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
 @dataclass
@@ -47,11 +54,6 @@ ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 class Router(TopKRouter):  # type: ignore[misc]
     """Top-k router; see the module."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # The scale below is all that per-token normalization needs.
-        self.calculate_per_token_loss = False
-
     def gating(self, input: Tensor) -> Tensor:
         """Logits of the experts.
 
@@ -70,14 +72,31 @@ class Router(TopKRouter):  # type: ignore[misc]
         activation: Tensor,
         aux_loss_coeff: float,
         aux_loss: Tensor,
-        *args: Any,
-        **kwargs: Any,
+        aux_loss_name: str,
+        reduce_group: ProcessGroup,
+        reduce_group_has_dp: bool = False,
+        valid_token_count: Tensor | int | None = None,
     ) -> Tensor:
-        """Attach a load-balancing loss with its share of the step; log it without."""
-        scale = _scale(self.config)
-        return super().attach_and_log_load_balancing_loss(  # type: ignore[no-any-return]
-            activation, aux_loss_coeff * scale, aux_loss * scale, *args, **kwargs
+        """Attach a load-balancing loss with its share of the step; log it without.
+
+        Args:
+            activation: what carries the loss through the graph.
+            aux_loss_coeff: weight of the loss.
+            aux_loss: this micro-batch's loss times its weight.
+            aux_loss_name: what the log calls it.
+            reduce_group: ranks whose parts make up the logged value.
+            reduce_group_has_dp: the group spans data-parallel ranks too.
+            valid_token_count: not used, a mean does not depend on it.
+        """
+        save_to_aux_losses_tracker(
+            aux_loss_name,
+            aux_loss / aux_loss_coeff,
+            self.layer_number,
+            _num_layers(self.config),
+            reduce_group=reduce_group,
+            reduce_group_has_dp=reduce_group_has_dp,
         )
+        return MoEAuxLossAutoScaler.apply(activation, aux_loss * _scale(self.config))  # type: ignore[no-any-return]
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Attach the router z-loss (ST-MoE, arXiv:2202.08906, eq. 5) with its share of the step.
@@ -91,11 +110,52 @@ class Router(TopKRouter):  # type: ignore[misc]
             return logits
         coefficient /= self.tp_cp_group.size()
         z_loss = z_loss_func(logits, coefficient, padding_mask=padding_mask)
-        num_layers = self.config.num_layers + (self.config.mtp_num_layers or 0)
-        save_to_aux_losses_tracker("z_loss", z_loss / coefficient, self.layer_number, num_layers)
+        save_to_aux_losses_tracker(
+            "z_loss", z_loss / coefficient, self.layer_number, _num_layers(self.config)
+        )
         return MoEAuxLossAutoScaler.apply(logits, z_loss * _scale(self.config))  # type: ignore[no-any-return]
+
+
+def _num_layers(config: TransformerConfig) -> int:
+    return int(config.num_layers + (config.mtp_num_layers or 0))
 
 
 def _scale(config: TransformerConfig) -> Tensor | float:
     holder = getattr(config, "auxiliary_scale", None)
     return 1.0 if holder is None else holder.value
+
+
+class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
+    """Sends each token to the ranks of its experts by one all-to-all."""
+
+    def _maybe_dtoh_and_synchronize(
+        self, point: str, tokens_per_expert: Tensor | None = None
+    ) -> Tensor | None:
+        """Give the split sizes as numpy arrays, which the collective wants, on any device."""
+        tokens_per_expert = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
+        if point == self.cuda_dtoh_point:
+            for name in ("input_splits", "output_splits", "output_splits_tp"):
+                splits = getattr(self, name)
+                if torch.is_tensor(splits):
+                    setattr(self, name, splits.numpy())
+        return tokens_per_expert
+
+
+class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
+    """megatron-core's layer, with our `AlltoAllDispatcher` where it dispatches by all-to-all."""
+
+    def __init__(
+        self, *args: Any, pg_collection: ProcessGroupCollection | None = None, **kwargs: Any
+    ) -> None:
+        # megatron-core's multi-token-prediction block hands none down.
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        super().__init__(*args, pg_collection=groups, **kwargs)
+        if self.is_moe_layer and type(self.mlp.token_dispatcher) is MoEAlltoAllTokenDispatcher:
+            self.mlp.token_dispatcher = AlltoAllDispatcher(
+                self.mlp.num_local_experts,
+                self.mlp.local_expert_indices,
+                config=self.config,
+                pg_collection=groups,
+            )
+            if self.mlp.shared_expert_overlap:
+                self.mlp.token_dispatcher.set_shared_experts(self.mlp.shared_experts)

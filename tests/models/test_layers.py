@@ -1,0 +1,280 @@
+"""Whole blocks of layers: plain arithmetic in every layout, and megatron-core's local spec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.layout import ParallelContext, seed_everything
+from megatron_ext.models.attention import DotProductAttention
+from megatron_ext.models.layers import (
+    expert_pattern,
+    has_transformer_engine,
+    layer_spec,
+    mtp_block_spec,
+)
+from megatron_ext.models.moe import Router
+from megatron_ext.models.norm import LayerNorm, RMSNorm
+from tests.models import plain
+from tests.ranks import ranks
+
+S, B, H, LAYERS, HEADS, GROUPS, FFN = 8, 2, 16, 2, 4, 2, 24
+ENDS = [[3], [4, 5]]
+
+
+def config(context: ParallelContext | None = None, **changes: Any) -> TransformerConfig:
+    base: dict[str, Any] = dict(
+        num_layers=LAYERS,
+        hidden_size=H,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        ffn_hidden_size=FFN,
+        normalization="RMSNorm",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        add_bias_linear=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+    if context is not None:
+        base.update(
+            tensor_model_parallel_size=context.pgs.tp.size(),
+            context_parallel_size=context.pgs.cp.size(),
+        )
+    return TransformerConfig(**{**base, **changes})
+
+
+def local_part(full: Tensor, context: ParallelContext, *, sequence_parallel: bool) -> Tensor:
+    """This rank's positions of ``[s, ...]``."""
+    cp, tp = context.pgs.cp, context.pgs.tp
+    part = plain.zigzag(full, cp.rank(), cp.size()) if cp.size() > 1 else full
+    return part.chunk(tp.size())[tp.rank()] if sequence_parallel else part
+
+
+def check_block(
+    context: ParallelContext,
+    *,
+    masked: bool = False,
+    normalization: str = "RMSNorm",
+    sequence_parallel: bool = False,
+    **changes: Any,
+) -> None:
+    """Output, gradient of the input and of every parameter."""
+    core = config(
+        context, normalization=normalization, sequence_parallel=sequence_parallel, **changes
+    )
+    block = TransformerBlock(core, layer_spec(core, impl="torch"), pg_collection=context.pgs)
+    plain.fill(block, context)
+    truth = plain.PlainBlock(H, HEADS, GROUPS, FFN, LAYERS, rms=normalization == "RMSNorm")
+    generator = torch.Generator().manual_seed(4)
+    full = torch.randn(S, B, H, generator=generator)
+    cotangent = torch.randn(S, B, H, generator=generator)
+    forbidden = plain.documents(S, ENDS) if masked else plain.causal(S, B)
+    plain_input = full.double().requires_grad_()
+    want = truth(plain_input, forbidden)
+    want.backward(cotangent.double())
+
+    cp = context.pgs.cp
+    mask = forbidden[:, None] if masked else None
+    if masked and cp.size() > 1:
+        mask = plain.zigzag(forbidden[:, None], cp.rank(), cp.size(), dim=2)
+    own = local_part(full, context, sequence_parallel=sequence_parallel).clone().requires_grad_()
+    out = block(own, mask)
+    out.backward(local_part(cotangent, context, sequence_parallel=sequence_parallel))
+    near(out, local_part(want, context, sequence_parallel=sequence_parallel), "output")
+    assert plain_input.grad is not None and own.grad is not None
+    near(own.grad, local_part(plain_input.grad, context, sequence_parallel=sequence_parallel), "in")
+    check_gradients(block, truth, context, sequence_parallel=sequence_parallel)
+
+
+def check_gradients(
+    block: torch.nn.Module,
+    truth: plain.PlainBlock,
+    context: ParallelContext,
+    *,
+    sequence_parallel: bool,
+) -> None:
+    """After the sums that megatron-core makes for the parameters that say so."""
+    for name, parameter in block.named_parameters():
+        assert parameter.grad is not None, name
+        grad = parameter.grad.clone()
+        if sequence_parallel and getattr(parameter, "sequence_parallel", False):
+            torch.distributed.all_reduce(grad, group=context.pgs.tp)
+        torch.distributed.all_reduce(grad, group=context.pgs.cp)
+        shard = plain.shard_of(name, parameter, context)
+        full = truth.weights[shard.name].grad
+        assert full is not None, name
+        near(grad, shard.of(full), name)
+
+
+def near(got: Tensor, want: Tensor, name: str, tolerance: float = 2e-6) -> None:
+    error = (got.double() - want).abs().max() / want.abs().max()
+    assert error <= tolerance, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+@ranks()
+def test_one_rank(context: ParallelContext, normalization: str, masked: bool) -> None:
+    check_block(context, normalization=normalization, masked=masked)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+@ranks(tp=2)
+def test_tensor_and_sequence_parallel(
+    context: ParallelContext, normalization: str, sequence_parallel: bool
+) -> None:
+    check_block(
+        context, normalization=normalization, sequence_parallel=sequence_parallel, masked=True
+    )
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "a2a"])
+@ranks(tp=2, cp=2)
+def test_tensor_sequence_and_context_parallel(context: ParallelContext, kind: str) -> None:
+    check_block(context, sequence_parallel=True, masked=True, cp_comm_type=kind)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    ],
+)
+@ranks(tp=2, cp=2)
+def test_recomputation_changes_nothing(context: ParallelContext, recompute: dict[str, Any]) -> None:
+    check_block(context, sequence_parallel=True, masked=True, **recompute)
+
+
+def gpt(core: TransformerConfig, spec: Any, mtp: Any, context: ParallelContext) -> GPTModel:
+    seed_everything(context, 1234)
+    return GPTModel(
+        core,
+        spec,
+        vocab_size=64,
+        max_sequence_length=S,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        mtp_block_spec=mtp,
+        pg_collection=context.pgs,
+    )
+
+
+MODELS: list[dict[str, Any]] = [
+    {},
+    {"normalization": "LayerNorm", "add_bias_linear": True},
+    {"qk_layernorm": True, "gated_linear_unit": True},
+    {"mtp_num_layers": 2},
+    {"num_moe_experts": 4, "moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 8},
+]
+
+
+@pytest.mark.parametrize("changes", MODELS)
+@ranks()
+def test_starts_with_the_weights_of_megatron_cores_local_spec(
+    context: ParallelContext, changes: dict[str, Any]
+) -> None:
+    """The same names in the same order with the same bits."""
+    core = config(**changes)
+    theirs_spec = get_gpt_decoder_block_spec(core, False, normalization=core.normalization)
+    theirs_mtp = ours_mtp = None
+    if core.mtp_num_layers:
+        theirs_mtp = get_gpt_mtp_block_spec(core, theirs_spec, use_transformer_engine=False)
+        ours_mtp = mtp_block_spec(core, impl="torch")
+    theirs = gpt(core, theirs_spec, theirs_mtp, context)
+    ours = gpt(core, layer_spec(core, impl="torch"), ours_mtp, context)
+    expected = dict(theirs.named_parameters())
+    got = dict(ours.named_parameters())
+    assert list(got) == list(expected)
+    for name, parameter in got.items():
+        assert torch.equal(parameter, expected[name]), name
+    ids = torch.arange(S)[None]
+    labels = ids + 1
+    if not core.num_moe_experts:  # core's own router needs Transformer Engine
+        torch.testing.assert_close(
+            ours(ids, ids, None, labels=labels),
+            theirs(ids, ids, None, labels=labels),
+            rtol=2e-6,
+            atol=0,
+        )
+
+
+@ranks()
+def test_checkpoints_carry_the_names_of_megatron_cores_local_spec(
+    context: ParallelContext,
+) -> None:
+    core = config()
+    theirs_spec = get_gpt_decoder_block_spec(core, False, normalization=core.normalization)
+    theirs = gpt(core, theirs_spec, None, context).sharded_state_dict()
+    ours = gpt(core, layer_spec(core, impl="torch"), None, context).sharded_state_dict()
+    assert {k: v.key for k, v in ours.items()} == {k: v.key for k, v in theirs.items()}
+    keys = {v.key for v in ours.values()}
+    assert "decoder.layers.self_attention.linear_qkv.layer_norm_weight" in keys
+
+
+@ranks()
+def test_a_block_is_made_of_our_modules(context: ParallelContext) -> None:
+    core = config(num_moe_experts=2, moe_layer_freq=[0, 1], normalization="LayerNorm")
+    block = TransformerBlock(core, layer_spec(core, impl="torch"), pg_collection=context.pgs)
+    kinds = [type(module) for module in block.modules()]
+    assert kinds.count(DotProductAttention) == LAYERS
+    assert kinds.count(LayerNorm) == 2 * LAYERS + 1
+    assert kinds.count(RMSNorm) == 0
+    assert kinds.count(Router) == 1 and kinds.count(TopKRouter) == 0
+    assert not hasattr(block.layers[0].mlp, "router") and hasattr(block.layers[1].mlp, "router")
+
+
+@ranks(pp=2, vpp=2)
+def test_each_virtual_stage_gets_its_layers(context: ParallelContext) -> None:
+    core = config(
+        num_layers=4,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
+        num_moe_experts=2,
+        moe_layer_freq=[0, 0, 1, 1],
+    )
+    for stage in (0, 1):
+        spec = layer_spec(core, impl="torch", vp_stage=stage)
+        (layer,) = spec.layer_specs
+        is_moe = "Router" in str(layer.submodules.mlp.submodules)
+        assert is_moe is (stage == 1)
+
+
+def test_expert_pattern() -> None:
+    assert expert_pattern(config()) == [False, False]
+    every_other = config(num_layers=5, num_moe_experts=2, moe_layer_freq=2)
+    assert expert_pattern(every_other) == [True, False, True, False, True]
+    listed = config(num_moe_experts=2, moe_layer_freq=[1, 0])
+    assert expert_pattern(listed) == [True, False]
+    listed.moe_layer_freq = [1, 0, 1]
+    with pytest.raises(ConfigError, match="`--moe-layer-freq` has 3 entries, but must have one"):
+        expert_pattern(listed)
+
+
+@pytest.mark.skipif(has_transformer_engine(), reason="Transformer Engine is installed")
+@ranks()
+def test_recomputation_that_needs_transformer_engine_is_refused(context: ParallelContext) -> None:
+    core = config(recompute_granularity="selective", recompute_modules=["layernorm"])
+    with pytest.raises(ConfigError, match="`--recompute-modules layernorm` needs Transformer Eng"):
+        layer_spec(core, impl="torch")

@@ -1,0 +1,275 @@
+"""Experts in every layout against plain arithmetic, and the weight of the auxiliary losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import (
+    clear_aux_losses_tracker,
+    get_moe_layer_wise_logging_tracker,
+)
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.layout import ParallelContext
+from megatron_ext.models.layers import layer_spec
+from megatron_ext.models.moe import AuxiliaryScale, Router, ScaledTransformerConfig
+from tests.models import plain
+from tests.models.test_layers import local_part, near
+from tests.ranks import ranks
+
+S, B, H, E, TOPK, FFN, SHARED = 8, 2, 16, 4, 2, 24, 8
+DISPATCHERS = ["allgather", "alltoall"]
+
+
+def config(context: ParallelContext, **changes: Any) -> ScaledTransformerConfig:
+    base: dict[str, Any] = dict(
+        num_layers=1,
+        hidden_size=H,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=FFN,
+        normalization="RMSNorm",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        add_bias_linear=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        num_moe_experts=E,
+        moe_router_topk=TOPK,
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        tensor_model_parallel_size=context.pgs.tp.size(),
+        sequence_parallel=context.pgs.tp.size() > 1,
+        context_parallel_size=context.pgs.cp.size(),
+        expert_model_parallel_size=context.pgs.ep.size(),
+        expert_tensor_parallel_size=context.pgs.expt_tp.size(),
+    )
+    return ScaledTransformerConfig(**{**base, **changes})
+
+
+def check_block(context: ParallelContext, **changes: Any) -> None:
+    """A layer of experts: each data-parallel rank has a batch of its own, the loss is a sum."""
+    core = config(context, **changes)
+    shared = core.moe_shared_expert_intermediate_size or 0
+    block = TransformerBlock(core, layer_spec(core, impl="torch"), pg_collection=context.pgs)
+    plain.fill(block, context, E)
+    truth = plain.PlainBlock(H, 4, 2, FFN, 1, experts=E, topk=TOPK, shared_ffn=shared)
+    split = core.sequence_parallel
+    for replica in range(context.pgs.dp.size()):
+        generator = torch.Generator().manual_seed(replica)
+        full = torch.randn(S, B, H, generator=generator)
+        cotangent = torch.randn(S, B, H, generator=generator)
+        plain_input = full.double().requires_grad_()
+        want = truth(plain_input, plain.causal(S, B))
+        want.backward(cotangent.double())
+        if replica == context.dp_rank:
+            own = local_part(full, context, sequence_parallel=split).clone().requires_grad_()
+            out = block(own, None)
+            out.backward(local_part(cotangent, context, sequence_parallel=split))
+            assert plain_input.grad is not None and own.grad is not None
+            near(out, local_part(want, context, sequence_parallel=split), "output")
+            near(own.grad, local_part(plain_input.grad, context, sequence_parallel=split), "in")
+    check_gradients(block, truth, context)
+
+
+def check_gradients(
+    block: torch.nn.Module, truth: plain.PlainBlock, context: ParallelContext
+) -> None:
+    pgs = context.pgs
+    for name, parameter in block.named_parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        if "local_experts" in name:
+            torch.distributed.all_reduce(grad, group=pgs.expt_dp)
+        else:
+            torch.distributed.all_reduce(grad, group=pgs.dp_cp)
+            if getattr(parameter, "sequence_parallel", False):
+                torch.distributed.all_reduce(grad, group=pgs.tp)
+        shard = plain.shard_of(name, parameter, context, E)
+        full = truth.weights[shard.name].grad
+        assert full is not None, name
+        near(grad, shard.of(full), name)
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@ranks()
+def test_one_rank(context: ParallelContext, dispatcher: str) -> None:
+    check_block(context, moe_token_dispatcher_type=dispatcher)
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@ranks(dp=2, ep=2)
+def test_expert_parallel(context: ParallelContext, dispatcher: str) -> None:
+    check_block(context, moe_token_dispatcher_type=dispatcher)
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@ranks(tp=2)
+def test_tensor_and_sequence_parallel(context: ParallelContext, dispatcher: str) -> None:
+    check_block(context, moe_token_dispatcher_type=dispatcher)
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@ranks(tp=2, ep=2, etp=1)
+def test_whole_experts_on_tensor_parallel_ranks(context: ParallelContext, dispatcher: str) -> None:
+    check_block(context, moe_token_dispatcher_type=dispatcher)
+
+
+@ranks(tp=2, dp=2, ep=2, etp=2)
+def test_experts_dealt_out_and_cut(context: ParallelContext) -> None:
+    check_block(context, moe_token_dispatcher_type="allgather")
+    with pytest.raises(ConfigError, match="alltoall` with `--expert-tensor-parallel-size` .2. and"):
+        check_block(context, moe_token_dispatcher_type="alltoall")
+
+
+@ranks(dp=2, cp=2, ep=2)
+def test_with_context_parallelism(context: ParallelContext) -> None:
+    check_block(context, moe_token_dispatcher_type="alltoall")
+
+
+@ranks(tp=2)
+def test_shared_experts(context: ParallelContext) -> None:
+    check_block(
+        context, moe_token_dispatcher_type="alltoall", moe_shared_expert_intermediate_size=SHARED
+    )
+
+
+@pytest.mark.parametrize("modules", [["moe"], ["core_attn", "shared_experts"]])
+@ranks(tp=2)
+def test_recomputed_experts(context: ParallelContext, modules: list[str]) -> None:
+    check_block(
+        context,
+        moe_token_dispatcher_type="alltoall",
+        moe_shared_expert_intermediate_size=SHARED,
+        recompute_granularity="selective",
+        recompute_modules=modules,
+    )
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(None, torch.bfloat16), ("fp32", torch.float32)])
+@ranks()
+def test_logits_come_in_the_routers_dtype(
+    context: ParallelContext, name: str | None, dtype: torch.dtype
+) -> None:
+    core = config(context, moe_router_dtype=name, params_dtype=torch.bfloat16, bf16=True)
+    router = Router(core, pg_collection=context.pgs)
+    x = torch.randn(S, B, H).bfloat16()
+    logits = router.gating(x)
+    assert logits.dtype == dtype
+    torch.testing.assert_close(
+        logits.double(), x.double() @ router.weight.double().T, rtol=1e-2, atol=1e-2
+    )
+
+
+WEIGHT = 0.01
+
+
+def plain_auxiliary(kind: str, hidden: Tensor, weight: Tensor) -> Tensor:
+    """The auxiliary loss of one micro-batch ``[s, b, h]``, in double precision."""
+    logits = hidden @ weight.T
+    if kind == "z_loss":
+        return WEIGHT * logits.logsumexp(-1).square().mean()
+    # Switch Transformers, arXiv:2101.03961, eq. 4 to 6, for the k experts of a token.
+    probs = logits.softmax(-1)
+    chosen = torch.zeros_like(probs).scatter(-1, logits.topk(TOPK, dim=-1).indices, 1.0)
+    over = (0, 1) if kind == "aux_loss" else (0,)
+    fractions, means = chosen.mean(over) / TOPK, probs.mean(over)
+    return WEIGHT * E * (fractions * means).sum(-1).mean()
+
+
+def check_auxiliary(context: ParallelContext, kind: str, micro_batch: int) -> None:
+    """After the division by N, the gradient is that of the mean over all micro-batches."""
+    targets, sequences = 13.0, 8
+    generator = torch.Generator().manual_seed(6)
+    hidden = torch.randn(S, sequences, H, generator=generator)
+    batches = hidden.split(micro_batch, dim=1)
+    dp = context.pgs.dp
+    mine = batches[dp.rank() :: dp.size()]
+    scale = AuxiliaryScale(torch.tensor(targets / len(batches)))
+    kinds = (
+        {"moe_z_loss_coeff": WEIGHT}
+        if kind == "z_loss"
+        else {
+            "moe_router_load_balancing_type": kind,
+            "moe_aux_loss_coeff": WEIGHT,
+        }
+    )
+    core = config(context, calculate_per_token_loss=True, auxiliary_scale=scale, **kinds)
+    router = Router(core, pg_collection=context.pgs)
+    router.set_layer_number(1)
+    full = plain.full_weight("router", (E, H)).float()
+    with torch.no_grad():
+        router.weight.copy_(full)
+    clear_aux_losses_tracker()
+    for batch in mine:
+        own = local_part(batch, context, sequence_parallel=core.sequence_parallel)
+        probs, _ = router(own)
+        (0 * probs.sum()).backward()
+    gradient = router.weight.grad
+    assert gradient is not None
+    torch.distributed.all_reduce(gradient, group=context.pgs.dp_cp)
+    if core.sequence_parallel:
+        torch.distributed.all_reduce(gradient, group=context.pgs.tp)
+
+    weight = full.double().requires_grad_()
+    losses = [plain_auxiliary(kind, batch.double(), weight) for batch in batches]
+    (wanted,) = torch.autograd.grad(torch.stack(losses).mean(), weight)
+    near(gradient / targets, wanted, f"{kind} gradient")
+
+    tracker = get_moe_layer_wise_logging_tracker()
+    names = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
+    logged = tracker[names.get(kind, kind)]["values"][0].clone()
+    torch.distributed.all_reduce(logged, group=context.pgs.tp_cp)
+    if kind == "z_loss":
+        logged /= context.pgs.tp_cp.size()
+    own_losses = losses[dp.rank() :: dp.size()]
+    near(logged * WEIGHT, torch.stack(own_losses).sum().detach(), f"{kind} log")
+
+
+def check_auxiliaries(context: ParallelContext) -> None:
+    for kind in ("aux_loss", "seq_aux_loss", "z_loss"):
+        for micro_batch in (1, 4):
+            check_auxiliary(context, kind, micro_batch)
+
+
+@ranks()
+def test_auxiliary_losses_on_one_rank(context: ParallelContext) -> None:
+    check_auxiliaries(context)
+
+
+@ranks(cp=2)
+def test_auxiliary_losses_under_context_parallelism(context: ParallelContext) -> None:
+    check_auxiliaries(context)
+
+
+@ranks(tp=2)
+def test_auxiliary_losses_under_sequence_parallelism(context: ParallelContext) -> None:
+    check_auxiliaries(context)
+
+
+@ranks(tp=2, dp=2)
+def test_auxiliary_losses_under_data_parallelism(context: ParallelContext) -> None:
+    check_auxiliaries(context)
+
+
+@ranks()
+def test_a_step_without_targets_logs_and_leaves_no_gradient(context: ParallelContext) -> None:
+    core = config(
+        context,
+        calculate_per_token_loss=True,
+        auxiliary_scale=AuxiliaryScale(torch.tensor(0.0)),
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=WEIGHT,
+    )
+    router = Router(core, pg_collection=context.pgs)
+    router.set_layer_number(1)
+    clear_aux_losses_tracker()
+    probs, _ = router(torch.randn(S, B, H))
+    (0 * probs.sum()).backward()
+    assert router.weight.grad is not None and not router.weight.grad.any()
+    logged = get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"]
+    assert torch.isfinite(logged).all() and logged[0] > 0
