@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import megatron.core.dist_checkpointing
 import megatron.core.models.gpt
 import megatron.core.optimizer
-import megatron.core.pipeline_parallel
+import megatron.core.pipeline_parallel  # noqa: F401 - all four, for their side effects
 import pytest
 import torch
 

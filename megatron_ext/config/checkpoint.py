@@ -13,14 +13,15 @@ class CheckpointConfig:
 
     save: str | None = flag(None, "folder for checkpoints, metrics and the loss plot")
     save_interval: int | None = flag(
-        None, "save after each multiple of this", unit="steps", names=("--persistent-save-interval",)
+        None,
+        "save after each multiple of this",
+        unit="steps",
+        names=("--persistent-save-interval",),
     )
     save_retain_interval: int | None = flag(
         None, "of older checkpoints keep each multiple of this", unit="steps"
     )
-    keep_last: int | None = flag(
-        None, "of the checkpoints keep only the newest of this number"
-    )
+    keep_last: int | None = flag(None, "of the checkpoints keep only the newest of this number")
     load: str | None = flag(None, "folder to continue from")
     ckpt_step: int | None = flag(None, "iteration to load; default: the latest", unit="steps")
     finetune: bool = flag(False, "load the weights only, and start at iteration 0")

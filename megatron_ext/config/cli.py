@@ -267,7 +267,7 @@ def _derived() -> set[str]:
     for section in dataclasses.fields(RunConfig):
         kind: Any = section.default_factory
         if dataclasses.is_dataclass(kind):
-            names |= {f.name for f in dataclasses.fields(kind) if "help" not in f.metadata}  # type: ignore[arg-type]
+            names |= {f.name for f in dataclasses.fields(kind) if "help" not in f.metadata}
     return names
 
 

@@ -43,7 +43,7 @@ class DataConfig:
     allow_ambiguous_pad_tokens: bool = flag(False, "let padding share the id of another token")
 
     def resolved(self) -> DataConfig:
-        """With the default split; quotes that a script's quoted bash array passed on are dropped."""
+        """With the default split; quotes that a quoted bash array passed on are dropped."""
         if self.split is not None and self.split != self.split.strip("'\""):
             return dataclasses.replace(self, split=self.split.strip("'\""))
         blended = self.data_path is not None or self.data_args_path is not None or self.mock_data
@@ -69,9 +69,7 @@ class DataConfig:
         if self.num_workers < 0:
             found.append(f"`--num-workers` ({self.num_workers}) must be at least 0.")
         if self.multiple_validation_sets and not full_validation:
-            found.append(
-                "`--multiple-validation-sets` needs `--full-validation`; give both."
-            )
+            found.append("`--multiple-validation-sets` needs `--full-validation`; give both.")
         return found
 
     @staticmethod

@@ -28,8 +28,8 @@ def _metavar(flag: Flag) -> str:
 def _meaning(flag: Flag) -> str:
     default = ""
     if flag.type is not bool and flag.default is not None and flag.default != "":
-        shown = flag.default if not isinstance(flag.default, list) else " ".join(
-            map(str, flag.default)
+        shown = (
+            flag.default if not isinstance(flag.default, list) else " ".join(map(str, flag.default))
         )
         default = f" [{shown}]"
     if flag.type is bool and flag.default is True:

@@ -216,9 +216,7 @@ class ModelConfig:
                 "`--recompute-num-layers 1`."
             )
         if self.recompute_granularity == "full" and self.recompute_num_layers is None:
-            found.append(
-                "`--recompute-granularity full` needs `--recompute-num-layers`; use 1."
-            )
+            found.append("`--recompute-granularity full` needs `--recompute-num-layers`; use 1.")
         if self.recompute_granularity == "selective" and self.recompute_method is not None:
             found.append(
                 f"`--recompute-method` ({self.recompute_method}) goes with "

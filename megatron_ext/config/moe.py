@@ -53,9 +53,7 @@ class MoEConfig:
     moe_permute_fusion: bool = flag(
         False, "fused token permutation", gpu_only="a kernel of Transformer Engine"
     )
-    moe_router_fusion: bool = flag(
-        False, "fused router", gpu_only="a kernel of Transformer Engine"
-    )
+    moe_router_fusion: bool = flag(False, "fused router", gpu_only="a kernel of Transformer Engine")
     moe_apply_probs_on_input: bool = flag(False, "weight the input of an expert, not its output")
 
     def layer_pattern(self) -> int | list[int]:

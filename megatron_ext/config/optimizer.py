@@ -97,9 +97,7 @@ class OptimizerConfig:
                 "`--start-weight-decay` and `--end-weight-decay`; give both."
             )
         if self.overlap_param_gather and not self.use_distributed_optimizer:
-            found.append(
-                "`--overlap-param-gather` needs `--use-distributed-optimizer`; give both."
-            )
+            found.append("`--overlap-param-gather` needs `--use-distributed-optimizer`; give both.")
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             found.append("`--overlap-param-gather` needs `--overlap-grad-reduce`; give both.")
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config.flags import flag
 
+
 @dataclass(frozen=True)
 class TokenizerConfig:
     """Names and defaults are Megatron-LM's."""
@@ -20,9 +21,7 @@ class TokenizerConfig:
     vocab_extra_ids: int = flag(0, "further special tokens")
     tiktoken_pattern: str | None = flag(None, "how TikTokenizer cuts words")
     tiktoken_num_special_tokens: int = flag(1000, "special tokens of TikTokenizer")
-    tiktoken_special_tokens: list[str] | None = flag(
-        None, "the first of them by name", nargs="+"
-    )
+    tiktoken_special_tokens: list[str] | None = flag(None, "the first of them by name", nargs="+")
     tokenizer_sentencepiece_legacy: bool = flag(False, "SentencePiece with its legacy wrapper")
     tokenizer_hf_use_fast: bool = flag(True, "the fast tokenizer of transformers")
     tokenizer_hf_include_special_tokens: bool = flag(True, "let transformers add special tokens")

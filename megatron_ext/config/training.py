@@ -66,6 +66,13 @@ class TrainingConfig:
         """The number of `exit_signal`."""
         return int(signal.Signals[self.exit_signal])
 
+    @property
+    def batch_sizes(self) -> tuple[int, int]:
+        """Micro-batch size and global batch size of a configuration without errors."""
+        assert self.micro_batch_size is not None
+        assert self.global_batch_size is not None
+        return self.micro_batch_size, self.global_batch_size
+
     def resolved(self, data_parallel_size: int) -> TrainingConfig:
         """With the batch size settled."""
         batch = self.global_batch_size

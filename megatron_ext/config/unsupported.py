@@ -64,8 +64,7 @@ FAMILIES: tuple[tuple[str, str], ...] = (
         "muon-fp32-matmul-prec muon-num-ns-steps muon-tp-mode muon-extra-scale-factor",
     ),
     (
-        "the pipeline is not supported in this form; use "
-        "`--num-layers-per-virtual-pipeline-stage`",
+        "the pipeline is not supported in this form; use `--num-layers-per-virtual-pipeline-stage`",
         "pipeline-model-parallel-layout overlap-p2p-communication-warmup-flush "
         "overlap-p2p-comm-warmup-flush defer-embedding-wgrad-compute wgrad-deferral-limit "
         "delay-wgrad-compute num-microbatches-with-partial-activation-checkpoints "

@@ -1,6 +1,6 @@
-"""Indexed datasets: the pair `<prefix>.bin` (tokens) and `<prefix>.idx` (where they lie).
+r"""Indexed datasets: the pair `<prefix>.bin` (tokens) and `<prefix>.idx` (where they lie).
 
-Layout of `.idx`, little endian: magic `MMIDIDX\\0\\0`, u64 version 1, u8 dtype code, u64 number of
+Layout of `.idx`, little endian: magic `MMIDIDX\0\0`, u64 version 1, u8 dtype code, u64 number of
 sequences Q, u64 number of document boundaries D + 1, i32 lengths [Q] in tokens, i64 byte offsets
 [Q], i64 boundaries [D + 1] in sequences (first 0, last Q), and i8 modes [Q] in multimodal sets.
 `.bin` holds the tokens alone.

@@ -89,10 +89,12 @@ def build_source(
     if dataset is not None and context.tp_rank == 0:
         length = len(dataset)  # type: ignore[arg-type]
         samples = _samples(dataset, length, config, context, device, consumed_samples, full_epoch)
+    micro_batch_size, _ = config.training.batch_sizes
+    assert config.model.seq_length is not None
     loader = StepLoader(
         samples,
         context,
-        (config.training.micro_batch_size, config.model.seq_length),
+        (micro_batch_size, config.model.seq_length),
         device,
         mask_documents_at=eod if config.data.reset_attention_mask else None,
         mtp_depths=config.model.mtp_num_layers or 0,
@@ -109,11 +111,12 @@ def _samples(
     consumed_samples: int,
     full_epoch: bool,
 ) -> Iterator[dict[str, Tensor]]:
-    share = (config.training.micro_batch_size, context.dp_rank, context.layout.data_parallel_size)
+    micro_batch_size, global_batch_size = config.training.batch_sizes
+    share = (micro_batch_size, context.dp_rank, context.layout.data_parallel_size)
     sampler: SequentialSampler | RandomSampler
     if full_epoch:
         # Whole global batches only, so that every pass over the split starts at its beginning.
-        length -= length % (config.training.global_batch_size or 1)
+        length -= length % global_batch_size
     if config.data.dataloader_type == "cyclic" and not full_epoch:
         sampler = RandomSampler(
             length, consumed_samples, *share, data_sharding=config.data.data_sharding

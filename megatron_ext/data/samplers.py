@@ -96,10 +96,10 @@ class RandomSampler(Sampler[list[int]]):
         if self.data_sharding:
             size = (self.total_samples // self.stride) * self.micro_batch_size
             order = torch.randperm(size, generator=generator)[offset // self.dp_size :]
-            return (order + self.dp_rank * size).tolist()  # type: ignore[no-any-return]
+            return (order + self.dp_rank * size).tolist()
         size = (self.total_samples // self.micro_batch_size) * self.micro_batch_size
         order = torch.randperm(size, generator=generator)[offset:]
-        return order[self.dp_rank :: self.dp_size].tolist()  # type: ignore[no-any-return]
+        return order[self.dp_rank :: self.dp_size].tolist()
 
     def __iter__(self) -> Iterator[list[int]]:
         per_epoch = self.total_samples - self.total_samples % self.stride

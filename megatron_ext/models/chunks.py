@@ -1,4 +1,4 @@
-"""All model chunks of one rank: built, put on the device, cast, and wrapped for data parallelism."""
+"""All model chunks of one rank: built, put on the device, cast, wrapped for data parallelism."""
 
 from __future__ import annotations
 

@@ -25,15 +25,15 @@ class BatchSize:
 
     def __init__(self, config: RunConfig, data_parallel_size: int) -> None:
         training = config.training
-        assert training.global_batch_size is not None
+        micro_batch_size, global_batch_size = training.batch_sizes
         common = (
-            training.global_batch_size,
-            training.micro_batch_size,
+            global_batch_size,
+            micro_batch_size,
             data_parallel_size,
             training.decrease_batch_size_if_needed,
             -1,  # no rank logs: the iteration line shows the batch size
         )
-        self._multiple = training.micro_batch_size * data_parallel_size
+        self._multiple = micro_batch_size * data_parallel_size
         self._calculator: (
             ConstantNumMicroBatchesCalculator | RampupBatchsizeNumMicroBatchesCalculator
         )

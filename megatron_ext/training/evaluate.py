@@ -35,8 +35,6 @@ def evaluate(
 
 def steps_of_one_epoch(source: BatchSource, batch_size: int, device: torch.device) -> int:
     """Whole global batches in a split, agreed with the ranks that do not open it."""
-    count = torch.tensor(
-        (source.num_samples or 0) // batch_size, device=device
-    )
+    count = torch.tensor((source.num_samples or 0) // batch_size, device=device)
     torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX)
     return int(count)

@@ -43,9 +43,13 @@ def flops_per_sample(config: RunConfig) -> float:
     products = 3 if model.swiglu else 2
     expert_width = moe.moe_ffn_hidden_size or model.ffn_hidden_size or 0
     shared = moe.moe_shared_expert_intermediate_size or 0
-    mlp = h * products * (
-        (model.ffn_hidden_size or 0) * dense_layers
-        + (expert_width * moe.moe_router_topk + shared) * sum(experts)
+    mlp = (
+        h
+        * products
+        * (
+            (model.ffn_hidden_size or 0) * dense_layers
+            + (expert_width * moe.moe_router_topk + shared) * sum(experts)
+        )
     )
     attention = len(experts) * (h * d * (heads + 2 * groups) + heads * d * s + heads * d * h)
     mtp_extra = mtp * (3 * h + 2 * h * h)

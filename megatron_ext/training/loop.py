@@ -99,7 +99,7 @@ def _advance(run: Run, result: StepResult) -> bool:
 
 
 def _due(iteration: int, interval: int | None) -> bool:
-    return bool(interval) and iteration % interval == 0
+    return interval is not None and interval > 0 and iteration % interval == 0
 
 
 def _check_invariants(run: Run) -> None:

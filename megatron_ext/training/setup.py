@@ -68,13 +68,12 @@ class Run:
     @property
     def evaluation_batch_size(self) -> int:
         """Samples of one evaluation step: the full global batch, whatever the ramp-up says."""
-        size = self.config.training.global_batch_size
-        assert size is not None
-        return size
+        return self.config.training.batch_sizes[1]
 
     @property
     def evaluation_microbatches(self) -> int:
-        share = self.config.training.micro_batch_size * self.context.layout.data_parallel_size
+        micro_batch_size, _ = self.config.training.batch_sizes
+        share = micro_batch_size * self.context.layout.data_parallel_size
         return self.evaluation_batch_size // share
 
     def evaluation_steps(self, source: BatchSource) -> int:

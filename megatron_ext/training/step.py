@@ -83,9 +83,11 @@ class StepRunner:
         self.task = task
         self.context = context
         self.chunks = chunks
+        self.device = next(chunks[0].parameters()).device
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.needs_counts = bool(config.model.mtp_num_layers) and context.is_last_stage
+        self._auxiliary = getattr(transformer_config, "auxiliary_scale", None)
+        self._counts_for_mtp = bool(config.model.mtp_num_layers) and context.is_last_stage
         self._schedule = get_forward_backward_func()
         if optimizer is not None:
             self._connect(transformer_config, optimizer)
@@ -115,9 +117,7 @@ class StepRunner:
         Returns:
             One report for each micro-batch on the last stage, else nothing.
         """
-        counts = None
-        if self.needs_counts and not forward_only and batches is not None:
-            counts = count_targets(batches, self.context)
+        counts = None if forward_only else self._count(batches, num_microbatches)
 
         def forward_step(
             iterator: Iterator[Batch] | None, chunk: torch.nn.Module
@@ -139,6 +139,22 @@ class StepRunner:
         )
         return reports
 
+    def _count(
+        self, batches: Sequence[Batch] | None, num_microbatches: int
+    ) -> StepCounts | None:
+        """Count the step's targets where something needs them; all ranks call this together."""
+        auxiliary = self._auxiliary
+        needed = self._counts_for_mtp or (auxiliary is not None and self.context.is_last_stage)
+        counts = None
+        if needed and batches is not None:
+            counts = count_targets(batches, self.context)
+        if auxiliary is not None:
+            main = counts.main if counts is not None else torch.zeros((), device=self.device)
+            pipeline = self.context.pgs.pp
+            torch.distributed.broadcast(main, group=pipeline, group_src=pipeline.size() - 1)
+            auxiliary.value = main / (num_microbatches * self.context.layout.data_parallel_size)
+        return counts if self._counts_for_mtp else None
+
     def train(self, batches: Sequence[Batch] | None, num_microbatches: int) -> StepResult:
         """One training step: gradients over the global batch, then one update."""
         assert self.optimizer is not None and self.scheduler is not None
@@ -148,12 +164,9 @@ class StepRunner:
         reports = self.forward_backward(batches, num_microbatches, forward_only=False)
         update = update_parameters(self.optimizer, self.config.optimizer.clip_grad)
         if update.applied:
-            training = self.config.training
-            self.scheduler.step(
-                increment=num_microbatches
-                * training.micro_batch_size
-                * self.context.layout.data_parallel_size
-            )
+            micro_batch_size, _ = self.config.training.batch_sizes
+            replicas = self.context.layout.data_parallel_size
+            self.scheduler.step(increment=num_microbatches * micro_batch_size * replicas)
         losses = {key: mean_of(x) for key, x in reduce_reports(reports, self.context).items()}
         return StepResult(losses, update)
 

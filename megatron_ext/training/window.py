@@ -60,7 +60,7 @@ class LogWindow:
         params_norm = run.params_norm() if run.config.logging.log_params_norm else None
         losses = {name: float(total) / self._updates for name, total in self._losses.items()}
         if not losses:
-            losses = {name: math.nan for name in last.losses}
+            losses = dict.fromkeys(last.losses, math.nan)
         batch = run.batch_size.global_batch_size
         elapsed = time.perf_counter() - self._start - self._pause
         record = IterationRecord(

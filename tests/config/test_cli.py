@@ -118,7 +118,7 @@ def test_there_are_342_common_flags() -> None:
 
 
 BAD = [
-    ("--hiden-size 8", "`--hiden-size` is not a flag of this program; did you mean `--hidden-size`"),
+    ("--hiden-size 8", "`--hiden-size` is not a flag of this program; did you mean `--hidden"),
     ("--sft", "`--sft` is known from Megatron-LM but refused here"),
     ("--num-layers two", "`--num-layers` (two) must be an integer."),
     ("--lr fast", "`--lr` (fast) must be a number."),
@@ -166,5 +166,8 @@ def test_printed_configuration_can_be_fed_back(tmp_path: Path) -> None:
 
 def test_dashes_and_underscores_mean_the_same() -> None:
     dashed = parse_args(TINY.split(), world_size=1, device="cpu").config
-    lined = [w.replace("-", "_").replace("__", "--", 1) if w[:2] == "--" else w for w in TINY.split()]
+    lined = [
+        word.replace("-", "_").replace("__", "--", 1) if word.startswith("--") else word
+        for word in TINY.split()
+    ]
     assert parse_args(lined, world_size=1, device="cpu").config == dashed

@@ -79,7 +79,7 @@ def test_common_text_stays_with_the_fast_engine() -> None:
 
 
 def test_random_characters_of_all_scripts(pair: tuple[Tokenizer, FastEncoder]) -> None:
-    tokenizer, fast = pair
+    _, fast = pair
     dice = random.Random(11)
     scripts = [(0x20, 0x7F), (0x80, 0x530), (0x590, 0x1200), (0x1E00, 0x2C00), (0x3000, 0x3400)]
     scripts += [(0x4E00, 0x4F00), (0xAC00, 0xD7A4), (0xF900, 0xFFFE), (0x1F300, 0x1FB00)]

@@ -11,8 +11,7 @@ from megatron_ext.training.reporting.records import EvaluationRecord, IterationR
 def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> str:
     """The line of one report; our own fields stand between Megatron-LM's and the counts."""
     parts = [
-        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {record.iteration:8d}/"
-        f"{record.num_iterations:8d}",
+        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {record.iteration:8d}/{record.num_iterations:8d}",
         f"consumed samples: {record.consumed_samples:12d}",
         f"elapsed time per iteration (ms): {record.seconds * 1000.0:.1f}",
     ]

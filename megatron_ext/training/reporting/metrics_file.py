@@ -34,6 +34,8 @@ class MetricsFile:
         temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         os.replace(temporary, self.path)
         self._file = self.path.open("a", encoding="utf-8")
+        if resumed_at and kept:
+            self._write({"kind": "resumed", "iteration": resumed_at})
 
     def _write(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
@@ -14,9 +15,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SECONDS_BETWEEN_PLOTS = 60.0
+SMOOTHED_FROM = 200  # rows
+
+Row = dict[str, Any]
 
 
-def plot_metrics(rows: list[dict[str, Any]], path: Path, title: str = "") -> None:
+def plot_metrics(rows: list[Row], path: Path, title: str = "") -> None:
     """Draw the rows of a metrics file; without a training row nothing is drawn."""
     import matplotlib
 
@@ -26,53 +30,90 @@ def plot_metrics(rows: list[dict[str, Any]], path: Path, title: str = "") -> Non
     train = [row for row in rows if row["kind"] == "train"]
     if not train:
         return
-    figure, (losses, norms) = plt.subplots(
-        2, 1, figsize=(9, 6.5), sharex=True, height_ratios=(2, 1), layout="constrained"
+    figure, (losses, norms, rates) = plt.subplots(
+        3, 1, figsize=(9, 8), sharex=True, height_ratios=(4, 1.4, 1.4), layout="constrained"
     )
     try:
-        _plot_losses(losses, train, [row for row in rows if row["kind"] == "evaluation"])
-        _plot_norms(norms, train)
-        losses.set_title(title or "training loss")
+        evaluations = [row for row in rows if row["kind"] == "evaluation"]
+        resumed = [row["iteration"] for row in rows if row["kind"] == "resumed"]
+        _plot_losses(losses, train, evaluations, resumed)
+        _plot_line(norms, train, "grad_norm", "gradient norm", "tab:gray")
+        _plot_line(rates, train, "learning_rate", "learning rate", "tab:green")
+        norms.set_ylim(bottom=0)
+        rates.set_ylim(bottom=0)
+        rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
+        rates.set_xlabel("iteration")
+        rates.set_xlim(left=0)
+        losses.set_title(title or "training loss", loc="left", fontsize=11)
         temporary = path.with_name(f".{path.name}.tmp")
-        figure.savefig(temporary, format="png", dpi=110)
+        figure.savefig(temporary, format="png", dpi=120)
         os.replace(temporary, path)
     finally:
         plt.close(figure)
 
 
-def _plot_losses(axes: Axes, train: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
-    names = [name for name in train[0] if name.endswith("loss")]
-    steps = [row["iteration"] for row in train]
+def _plot_losses(axes: Axes, train: list[Row], evaluations: list[Row], resumed: list[int]) -> None:
+    names = list(dict.fromkeys(name for row in train for name in row if name.endswith("loss")))
     for name in names:
-        axes.plot(steps, [row.get(name) for row in train], marker=_marker(steps), label=name)
+        _draw(axes, *_series(train, name), label=f"{name}, training")
     for split in dict.fromkeys(row["split"] for row in evaluations):
         mine = [row for row in evaluations if row["split"] == split and "lm loss" in row]
-        axes.plot(
-            [row["iteration"] for row in mine],
-            [row["lm loss"] for row in mine],
-            linestyle="--",
-            marker="o",
-            label=f"{split}",
+        steps, values = _series(mine, "lm loss")
+        label = f"lm loss, {split}"
+        axes.plot(steps, values, linestyle="--", marker="o", markersize=4, label=label)
+    for step in resumed:
+        axes.axvline(step, color="tab:gray", linestyle=":", linewidth=1)
+        axes.annotate(
+            "resumed",
+            (step, 0.97),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            verticalalignment="top",
+            fontsize=8,
+            color="tab:gray",
         )
     axes.set_ylabel("loss")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    _tidy(axes)
+    axes.legend(frameon=False, fontsize=9)
 
 
-def _plot_norms(axes: Axes, train: list[dict[str, Any]]) -> None:
-    steps = [row["iteration"] for row in train]
-    axes.plot(steps, [row["grad_norm"] for row in train], color="tab:gray", marker=_marker(steps))
-    axes.set_ylabel("gradient norm", color="tab:gray")
-    axes.set_xlabel("iteration")
-    axes.grid(alpha=0.3)
-    rates = axes.twinx()
-    rates.plot(steps, [row["learning_rate"] for row in train], color="tab:red")
-    rates.set_ylabel("learning rate", color="tab:red")
-    rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+def _plot_line(axes: Axes, train: list[Row], name: str, label: str, color: str) -> None:
+    _draw(axes, *_series(train, name), color=color)
+    axes.set_ylabel(label)
+    _tidy(axes)
 
 
-def _marker(steps: list[int]) -> str:
-    return "." if len(steps) < 60 else ""
+def _draw(axes: Axes, steps: list[int], values: list[float], **style: Any) -> None:
+    """A line; of a long and noisy run the smoothed line, with the measured one behind it."""
+    if len(values) < SMOOTHED_FROM or style.get("color"):
+        marker = "." if len(values) < 60 else ""
+        axes.plot(steps, values, marker=marker, markersize=4, linewidth=1.4, **style)
+        return
+    (line,) = axes.plot(steps, _smoothed(values), linewidth=1.6, **style)
+    axes.plot(steps, values, linewidth=0.8, alpha=0.3, color=line.get_color())
+
+
+def _smoothed(values: list[float]) -> list[float]:
+    """Exponential moving average over about a fiftieth of the run, without a slow start."""
+    keep = 1 - 1 / max(2.0, len(values) / 50)
+    mean, weight, out = 0.0, 0.0, []
+    for value in values:
+        if math.isfinite(value):
+            mean, weight = keep * mean + (1 - keep) * value, keep * weight + 1 - keep
+        out.append(mean / weight if weight else math.nan)
+    return out
+
+
+def _series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
+    """Iterations and values of the rows that have the value."""
+    mine = [row for row in rows if row.get(name) is not None]
+    return [row["iteration"] for row in mine], [float(row[name]) for row in mine]
+
+
+def _tidy(axes: Axes) -> None:
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 class LossPlot:

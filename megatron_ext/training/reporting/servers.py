@@ -70,7 +70,7 @@ class TensorBoard:
                 "run `pip install tensorboard`."
             ) from error
         self._config = config
-        self._writer: Any = SummaryWriter(folder, max_queue=config.tensorboard_queue_size)  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(folder, max_queue=config.tensorboard_queue_size)
 
     def on_iteration(self, record: IterationRecord) -> None:
         if record.iteration % self._config.tensorboard_log_interval:

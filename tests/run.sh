@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Style, types and tests. Arguments go to pytest: bash tests/run.sh tests/data -k sampler
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source examples/lib/venv.sh
+export OMP_NUM_THREADS=1
+
+"$PYTHON" -m ruff check .
+"$PYTHON" -m ruff format --check --quiet . \
+    || { echo "error: some files are not formatted; run '$PYTHON -m ruff format .'" >&2; exit 1; }
+"$PYTHON" -m mypy megatron_ext
+exec "$PYTHON" -m pytest "$@"
