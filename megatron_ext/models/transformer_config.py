@@ -48,6 +48,9 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     fields["overlap_p2p_comm"] = interleaved
     fields["batch_p2p_comm"] = not interleaved
     fields["deallocate_pipeline_outputs"] = not interleaved
+    if config.model.init_method_xavier_uniform:
+        fields["init_method"] = torch.nn.init.xavier_uniform_
+        fields["output_layer_init_method"] = torch.nn.init.xavier_uniform_
     scaled = config.moe.num_experts is not None and config.training.calculate_per_token_loss
     fields["auxiliary_scale"] = AuxiliaryScale() if scaled else None
     return ScaledTransformerConfig(**fields)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.training.evaluate import evaluate
 from megatron_ext.training.invariants import check_replicas
+from megatron_ext.training.profiling import StepProfiler
 from megatron_ext.training.reporting import EvaluationRecord
 from megatron_ext.training.signals import EXIT_CODE_SIGNAL
 from megatron_ext.training.step import StepResult
@@ -27,17 +28,20 @@ def train(run: Run) -> int | None:
     """
     collect_garbage = _garbage_collector(run)
     window = LogWindow(run)
+    profiler = StepProfiler(run.config, run.context.rank)
     saved_at = run.progress.iteration
     while run.progress.iteration < run.num_iterations:
         grown = run.batch_size.update(run.progress.consumed_train_samples)
         if grown and saved_at != run.progress.iteration:
             run.save()
             saved_at = run.progress.iteration
+        profiler.before_step(run.progress.iteration)
         batches = run.train_source.next_step(run.batch_size.num_microbatches)
         result = run.runner.train(batches, run.batch_size.num_microbatches)
         run.parameter_gather.switch_on()
         nan = _advance(run, result)
         iteration = run.progress.iteration
+        profiler.after_step(iteration)
         window.add(result, nan=nan)
         if iteration == 1:
             window.report(keep=True)
@@ -58,6 +62,7 @@ def train(run: Run) -> int | None:
         if leave:
             run.reporters.say(f"exiting at iteration {iteration} ({stop or 'exit interval'})")
             return EXIT_CODE_SIGNAL if stop == "signal" else 0
+    profiler.stop()
     if saved_at != run.progress.iteration:
         run.save()
     return None

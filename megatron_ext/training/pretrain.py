@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_ext.checkpoint import read_run_config
 from megatron_ext.config import parse_args
+from megatron_ext.config.cli import read_words
 from megatron_ext.device import Device, select
 from megatron_ext.layout import Layout, embedding_ranks, init_groups, seed_everything
 from megatron_ext.training.launch import launch
@@ -34,7 +37,13 @@ def main(task: Task, argv: Sequence[str]) -> int:
     """
     device = select()
     world_size = int(os.environ.get("WORLD_SIZE", "0"))
-    parsed = parse_args(argv, world_size=world_size, device=device.kind)
+    parsed = parse_args(
+        argv,
+        world_size=world_size,
+        device=device.kind,
+        checkpoint_config=stored_config(argv),
+    )
+    logging.basicConfig(level=parsed.config.logging.logging_level or logging.WARNING)
     device = select(parsed.config.parallel.distributed_backend)
     config, tokenizer = preflight(parsed.config)
     if int(os.environ.get("RANK", "0")) == 0:
@@ -45,6 +54,14 @@ def main(task: Task, argv: Sequence[str]) -> int:
         nproc_per_node=config.parallel.nproc_per_node,
         device=device,
     )
+
+
+def stored_config(argv: Sequence[str]) -> dict[str, Any] | None:
+    """The configuration in the checkpoint, where ``--use-checkpoint-args`` asks for it."""
+    asked = read_words(argv).values.get("checkpoint", {})
+    if not asked.get("use_checkpoint_args") or not asked.get("load"):
+        return None
+    return read_run_config(Path(asked["load"]), asked.get("ckpt_step"))
 
 
 def pretrain(task: Task, config: RunConfig, *, device: Device, tokenizer: Tokenizer) -> int:

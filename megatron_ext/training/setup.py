@@ -123,6 +123,10 @@ def build_run(
     progress = Progress()
     if loaded is not None:
         progress = Progress.from_dict({**loaded.progress, "iteration": loaded.iteration})
+        if context.rank == 0:
+            print(f"> loaded {loaded.path} (iteration {loaded.iteration})", flush=True)
+            for note in loaded.notes:
+                print(f"> {note}", flush=True)
     run = Run(
         config=config,
         context=context,

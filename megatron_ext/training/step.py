@@ -162,13 +162,21 @@ class StepRunner:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         reports = self.forward_backward(batches, num_microbatches, forward_only=False)
+        self._give_memory_back(2)
         update = update_parameters(self.optimizer, self.config.optimizer.clip_grad)
+        self._give_memory_back(1)
         if update.applied:
             micro_batch_size, _ = self.config.training.batch_sizes
             replicas = self.context.layout.data_parallel_size
             self.scheduler.step(increment=num_microbatches * micro_batch_size * replicas)
         losses = {key: mean_of(x) for key, x in reduce_reports(reports, self.context).items()}
         return StepResult(losses, update)
+
+
+    def _give_memory_back(self, level: int) -> None:
+        """Return cached GPU memory, where ``--empty-unused-memory-level`` asks for it."""
+        if self.config.training.empty_unused_memory_level >= level:
+            torch.cuda.empty_cache()
 
 
 _NO_BATCH = Batch(*(None,) * 4)  # type: ignore[arg-type]
