@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ class Run:
     stop_requests: StopRequests
     train_source: BatchSource = field(default_factory=lambda: BatchSource(None, None))
     valid_sources: list[BatchSource] = field(default_factory=list)
-    test_source: BatchSource = field(default_factory=lambda: BatchSource(None, None))
+    test_sources: list[BatchSource] = field(default_factory=list)
     reporters: Reporters = field(default_factory=lambda: Reporters([]))
     flops_per_sample: float = 0.0
     peak_flops: float | None = None
@@ -146,7 +147,11 @@ def build_run(
             torch.cuda.get_device_name(device) if device.type == "cuda" else None
         ),
     )
-    attach_data(run, task, tokenizer)
+    # Data loaders draw a number from torch's generator when they start. A run that starts draws it
+    # too, as Megatron-LM does; a run that goes on has drawn it before it saved its state.
+    resumed = torch.random.fork_rng(devices=[]) if loaded is not None else nullcontext()
+    with resumed:
+        attach_data(run, task, tokenizer)
     return run
 
 
@@ -200,10 +205,19 @@ def attach_data(run: Run, task: Task, tokenizer: Tokenizer) -> None:
         full = config.training.full_validation
         consumed = 0 if full or config.training.skip_train else run.progress.consumed_valid_samples
         run.valid_sources = [
-            source(dataset, consumed, full_epoch=full) for dataset in validation_sets(datasets)
+            source(dataset, consumed, full_epoch=full)
+            for dataset in validation_sets(datasets)
+            if _exists(dataset, run.device)
         ]
-    if config.training.eval_iters > 0:
-        run.test_source = source(datasets.test, 0)
+    if config.training.eval_iters > 0 and _exists(datasets.test, run.device):
+        run.test_sources = [source(datasets.test, 0)]
+
+
+def _exists(dataset: Any, device: torch.device) -> bool:
+    """Whether any rank opened the split; `--split 95,5,0` leaves no test split to evaluate."""
+    found = torch.tensor(int(dataset is not None), device=device)
+    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
+    return bool(found)
 
 
 def validation_sets(datasets: Datasets) -> Sequence[Any]:

@@ -1,0 +1,78 @@
+"""Interrupted runs go on as if nothing had happened, also in another layout."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
+
+STEPS = 12
+BREAK = 7
+
+
+def _flags(*more: str) -> list[str]:
+    words = f"--train-iters {STEPS} --save-interval {BREAK} --eod-mask-loss".split()
+    return [*TINY, *mock_data(), *words, *more]
+
+
+def _rows(save: Path, *more: str, ranks: int = 1) -> list[dict[str, Any]]:
+    code, rows = train_on_ranks(_flags(*more), ranks=ranks, save=save)
+    assert code == 0
+    return training_rows(rows)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The whole run on one rank."""
+    return _rows(tmp_path_factory.mktemp("whole") / "save")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, ""),
+        (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
+        (4, "--context-parallel-size 2"),
+    ],
+)
+def test_resuming_in_the_same_layout_is_bit_identical(
+    ranks: int, layout: str, tmp_path: Path
+) -> None:
+    whole = _rows(tmp_path / "whole", *layout.split(), ranks=ranks)
+    save = tmp_path / "broken"
+    stop = ["--exit-interval", str(BREAK), *layout.split()]
+    assert len(_rows(save, *stop, ranks=ranks)) == BREAK
+    resumed = _rows(save, "--load", str(save), *layout.split(), ranks=ranks)
+    assert [row["iteration"] for row in resumed] == list(range(1, STEPS + 1))
+    for key in ("lm loss", "grad_norm", "learning_rate", "consumed_samples"):
+        assert [row[key] for row in resumed] == [row[key] for row in whole], key
+
+
+def test_dropout_and_bf16_resume_bit_identically(tmp_path: Path) -> None:
+    more = "--bf16 --attention-dropout 0.1 --hidden-dropout 0.1".split()
+    whole = _rows(tmp_path / "whole", *more)
+    save = tmp_path / "broken"
+    _rows(save, *more, "--exit-interval", str(BREAK))
+    resumed = _rows(save, *more, "--load", str(save))
+    assert [row["lm loss"] for row in resumed] == [row["lm loss"] for row in whole]
+
+
+def test_resuming_in_other_layouts_follows_the_uninterrupted_run(
+    uninterrupted: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """TP1, then TP2 x PP2 from step 4 on, then CP2 x DP2 from step 8 on: within 1e-6."""
+    save = tmp_path / "save"
+    load = ("--load", str(save))
+    _rows(save, "--exit-interval", "4")
+    four = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
+    _rows(save, *load, "--exit-interval", "8", *four, ranks=4)
+    rows = _rows(save, *load, "--context-parallel-size", "2", ranks=4)
+    assert len(rows) == STEPS
+    for row, want in zip(rows, uninterrupted, strict=True):
+        for key in ("lm loss", "grad_norm"):
+            assert math.isclose(row[key], want[key], rel_tol=1e-6), (row["iteration"], key)
