@@ -70,7 +70,7 @@ def train(run: Run) -> int | None:
 
 def evaluate_split(run: Run, name: str, *, final: bool = False) -> None:
     """Evaluate the validation or test split and report it."""
-    sources = run.valid_sources if name == "validation" else [run.test_source]
+    sources = run.valid_sources if name == "validation" else run.test_sources
     for index, source in enumerate(sources):
         steps = run.evaluation_steps(source)
         with run.parameter_gather.paused():

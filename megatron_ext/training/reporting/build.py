@@ -100,7 +100,7 @@ def build_reporters(
     if config.checkpoint.save is not None:
         folder = Path(config.checkpoint.save)
         metrics = MetricsFile(folder, resumed_at)
-        sinks += [metrics, LossPlot(metrics.path, folder.name)]
+        sinks += [metrics, LossPlot(metrics.path, f"loss of {folder}")]
         if config.logging.log_progress:
             sinks.append(ProgressFile(folder, config.parallel.world_size))
     if config.logging.tensorboard_dir:

@@ -1,0 +1,105 @@
+"""Every example runs as written, at a tiny size on this machine, and learns its invented data."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+TRAINING = [
+    "gpt/pretrain_gpt_1node.sh",
+    "gpt/pretrain_llama3_8b.sh",
+    "slurm/pretrain_gpt.sbatch",
+    "custom_model/train.sh",
+]
+
+
+def run_example(script: str, out: Path, timeout: float = 240) -> str:
+    """The output of an example under SMOKE=1; its own failure text when it fails."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    }
+    environment |= {"SMOKE": "1", "OUT": str(out), "PYTHON": sys.executable}
+    environment["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples" / script)],
+        env=environment,
+        cwd=out.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", TRAINING)
+def test_example_trains_saves_and_plots(script: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run_example(script, out)
+    rows = metrics(out)
+    losses = [row["lm loss"] for row in rows if row["kind"] == "train"]
+    assert len(losses) == 4
+    # The vocabulary is padded to 256 for two tensor-parallel ranks: at first a token costs ln 256.
+    assert losses[0] == pytest.approx(math.log(256), rel=0.03)
+    assert losses[-1] < losses[0]
+    assert [row["split"] for row in rows if row["kind"] == "evaluation"].count("validation") >= 2
+    assert (out / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
+    assert (out / "loss.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.slow
+def test_custom_model_reports_its_own_loss(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run_example("custom_model/train.sh", out)
+    for row in metrics(out):
+        if row["kind"] == "train":
+            # No token of this data costs more than the ceiling.
+            assert row["trained loss"] == pytest.approx(row["lm loss"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_quickstart_resumes_in_another_layout(tmp_path: Path) -> None:
+    out = tmp_path / "quickstart"
+    shown = run_example("quickstart.sh", out, timeout=400)
+    rows = metrics(out / "checkpoints")
+    steps = [row["iteration"] for row in rows if row["kind"] == "train"]
+    assert steps[-1] == 8
+    assert steps == sorted(set(steps))
+    assert [row["iteration"] for row in rows if row["kind"] == "resumed"] == [4]
+    assert (out / "checkpoints" / "iter_0000004").is_dir()
+    assert (out / "checkpoints" / "loss.png").read_bytes().startswith(PNG)
+    assert shown.rstrip().endswith("loss.png")
+
+
+def test_the_corpus_is_the_same_everywhere(tmp_path: Path) -> None:
+    made = []
+    for name in ("one", "two"):
+        path = tmp_path / f"{name}.jsonl"
+        subprocess.run(
+            [sys.executable, ROOT / "examples/make_corpus.py", "--documents=50", "--output", path],
+            check=True,
+            timeout=60,
+        )
+        made.append(path.read_text(encoding="utf-8"))
+    assert made[0] == made[1]
+    assert len(made[0].splitlines()) == 50
+    assert len({json.loads(line)["text"] for line in made[0].splitlines()}) == 50
