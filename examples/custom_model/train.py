@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext.data.batch import Batch
@@ -27,6 +26,8 @@ from megatron_ext.training.pretrain import main
 from megatron_ext.training.task import Task
 
 if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
     from megatron_ext.config import RunConfig
     from megatron_ext.layout import ParallelContext
 
