@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -236,6 +238,21 @@ def dataset_config(
     )
 
 
+@contextmanager
+def _without_cache_warnings() -> Iterator[None]:
+    """megatron-core warns of made-up data that its indices are not cached; nobody wants them."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return "Unable to save MockGPTDataset" not in record.getMessage()
+
+    core_logger = logging.getLogger("megatron.core.datasets.gpt_dataset")
+    core_logger.addFilter(wanted)
+    try:
+        yield
+    finally:
+        core_logger.removeFilter(wanted)
+
+
 def build_gpt_datasets(
     config: RunConfig,
     tokenizer: Tokenizer,
@@ -264,7 +281,7 @@ def build_gpt_datasets(
             )
         data_files = check_inputs(config, spec, tokenizer, sizes)
     core_config = dataset_config(config, spec, tokenizer, data_files)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _without_cache_warnings():
         # megatron-core warns once for each split of each prefix; the tools warn once per dataset.
         warnings.filterwarnings("ignore", message="The pad token id in the tokenizer collides")
         built = BlendedMegatronDatasetBuilder(
