@@ -15,6 +15,7 @@ from megatron_ext.config import parse_args
 from megatron_ext.config.cli import read_words
 from megatron_ext.device import Device, select
 from megatron_ext.layout import Layout, embedding_ranks, init_groups, seed_everything
+from megatron_ext.training.known_warnings import silence_known_warnings
 from megatron_ext.training.launch import launch
 from megatron_ext.training.loop import evaluate_split, train
 from megatron_ext.training.preflight import preflight
@@ -46,6 +47,7 @@ def main(task: Task, argv: Sequence[str]) -> int:
     logging.basicConfig(level=parsed.config.logging.logging_level or logging.WARNING)
     device = select(parsed.config.parallel.distributed_backend)
     config, tokenizer = preflight(parsed.config)
+    silence_known_warnings(device.kind)
     if int(os.environ.get("RANK", "0")) == 0:
         for note in parsed.notes:
             print(f"> {note}", flush=True)

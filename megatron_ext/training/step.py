@@ -139,9 +139,7 @@ class StepRunner:
         )
         return reports
 
-    def _count(
-        self, batches: Sequence[Batch] | None, num_microbatches: int
-    ) -> StepCounts | None:
+    def _count(self, batches: Sequence[Batch] | None, num_microbatches: int) -> StepCounts | None:
         """Count the step's targets where something needs them; all ranks call this together."""
         auxiliary = self._auxiliary
         needed = self._counts_for_mtp or (auxiliary is not None and self.context.is_last_stage)
@@ -171,7 +169,6 @@ class StepRunner:
             self.scheduler.step(increment=num_microbatches * micro_batch_size * replicas)
         losses = {key: mean_of(x) for key, x in reduce_reports(reports, self.context).items()}
         return StepResult(losses, update)
-
 
     def _give_memory_back(self, level: int) -> None:
         """Return cached GPU memory, where ``--empty-unused-memory-level`` asks for it."""
