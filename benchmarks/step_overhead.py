@@ -154,8 +154,7 @@ def main() -> int:
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     lines = [
         f"{date.today()}  python {platform.python_version()}  torch {torch.__version__}  {where}",
-        f"python benchmarks/step_overhead.py --rounds {arguments.rounds} "
-        f"--steps {arguments.steps}",
+        f"python benchmarks/step_overhead.py --rounds {arguments.rounds} --steps {arguments.steps}",
         "",
         "| loop | ms per step, median | fastest block |",
         "|---|---|---|",

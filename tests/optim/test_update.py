@@ -1,0 +1,104 @@
+"""Updates against plain torch arithmetic, and steps that a bad gradient must not spoil."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import AdamOptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_ext.layout import ParallelContext
+from megatron_ext.optim.update import global_grad_norm, update_parameters
+from tests.ranks import ranks
+
+
+class _Net(MegatronModule):  # type: ignore[misc]
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        generator = torch.Generator().manual_seed(0)
+        self.weight = torch.nn.Parameter(torch.randn(6, 4, generator=generator))
+        self.bias = torch.nn.Parameter(torch.randn(6, generator=generator))
+
+
+def _optimizer(context: ParallelContext, *, distributed: bool) -> tuple[Any, Any]:
+    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
+    model = DistributedDataParallel(
+        config=config,
+        ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=distributed),
+        module=_Net(config),
+    )
+    core = AdamOptimizerConfig(lr=0.1, use_distributed_optimizer=distributed, clip_grad=1.0)
+    optimizer = get_megatron_optimizer(core, [model])
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    return model, optimizer
+
+
+def _fill(model: Any, value: float) -> list[torch.Tensor]:
+    """Give every parameter a known gradient, and reduce it; returns the mean over replicas."""
+    model.zero_grad_buffer()
+    grads = []
+    for index, parameter in enumerate(model.parameters()):
+        grad = torch.full_like(parameter, value) + index
+        parameter.main_grad.copy_(grad)
+        grads.append(grad)
+    model.finish_grad_sync()
+    return grads
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@ranks(dp=2)
+def test_norm_is_that_of_the_mean_gradient(context: ParallelContext, distributed: bool) -> None:
+    model, optimizer = _optimizer(context, distributed=distributed)
+    grads = _fill(model, 0.25)
+    optimizer.prepare_grads()
+    want = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
+    assert math.isclose(global_grad_norm(optimizer), want, rel_tol=1e-7)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@ranks(dp=2)
+def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(
+    context: ParallelContext, distributed: bool, bad: float
+) -> None:
+    model, optimizer = _optimizer(context, distributed=distributed)
+    before = [p.detach().clone() for p in model.parameters()]
+    _fill(model, bad if context.rank == 1 else 0.5)
+    result = update_parameters(optimizer, clip_grad=1.0)
+    assert not result.applied
+    assert not math.isfinite(result.grad_norm)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    _fill(model, 0.5)
+    assert update_parameters(optimizer, clip_grad=1.0).applied
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@ranks(dp=2)
+def test_the_update_is_torchs_adam_on_the_clipped_gradient(context: ParallelContext) -> None:
+    model, optimizer = _optimizer(context, distributed=True)
+    reference = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    plain = torch.optim.AdamW(
+        [
+            {"params": reference[:1], "weight_decay": 0.01},
+            {"params": reference[1:], "weight_decay": 0.0},
+        ],
+        lr=0.1,
+    )
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.01 * group.get("wd_mult", 1.0)
+    for value in (0.5, -2.0):
+        grads = _fill(model, value)
+        result = update_parameters(optimizer, clip_grad=1.0)
+        for parameter, grad in zip(reference, grads, strict=True):
+            parameter.grad = grad.clone()
+        norm = torch.nn.utils.clip_grad_norm_(reference, 1.0)
+        plain.step()
+        assert math.isclose(result.grad_norm, float(norm), rel_tol=1e-6)
+    for mine, want in zip(model.parameters(), reference, strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-6)

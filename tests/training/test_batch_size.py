@@ -1,0 +1,57 @@
+"""Growing batches and run lengths against counts made by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.training.batch_size import BatchSize, number_of_iterations
+
+
+def _config(**values: Any) -> Any:
+    base = {
+        "global_batch_size": 16,
+        "micro_batch_size": 2,
+        "decrease_batch_size_if_needed": False,
+        "rampup_batch_size": None,
+        "step_batch_size_schedule": None,
+        "train_iters": None,
+        "train_samples": None,
+        "batch_sizes": (2, 16),
+    }
+    return SimpleNamespace(
+        training=SimpleNamespace(**{**base, **values}), model=SimpleNamespace(seq_length=8)
+    )
+
+
+def test_constant() -> None:
+    size = BatchSize(_config(), 2)
+    assert (size.global_batch_size, size.num_microbatches) == (16, 4)
+    assert not size.update(1000)
+
+
+def test_ramp_up_grows_by_its_increment() -> None:
+    # From 4 to 16 by 4 over 24 samples: one increment for every 8 samples.
+    size = BatchSize(_config(rampup_batch_size=[4, 4, 24]), 1)
+    seen = []
+    for consumed in (0, 7, 8, 16, 23, 25):
+        size.update(consumed)
+        seen.append(size.global_batch_size)
+    assert seen == [4, 4, 8, 12, 12, 16]
+
+
+def test_iterations_of_a_ramp_up_by_samples() -> None:
+    # Batches 4, 4, 8, 12 reach 28 samples; then 16 each: 28 + 2 * 16 = 60.
+    config = _config(rampup_batch_size=[4, 4, 24], train_samples=60)
+    assert number_of_iterations(config, 1) == 6
+    assert number_of_iterations(_config(train_samples=60), 1) == 3
+    assert number_of_iterations(_config(train_iters=7), 1) == 7
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused() -> None:
+    size = BatchSize(_config(rampup_batch_size=[4, 4, 24]), 4)
+    with pytest.raises(ConfigError, match=r"reaches the global batch size 4, .* \(8\)"):
+        size.update(0)

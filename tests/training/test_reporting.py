@@ -1,0 +1,135 @@
+"""Reports: Megatron-LM's line to the character, files that survive kills and resumes."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config import parse_args
+from megatron_ext.config.logs import LoggingConfig
+from megatron_ext.training.flops import flops_per_sample, peak_flops
+from megatron_ext.training.reporting import EvaluationRecord, IterationRecord
+from megatron_ext.training.reporting.line import evaluation_lines, iteration_line
+from megatron_ext.training.reporting.metrics_file import MetricsFile, read_metrics
+from megatron_ext.training.reporting.plot import plot_metrics
+from megatron_ext.training.reporting.servers import evaluation_scalars, iteration_scalars
+from tests.training_runs import TINY, mock_data
+
+
+def _record(iteration: int = 12, **values: object) -> IterationRecord:
+    fields: dict[str, object] = {
+        "iteration": iteration,
+        "num_iterations": 100,
+        "consumed_samples": 192,
+        "seconds": 0.5,
+        "learning_rate": 0.0009140577,
+        "global_batch_size": 16,
+        "losses": {"lm loss": 7.422465},
+        "loss_scale": 1.0,
+        "grad_norm": 0.68417,
+        "tokens": 1024,
+        "flops": 2e12,
+        "world_size": 2,
+    }
+    return IterationRecord(**{**fields, **values})  # type: ignore[arg-type]
+
+
+def test_the_line_holds_megatron_lms_fields_in_its_order() -> None:
+    line = iteration_line(_record(), datetime(2026, 1, 2, 3, 4, 5), on_gpu=False)
+    megatron = (
+        " [2026-01-02 03:04:05.000000] iteration       12/     100 | consumed samples:"
+        "          192 | elapsed time per iteration (ms): 500.0 | learning rate: 9.140577E-04 | "
+        "global batch size:    16 | lm loss: 7.422465E+00 | loss scale: 1.0 | grad norm: 0.684 |"
+    )
+    assert line.startswith(megatron)
+    assert line.endswith(" number of skipped iterations:   0 | number of nan iterations:   0 |")
+    assert "TFLOP" not in line
+    assert "MFU: n/a" in line
+
+
+def test_on_a_gpu_throughput_and_mfu_are_shown() -> None:
+    line = iteration_line(_record(peak_flops=4e12), datetime(2026, 1, 1), on_gpu=True)
+    assert "throughput per GPU (TFLOP/s/GPU): 2.0 |" in line
+    assert "MFU: 50.0%" in line
+    assert "ETA: 0:00:44" in line
+
+
+def test_evaluation_lines_are_framed() -> None:
+    lines = evaluation_lines(EvaluationRecord("test", 12, {"lm loss": 2.0}, final=True))
+    assert lines[1] == (
+        " validation loss at iteration 12 on test set | lm loss value: 2.000000E+00 | "
+        f"lm loss PPL: {math.exp(2):.6E} | "
+    )
+    assert lines[0] == lines[2] == "-" * (len(lines[1]) + 1)
+
+
+def test_a_resumed_run_rewrites_what_it_does_again(tmp_path: Path) -> None:
+    first = MetricsFile(tmp_path, resumed_at=0)
+    for iteration in range(1, 6):
+        first.on_iteration(_record(iteration))
+    first.on_evaluation(EvaluationRecord("validation", 5, {"lm loss": 1.0}, final=True))
+    first.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "iterat')  # a kill in the middle of a line
+    second = MetricsFile(tmp_path, resumed_at=3)
+    second.on_iteration(_record(4))
+    second.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["iteration"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4]
+
+
+def test_every_line_is_json_even_with_a_bad_norm(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path, resumed_at=0)
+    metrics.on_iteration(_record(1, grad_norm=math.nan, skipped=1))
+    metrics.close()
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert math.isnan(row["grad_norm"])
+    assert row["skipped_iterations"] == 1
+
+
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path, resumed_at=0)
+    for iteration in range(1, 30):
+        metrics.on_iteration(_record(iteration, losses={"lm loss": 8 - iteration / 10}))
+    metrics.on_evaluation(EvaluationRecord("validation", 29, {"lm loss": 5.0}))
+    metrics.close()
+    plot_metrics(read_metrics(tmp_path / "metrics.jsonl"), tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tags_are_megatron_lms() -> None:
+    config = LoggingConfig(log_validation_ppl_to_tensorboard=True, log_throughput=True)
+    scalars = iteration_scalars(_record(), config)
+    assert set(scalars) == {
+        "learning-rate",
+        "batch-size",
+        "lm loss",
+        "grad-norm",
+        "loss-scale",
+        "throughput",
+    }
+    tags = evaluation_scalars(EvaluationRecord("validation", 1, {"lm loss": 1.0}), config)
+    assert tags == {"lm loss validation": 1.0, "lm loss validation ppl": math.exp(1.0)}
+
+
+def test_flops_of_a_llama_layer_by_hand() -> None:
+    config = parse_args(
+        [*TINY, *mock_data(), "--train-iters", "1", "--padded-vocab-size", "2048"],
+        world_size=1,
+        device="cpu",
+    ).config
+    h, s, ffn, layers, vocab, kv = 64, 64, 172, 4, 2048, 32
+    attention = h * (h + 2 * kv) + h * s + h * h  # QKV, scores and values (causal), output
+    per_token = layers * (attention + 3 * h * ffn) + h * vocab
+    assert flops_per_sample(config) == 3 * 2 * s * per_token
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"), [("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("Xeon", None)]
+)
+def test_peaks_of_known_gpus(name: str, peak: float | None) -> None:
+    assert peak_flops(name) == peak
