@@ -12,11 +12,21 @@ _fail() {
     exit 1
 }
 
+_version_is() {
+    "$1" -c "import sys; sys.exit(not $2 <= sys.version_info[:2] <= $3)" 2>/dev/null
+}
+
+# 3.11 or 3.12 by preference: some of the exact versions in constraints.txt need them.
 _find_python() {
     local candidate
-    for candidate in python3 python3.12 python3.11 python3.10; do
-        if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' \
-            2>/dev/null; then
+    for candidate in python3 python3.12 python3.11; do
+        if _version_is "$candidate" "(3, 11)" "(3, 12)"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    for candidate in python3 python3.10; do
+        if _version_is "$candidate" "(3, 10)" "(3, 10)"; then
             echo "$candidate"
             return
         fi
@@ -47,7 +57,11 @@ _make_venv() {
         fi
     fi
     "$PYTHON" -m pip install --quiet "${torch[@]}" || _fail "torch could not be installed; see pip's message above."
-    (cd "$REPOSITORY" && "$PYTHON" -m pip install --quiet -e '.[dev,hf]' -c constraints.txt) \
+    local pins=(-c constraints.txt)
+    if _version_is "$PYTHON" "(3, 10)" "(3, 10)"; then
+        pins=("${torch[@]}")
+    fi
+    (cd "$REPOSITORY" && "$PYTHON" -m pip install --quiet -e '.[dev,hf]' "${pins[@]}") \
         || _fail "the packages could not be installed; see pip's message above."
     echo "$wanted" >"$stamp"
     echo "> .venv is ready after $((SECONDS - started)) s ($(du -sm "$folder" | cut -f1) MB)"
