@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 
 from megatron_ext.checkpoint import read_run_config
 from megatron_ext.config import parse_args
 from megatron_ext.config.cli import read_words
 from megatron_ext.device import Device, select
+from megatron_ext.errors import MegatronExtError
 from megatron_ext.layout import Layout, embedding_ranks, init_groups, seed_everything
 from megatron_ext.training.known_warnings import silence_known_warnings
-from megatron_ext.training.launch import launch
+from megatron_ext.training.launch import EXIT_CODE_USER_ERROR, launch
 from megatron_ext.training.loop import evaluate_split, train
 from megatron_ext.training.preflight import preflight
 from megatron_ext.training.reporting import build_reporters
@@ -34,28 +37,54 @@ def main(task: Task, argv: Sequence[str]) -> int:
     """Parse the flags, check what can be checked, start the ranks, and train.
 
     Returns:
-        The exit code of the program.
+        The exit code of the program; 2 after a user's error, whose sentences are printed.
     """
-    device = select()
-    world_size = int(os.environ.get("WORLD_SIZE", "0"))
-    parsed = parse_args(
-        argv,
-        world_size=world_size,
-        device=device.kind,
-        checkpoint_config=stored_config(argv),
-    )
-    logging.basicConfig(level=parsed.config.logging.logging_level or logging.WARNING)
-    device = select(parsed.config.parallel.distributed_backend)
-    config, tokenizer = preflight(parsed.config)
-    silence_known_warnings(device.kind)
-    if int(os.environ.get("RANK", "0")) == 0:
-        for note in parsed.notes:
-            print(f"> {note}", flush=True)
+    try:
+        device, config, tokenizer = _prepare(argv)
+    except MegatronExtError as error:
+        if int(os.environ.get("RANK", "0")) == 0:
+            print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
+        return EXIT_CODE_USER_ERROR
+    except _NothingToRun:
+        return 0
     return launch(
         lambda: pretrain(task, config, device=device, tokenizer=tokenizer),
         nproc_per_node=config.parallel.nproc_per_node,
         device=device,
     )
+
+
+class _NothingToRun(Exception):
+    """The command line asked for something else than a run."""
+
+
+def _prepare(argv: Sequence[str]) -> tuple[Device, RunConfig, Tokenizer]:
+    """Everything that needs no other rank; the same on all of them."""
+    device = select()
+    parsed = parse_args(
+        argv,
+        world_size=int(os.environ.get("WORLD_SIZE", "0")),
+        device=device.kind,
+        checkpoint_config=stored_config(argv),
+    )
+    first = int(os.environ.get("RANK", "0")) == 0
+    if parsed.print_config:
+        if first:
+            print(_as_yaml(parsed.config), end="")
+        raise _NothingToRun
+    logging.basicConfig(level=parsed.config.logging.logging_level or logging.WARNING)
+    device = select(parsed.config.parallel.distributed_backend)
+    config, tokenizer = preflight(parsed.config)
+    silence_known_warnings(device.kind)
+    if first:
+        for note in parsed.notes:
+            print(f"> {note}")
+        print(f"> the resolved configuration:\n{_as_yaml(config)}", flush=True)
+    return device, config, tokenizer
+
+
+def _as_yaml(config: RunConfig) -> str:
+    return yaml.safe_dump(config.to_dict(), sort_keys=False)
 
 
 def stored_config(argv: Sequence[str]) -> dict[str, Any] | None:
