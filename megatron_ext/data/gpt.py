@@ -95,17 +95,27 @@ def _blend(flag: str, words: Sequence[str] | None) -> Blend | None:
         return None
     try:
         blend = get_blend_from_list(list(words))
-    except (ValueError, AssertionError) as error:
+    except (ValueError, AssertionError):
+        blend = None
+    if blend is None or (blend[1] is None and any(map(_is_number, words))):
         raise DataError(
             f"`{flag}` ({' '.join(words)}) mixes weights and prefixes; give only prefixes, or a "
             "weight before each prefix."
-        ) from error
+        )
     prefixes, weights = blend
     if weights is not None and (min(weights) < 0 or sum(weights) <= 0):
         raise DataError(
             f"`{flag}` has the weights {weights}; they must be at least 0 and not all 0."
         )
     return prefixes, weights
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def read_blend(config: RunConfig) -> BlendSpec:
