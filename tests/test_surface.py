@@ -59,14 +59,6 @@ THROUGH_THE_CONFIGURATION = {
 UNREAD: set[str] = {
     "attention_backend",
     "ckpt_format",
-    "empty_unused_memory_level",
-    "init_method_xavier_uniform",
-    "logging_level",
-    "profile",
-    "profile_ranks",
-    "profile_step_end",
-    "profile_step_start",
-    "use_checkpoint_args",
 }
 """Accepted flags that nothing reads: faults, to be wired or refused, and then struck off here."""
 
