@@ -114,33 +114,34 @@ cuda = torch.cuda
 TRUE, REDIRECTED = Heading.TRUE_ON_A_CPU, Heading.REDIRECTED
 
 _STATE = [
-    Row(cuda, "current_device", TRUE, "tensor_parallel/layers.py", _answer(0)),
-    Row(cuda, "set_device", TRUE, "inference/utils.py", _answer(None)),
-    Row(cuda, "synchronize", TRUE, "timers.py", _answer(None)),
-    Row(cuda, "empty_cache", TRUE, "transformer/moe/moe_layer.py", _answer(None)),
-    Row(cuda, "is_initialized", TRUE, "tensor_parallel/random.py (_lazy_call)", _answer(True)),
-    Row(cuda, "_lazy_init", TRUE, "tensor_parallel/random.py", _answer(None)),
-    Row(cuda, "_lazy_call", TRUE, "tensor_parallel/random.py", _run_at_once),
-    Row(cuda, "Stream", TRUE, "distributed/param_and_grad_buffer.py", _instead(CpuStream)),
-    Row(cuda, "Event", TRUE, "distributed/param_and_grad_buffer.py", _instead(CpuEvent)),
-    Row(cuda, "stream", TRUE, "distributed/param_and_grad_buffer.py", _instead(_stream)),
-    Row(cuda, "current_stream", TRUE, "distributed/param_and_grad_buffer.py",
+    Row(cuda, "current_device", TRUE, "rerun_state_machine.py:525", _answer(0)),
+    Row(cuda, "set_device", TRUE, "dist_checkpointing/strategies/async_utils.py:488",
+        _answer(None)),
+    Row(cuda, "synchronize", TRUE, "parallel_state.py:198", _answer(None)),
+    Row(cuda, "empty_cache", TRUE, "optimizer/optimizer.py:362", _answer(None)),
+    Row(cuda, "is_initialized", TRUE, "tensor_parallel/random.py:111", _answer(True)),
+    Row(cuda, "_lazy_init", TRUE, "tensor_parallel/random.py:57", _answer(None)),
+    Row(cuda, "_lazy_call", TRUE, "tensor_parallel/random.py:111", _run_at_once),
+    Row(cuda, "Stream", TRUE, "pipeline_parallel/utils.py:157", _instead(CpuStream)),
+    Row(cuda, "Event", TRUE, "utils.py:1347", _instead(CpuEvent)),
+    Row(cuda, "stream", TRUE, "pipeline_parallel/utils.py:213", _instead(_stream)),
+    Row(cuda, "current_stream", TRUE, "pipeline_parallel/utils.py:332", _answer(CpuStream())),
+    Row(cuda, "default_stream", TRUE, "distributed/param_and_grad_buffer.py:422",
         _answer(CpuStream())),
-    Row(cuda, "default_stream", TRUE, "pipeline_parallel/utils.py", _answer(CpuStream())),
-    Row(cuda.nvtx, "range_push", TRUE, "utils.py", _answer(0)),
-    Row(cuda.nvtx, "range_pop", TRUE, "utils.py", _answer(0)),
+    Row(cuda.nvtx, "range_push", TRUE, "utils.py:2186", _answer(0)),
+    Row(cuda.nvtx, "range_pop", TRUE, "utils.py:2215", _answer(0)),
 ]  # fmt: skip
 
 _RANDOM = [
-    Row(cuda, "default_generators", REDIRECTED, "tensor_parallel/random.py",
+    Row(cuda, "default_generators", REDIRECTED, "tensor_parallel/random.py:66",
         lambda original: (torch.default_generator,)),
     *(
-        Row(owner, name, REDIRECTED, "tensor_parallel/random.py", _instead(answer))
+        Row(owner, name, REDIRECTED, needed_by, _instead(answer))
         for owner in (cuda, cuda.random)
-        for name, answer in (
-            ("get_rng_state", _get_rng_state),
-            ("set_rng_state", _set_rng_state),
-            ("manual_seed", _manual_seed),
+        for name, needed_by, answer in (
+            ("get_rng_state", "tensor_parallel/random.py:55", _get_rng_state),
+            ("set_rng_state", "tensor_parallel/random.py:80", _set_rng_state),
+            ("manual_seed", "tensor_parallel/random.py:237", _manual_seed),
         )
     ),
 ]  # fmt: skip
@@ -149,32 +150,20 @@ _TENSORS = [
     *(
         Row(torch, name, REDIRECTED, needed_by, on_cpu)
         for name, needed_by in (
-            ("tensor", "optimizer/grad_scaler.py"),
+            ("tensor", "optimizer/grad_scaler.py:15"),
             ("empty", "tensor_parallel/layers.py"),
-            ("zeros", "pipeline_parallel/schedules.py"),
-            ("ones", "transformer/utils.py"),
-            ("full", "transformer/moe/moe_utils.py"),
-            ("arange", "models/common/embeddings/rotary_pos_embedding.py"),
-            ("as_tensor", "utils.py"),
-            ("rand", "transformer/moe/moe_utils.py"),
-            ("randn", "transformer/moe/moe_utils.py"),
-            ("randint", "pipeline_parallel/utils.py"),
-            ("eye", "transformer/utils.py"),
-            ("empty_like", "tensor_parallel/layers.py"),
-            ("zeros_like", "tensor_parallel/layers.py"),
-            ("ones_like", "models/gpt/gpt_model.py"),
-            ("full_like", "transformer/moe/moe_utils.py"),
+            ("zeros", "pipeline_parallel/schedules.py:596"),
+            ("ones", "transformer/utils.py:35"),
+            ("arange", "models/common/embeddings/rotary_pos_embedding.py:80"),
+            ("empty_like", "tensor_parallel/mappings.py:436"),
         )
     ),
-    Row(torch.Tensor, "to", REDIRECTED, "models/common/embeddings/rotary_pos_embedding.py",
+    Row(torch.Tensor, "new_empty", REDIRECTED, "tensor_parallel/mappings.py:439", on_cpu),
+    Row(torch.Tensor, "to", REDIRECTED, "models/common/embeddings/rotary_pos_embedding.py:162",
         moves_to_cpu),
-    Row(torch.Tensor, "cuda", REDIRECTED, "models/common/embeddings/rope_utils.py", stays),
-    Row(torch.Tensor, "pin_memory", REDIRECTED, "models/common/embeddings/rope_utils.py", stays),
-    Row(torch.Tensor, "new_zeros", REDIRECTED, "transformer/moe/token_dispatcher.py", on_cpu),
-    Row(torch.Tensor, "new_empty", REDIRECTED, "tensor_parallel/mappings.py", on_cpu),
-    Row(torch.Tensor, "new_tensor", REDIRECTED, "transformer/moe/token_dispatcher.py", on_cpu),
-    Row(torch.nn.Module, "to", REDIRECTED, "transformer/module.py", moves_to_cpu),
-    Row(torch.nn.Module, "cuda", REDIRECTED, "transformer/module.py", stays),
+    Row(torch.Tensor, "cuda", REDIRECTED, "models/common/embeddings/rope_utils.py:63", stays),
+    Row(torch.Tensor, "pin_memory", REDIRECTED, "models/common/embeddings/rope_utils.py:63",
+        stays),
     # The distributed optimizer sorts parameters by this name and refuses any other.
     Row(torch.Tensor, "type", Heading.UNTRUE, "optimizer/distrib_optimizer.py:361",
         claims_cuda_type),
