@@ -56,10 +56,7 @@ THROUGH_THE_CONFIGURATION = {
 """Flags that only decide the value of another field, which is read."""
 
 
-UNREAD: set[str] = {
-    "attention_backend",
-    "ckpt_format",
-}
+UNREAD: set[str] = set()
 """Accepted flags that nothing reads: faults, to be wired or refused, and then struck off here."""
 
 

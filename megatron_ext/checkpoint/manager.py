@@ -125,7 +125,9 @@ class CheckpointManager:
             apart = run_config.get("training", {}).get("data_parallel_random_init", False)
             state["rng_state"] = random_state(self._context, every_replica=apart)
         strategy = save_strategy(
-            self._context.pgs.dp_cp, fully_parallel=config.ckpt_fully_parallel_save
+            config.ckpt_format,
+            self._context.pgs.dp_cp,
+            fully_parallel=config.ckpt_fully_parallel_save,
         )
         try:
             write_state(state, temporary, strategy)
@@ -283,7 +285,9 @@ class CheckpointManager:
 
     def _read(self, path: Path, state: dict[str, Any], notes: list[str]) -> dict[str, Any]:
         strategy = load_strategy(
-            self._context.pgs.dp_cp, fully_parallel=self._config.ckpt_fully_parallel_load
+            self._config.ckpt_format,
+            self._context.pgs.dp_cp,
+            fully_parallel=self._config.ckpt_fully_parallel_load,
         )
         try:
             loaded = dist_checkpointing.load(

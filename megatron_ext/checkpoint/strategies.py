@@ -52,13 +52,13 @@ class InProcessSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         )
 
 
-def save_strategy(group: ProcessGroup, *, fully_parallel: bool) -> Any:
+def save_strategy(backend: str, group: ProcessGroup, *, fully_parallel: bool) -> Any:
     """The writer; with ``fully_parallel`` the replicas share the work."""
-    strategy = InProcessSaveStrategy(BACKEND, VERSION)
+    strategy = InProcessSaveStrategy(backend, VERSION)
     return FullyParallelSaveStrategyWrapper(strategy, group) if fully_parallel else strategy
 
 
-def load_strategy(group: ProcessGroup, *, fully_parallel: bool) -> Any:
+def load_strategy(backend: str, group: ProcessGroup, *, fully_parallel: bool) -> Any:
     """The reader; with ``fully_parallel`` the replicas share the work."""
-    strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION)
+    strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, backend, VERSION)
     return FullyParallelLoadStrategyWrapper(strategy, group) if fully_parallel else strategy

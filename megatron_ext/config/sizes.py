@@ -24,8 +24,10 @@ def rank_errors(
         "tensor × pipeline × context": tensor * pipeline * context,
         "expert-tensor × expert × pipeline": expert_tensor * expert * pipeline,
     }
+    refused: set[int] = set()
     for what, size in products.items():
-        if world_size % size:
+        if world_size % size and size not in refused:
+            refused.add(size)
             found.append(
                 f"The number of ranks ({world_size}) must be divisible by {what} parallel size "
                 f"({size}); start {-(-world_size // size) * size} ranks, or lower one of the "

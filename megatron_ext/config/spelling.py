@@ -14,7 +14,6 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "--decoder-seq-length": ("--seq-length",),
     "--use-checkpoint-opt_param-scheduler": ("--use-checkpoint-opt-param-scheduler",),
     "--override-opt_param-scheduler": ("--override-opt-param-scheduler",),
-    "--moe-extended-tp": ("--expert-tensor-parallel-size",),
 }  # fmt: skip
 """Old spelling -> what stands for it now, values included."""
 

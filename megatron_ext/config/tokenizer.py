@@ -23,6 +23,6 @@ class TokenizerConfig:
     tiktoken_num_special_tokens: int = flag(1000, "special tokens of TikTokenizer")
     tiktoken_special_tokens: list[str] | None = flag(None, "the first of them by name", nargs="+")
     tokenizer_sentencepiece_legacy: bool = flag(False, "SentencePiece with its legacy wrapper")
-    tokenizer_hf_use_fast: bool = flag(True, "the fast tokenizer of transformers")
-    tokenizer_hf_include_special_tokens: bool = flag(True, "let transformers add special tokens")
+    tokenizer_hf_use_fast: bool = flag(False, "the fast tokenizer of transformers")
+    tokenizer_hf_include_special_tokens: bool = flag(False, "let transformers add special tokens")
     trust_remote_code: bool = flag(False, "let transformers run code of the tokenizer's folder")

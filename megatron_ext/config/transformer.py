@@ -62,6 +62,7 @@ def transformer_fields(run: RunConfig) -> dict[str, object]:
         num_layers_in_first_pipeline_stage=parallel.decoder_first_pipeline_num_layers,
         num_layers_in_last_pipeline_stage=parallel.decoder_last_pipeline_num_layers,
         cp_comm_type=parallel.cp_comm_type[0],
+        attention_backend=model.attention_backend,
         **_fusions(run),
     )
     if parallel.microbatch_group_size_per_vp_stage is not None:

@@ -226,6 +226,10 @@ FAMILIES: tuple[tuple[str, str], ...] = (
         "SAMPLES`",
         "step-batch-size-schedule",
     ),
+    (
+        "it is a switch that newer versions give as a size; use `--expert-tensor-parallel-size`",
+        "moe-extended-tp",
+    ),
     ("the file of flags is `--config`; it takes the same names", "yaml-cfg"),
 )
 

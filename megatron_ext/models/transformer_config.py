@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 
 from megatron_ext.models.moe import AuxiliaryScale, ScaledTransformerConfig
 
@@ -44,6 +45,7 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     fields["params_dtype"] = dtype
     fields["pipeline_dtype"] = dtype
     fields["activation_func"] = ACTIVATIONS[str(fields.get("activation_func", "gelu"))]
+    fields["attention_backend"] = AttnBackend[str(fields["attention_backend"])]
     interleaved = config.parallel.virtual_pipeline_model_parallel_size is not None
     fields["overlap_p2p_comm"] = interleaved
     fields["batch_p2p_comm"] = not interleaved

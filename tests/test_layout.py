@@ -1,0 +1,154 @@
+"""The pure-Python grid against megatron-core's generator, and against real groups."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.parallel_state import RankGenerator
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.layout import Layout, ParallelContext, embedding_ranks
+from megatron_ext.layout.grid import DENSE_GROUPS, EXPERT_GROUPS
+from tests.ranks import ranks, run_on_ranks
+
+LAYOUTS = [
+    Layout(world, tp, pp, cp, ep, etp, use_tp_pp_dp_mapping=mapping)
+    for world, tp, pp, cp, ep, etp in (
+        (1, 1, 1, 1, 1, None),
+        (2, 2, 1, 1, 1, None),
+        (2, 1, 2, 1, 1, None),
+        (4, 1, 1, 2, 1, None),
+        (4, 2, 2, 1, 1, None),
+        (8, 2, 2, 2, 1, None),
+        (8, 2, 2, 1, 2, None),
+        (8, 2, 1, 1, 4, 1),
+        (8, 4, 2, 1, 2, 2),
+        (12, 2, 3, 1, 1, None),
+        (16, 2, 2, 2, 2, None),
+        (16, 4, 2, 1, 8, 1),
+        (16, 1, 4, 2, 2, 2),
+        (24, 2, 3, 2, 2, None),
+        (32, 4, 2, 2, 4, None),
+        (32, 8, 1, 2, 4, 2),
+        (32, 2, 4, 1, 8, 1),
+        (48, 4, 3, 2, 2, None),
+        (64, 4, 4, 2, 4, None),
+        (64, 8, 2, 1, 8, 2),
+        (64, 2, 8, 2, 4, 2),
+        (64, 1, 1, 1, 64, 1),
+    )
+    for mapping in (False, True)
+]
+
+
+def test_there_are_enough_layouts() -> None:
+    assert len(LAYOUTS) >= 40
+    assert max(layout.world_size for layout in LAYOUTS) == 64
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_grid_equals_megatron_cores(layout: Layout) -> None:
+    dense = RankGenerator(**_sizes(layout.sizes()), order=layout.order)
+    for axes in DENSE_GROUPS:
+        assert layout.groups(axes) == dense.get_ranks(axes), axes
+    experts = RankGenerator(**_sizes(layout.expert_sizes()), order=layout.order)
+    for axes in EXPERT_GROUPS:
+        assert layout.expert_groups(axes) == experts.get_ranks(axes), axes
+    for rank, axis in itertools.product(range(layout.world_size), ("tp", "cp", "dp", "pp")):
+        group = next(g for g in layout.groups(axis) if rank in g)
+        assert group.index(rank) == layout.position(rank)[axis]
+
+
+def _sizes(sizes: dict[str, int]) -> dict[str, int]:
+    return {axis: sizes[axis] for axis in ("tp", "ep", "dp", "pp", "cp")}
+
+
+@pytest.mark.parametrize("mapping", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
+        {"pipeline_model_parallel_size": 4},
+        {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+    ],
+)
+def test_real_groups_on_eight_ranks(sizes: dict[str, int], mapping: bool) -> None:
+    layout = Layout(world_size=8, use_tp_pp_dp_mapping=mapping, **sizes)
+    run_on_ranks(_check_real_groups, layout, {})
+
+
+def _check_real_groups(context: ParallelContext) -> None:
+    layout, pgs = context.layout, context.pgs
+    dense = {
+        "tp": pgs.tp, "pp": pgs.pp, "cp": pgs.cp, "dp": pgs.dp,
+        "dp-cp": pgs.dp_cp, "tp-pp": pgs.mp, "tp-cp": pgs.tp_cp, "tp-dp-cp": pgs.tp_dp_cp,
+    }  # fmt: skip
+    experts = {"ep": pgs.ep, "dp": pgs.expt_dp, "tp-ep": pgs.tp_ep, "tp-ep-pp": pgs.tp_ep_pp}
+    for groups_of, groups in ((layout.groups, dense), (layout.expert_groups, experts)):
+        for axes, group in groups.items():
+            mine = next(g for g in groups_of(axes) if context.rank in g)
+            assert sorted(torch.distributed.get_process_group_ranks(group)) == mine, axes
+    position = layout.position(context.rank)
+    assert (context.tp_rank, context.pp_rank, context.dp_rank, context.cp_rank) == tuple(
+        position[axis] for axis in ("tp", "pp", "dp", "cp")
+    )
+
+
+@ranks(pp=4, tp=2)
+def test_embedding_group_is_first_and_last_stage(context: ParallelContext) -> None:
+    pipeline = next(g for g in context.layout.groups("pp") if context.rank in g)
+    if context.is_first_stage or context.is_last_stage:
+        group = torch.distributed.get_process_group_ranks(parallel_state.get_embedding_group())
+        assert group == [pipeline[0], pipeline[-1]]
+
+
+def test_embedding_ranks_by_kind_of_model() -> None:
+    pipeline = [0, 4, 8, 12]
+    assert embedding_ranks(tied=True, mtp=False)(pipeline) == [0, 12]
+    assert embedding_ranks(tied=False, mtp=True)(pipeline) == [0, 12]
+    assert embedding_ranks(tied=True, mtp=True)(pipeline) == [0, 12]
+    assert embedding_ranks(tied=False, mtp=False)(pipeline) == [0]
+    assert embedding_ranks(tied=True, mtp=True)([3]) == [3]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ((6, 4), r"number of ranks \(6\) must be divisible by tensor .* \(4\); start 8 ranks"),
+        ((8, 0), r"`--tensor-model-parallel-size` \(0\) must be at least 1"),
+        ((8, 2, 2, 1, 3), r"must be divisible by expert-tensor × expert × pipeline .* \(12\)"),
+    ],
+)
+def test_sizes_that_do_not_fit(sizes: tuple[int, ...], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Layout(*sizes)
+
+
+def test_the_command_prints_the_grid_without_torch() -> None:
+    code = (
+        "import sys; from megatron_ext.layout.__main__ import main; "
+        "code = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --world-size 16"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *flags.split()], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "[0,8] [1,9]" in done.stdout  # pipelines
+    assert "[0,2,4,6] [1,3,5,7]" in done.stdout  # replicas
+
+
+def test_the_command_refuses_in_one_sentence() -> None:
+    command = [sys.executable, "-m", "megatron_ext.layout", "--world-size", "6"]
+    done = subprocess.run(
+        [*command, "--tensor-model-parallel-size", "4"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "must be divisible" in done.stderr
