@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron_ext.config.flags import flag
 
@@ -21,6 +22,9 @@ class TrainingConfig:
     )
     rampup_batch_size: list[int] | None = flag(
         None, "start, increment and samples of a growing global batch", nargs=3
+    )
+    step_batch_size_schedule: str | None = flag(
+        None, 'batch sizes from token counts on, such as "0:768 250B:1536"'
     )
     decrease_batch_size_if_needed: bool = flag(
         False, "round a batch down to what the ranks can share"
@@ -76,6 +80,9 @@ class TrainingConfig:
     def resolved(self, data_parallel_size: int) -> TrainingConfig:
         """With the batch size settled."""
         batch = self.global_batch_size
+        steps = _schedule_or_none(self.step_batch_size_schedule)
+        if batch is None and steps:
+            batch = steps[-1][1]
         if batch is None and self.micro_batch_size is not None:
             batch = self.micro_batch_size * data_parallel_size
         return dataclasses.replace(self, global_batch_size=batch)
@@ -121,8 +128,30 @@ class TrainingConfig:
                 f"`--global-batch-size` ({batch}) must be divisible by micro-batch size × "
                 f"data-parallel size ({micro} × {replicas} = {share}); use {advice}."
             ]
+        if self.step_batch_size_schedule is not None:
+            return self._schedule_errors()
         if self.rampup_batch_size is not None and batch is not None:
             return self._rampup_errors(batch)
+        return []
+
+    def _schedule_errors(self) -> list[str]:
+        text = self.step_batch_size_schedule
+        steps = _schedule_or_none(text)
+        if self.rampup_batch_size is not None:
+            return [
+                "`--step-batch-size-schedule` and `--rampup-batch-size` exclude each other; give "
+                "one."
+            ]
+        if steps is None:
+            return [
+                f"`--step-batch-size-schedule` ({text}) must list TOKENS:BATCH_SIZE with rising "
+                'tokens from 0 on; use "0:768 250B:1536".'
+            ]
+        if self.global_batch_size != steps[-1][1]:
+            return [
+                f"`--global-batch-size` ({self.global_batch_size}) must be the last batch size of "
+                f"`--step-batch-size-schedule` ({steps[-1][1]}); leave it out."
+            ]
         return []
 
     def _rampup_errors(self, batch: int) -> list[str]:
@@ -139,3 +168,36 @@ class TrainingConfig:
                 f"divides {batch - start or batch}."
             ]
         return []
+
+
+_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def parse_batch_schedule(text: str) -> list[tuple[int, int]]:
+    """``"0:768 250B:1536"`` as pairs of tokens and batch size, by tokens.
+
+    Raises:
+        ValueError: malformed, not starting at 0, or tokens that do not rise.
+    """
+
+    def number(word: str) -> int:
+        scale = _SUFFIXES.get(word[-1:].upper())
+        return int(float(word[:-1]) * scale) if scale else int(float(word))
+
+    steps = []
+    for entry in text.replace(",", " ").split():
+        tokens, colon, batch = entry.partition(":")
+        if not colon:
+            raise ValueError(entry)
+        steps.append((number(tokens), number(batch)))
+    tokens_rise = all(a[0] < b[0] for a, b in pairwise(steps))
+    if not steps or steps[0][0] != 0 or not tokens_rise or min(b for _, b in steps) < 1:
+        raise ValueError(text)
+    return steps
+
+
+def _schedule_or_none(text: str | None) -> list[tuple[int, int]] | None:
+    try:
+        return None if text is None else parse_batch_schedule(text)
+    except ValueError:
+        return None

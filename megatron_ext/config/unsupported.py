@@ -222,11 +222,6 @@ FAMILIES: tuple[tuple[str, str], ...] = (
         "dino-warmup-teacher-temp dino-teacher-temp dino-warmup-teacher-temp-epochs",
     ),
     (
-        "megatron-core 0.16 knows no list of steps; use `--rampup-batch-size START INCREMENT "
-        "SAMPLES`",
-        "step-batch-size-schedule",
-    ),
-    (
         "it is a switch that newer versions give as a size; use `--expert-tensor-parallel-size`",
         "moe-extended-tp",
     ),

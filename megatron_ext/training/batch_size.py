@@ -9,10 +9,30 @@ from megatron.core.num_microbatches_calculator import (
     RampupBatchsizeNumMicroBatchesCalculator,
 )
 
+from megatron_ext.config.training import parse_batch_schedule
 from megatron_ext.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
+
+
+class _Steps:
+    """A list of batch sizes, each from a number of consumed tokens on.
+
+    megatron-core has this calculator from 0.17 on; its names are used, so that it can take over.
+    """
+
+    def __init__(self, steps: list[tuple[int, int]], seq_length: int, multiple: int) -> None:
+        self.steps = [(tokens // seq_length, batch) for tokens, batch in steps]
+        self._multiple = multiple
+        self.update(0, consistency_check=False)
+
+    def update(self, consumed_samples: int, consistency_check: bool) -> None:
+        """Take the last step whose start has been reached."""
+        self.current_running_global_batch_size = max(
+            step for step in self.steps if step[0] <= consumed_samples
+        )[1]
+        self.num_micro_batches = self.current_running_global_batch_size // self._multiple
 
 
 class BatchSize:
@@ -33,14 +53,22 @@ class BatchSize:
             training.decrease_batch_size_if_needed,
             -1,  # no rank logs: the iteration line shows the batch size
         )
+        by_steps = training.step_batch_size_schedule is not None
+        self._flag = "--step-batch-size-schedule" if by_steps else "--rampup-batch-size"
         self._multiple = micro_batch_size * data_parallel_size
         self._calculator: (
-            ConstantNumMicroBatchesCalculator | RampupBatchsizeNumMicroBatchesCalculator
+            ConstantNumMicroBatchesCalculator | RampupBatchsizeNumMicroBatchesCalculator | _Steps
         )
-        if training.rampup_batch_size is None:
+        self._ramp_end = -1
+        if training.step_batch_size_schedule is not None:
+            steps = parse_batch_schedule(training.step_batch_size_schedule)
+            self._calculator = _Steps(steps, config.model.seq_length or 1, self._multiple)
+            self._ramp_end = self._calculator.steps[-1][0] - 1
+        elif training.rampup_batch_size is None:
             self._calculator = ConstantNumMicroBatchesCalculator(*common)
         else:
             start, increment, samples = (int(x) for x in training.rampup_batch_size)
+            self._ramp_end = samples
             self._calculator = RampupBatchsizeNumMicroBatchesCalculator(
                 *common, start, increment, samples
             )
@@ -56,12 +84,16 @@ class BatchSize:
         size = self._calculator.current_running_global_batch_size
         if size % self._multiple:
             raise ConfigError(
-                f"`--rampup-batch-size` reaches the global batch size {size}, which must be "
+                f"`{self._flag}` reaches the global batch size {size}, which must be "
                 "divisible by micro-batch size × data-parallel size "
                 f"({self._multiple}); change the start or increment, or give "
                 "`--decrease-batch-size-if-needed`."
             )
         return self.num_microbatches != before
+
+    def is_final(self, consumed_samples: int) -> bool:
+        """Whether the batch size changes no more."""
+        return consumed_samples > self._ramp_end
 
     @property
     def num_microbatches(self) -> int:
@@ -79,11 +111,10 @@ def number_of_iterations(config: RunConfig, data_parallel_size: int) -> int:
         return training.train_iters or 0
     size = BatchSize(config, data_parallel_size)
     iterations, consumed = 0, 0
-    if training.rampup_batch_size is not None:
-        while size.global_batch_size < (training.global_batch_size or 0):
-            if consumed + size.global_batch_size > training.train_samples:
-                return iterations
-            consumed += size.global_batch_size
-            iterations += 1
-            size.update(consumed)
+    while not size.is_final(consumed):
+        if consumed + size.global_batch_size > training.train_samples:
+            return iterations
+        consumed += size.global_batch_size
+        iterations += 1
+        size.update(consumed)
     return iterations + (training.train_samples - consumed) // size.global_batch_size

@@ -138,7 +138,7 @@ BAD = [
     ("--multiple-validation-sets", "`--multiple-validation-sets` needs `--full-validation`"),
     ("--no-position-embedding", "`--no-position-embedding` contradicts"),
     ("--transformer-impl transformer_engine", "needs Transformer Engine and a GPU"),
-    ("--step-batch-size-schedule 0:8", "use `--rampup-batch-size START INCREMENT SAMPLES`"),
+    ("--step-batch-size-schedule 5:8", "must list TOKENS:BATCH_SIZE with rising tokens from 0"),
     ("--pipeline-model-parallel-size 3", "The number of ranks (1) must be divisible by"),
     ("--tensor-model-parallel-size 0", "(0) must be at least 1."),
 ]

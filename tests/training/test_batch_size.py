@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config.training import parse_batch_schedule
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.batch_size import BatchSize, number_of_iterations
 
@@ -55,3 +56,26 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused() -> None:
     size = BatchSize(_config(rampup_batch_size=[4, 4, 24]), 4)
     with pytest.raises(ConfigError, match=r"reaches the global batch size 4, .* \(8\)"):
         size.update(0)
+
+
+def test_a_schedule_of_steps_counts_tokens() -> None:
+    # Sequences of 8 tokens: batch 4 from 0, 8 from 12 samples on, 16 from 250 samples on.
+    config = _config(step_batch_size_schedule="0:4 96:8, 2k:16")
+    size = BatchSize(config, 1)
+    seen = []
+    for consumed in (0, 11, 12, 249, 250, 10**6):
+        size.update(consumed)
+        seen.append((size.global_batch_size, size.num_microbatches))
+    assert seen == [(4, 2), (4, 2), (8, 4), (8, 4), (16, 8), (16, 8)]
+
+
+def test_iterations_of_a_schedule_of_steps() -> None:
+    # 3 steps of 4 reach 12 samples, 30 steps of 8 reach 252, then 16 each.
+    config = _config(step_batch_size_schedule="0:4 96:8 2000:16", train_samples=252 + 32)
+    assert number_of_iterations(config, 1) == 3 + 30 + 2
+
+
+@pytest.mark.parametrize("text", ["8:4", "0:4 0:8", "0:4 x:8", "4", "0:0", ""])
+def test_malformed_schedules(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_batch_schedule(text)
