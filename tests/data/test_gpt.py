@@ -1,0 +1,121 @@
+"""Datasets: every token once, caches that notice a changed file, blends by their weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_ext.config import parse_args
+from megatron_ext.data.gpt import (
+    BlendSpec,
+    KeyedGPTDataset,
+    check_inputs,
+    dataset_config,
+    read_blend,
+    split_bounds,
+)
+from megatron_ext.data.indexed import optimal_dtype
+from megatron_ext.data.indexed_writer import IndexedWriter
+from megatron_ext.data.tokenizers import build_tokenizer
+from megatron_ext.errors import DataError
+from tests.training_runs import TINY
+
+SEQUENCE = 8
+
+
+def _write(prefix: str, documents: int, start: int = 0) -> None:
+    with IndexedWriter(prefix, optimal_dtype(90)) as writer:
+        for number in range(documents):
+            writer.add_document(np.arange(start + number, start + number + 5) % 80, [5])
+
+
+def _config(*more: str) -> Any:
+    words = " ".join(TINY).replace("--seq-length 64", f"--seq-length {SEQUENCE}").split()
+    null = "--train-iters 1 --tokenizer-type NullTokenizer --vocab-size 90".split()
+    return parse_args([*words, *null, *more], world_size=1, device="cpu").config
+
+
+def _dataset(prefix: str, cache: Path, samples: int | None = None) -> KeyedGPTDataset:
+    from megatron.core.datasets.utils import Split
+
+    config = _config("--data-path", prefix, "--data-cache-path", str(cache))
+    tokenizer = build_tokenizer(config.tokenizer)
+    spec = read_blend(config)
+    files = check_inputs(config, spec, tokenizer, [1, 0, 0])
+    core = dataset_config(config, spec, tokenizer, files)
+    low = KeyedGPTDataset.build_low_level_dataset(prefix, core)
+    indices = np.arange(len(low.sequence_lengths), dtype=np.int32)
+    return KeyedGPTDataset(low, prefix, indices, samples, Split.train, core)
+
+
+def test_an_epoch_covers_every_token_and_neighbours_share_one(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "docs")
+    _write(prefix, 33)
+    dataset = _dataset(prefix, tmp_path / "cache")
+    order = np.argsort(dataset.shuffle_index)
+    rows = [dataset[int(i)] for i in order]
+    flat = np.concatenate([row["tokens"].numpy() for row in rows] + [rows[-1]["labels"][-1:]])
+    documents = dataset.dataset
+    want = np.concatenate([documents[int(i)] for i in dataset.document_index])
+    assert flat.tolist() == want[: len(flat)].tolist()
+    assert len(rows) == (33 * 5 - 1) // SEQUENCE
+    for before, after in zip(rows, rows[1:], strict=False):
+        assert before["labels"][-1] == after["tokens"][0]
+
+
+def test_a_replaced_file_rebuilds_the_cache(tmp_path: Path) -> None:
+    prefix, cache = str(tmp_path / "docs"), tmp_path / "cache"
+    _write(prefix, 33)
+    first = _dataset(prefix, cache, samples=6)
+    assert len(list(cache.glob("*.npy"))) == 3
+    again = _dataset(prefix, cache, samples=6)
+    assert again.unique_description_hash == first.unique_description_hash
+    _write(prefix, 20, start=3)
+    changed = _dataset(prefix, cache, samples=6)
+    assert changed.unique_description_hash != first.unique_description_hash
+    assert max(changed.document_index) < 20
+
+
+def test_bounds_of_a_split_are_megatron_cores() -> None:
+    assert split_bounds("90,5,5", 2400) == [(0, 2160), (2160, 2280), (2280, 2400)]
+    assert split_bounds("99,1,0", 20) == [(0, 20), (20, 20), (20, 20)]
+
+
+def test_an_empty_split_is_refused_only_when_it_is_asked_for(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "docs")
+    _write(prefix, 20)
+    config = _config("--data-path", prefix)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, split="99,1,0"))
+    tokenizer = build_tokenizer(config.tokenizer)
+    check_inputs(config, read_blend(config), tokenizer, [4, 0, 0])
+    with pytest.raises(DataError, match=r"The valid split of .*docs is empty under `--split` 99,1"):
+        check_inputs(config, read_blend(config), tokenizer, [4, 4, 0])
+
+
+@pytest.mark.parametrize(
+    ("words", "blend"),
+    [
+        (["a"], (["a"], None)),
+        (["a", "b", "c"], (["a", "b", "c"], None)),
+        (["0.3", "a", "0.7", "b"], (["a", "b"], [0.3, 0.7])),
+    ],
+)
+def test_blends_are_read_as_megatron_lm_reads_them(words: list[str], blend: Any) -> None:
+    assert read_blend(_config("--data-path", *words)) == BlendSpec(blend, None)
+
+
+def test_lists_from_files(tmp_path: Path) -> None:
+    words = tmp_path / "words.txt"
+    words.write_text("0.5 a\n0.5 b\n")
+    assert read_blend(_config("--data-args-path", str(words))).blend == (["a", "b"], [0.5, 0.5])
+    splits = tmp_path / "splits.json"
+    splits.write_text('{"train": "a", "valid": ["b"], "test": ["c"]}')
+    per_split = read_blend(_config("--per-split-data-args-path", str(splits))).per_split
+    assert per_split == [(["a"], None), (["b"], None), (["c"], None)]
+    splits.write_text("[1]")
+    with pytest.raises(DataError, match="must be a JSON object with the keys train, valid"):
+        read_blend(_config("--per-split-data-args-path", str(splits)))
