@@ -66,3 +66,43 @@ def test_layout_gives_the_losses_of_one_rank(
             assert math.isclose(row[key], want[key], rel_tol=TOLERANCE), (
                 f"{name} iteration {row['iteration']} {key}: {row[key]} instead of {want[key]}"
             )
+
+
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 "
+    "--moe-token-dispatcher-type alltoall"
+).split()
+
+EXPERT_LAYOUTS = {
+    "dp2": (2, ""),
+    "ep2": (2, "--expert-model-parallel-size 2"),
+    "tp2+sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2xcp2": (4, "--pipeline-model-parallel-size 2 --context-parallel-size 2"),
+}
+
+
+@pytest.fixture(scope="module")
+def experts_on_one_rank(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("experts")
+    checkpoint = folder / "checkpoint"
+    flags = [*TINY, *mock_data(), *EXPERTS, "--train-iters", "1"]
+    assert train_on_ranks(flags, save=checkpoint)[0] == 0
+    code, rows = train_on_ranks([*_flags(checkpoint), *EXPERTS], save=folder / "run")
+    assert code == 0
+    return checkpoint, training_rows(rows)
+
+
+@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
+def test_experts_and_their_auxiliary_losses_do_not_depend_on_the_layout(
+    name: str, experts_on_one_rank: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    checkpoint, truth = experts_on_one_rank
+    ranks, layout = EXPERT_LAYOUTS[name]
+    flags = [*_flags(checkpoint), *EXPERTS, *layout.split()]
+    code, rows = train_on_ranks(flags, ranks=ranks, save=tmp_path / "run")
+    assert code == 0
+    for row, want in zip(training_rows(rows), truth, strict=True):
+        for key in ("lm loss", "grad_norm", "load_balancing_loss", "z_loss"):
+            assert math.isclose(row[key], want[key], rel_tol=TOLERANCE), (name, key)

@@ -46,7 +46,6 @@ class MoEConfig:
         "probs", "which tokens are dropped", choices=("probs", "position")
     )
     moe_layer_recompute: bool = flag(False, "recompute the experts in the backward pass")
-    moe_per_layer_logging: bool = flag(False, "log the auxiliary losses of each layer")
     moe_grouped_gemm: bool = flag(
         False, "one kernel for all experts", gpu_only="a kernel of Transformer Engine"
     )

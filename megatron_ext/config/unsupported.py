@@ -103,7 +103,7 @@ FAMILIES: tuple[tuple[str, str], ...] = (
         "moe-use-legacy-grouped-gemm moe-shared-expert-overlap overlap-moe-expert-parallel-comm "
         "ep-overlap-early-attn-memory-release moe-use-upcycling moe-upcycling-granularity "
         "moe-latent-size moe-token-dropping moe-router-topk-limited-devices "
-        "moe-enable-routing-replay",
+        "moe-enable-routing-replay moe-per-layer-logging",
     ),
     (
         "the layer option is not supported; use the standard transformer layer",

@@ -17,6 +17,7 @@ EVERYWHERE = (
 )
 ON_A_CPU = (
     # About the order of GPU kernels.
+    "When using async grad allreduce it is recommended to set the environment variable",
     "When using sequence parallelism it is recommended to set the environment variable",
 )
 

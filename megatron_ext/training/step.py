@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_ext.data.batch import Batch, iterators_per_chunk
 from megatron_ext.losses.contract import LossFunction, Report, StepCounts, checked
+from megatron_ext.models.moe_losses import take_auxiliary_losses
 from megatron_ext.optim.update import UpdateResult, update_parameters
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class StepRunner:
         self.device = next(chunks[0].parameters()).device
         self.optimizer = optimizer
         self.scheduler = scheduler
+        self._core = transformer_config
         self._auxiliary = getattr(transformer_config, "auxiliary_scale", None)
         self._counts_for_mtp = bool(config.model.mtp_num_layers) and context.is_last_stage
         self._schedule = get_forward_backward_func()
@@ -168,6 +170,8 @@ class StepRunner:
             replicas = self.context.layout.data_parallel_size
             self.scheduler.step(increment=num_microbatches * micro_batch_size * replicas)
         losses = {key: mean_of(x) for key, x in reduce_reports(reports, self.context).items()}
+        if self._core.num_moe_experts is not None:
+            losses |= take_auxiliary_losses(self._core, self.context, num_microbatches)
         return StepResult(losses, update)
 
     def _give_memory_back(self, level: int) -> None:

@@ -1,0 +1,61 @@
+"""The auxiliary losses of the routers, as one number each for the log."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.transformer.moe.moe_utils import (
+    clear_aux_losses_tracker,
+    get_moe_layer_wise_logging_tracker,
+)
+
+from megatron_ext.models.layers import expert_pattern
+from megatron_ext.models.moe import ScaledTransformerConfig
+
+if TYPE_CHECKING:
+    from megatron_ext.layout import ParallelContext
+
+NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""``--moe-router-load-balancing-type`` to the name that Megatron-LM logs."""
+
+
+def logged_names(config: ScaledTransformerConfig) -> list[str]:
+    """Names of the losses that this configuration's routers keep."""
+    kinds = config.moe_router_load_balancing_type
+    given = [kinds] if isinstance(kinds, str) else kinds
+    names = [NAMES[kind] for kind in given if kind in NAMES]
+    return [*names, "z_loss"] if config.moe_z_loss_coeff is not None else names
+
+
+def take_auxiliary_losses(
+    config: ScaledTransformerConfig, context: ParallelContext, num_microbatches: int
+) -> dict[str, torch.Tensor]:
+    """Mean of each auxiliary loss over layers and micro-batches; all ranks call this together.
+
+    megatron-core's own reduction needs every pipeline stage to hold experts, and a collective that
+    Gloo does not have. A load-balancing loss is kept in parts on the tensor- and context-parallel
+    ranks, the global one also on the replicas; the parts add up. A z-loss is whole on each rank.
+    """
+    tracker = get_moe_layer_wise_logging_tracker()
+    names = logged_names(config)
+    device = torch.device("cuda", torch.cuda.current_device())
+    totals = torch.zeros(len(names), dtype=torch.float64, device=device)
+    for index, name in enumerate(names):
+        if name in tracker:
+            totals[index] = tracker[name]["values"].double().sum()
+    clear_aux_losses_tracker()
+    pattern = expert_pattern(config)
+    layers = sum(pattern) + (config.mtp_num_layers or 0) * pattern[-1]
+    # Replicas and whole copies are averaged by hand: Gloo has no average.
+    torch.distributed.all_reduce(totals)
+    replicas = context.layout.data_parallel_size
+    copies = {"z_loss": replicas * context.pgs.tp_cp.size(), NAMES["global_aux_loss"]: 1}
+    return {
+        name: total / (copies.get(name, replicas) * max(1, layers) * num_microbatches)
+        for name, total in zip(names, totals.unbind(0), strict=True)
+    }
