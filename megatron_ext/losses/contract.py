@@ -48,27 +48,34 @@ def checked(loss: LossFunction) -> LossFunction:
     @functools.wraps(loss)
     def wrapper(output: Tensor) -> tuple[Tensor, Tensor, Report]:
         result = loss(output)
-        name = getattr(loss, "__name__", None) or getattr(
-            getattr(loss, "func", None), "__name__", repr(loss)
-        )
         if not isinstance(result, tuple) or len(result) != 3:
             size = len(result) if isinstance(result, tuple) else 1
             raise ConfigError(
-                f"The loss `{name}` returned {size} value(s), but a loss must return three: "
+                f"The loss `{_name(loss)}` returned {size} value(s), but a loss must return three: "
                 "(sum, count, report); return the sum over tokens and let the step divide."
             )
         total, count, report = result
         if not isinstance(count, Tensor) or count.is_floating_point():
             raise ConfigError(
-                f"The loss `{name}` returned a count of type {getattr(count, 'dtype', type(count))}"
-                ", but the count must be an integer tensor; put fractional weights into the sum."
+                f"The loss `{_name(loss)}` returned a count of type "
+                f"{getattr(count, 'dtype', type(count))}, but the count must be an "
+                "integer tensor; put fractional weights into the sum."
             )
         for key, value in report.items():
             if value.numel() != 2:
                 raise ConfigError(
-                    f"The loss `{name}` reports `{key}` with {value.numel()} value(s), but an "
-                    "entry must be [sum, count]; use `losses.contract.pair`."
+                    f"The loss `{_name(loss)}` reports `{key}` with {value.numel()} value(s), but "
+                    "an entry must be [sum, count]; use `losses.contract.pair`."
                 )
         return total, count, {key: value.detach().clone() for key, value in report.items()}
 
     return wrapper
+
+
+def _name(loss: LossFunction) -> str:
+    """What to call a loss in an error; a partial is called by its function.
+
+    Only for errors: printing a partial prints its tensors, which on a GPU waits for them.
+    """
+    function = getattr(loss, "func", loss)
+    return str(getattr(function, "__name__", type(function).__name__))
