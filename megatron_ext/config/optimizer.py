@@ -100,6 +100,11 @@ class OptimizerConfig:
             found.append("`--overlap-param-gather` needs `--use-distributed-optimizer`; give both.")
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             found.append("`--overlap-param-gather` needs `--overlap-grad-reduce`; give both.")
+        if self.optimizer == "sgd" and self.use_distributed_optimizer:
+            found.append(
+                "`--optimizer sgd` does not go with `--use-distributed-optimizer`, which keeps "
+                "Adam's state only; leave the latter out."
+            )
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
             found.append(
                 "`--override-opt-param-scheduler` and `--use-checkpoint-opt-param-scheduler` "

@@ -139,6 +139,7 @@ BAD = [
     ("--no-position-embedding", "`--no-position-embedding` contradicts"),
     ("--transformer-impl transformer_engine", "needs Transformer Engine and a GPU"),
     ("--step-batch-size-schedule 5:8", "must list TOKENS:BATCH_SIZE with rising tokens from 0"),
+    ("--optimizer sgd --use-distributed-optimizer", "keeps Adam's state only; leave the latter"),
     ("--pipeline-model-parallel-size 3", "The number of ranks (1) must be divisible by"),
     ("--tensor-model-parallel-size 0", "(0) must be at least 1."),
 ]
