@@ -139,6 +139,21 @@ def read_blend(config: RunConfig) -> BlendSpec:
     return BlendSpec(None, None)
 
 
+def training_blend(config: RunConfig) -> BlendSpec:
+    """`read_blend` of a run that must have data.
+
+    Raises:
+        DataError: no dataset is given at all; also see `read_blend`.
+    """
+    spec = read_blend(config)
+    if not spec.prefixes():
+        raise DataError(
+            "No training data is given; use `--data-path` PREFIX, `--train-data-path` PREFIX "
+            "or `--mock-data`."
+        )
+    return spec
+
+
 def _read_per_split(path: str) -> list[Blend | None]:
     flag = "--per-split-data-args-path"
     try:
@@ -283,12 +298,7 @@ def build_gpt_datasets(
     if config.data.mock_data:
         spec, data_files, cls = BlendSpec(None, None), "mock", MockGPTDataset
     else:
-        spec, cls = read_blend(config), KeyedGPTDataset
-        if not spec.prefixes():
-            raise DataError(
-                "No training data is given; use `--data-path` PREFIX, `--train-data-path` PREFIX "
-                "or `--mock-data`."
-            )
+        spec, cls = training_blend(config), KeyedGPTDataset
         data_files = check_inputs(config, spec, tokenizer, sizes)
     core_config = dataset_config(config, spec, tokenizer, data_files)
     with warnings.catch_warnings(), _without_cache_warnings():

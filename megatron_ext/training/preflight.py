@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from megatron_ext.data.gpt import check_inputs, read_blend
+from megatron_ext.data.gpt import check_inputs, training_blend
 from megatron_ext.data.tokenizers import build_tokenizer
-from megatron_ext.errors import DataError
 from megatron_ext.training.batch_size import number_of_iterations
 from megatron_ext.training.setup import split_sizes
 
@@ -40,12 +39,7 @@ def preflight(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     tokenizer = build_tokenizer(config.tokenizer)
     config = with_padded_vocabulary(config, tokenizer.vocab_size)
     if not config.data.mock_data:
-        spec = read_blend(config)
-        if not spec.prefixes():
-            raise DataError(
-                "No training data is given; use `--data-path` PREFIX, `--train-data-path` PREFIX "
-                "or `--mock-data`."
-            )
+        spec = training_blend(config)
         iterations = number_of_iterations(config, config.parallel.data_parallel_size)
         check_inputs(config, spec, tokenizer, split_sizes(config, iterations))
     return config, tokenizer
