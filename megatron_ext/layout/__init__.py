@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.layout.grid import Layout
+from megatron_ext.layout.placement import Placement
 
 if TYPE_CHECKING:
     from megatron_ext.layout.context import (
@@ -18,7 +19,14 @@ if TYPE_CHECKING:
         seed_everything,
     )
 
-__all__ = ["Layout", "ParallelContext", "embedding_ranks", "init_groups", "seed_everything"]
+__all__ = [
+    "Layout",
+    "ParallelContext",
+    "Placement",
+    "embedding_ranks",
+    "init_groups",
+    "seed_everything",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,7 @@ def parse(argv: list[str]) -> Layout:
     parser = argparse.ArgumentParser(prog="python -m megatron_ext.layout", description=__doc__)
     for field in fields(Layout):
         flag = "--" + field.name.replace("_", "-")
-        if field.name == "use_tp_pp_dp_mapping":
+        if isinstance(field.default, bool):
             parser.add_argument(flag, action="store_true")
         elif field.name == "world_size":
             parser.add_argument(flag, type=int, required=True, metavar="RANKS")

@@ -13,10 +13,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch.distributed import ProcessGroup
 
 from megatron_ext.device import Device
 from megatron_ext.errors import ConfigError
 from megatron_ext.layout.grid import Layout
+from megatron_ext.layout.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class ParallelContext:
         tp_rank, pp_rank, dp_rank, cp_rank: position along each axis.
         pgs: megatron-core's collection of process groups, handed down to everything that
             communicates.
+        pipeline_channels: two more groups of the pipeline's ranks, for the messages to higher and
+            to lower ranks.
     """
 
     layout: Layout
@@ -38,19 +42,36 @@ class ParallelContext:
     dp_rank: int
     cp_rank: int
     pgs: ProcessGroupCollection
+    pipeline_channels: tuple[ProcessGroup, ProcessGroup]
+
+    @property
+    def placement(self) -> Placement:
+        """Which pipeline rank holds which stage."""
+        return self.layout.placement
+
+    @property
+    def last_stage_rank(self) -> int:
+        """The pipeline rank that holds the last stage, where the loss is computed."""
+        return self.placement.rank_of(self.placement.num_stages - 1)
 
     @property
     def is_first_stage(self) -> bool:
-        return self.pp_rank == 0
+        """This rank holds the first stage, with the embedding."""
+        return self.pp_rank == self.placement.rank_of(0)
 
     @property
     def is_last_stage(self) -> bool:
-        return self.pp_rank == self.layout.pipeline_model_parallel_size - 1
+        """This rank holds the last stage, with the loss."""
+        return self.pp_rank == self.last_stage_rank
 
     @property
-    def is_last_rank(self) -> bool:
-        """The rank that reports, as in Megatron-LM: it always stands on the last stage."""
-        return self.rank == self.layout.world_size - 1
+    def is_reporting_rank(self) -> bool:
+        """The last rank that holds the last stage; the very last rank, as in Megatron-LM, but for
+        schedules whose last stage lies elsewhere.
+        """
+        ranks = range(self.layout.world_size)
+        holders = [r for r in ranks if self.layout.position(r)["pp"] == self.last_stage_rank]
+        return self.rank == holders[-1]
 
     def destroy(self) -> None:
         """Take the groups down; a rank may then build others."""
@@ -123,12 +144,25 @@ def init_groups(
         get_embedding_ranks=get_embedding_ranks,
         create_gloo_process_groups=True,
     )
-    context = _context(layout)
+    context = _context(layout, timeout)
     _check_against_grid(context)
     return context
 
 
-def _context(layout: Layout) -> ParallelContext:
+def _pipeline_channels(layout: Layout, timeout: timedelta) -> tuple[ProcessGroup, ProcessGroup]:
+    """Two groups for each pipeline; on one stage nothing is ever sent."""
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    if layout.pipeline_model_parallel_size == 1:
+        return pipeline, pipeline
+    mine, rank = [], torch.distributed.get_rank()
+    for ranks in layout.groups("pp"):
+        pair = [torch.distributed.new_group(ranks, timeout=timeout) for _ in range(2)]
+        if rank in ranks:
+            mine = pair
+    return mine[0], mine[1]
+
+
+def _context(layout: Layout, timeout: timedelta) -> ParallelContext:
     return ParallelContext(
         layout=layout,
         rank=torch.distributed.get_rank(),
@@ -137,6 +171,7 @@ def _context(layout: Layout) -> ParallelContext:
         dp_rank=parallel_state.get_data_parallel_rank(),
         cp_rank=parallel_state.get_context_parallel_rank(),
         pgs=ProcessGroupCollection.use_mpu_process_groups(),
+        pipeline_channels=_pipeline_channels(layout, timeout),
     )
 
 

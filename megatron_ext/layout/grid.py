@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.config.sizes import rank_errors
 from megatron_ext.errors import ConfigError
+from megatron_ext.layout.placement import Placement
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -61,6 +62,7 @@ class Layout:
         expert_tensor_parallel_size: ranks that share each expert; None means the tensor size.
         virtual_pipeline_model_parallel_size: chunks of each stage, None without interleaving.
         use_tp_pp_dp_mapping: number pipeline stages before data-parallel replicas.
+        v_shape: stages run through the pipeline ranks there and back (zb-v).
 
     Raises:
         ConfigError: sizes that do not divide the ranks.
@@ -74,6 +76,7 @@ class Layout:
     expert_tensor_parallel_size: int | None = None
     virtual_pipeline_model_parallel_size: int | None = None
     use_tp_pp_dp_mapping: bool = False
+    v_shape: bool = False
 
     def __post_init__(self) -> None:
         errors = rank_errors(
@@ -100,6 +103,16 @@ class Layout:
             expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
             use_tp_pp_dp_mapping=parallel.use_tp_pp_dp_mapping,
+            v_shape=parallel.pipeline_schedule == "zb-v",
+        )
+
+    @property
+    def placement(self) -> Placement:
+        """Which pipeline rank holds which stage."""
+        return Placement(
+            self.pipeline_model_parallel_size,
+            self.virtual_pipeline_model_parallel_size or 1,
+            self.v_shape,
         )
 
     @property

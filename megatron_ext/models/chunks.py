@@ -30,18 +30,18 @@ def build_chunks(
         build: the task's model provider, called as ``build(config, transformer_config, context,
             pre_process=..., post_process=..., vp_stage=...)``.
     """
-    num_chunks = config.parallel.virtual_pipeline_model_parallel_size
-    stages: list[int | None] = [None] if num_chunks is None else list(range(num_chunks))
+    placement = context.placement
+    interleaves = config.parallel.virtual_pipeline_model_parallel_size is not None
     chunks = []
-    for stage in stages:
-        first = stage in (None, 0)
-        last = stage is None or stage == len(stages) - 1
+    for index in range(placement.num_chunks):
+        position = placement.stage_of(context.pp_rank, index)
+        stage = index if interleaves else None
         chunk = build(
             config,
             transformer_config,
             context,
-            pre_process=context.is_first_stage and first,
-            post_process=context.is_last_stage and last,
+            pre_process=position == 0,
+            post_process=position == placement.num_stages - 1,
             vp_stage=stage,
         )
         chunk.vp_stage = stage

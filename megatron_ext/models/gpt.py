@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.layers import layer_spec, mtp_block_spec
+from megatron_ext.models.linear import ColumnParallelLinear
 from megatron_ext.models.mtp import MTPTargets
 
 if TYPE_CHECKING:
@@ -30,8 +31,28 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.post_process:
+            self._use_own_output_layer()
         if self.mtp_process:
             self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+
+    def _use_own_output_layer(self) -> None:
+        """Put the output layer's weight into our layer, whose weight gradient can be deferred."""
+        core = self.output_layer
+        self.output_layer: Any = ColumnParallelLinear(
+            core.input_size,
+            core.output_size,
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=False,
+            gather_output=core.gather_output,
+            skip_weight_param_allocation=True,
+            embedding_activation_buffer=core.embedding_activation_buffer,
+            grad_output_buffer=core.grad_output_buffer,
+            tp_group=core.tp_group,
+        )
+        if core.weight is not None:
+            self.output_layer.weight = core.weight
 
     def forward(
         self,

@@ -24,6 +24,8 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -35,6 +37,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.attention import DotProductAttention
+from megatron_ext.models.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ext.models.moe import Router, TransformerLayer
 from megatron_ext.models.norm import Norm
 
@@ -56,6 +59,18 @@ class TorchSpecProvider(LocalSpecProvider):  # type: ignore[misc]
 
     def core_attention(self) -> type:
         return DotProductAttention
+
+    def column_parallel_linear(self) -> type:
+        return ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return RowParallelLinear
+
+    def grouped_mlp_modules(
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
+    ) -> tuple[type, MLPSubmodules]:
+        linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        return SequentialMLP, linear
 
 
 def torch_layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:

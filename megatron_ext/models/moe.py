@@ -41,13 +41,6 @@ class AuxiliaryScale:
     value: Tensor | float = 1.0
 
 
-@dataclass
-class ScaledTransformerConfig(TransformerConfig):  # type: ignore[misc]
-    """TransformerConfig that also carries the step's `AuxiliaryScale`; None without per-token."""
-
-    auxiliary_scale: AuxiliaryScale | None = None
-
-
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 

@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 
 from megatron_ext.models.layers import expert_pattern
-from megatron_ext.models.moe import ScaledTransformerConfig
+from megatron_ext.models.transformer_config import StepTransformerConfig
 
 if TYPE_CHECKING:
     from megatron_ext.layout import ParallelContext
@@ -24,7 +24,7 @@ NAMES = {
 """``--moe-router-load-balancing-type`` to the name that Megatron-LM logs."""
 
 
-def logged_names(config: ScaledTransformerConfig) -> list[str]:
+def logged_names(config: StepTransformerConfig) -> list[str]:
     """Names of the losses that this configuration's routers keep."""
     kinds = config.moe_router_load_balancing_type
     given = [kinds] if isinstance(kinds, str) else kinds
@@ -33,7 +33,7 @@ def logged_names(config: ScaledTransformerConfig) -> list[str]:
 
 
 def take_auxiliary_losses(
-    config: ScaledTransformerConfig, context: ParallelContext, num_microbatches: int
+    config: StepTransformerConfig, context: ParallelContext, num_microbatches: int
 ) -> dict[str, torch.Tensor]:
     """Mean of each auxiliary loss over layers and micro-batches; all ranks call this together.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,9 @@ from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_ext.models.moe import AuxiliaryScale, ScaledTransformerConfig
+from megatron_ext.models.linear import DeferredWeightGradients
+from megatron_ext.models.moe import AuxiliaryScale
+from megatron_ext.models.v_shape import VShapedLayerLayout
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -25,6 +28,22 @@ ACTIVATIONS = {
 }
 
 
+ZERO_BUBBLE = ("zb-h1", "zb-v")
+
+
+@dataclass
+class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
+    """TransformerConfig that also carries what a step hands to its layers.
+
+    Attributes:
+        auxiliary_scale: weight of the auxiliary losses; None without per-token normalization.
+        weight_gradients: where zero-bubble schedules put them off; None with the others.
+    """
+
+    auxiliary_scale: AuxiliaryScale | None = None
+    weight_gradients: DeferredWeightGradients | None = None
+
+
 def params_dtype(config: RunConfig) -> torch.dtype:
     """The dtype of the parameters that the forward pass uses."""
     if config.precision.bf16:
@@ -35,10 +54,10 @@ def params_dtype(config: RunConfig) -> torch.dtype:
 def build_transformer_config(config: RunConfig) -> TransformerConfig:
     """Translate a run's configuration for megatron-core.
 
-    Point-to-point messages follow two rules that keep megatron-core's interleaved schedule
-    exact: virtual chunks never use batched messages (with two stages both neighbours are the same
-    peer, and batched messages swap), and overlapped messages never go with the deallocation of
-    stage outputs (a buffer would be freed while it is being sent).
+    With megatron-core's interleaved schedule, messages follow two rules that keep it exact:
+    virtual chunks never use batched messages (with two stages both neighbours are the same peer,
+    and batched messages swap), and overlapped messages never go with the deallocation of stage
+    outputs (a buffer would be freed while it is being sent). Our own runtime has neither fault.
     """
     fields: dict[str, Any] = dict(config.transformer_fields())
     dtype = params_dtype(config)
@@ -46,13 +65,19 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     fields["pipeline_dtype"] = dtype
     fields["activation_func"] = ACTIVATIONS[str(fields.get("activation_func", "gelu"))]
     fields["attention_backend"] = AttnBackend[str(fields["attention_backend"])]
-    interleaved = config.parallel.virtual_pipeline_model_parallel_size is not None
-    fields["overlap_p2p_comm"] = interleaved
-    fields["batch_p2p_comm"] = not interleaved
-    fields["deallocate_pipeline_outputs"] = not interleaved
+    schedule = config.parallel.pipeline_schedule
+    core_interleaved = schedule == "core-interleaved"
+    fields["overlap_p2p_comm"] = core_interleaved
+    fields["batch_p2p_comm"] = not core_interleaved
+    fields["deallocate_pipeline_outputs"] = not core_interleaved
+    fields["weight_gradients"] = DeferredWeightGradients() if schedule in ZERO_BUBBLE else None
+    if schedule == "zb-v":
+        fields["pipeline_model_parallel_layout"] = VShapedLayerLayout(
+            config.model.num_layers or 0, config.parallel.pipeline_model_parallel_size
+        )
     if config.model.init_method_xavier_uniform:
         fields["init_method"] = torch.nn.init.xavier_uniform_
         fields["output_layer_init_method"] = torch.nn.init.xavier_uniform_
     scaled = config.moe.num_experts is not None and config.training.calculate_per_token_loss
     fields["auxiliary_scale"] = AuxiliaryScale() if scaled else None
-    return ScaledTransformerConfig(**fields)
+    return StepTransformerConfig(**fields)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from megatron_ext.data.batch import Batch, iterators_per_chunk
 from megatron_ext.losses.contract import LossFunction, Report, StepCounts, checked
 from megatron_ext.models.moe_losses import take_auxiliary_losses
 from megatron_ext.optim.update import UpdateResult, update_parameters
+from megatron_ext.schedules.runtime import ForwardStep, PipelineEngine
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -68,7 +69,12 @@ class StepResult:
 
 
 class StepRunner:
-    """Runs the pipeline schedule over this rank's chunks, and updates the parameters."""
+    """Runs the pipeline schedule over this rank's chunks, and updates the parameters.
+
+    Attributes:
+        observer: called with all gradients in place, before the update; every data-parallel rank
+            then holds whole gradients.
+    """
 
     def __init__(
         self,
@@ -90,7 +96,14 @@ class StepRunner:
         self._core = transformer_config
         self._auxiliary = getattr(transformer_config, "auxiliary_scale", None)
         self._counts_for_mtp = bool(config.model.mtp_num_layers) and context.is_last_stage
-        self._schedule = get_forward_backward_func()
+        schedule = config.parallel.pipeline_schedule or ""
+        self._engine = None
+        if not schedule.startswith("core-"):
+            group_size = config.parallel.microbatch_group_size_per_vp_stage
+            self._engine = PipelineEngine(
+                schedule, chunks, transformer_config, context, group_size=group_size
+            )
+        self.observer: Callable[[], None] | None = None
         if optimizer is not None:
             self._connect(transformer_config, optimizer)
 
@@ -129,15 +142,45 @@ class StepRunner:
             return output, checked(loss)
 
         iterators = iterators_per_chunk(batches, len(self.chunks))
-        reports: list[Report] = self._schedule(
+        if self._engine is None:
+            return self._run_core_schedule(forward_step, iterators, num_microbatches, forward_only)
+        return self._engine.run(
+            forward_step,
+            iterators,
+            num_microbatches,
+            self._shape(),
+            forward_only=forward_only,
+            force_all_reduce=self.observer is not None,
+        )
+
+    def _shape(self) -> tuple[int, int, int]:
+        """Of what passes between stages on this rank, ``[s, b, h]``."""
+        length = self.config.model.seq_length
+        assert length is not None
+        length //= self.context.pgs.cp.size()
+        if self._core.sequence_parallel:
+            length //= self.context.pgs.tp.size()
+        return length, self.config.training.batch_sizes[0], self._core.hidden_size
+
+    def _run_core_schedule(
+        self,
+        forward_step: ForwardStep,
+        iterators: list[Iterator[Batch] | None],
+        num_microbatches: int,
+        forward_only: bool,
+    ) -> list[Report]:
+        """megatron-core's own function, the oracle of our schedules."""
+        several = len(self.chunks) > 1
+        reports: list[Report] = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iterators if len(self.chunks) > 1 else iterators[0],
-            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            data_iterator=iterators if several else iterators[0],
+            model=self.chunks if several else self.chunks[0],
             num_microbatches=num_microbatches,
             seq_length=self.config.model.seq_length,
             micro_batch_size=self.config.training.micro_batch_size,
             decoder_seq_length=self.config.model.seq_length,
             forward_only=forward_only,
+            force_all_reduce=self.observer is not None,
         )
         return reports
 
@@ -151,7 +194,9 @@ class StepRunner:
         if auxiliary is not None:
             main = counts.main if counts is not None else torch.zeros((), device=self.device)
             pipeline = self.context.pgs.pp
-            torch.distributed.broadcast(main, group=pipeline, group_src=pipeline.size() - 1)
+            torch.distributed.broadcast(
+                main, group=pipeline, group_src=self.context.last_stage_rank
+            )
             auxiliary.value = main / (num_microbatches * self.context.layout.data_parallel_size)
         return counts if self._counts_for_mtp else None
 
@@ -162,6 +207,8 @@ class StepRunner:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         reports = self.forward_backward(batches, num_microbatches, forward_only=False)
+        if self.observer is not None:
+            self.observer()
         self._give_memory_back(2)
         update = update_parameters(self.optimizer, self.config.optimizer.clip_grad)
         self._give_memory_back(1)

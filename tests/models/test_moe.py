@@ -16,7 +16,8 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError
 from megatron_ext.layout import ParallelContext
 from megatron_ext.models.layers import layer_spec
-from megatron_ext.models.moe import AuxiliaryScale, Router, ScaledTransformerConfig
+from megatron_ext.models.moe import AuxiliaryScale, Router
+from megatron_ext.models.transformer_config import StepTransformerConfig
 from tests.models import plain
 from tests.models.test_layers import local_part, near
 from tests.ranks import ranks
@@ -25,7 +26,7 @@ S, B, H, E, TOPK, FFN, SHARED = 8, 2, 16, 4, 2, 24, 8
 DISPATCHERS = ["allgather", "alltoall"]
 
 
-def config(context: ParallelContext, **changes: Any) -> ScaledTransformerConfig:
+def config(context: ParallelContext, **changes: Any) -> StepTransformerConfig:
     base: dict[str, Any] = dict(
         num_layers=1,
         hidden_size=H,
@@ -49,7 +50,7 @@ def config(context: ParallelContext, **changes: Any) -> ScaledTransformerConfig:
         expert_model_parallel_size=context.pgs.ep.size(),
         expert_tensor_parallel_size=context.pgs.expt_tp.size(),
     )
-    return ScaledTransformerConfig(**{**base, **changes})
+    return StepTransformerConfig(**{**base, **changes})
 
 
 def check_block(context: ParallelContext, **changes: Any) -> None:

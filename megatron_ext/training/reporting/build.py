@@ -87,7 +87,7 @@ def build_reporters(
     Raises:
         ConfigError: TensorBoard or Weights & Biases asked for but not installed.
     """
-    if not context.is_last_rank:
+    if not context.is_reporting_rank:
         return Reporters([])
     sinks: list[Reporter] = [
         LinePrinter(

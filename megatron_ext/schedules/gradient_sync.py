@@ -1,0 +1,82 @@
+"""When the data-parallel communication of each model chunk starts within a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from megatron.core.transformer import TransformerConfig
+
+from megatron_ext.layout import Placement
+from megatron_ext.schedules.plan import Action, Kind
+
+
+class GradientSync:
+    """Starts the data-parallel communication of each chunk when the chunk is done.
+
+    Until the last backward pass of a chunk its gradients are only added up. With
+    ``--overlap-grad-reduce`` their reduction starts during that pass; with
+    ``--align-grad-reduce``, or where weight gradients are deferred, right after it.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        config: TransformerConfig,
+        actions: Sequence[Action],
+        placement: Placement,
+    ) -> None:
+        self.placement = placement
+        self.chunks = chunks
+        self.no_sync = _list_of(config.no_sync_func, len(chunks))
+        self.grad_sync = _list_of(config.grad_sync_func, len(chunks))
+        self.param_sync = _list_of(config.param_sync_func, len(chunks))
+        self.halves = any(action.kind is Kind.WEIGHT for action in actions)
+        if self.halves and self.no_sync and not self.grad_sync:
+            self.grad_sync = [chunk.start_grad_sync for chunk in chunks]
+        gradients = (Kind.WEIGHT,) if self.halves else (Kind.BACKWARD,)
+        self.last = {action.stage: action for action in actions if action.kind in gradients}
+        self.waiting: dict[int, AbstractContextManager[None]] = {}
+        self.gathered = 0
+
+    def start(self) -> None:
+        """Before the first action."""
+        if self.no_sync:
+            for index, no_sync in enumerate(self.no_sync):
+                self.waiting[index] = no_sync()
+                self.waiting[index].__enter__()
+
+    def before_forward(self, chunk: int) -> None:
+        """Gather the parameters of this chunk and the next, where that is to be overlapped."""
+        while self.param_sync and self.gathered < min(chunk + 2, len(self.chunks)):
+            self.param_sync[self.gathered](self.chunks[self.gathered].parameters())
+            self.gathered += 1
+
+    def before_backward(self, action: Action) -> None:
+        """Let the last backward pass of a chunk start the reduction of its buckets."""
+        if not self.grad_sync and self.last.get(action.stage) == action:
+            self._release(self.placement.chunk_of(action.stage))
+
+    def computed(self, action: Action) -> None:
+        """After gradients were computed: reduce those of a chunk that is done."""
+        if self.grad_sync and self.last.get(action.stage) == action:
+            chunk = self.placement.chunk_of(action.stage)
+            self._release(chunk)
+            self.grad_sync[chunk](self.chunks[chunk].parameters())
+
+    def finish(self) -> None:
+        """After the last action."""
+        for chunk in list(self.waiting):
+            self._release(chunk)
+
+    def _release(self, chunk: int) -> None:
+        if chunk in self.waiting:
+            self.waiting.pop(chunk).__exit__(None, None, None)
+
+
+def _list_of(hook: Any, length: int) -> list[Callable[..., Any]]:
+    """megatron-core's hooks are one function or one for each chunk."""
+    if hook is None:
+        return []
+    return list(hook) if isinstance(hook, list) else [hook] * length

@@ -1,0 +1,95 @@
+"""A plan drawn over time: one row for each rank, one box for each computation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_ext.schedules.plan import Kind, Plan, Timed
+from megatron_ext.schedules.price import Price
+
+COLORS = {
+    Kind.FORWARD: "#7aa6da",
+    Kind.BACKWARD: "#8cc98c",
+    Kind.INPUT: "#6fc3c3",
+    Kind.WEIGHT: "#f2c14e",
+}
+NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "input gradient",
+    Kind.WEIGHT: "weight gradient",
+}
+
+
+def text(plan: Plan, cost: Price, columns: int = 0) -> str:
+    """The timeline in letters, one column for each unit of time.
+
+    A computation is its letter and the micro-batch's number, then dashes while it lasts; later
+    chunks are in small letters, and dots are idle time.
+
+    Args:
+        plan: what was priced.
+        cost: its price.
+        columns: width; 0 gives the shortest computation three columns.
+    """
+    shortest = min(entry.end - entry.start for rank in cost.timeline for entry in rank)
+    scale = columns / cost.makespan if columns else 3 / shortest
+    return "\n".join(
+        f"rank {index} |{_row(plan, rank, scale, round(cost.makespan * scale))}|"
+        for index, rank in enumerate(cost.timeline)
+    )
+
+
+def _row(plan: Plan, rank: Sequence[Timed], scale: float, width: int) -> str:
+    row = ""
+    for entry in rank:
+        start, end = round(entry.start * scale), round(entry.end * scale)
+        action = entry.action
+        letter = action.kind.value
+        if plan.placement.chunk_of(action.stage) > 0:
+            letter = letter.lower()
+        row = row.ljust(start, ".") + f"{letter}{action.microbatch}"[: end - start].ljust(
+            end - start, "-"
+        )
+    return row.ljust(width, ".")
+
+
+def save(plan: Plan, cost: Price, path: Path) -> None:
+    """Draw the timeline into a PNG file; later chunks are hatched."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    rows = len(cost.timeline)
+    figure = Figure(figsize=(min(40.0, 4 + 0.25 * cost.makespan), 1.5 + 0.5 * rows))
+    axes = figure.add_subplot()
+    used: set[Kind] = set()
+    for index, rank in enumerate(cost.timeline):
+        for entry in rank:
+            action, length = entry.action, entry.end - entry.start
+            later = plan.placement.chunk_of(action.stage) > 0
+            axes.barh(
+                index,
+                length,
+                left=entry.start,
+                height=0.9,
+                color=COLORS[action.kind],
+                edgecolor="black",
+                linewidth=0.4,
+                hatch="//" if later else None,
+                alpha=0.75 if later else 1.0,
+            )
+            middle = entry.start + length / 2
+            axes.text(middle, index, str(action.microbatch), ha="center", va="center", fontsize=7)
+            used.add(action.kind)
+    axes.set_yticks(range(rows), [f"rank {index}" for index in range(rows)])
+    axes.invert_yaxis()
+    axes.set_xlim(0, cost.makespan)
+    axes.set_xlabel("time")
+    axes.set_title(
+        f"{plan.schedule}: {rows} ranks, {plan.num_microbatches} micro-batches, "
+        f"bubble {cost.bubble_share:.1%}"
+    )
+    legend = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in COLORS if kind in used]
+    axes.legend(handles=legend, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=4)
+    figure.savefig(path, bbox_inches="tight", dpi=120)

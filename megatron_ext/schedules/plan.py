@@ -1,0 +1,228 @@
+"""A pipeline schedule is data: for each pipeline rank, a list of actions.
+
+A plan is made in two steps. An order says which forward and backward passes a rank runs, one after
+the other (`orders.py`, `zero_bubble.py`). `with_messages` then adds the sends and receives, so that
+all lists are cuts of one total order of events in which each message is a single event. Such lists
+cannot deadlock: whatever the channels hold, the first event in that order that has not happened
+can happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from megatron_ext.layout import Placement
+
+
+class Kind(Enum):
+    """What an action does.
+
+    BACKWARD computes the gradients of the input and of the weights together; INPUT and WEIGHT are
+    its two halves (arXiv:2401.10241, where they are called B and W).
+    """
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT = "I"
+    WEIGHT = "W"
+    SEND_OUTPUT = "send output"
+    RECEIVE_INPUT = "receive input"
+    SEND_GRADIENT = "send gradient"
+    RECEIVE_GRADIENT = "receive gradient"
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT})
+SENDS = frozenset({Kind.SEND_OUTPUT, Kind.SEND_GRADIENT})
+RECEIVES = frozenset({Kind.RECEIVE_INPUT, Kind.RECEIVE_GRADIENT})
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One entry of a rank's list.
+
+    Attributes:
+        kind: what is done.
+        microbatch: index of the micro-batch in the step.
+        stage: the model stage that this rank acts for, counted along the whole model.
+        peer: the pipeline rank at the other end of a message, None for computation.
+    """
+
+    kind: Kind
+    microbatch: int
+    stage: int
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        end = "" if self.peer is None else f" with rank {self.peer}"
+        return f"{self.kind.value}{self.microbatch} of stage {self.stage}{end}"
+
+
+Order = list[Action]
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """Times of the actions of one stage that holds 1/num_stages of the model, in any unit.
+
+    A full backward pass takes ``input_gradient + weight_gradient``.
+    """
+
+    forward: float = 1.0
+    input_gradient: float = 1.0
+    weight_gradient: float = 1.0
+
+    def of(self, kind: Kind) -> float:
+        """Time of a computation."""
+        if kind is Kind.BACKWARD:
+            return self.input_gradient + self.weight_gradient
+        return {
+            Kind.FORWARD: self.forward,
+            Kind.INPUT: self.input_gradient,
+            Kind.WEIGHT: self.weight_gradient,
+        }[kind]
+
+
+EVEN = Durations()
+
+
+class CyclicOrder(ValueError):
+    """The ranks' lists wait for each other in a circle."""
+
+
+def needs(action: Action, placement: Placement) -> Iterator[tuple[Kind, int, int]]:
+    """What must have been computed before: ``(kind, microbatch, stage)``.
+
+    For the input gradient of the next stage the kind is INPUT, whether that stage computes it as
+    INPUT or within BACKWARD.
+    """
+    kind, microbatch, stage = action.kind, action.microbatch, action.stage
+    if kind is Kind.FORWARD and stage > 0:
+        yield Kind.FORWARD, microbatch, stage - 1
+    elif kind in (Kind.BACKWARD, Kind.INPUT):
+        yield Kind.FORWARD, microbatch, stage
+        if stage < placement.num_stages - 1:
+            yield Kind.INPUT, microbatch, stage + 1
+    elif kind is Kind.WEIGHT:
+        yield Kind.INPUT, microbatch, stage
+
+
+def gives(action: Action) -> tuple[Kind, int, int]:
+    """The key under which other actions need this computation."""
+    kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
+    return kind, action.microbatch, action.stage
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A computation with its start and end."""
+
+    action: Action
+    start: float
+    end: float
+
+
+def timeline(
+    orders: Sequence[Order],
+    placement: Placement,
+    durations: Durations = EVEN,
+    latency: float = 0.0,
+) -> list[list[Timed]]:
+    """When each rank runs each computation, if every one starts as soon as it can.
+
+    Args:
+        orders: for each rank, its computations; messages are ignored.
+        placement: of the stages.
+        durations: of the computations.
+        latency: time of a message between two ranks.
+
+    Raises:
+        CyclicOrder: an action waits for one that never comes.
+    """
+    lists = [[a for a in order if a.kind in COMPUTE] for order in orders]
+    ends: dict[tuple[Kind, int, int], float] = {}
+    timed: list[list[Timed]] = [[] for _ in lists]
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(lists):
+            while len(timed[rank]) < len(actions):
+                action = actions[len(timed[rank])]
+                ready = timed[rank][-1].end if timed[rank] else 0.0
+                keys = list(needs(action, placement))
+                if any(key not in ends for key in keys):
+                    break
+                for key in keys:
+                    far = placement.rank_of(key[2]) != rank
+                    ready = max(ready, ends[key] + (latency if far else 0.0))
+                end = ready + durations.of(action.kind)
+                timed[rank].append(Timed(action, ready, end))
+                ends[gives(action)] = end
+                moved = True
+    for rank, actions in enumerate(lists):
+        if len(timed[rank]) < len(actions):
+            raise CyclicOrder(f"rank {rank} waits at {actions[len(timed[rank])]}")
+    return timed
+
+
+def _message(action: Action, placement: Placement) -> tuple[Action, Action] | None:
+    """The send and the receive that a computation causes, None where its result stays."""
+    sender = placement.rank_of(action.stage)
+    if action.kind is Kind.FORWARD:
+        kinds, stage = (Kind.SEND_OUTPUT, Kind.RECEIVE_INPUT), action.stage + 1
+    elif action.kind in (Kind.BACKWARD, Kind.INPUT):
+        kinds, stage = (Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT), action.stage - 1
+    else:
+        return None
+    if not 0 <= stage < placement.num_stages or placement.rank_of(stage) == sender:
+        return None
+    receiver = placement.rank_of(stage)
+    return (
+        replace(action, kind=kinds[0], peer=receiver),
+        Action(kinds[1], action.microbatch, stage, peer=sender),
+    )
+
+
+def with_messages(
+    orders: Sequence[Order], placement: Placement, durations: Durations = EVEN
+) -> list[Order]:
+    """Add the sends and receives to the ranks' computations.
+
+    A send follows its computation; the receive stands where that computation ends in the
+    timeline, before what the receiver finishes later, so that it is posted ahead of its use.
+
+    Raises:
+        CyclicOrder: the orders cannot be run.
+    """
+    computed = sorted(
+        (timed for rank in timeline(orders, placement, durations) for timed in rank),
+        key=lambda timed: (timed.end, timed.start, timed.action.stage),
+    )
+    lists: list[Order] = [[] for _ in orders]
+    for timed in computed:
+        rank = placement.rank_of(timed.action.stage)
+        lists[rank].append(timed.action)
+        message = _message(timed.action, placement)
+        if message is not None:
+            send, receive = message
+            lists[rank].append(send)
+            lists[placement.rank_of(receive.stage)].append(receive)
+    return lists
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The lists of all ranks for one step.
+
+    Attributes:
+        schedule: its name, such as ``1f1b``.
+        placement: of the stages.
+        num_microbatches: of each data-parallel rank.
+        ranks: for each pipeline rank its actions, messages included.
+    """
+
+    schedule: str
+    placement: Placement
+    num_microbatches: int
+    ranks: tuple[tuple[Action, ...], ...]

@@ -1,0 +1,250 @@
+"""Runs one rank's list of actions over megatron-core's ``forward_step`` and ``backward_step``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel.schedules import (
+    backward_step,
+    clear_embedding_activation_buffer,
+    deallocate_output_tensor,
+    finish_embedding_wgrad_compute,
+    forward_step,
+)
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_ext.schedules.build import build_plan
+from megatron_ext.schedules.channel import Channels
+from megatron_ext.schedules.gradient_sync import GradientSync
+from megatron_ext.schedules.plan import Action, Kind, Plan
+
+if TYPE_CHECKING:
+    from megatron_ext.layout import ParallelContext
+
+ForwardStep = Callable[[Any, torch.nn.Module], tuple[Any, Any]]
+
+cached_plan = lru_cache(maxsize=16)(build_plan)
+
+
+class PipelineEngine:
+    """Runs plans on this rank's model chunks.
+
+    Args:
+        schedule: its name in `schedules.SCHEDULES`.
+        chunks: of this rank, in the order of their stages, each wrapped for data parallelism.
+        config: megatron-core's, with its hooks for the synchronization of gradients and
+            parameters set as for megatron-core's own schedules.
+        context: groups of this rank.
+        group_size: see `build_plan`.
+    """
+
+    def __init__(
+        self,
+        schedule: str,
+        chunks: Sequence[torch.nn.Module],
+        config: TransformerConfig,
+        context: ParallelContext,
+        *,
+        group_size: int | None = None,
+    ) -> None:
+        self.schedule = schedule
+        self.chunks = list(chunks)
+        self.config = config
+        self.context = context
+        self.group_size = group_size
+
+    def plan(self, num_microbatches: int, *, forward_only: bool) -> Plan:
+        """The plan of a step, the same on all ranks."""
+        return cached_plan(
+            self.schedule,
+            pipeline_size=self.context.layout.pipeline_model_parallel_size,
+            num_microbatches=num_microbatches,
+            num_chunks=len(self.chunks),
+            group_size=self.group_size,
+            forward_only=forward_only,
+        )
+
+    def run(
+        self,
+        forward_step: ForwardStep,
+        data_iterators: Sequence[Iterator[Any] | None],
+        num_microbatches: int,
+        shape: Sequence[int],
+        *,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        force_all_reduce: bool = False,
+    ) -> list[Any]:
+        """Run one step, and finalize its gradients.
+
+        Args:
+            forward_step: ``(data_iterator, model)`` to the output and the loss function, as
+                megatron-core's schedules take it.
+            data_iterators: for each chunk of this rank.
+            num_microbatches: of each data-parallel rank.
+            shape: of what passes from stage to stage on this rank, ``[s, b, h]``; not used where
+                shapes vary and are sent along.
+            forward_only: no gradients.
+            collect_non_loss_data: the loss function is called with ``non_loss_data=True``.
+            force_all_reduce: every data-parallel rank gets all reduced gradients.
+
+        Returns:
+            What the loss function reports of each micro-batch, on the last stage.
+        """
+        plan = self.plan(num_microbatches, forward_only=forward_only)
+        step = _Step(self, plan, forward_step, data_iterators, shape)
+        step.trains, step.collect_non_loss_data = not forward_only, collect_non_loss_data
+        config = self.config
+        finalizes = config.finalize_model_grads_func is not None and not forward_only
+        on_last = self.context.is_last_stage
+        embedding = None
+        if finalizes:
+            embedding = clear_embedding_activation_buffer(config, self.chunks, on_last)
+        step.run()
+        if finalizes:
+            finish_embedding_wgrad_compute(config, embedding, on_last, self.context.pgs.tp)
+            count = step.num_tokens
+            if self.context.layout.v_shape:
+                # megatron-core looks for it on the last rank, which has not the last stage.
+                torch.distributed.all_reduce(count, group=self.context.pgs.pp)
+            config.finalize_model_grads_func(
+                self.chunks,
+                count if config.calculate_per_token_loss else None,
+                pg_collection=self.context.pgs,
+                force_all_reduce=force_all_reduce,
+            )
+        return step.reports
+
+
+class _Step:
+    """One run through a rank's actions."""
+
+    trains: bool
+    collect_non_loss_data: bool
+
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        plan: Plan,
+        forward_step_func: ForwardStep,
+        data_iterators: Sequence[Iterator[Any] | None],
+        shape: Sequence[int],
+    ) -> None:
+        self.plan = plan
+        self.placement = plan.placement
+        self.chunks = engine.chunks
+        self.config = engine.config
+        self.context = engine.context
+        self.forward_step_func = forward_step_func
+        self.data_iterators = data_iterators
+        self.actions = plan.ranks[engine.context.pp_rank]
+        self.channels = Channels(engine.config, engine.context, shape)
+        self.sync = GradientSync(engine.chunks, engine.config, self.actions, plan.placement)
+        self.deferred: Any = getattr(engine.config, "weight_gradients", None)
+        self.inputs: dict[tuple[int, int], Tensor | None] = {}
+        self.outputs: dict[tuple[int, int], Tensor] = {}
+        self.gradients: dict[tuple[int, int], Tensor] = {}
+        self.reports: list[Any] = []
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
+
+    def run(self) -> None:
+        """All actions, in order; then the last messages are waited for."""
+        if self.trains:
+            self.sync.start()
+        for action in self.actions:
+            if action.kind is Kind.FORWARD:
+                self.forward(action)
+            elif action.kind is Kind.WEIGHT:
+                self.deferred.compute((action.microbatch, action.stage))
+                self.sync.computed(action)
+            elif action.kind in (Kind.BACKWARD, Kind.INPUT):
+                self.backward(action)
+            else:
+                self.communicate(action)
+        self.channels.finish()
+        if self.trains:
+            self.sync.finish()
+
+    def communicate(self, action: Action) -> None:
+        """Start a send or a receive."""
+        key = action.microbatch, action.stage
+        assert action.peer is not None
+        if action.kind is Kind.SEND_OUTPUT:
+            output = self.outputs[key] if self.trains else self.outputs.pop(key)
+            self.channels.send(action, output)
+            deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+        elif action.kind is Kind.SEND_GRADIENT:
+            self.channels.send(action, self.gradients.pop(key))
+        else:
+            self.channels.receive(action)
+
+    def forward(self, action: Action) -> None:
+        """Forward pass of one micro-batch through one chunk."""
+        key = action.microbatch, action.stage
+        chunk_index = self.placement.chunk_of(action.stage)
+        entering = self._input(action)
+        if self.trains:
+            self.sync.before_forward(chunk_index)
+        output, num_tokens = forward_step(
+            self.forward_step_func,
+            self.data_iterators[chunk_index],
+            self.chunks[chunk_index],
+            self.plan.num_microbatches,
+            entering,
+            self.reports,
+            self.config,
+            cp_group_size=self.context.pgs.cp.size(),
+            collect_non_loss_data=self.collect_non_loss_data,
+            is_first_microbatch=action.microbatch == 0,
+            current_microbatch=action.microbatch,
+            vp_stage=chunk_index if len(self.chunks) > 1 else None,
+            is_last_stage=action.stage == self.placement.num_stages - 1,
+        )
+        self.num_tokens += num_tokens
+        if self.trains:
+            self.inputs[key] = entering
+        if self.trains or action.stage < self.placement.num_stages - 1:
+            self.outputs[key] = output
+
+    def _input(self, action: Action) -> Tensor | None:
+        """What the stage before gave, None for the first stage."""
+        if action.stage == 0:
+            return None
+        before = action.microbatch, action.stage - 1
+        if self.placement.rank_of(action.stage - 1) != self.context.pp_rank:
+            entering = self.channels.take(Kind.RECEIVE_INPUT, action)
+        else:
+            output = self.outputs[before] if self.trains else self.outputs.pop(before)
+            entering = output.detach()
+            deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+        return entering.requires_grad_(self.trains)
+
+    def backward(self, action: Action) -> None:
+        """Backward pass of one micro-batch through one chunk, whole or of the input alone."""
+        key = action.microbatch, action.stage
+        gradient = None
+        if action.stage < self.placement.num_stages - 1:
+            after = action.microbatch, action.stage + 1
+            if self.placement.rank_of(action.stage + 1) != self.context.pp_rank:
+                gradient = self.channels.take(Kind.RECEIVE_GRADIENT, action)
+            else:
+                gradient = self.gradients.pop(after)
+        self.sync.before_backward(action)
+        halves = action.kind is Kind.INPUT
+        with self.deferred.collect(key) if halves else nullcontext():
+            given = backward_step(
+                self.inputs.pop(key),
+                self.outputs.pop(key),
+                gradient,
+                ModelType.encoder_or_decoder,
+                self.config,
+            )
+        if action.stage > 0:
+            self.gradients[key] = given
+        self.sync.computed(action)

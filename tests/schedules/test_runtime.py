@@ -1,0 +1,323 @@
+"""The runtime against megatron-core's own functions and against plain torch arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_ext.layout import Layout, ParallelContext
+from megatron_ext.models.linear import DeferredWeightGradients
+from megatron_ext.models.transformer_config import StepTransformerConfig
+from megatron_ext.schedules import SCHEDULES
+from megatron_ext.schedules.runtime import PipelineEngine
+from tests.ranks import run_on_ranks
+from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
+
+STEPS = 3
+FLAGS = [*TINY, *mock_data(), "--eod-mask-loss", "--train-iters", str(STEPS)]
+SIZE = "--pipeline-model-parallel-size"
+CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
+
+
+def losses_and_norms(words: str, ranks: int, folder: Path) -> list[tuple[float, float]]:
+    code, rows = train_on_ranks([*FLAGS, *words.split()], ranks=ranks, save=folder)
+    assert code == 0
+    return [(row["lm loss"], row["grad_norm"]) for row in training_rows(rows)]
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "core"),
+    [
+        ("", 1, "core-no-pipelining"),
+        (f"{SIZE} 2", 2, "core-1f1b"),
+        (f"{SIZE} 4 --tensor-model-parallel-size 2 --sequence-parallel", 8, "core-1f1b"),
+        (f"{SIZE} 2 --overlap-grad-reduce --overlap-param-gather", 4, "core-1f1b"),
+        (f"{SIZE} 2 {CHUNKS}", 2, "core-interleaved"),
+        (f"{SIZE} 2 {CHUNKS} --overlap-grad-reduce --overlap-param-gather", 4, "core-interleaved"),
+        (f"{SIZE} 2 --bf16", 2, "core-1f1b"),
+        (f"{SIZE} 2 --no-calculate-per-token-loss", 2, "core-1f1b"),
+    ],
+)
+def test_schedules_equal_megatron_core_bit_for_bit(
+    words: str, ranks: int, core: str, tmp_path: Path
+) -> None:
+    ours = losses_and_norms(words, ranks, tmp_path / "ours")
+    theirs = losses_and_norms(f"{words} --pipeline-schedule {core}", ranks, tmp_path / "core")
+    assert len(ours) == STEPS
+    assert ours == theirs
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Flags that start from one checkpoint, whatever the layout."""
+    checkpoint = tmp_path_factory.mktemp("start") / "checkpoint"
+    code, _ = train_on_ranks([*TINY, *mock_data(), "--train-iters", "1"], save=checkpoint)
+    assert code == 0
+    return f"--load {checkpoint} --finetune"
+
+
+@pytest.fixture(scope="module")
+def one_f_one_b(start: str, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
+    return losses_and_norms(f"{SIZE} 2 {start}", 2, tmp_path_factory.mktemp("1f1b") / "run")
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        (f"{SIZE} 2 --pipeline-schedule zb-h1", 2),
+        (f"{SIZE} 2 --pipeline-schedule zb-v", 2),
+        (f"{SIZE} 4 --pipeline-schedule zb-h1", 4),
+        (f"{SIZE} 2 --pipeline-schedule zb-h1 --overlap-grad-reduce --overlap-param-gather", 4),
+        (
+            f"{SIZE} 2 --pipeline-schedule zb-v --tensor-model-parallel-size 2 --sequence-parallel",
+            4,
+        ),
+        (f"{SIZE} 2 --pipeline-schedule zb-v --context-parallel-size 2", 4),
+        (
+            f"{SIZE} 2 --pipeline-schedule zb-h1 --recompute-granularity full "
+            "--recompute-method uniform --recompute-num-layers 1",
+            2,
+        ),
+    ],
+)
+def test_zero_bubble_trains_like_1f1b(
+    words: str, ranks: int, start: str, one_f_one_b: list[tuple[float, float]], tmp_path: Path
+) -> None:
+    mine = losses_and_norms(f"{words} {start}", ranks, tmp_path / "run")
+    for row, want in zip(mine, one_f_one_b, strict=True):
+        assert row == pytest.approx(want, rel=1e-6)
+
+
+class Stage(torch.nn.Module):
+    """``y = x w``, with the weight gradient put off where the schedule asks for it."""
+
+    def __init__(self, weight: float, length: int, queue: DeferredWeightGradients | None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(weight))
+        self.length = length
+        self.queue = queue
+        self.entering: Tensor | None = None
+        self.calls: list[int] = []
+
+    def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
+        self.entering = tensors[0]
+
+    def forward(self, microbatch: int) -> Tensor:
+        entering = self.entering
+        self.calls.append(microbatch)
+        if entering is None:
+            size = self.length + microbatch if self.length < 0 else self.length
+            entering = torch.full((abs(size), 1, 2), float(microbatch + 1), requires_grad=True)
+        if self.queue is None:
+            return entering * self.weight
+        result: Tensor = _Product.apply(entering, (self.weight, self.queue))  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, entering: Tensor, held: Any) -> Tensor:
+        ctx.entering, ctx.held = entering.detach(), held
+        return entering * held[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        weight, queue = ctx.held
+
+        def weight_gradient() -> None:
+            part = (gradient * ctx.entering).sum()
+            weight.grad = part if weight.grad is None else weight.grad + part
+
+        queue.add(weight_gradient)
+        return gradient * weight.detach(), None
+
+
+def engine_of(
+    schedule: str, context: ParallelContext, *, length: int = 3, **changes: Any
+) -> tuple[PipelineEngine, list[Stage]]:
+    queue = DeferredWeightGradients() if schedule.startswith("zb-") else None
+    config: TransformerConfig = StepTransformerConfig(
+        num_layers=8,
+        hidden_size=2,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=context.layout.pipeline_model_parallel_size,
+        pipeline_dtype=torch.float32,
+        moe_token_dispatcher_type="alltoall",
+        calculate_per_token_loss=True,
+        deallocate_pipeline_outputs=True,
+        weight_gradients=queue,
+        **changes,
+    )
+    placement = context.placement
+    stages = [placement.stage_of(context.pp_rank, c) for c in range(placement.num_chunks)]
+    chunks = [Stage(1.0 + 0.25 * stage, length, queue) for stage in stages]
+    return PipelineEngine(schedule, chunks, config, context), chunks
+
+
+def layout_of(schedule: str, size: int, chunks: int) -> Layout:
+    return Layout(
+        world_size=size,
+        pipeline_model_parallel_size=size,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        v_shape=schedule == "zb-v",
+    )
+
+
+def sum_loss(output: Tensor, non_loss_data: bool = False) -> Any:
+    if non_loss_data:
+        return output.detach().clone()
+    return (
+        output.sum(),
+        torch.tensor(output.numel(), dtype=torch.int),
+        {"sum": output.detach().sum()},
+    )
+
+
+def step(iterator: Iterator[int] | None, model: Any) -> tuple[Tensor, Any]:
+    assert iterator is not None
+    return model(next(iterator)), sum_loss
+
+
+def truth(num_stages: int, num_microbatches: int, length: int) -> tuple[list[float], list[float]]:
+    """Loss of each micro-batch and gradient of each weight, by plain torch."""
+    weights = [torch.tensor(1.0 + 0.25 * s, requires_grad=True) for s in range(num_stages)]
+    losses = []
+    for i in range(num_microbatches):
+        size = abs(length + i) if length < 0 else length
+        output = torch.full((size, 1, 2), float(i + 1))
+        for weight in weights:
+            output = output * weight
+        losses.append(output.sum())
+    torch.stack(losses).sum().backward()
+    return [float(loss.detach()) for loss in losses], [
+        float(w.grad) for w in weights if w.grad is not None
+    ]
+
+
+def check_step(
+    context: ParallelContext, schedule: str, num_microbatches: int, length: int = 3
+) -> None:
+    engine, chunks = engine_of(schedule, context, length=length, variable_seq_lengths=length < 0)
+    iterators = [iter(range(num_microbatches)) for _ in chunks]
+    reports = engine.run(step, iterators, num_microbatches, (length, 1, 2))
+    losses, gradients = truth(context.placement.num_stages, num_microbatches, length)
+    if context.is_last_stage:
+        assert [float(report["sum"]) for report in reports] == pytest.approx(losses, rel=1e-5)
+    else:
+        assert reports == []
+    for index, chunk in enumerate(chunks):
+        assert chunk.calls == list(range(num_microbatches))
+        stage = context.placement.stage_of(context.pp_rank, index)
+        assert chunk.weight.grad is not None
+        assert float(chunk.weight.grad) == pytest.approx(gradients[stage], rel=1e-5)
+
+
+CASES = [
+    (schedule, size, chunks, num_microbatches)
+    for schedule in SCHEDULES
+    for size, chunks in {
+        "no-pipelining": [(1, 1)],
+        "interleaved": [(2, 2), (3, 3)],
+        "zb-v": [(2, 2), (4, 2)],
+    }.get(schedule, [(2, 1), (4, 1)])
+    for num_microbatches in (1, 5, 8)
+]
+
+
+@pytest.mark.parametrize(("schedule", "size", "chunks", "num_microbatches"), CASES)
+def test_losses_and_gradients_are_those_of_plain_torch(
+    schedule: str, size: int, chunks: int, num_microbatches: int
+) -> None:
+    """Any number of micro-batches, also where it does not divide by the pipeline size."""
+    arguments = {"schedule": schedule, "num_microbatches": num_microbatches}
+    run_on_ranks(check_step, layout_of(schedule, size, chunks), arguments)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb-v", 2)])
+def test_lengths_may_vary_between_microbatches(schedule: str, chunks: int) -> None:
+    """A negative length makes micro-batch i ``-length - i`` long."""
+    arguments = {"schedule": schedule, "num_microbatches": 5, "length": -9}
+    run_on_ranks(check_step, layout_of(schedule, 2, chunks), arguments)
+
+
+def check_forward_only(context: ParallelContext, schedule: str) -> None:
+    engine, chunks = engine_of(schedule, context)
+    iterators = [iter(range(5)) for _ in chunks]
+    with torch.no_grad():
+        outputs = engine.run(
+            step, iterators, 5, (3, 1, 2), forward_only=True, collect_non_loss_data=True
+        )
+    if context.is_last_stage:
+        factor = math.prod(1.0 + 0.25 * s for s in range(context.placement.num_stages))
+        assert [float(output[0, 0, 0]) for output in outputs] == pytest.approx(
+            [factor * (i + 1) for i in range(5)]
+        )
+        assert all(output.shape == (3, 1, 2) for output in outputs)
+    else:
+        assert outputs == []
+    assert all(chunk.weight.grad is None for chunk in chunks)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1f1b", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)]
+)
+def test_forward_only_collects_what_is_no_loss(schedule: str, chunks: int) -> None:
+    run_on_ranks(check_forward_only, layout_of(schedule, 2, chunks), {"schedule": schedule})
+
+
+def check_memory(context: ParallelContext) -> None:
+    """Outputs are let go once sent, and their messages still arrive whole (D16)."""
+    engine, chunks = engine_of("interleaved", context)
+    kept: list[Tensor] = []
+
+    def keeping(iterator: Iterator[int] | None, model: Any) -> tuple[Tensor, Any]:
+        output, loss = step(iterator, model)
+        kept.append(output)
+        return output, loss
+
+    iterators = [iter(range(4)) for _ in chunks]
+    engine.run(keeping, iterators, 4, (3, 1, 2))
+    sent = 4 * (len(chunks) - (1 if context.is_last_stage else 0))
+    assert sum(output.numel() == 1 and output.dim() == 1 for output in kept) == sent
+
+
+def test_d16_outputs_are_deallocated_and_messages_stay_whole() -> None:
+    layout = layout_of("interleaved", 2, 2)
+    run_on_ranks(check_memory, layout, {})
+    run_on_ranks(check_step, layout, {"schedule": "interleaved", "num_microbatches": 6})
+
+
+def test_d15_two_stages_with_virtual_chunks_train_like_1f1b(
+    start: str, one_f_one_b: list[tuple[float, float]], tmp_path: Path
+) -> None:
+    """Both neighbours are the same peer; our messages name their ends."""
+    mine = losses_and_norms(f"{SIZE} 2 {CHUNKS} {start}", 2, tmp_path / "run")
+    for row, want in zip(mine, one_f_one_b, strict=True):
+        assert row == pytest.approx(want, rel=1e-6)
+
+
+def check_deferral(context: ParallelContext) -> None:
+    """Weight gradients really come after later input gradients, not within them."""
+    engine, chunks = engine_of("zb-h1", context)
+    events: list[tuple[str, tuple[int, int]]] = []
+    queue: Any = engine.config.weight_gradients
+    collect, compute = queue.collect, queue.compute
+    queue.collect = lambda key: (events.append(("I", key)), collect(key))[1]
+    queue.compute = lambda key: (events.append(("W", key)), compute(key))[1]
+    engine.run(step, [iter(range(6))], 6, (3, 1, 2))
+    assert [key for kind, key in events if kind == "W"] == [(i, context.pp_rank) for i in range(6)]
+    late = events.index(("W", (0, context.pp_rank))) - events.index(("I", (0, context.pp_rank)))
+    # Rank r is r micro-batches late.
+    assert late == context.pp_rank + 1
+    assert chunks[0].weight.grad is not None
+
+
+def test_zb_h1_puts_weight_gradients_off() -> None:
+    run_on_ranks(check_deferral, layout_of("zb-h1", 4, 1), {})
