@@ -72,9 +72,17 @@ def ranks(
 
 
 def run_on_ranks(
-    body: Body, layout: Layout, arguments: dict[str, Any], timeout: float = 60
+    body: Body,
+    layout: Layout,
+    arguments: dict[str, Any],
+    timeout: float = 60,
+    *,
+    get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
 ) -> None:
     """Run ``body(context, **arguments)`` on the ranks of a layout; fail if any rank fails."""
+    if get_embedding_ranks is not None:
+        body = functools.partial(body)
+        body.embedding_ranks = get_embedding_ranks  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory(prefix="ranks_") as name:
         folder = Path(name)
         device = select()
@@ -94,7 +102,12 @@ def _rank(
     try:
         device.activate(rank)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.world_size))
-        context = init_groups(layout, device, init_method=f"file://{folder}/store")
+        context = init_groups(
+            layout,
+            device,
+            init_method=f"file://{folder}/store",
+            get_embedding_ranks=getattr(body, "embedding_ranks", None),
+        )
         seed_everything(context, SEED)
         body(context, **arguments)
         torch.distributed.barrier()

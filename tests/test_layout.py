@@ -110,11 +110,13 @@ def test_embedding_group_is_first_and_last_stage(context: ParallelContext) -> No
 
 def test_embedding_ranks_by_kind_of_model() -> None:
     pipeline = [0, 4, 8, 12]
-    assert embedding_ranks(tied=True, mtp=False)(pipeline) == [0, 12]
-    assert embedding_ranks(tied=False, mtp=True)(pipeline) == [0, 12]
-    assert embedding_ranks(tied=True, mtp=True)(pipeline) == [0, 12]
-    assert embedding_ranks(tied=False, mtp=False)(pipeline) == [0]
-    assert embedding_ranks(tied=True, mtp=True)([3]) == [3]
+    assert embedding_ranks(tied=True, mtp_rank=None)(pipeline) == [0, 12]
+    assert embedding_ranks(tied=False, mtp_rank=3)(pipeline) == [0, 12]
+    assert embedding_ranks(tied=True, mtp_rank=3)(pipeline) == [0, 12]
+    assert embedding_ranks(tied=False, mtp_rank=2)(pipeline) == [0, 8]
+    assert embedding_ranks(tied=True, mtp_rank=2)(pipeline) == [0, 8, 12]
+    assert embedding_ranks(tied=False, mtp_rank=None)(pipeline) == [0]
+    assert embedding_ranks(tied=True, mtp_rank=0)([3]) == [3]
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,7 @@ from dataclasses import dataclass
 from megatron_ext.config.flags import flag
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.sizes import rank_errors
-
-CHUNKS = {"no-pipelining": 1, "1f1b": 1, "zb-h1": 1, "zb-v": 2}
-"""Virtual chunks that a schedule has; interleaved has any number."""
-SCHEDULES = (
-    "no-pipelining",
-    "1f1b",
-    "interleaved",
-    "zb-h1",
-    "zb-v",
-    "core-no-pipelining",
-    "core-1f1b",
-    "core-interleaved",
-)
+from megatron_ext.config.stages import SCHEDULES, default_schedule, stage_errors, virtual_size
 
 
 @dataclass(frozen=True)
@@ -46,6 +34,11 @@ class ParallelConfig:
         "order of the pipeline's passes; default: the first of no-pipelining, interleaved and "
         "1f1b that fits the stages and chunks; core-: megatron-core's own function",
         choices=SCHEDULES,
+    )
+    pipeline_model_parallel_layout: str | None = flag(
+        None,
+        "layers of each stage, such as Et*3|t*4|m|L: E embedding, t layer, m multi-token "
+        "prediction, L loss; as many stages as ranks, or a multiple for virtual chunks",
     )
     microbatch_group_size_per_vp_stage: int | None = flag(
         None,
@@ -79,11 +72,13 @@ class ParallelConfig:
 
     def resolved(self, model: ModelConfig, world_size: int) -> ParallelConfig:
         """With the derived sizes filled in."""
+        chunks = virtual_size(self, model)
         return dataclasses.replace(
             self,
             sequence_parallel=self.sequence_parallel and self.tensor_model_parallel_size > 1,
-            virtual_pipeline_model_parallel_size=self._virtual_size(model),
-            pipeline_schedule=self._schedule(self._virtual_size(model)),
+            virtual_pipeline_model_parallel_size=chunks,
+            pipeline_schedule=self.pipeline_schedule
+            or default_schedule(self.pipeline_model_parallel_size, chunks),
             world_size=world_size,
             data_parallel_size=max(
                 1,
@@ -97,27 +92,6 @@ class ParallelConfig:
             ),
         )
 
-    def _virtual_size(self, model: ModelConfig) -> int | None:
-        if self.pipeline_model_parallel_size < 2:
-            return None
-        if self.pipeline_schedule == "zb-v":
-            count = CHUNKS["zb-v"]
-        elif self.num_virtual_stages_per_pipeline_rank is not None:
-            count = self.num_virtual_stages_per_pipeline_rank
-        elif self.num_layers_per_virtual_pipeline_stage:
-            per_stage = (model.num_layers or 0) // self.pipeline_model_parallel_size
-            count = per_stage // self.num_layers_per_virtual_pipeline_stage
-        else:
-            return None
-        return count if count > 1 else None
-
-    def _schedule(self, virtual_size: int | None) -> str:
-        if self.pipeline_schedule is not None:
-            return self.pipeline_schedule
-        if self.pipeline_model_parallel_size < 2:
-            return "no-pipelining"
-        return "1f1b" if virtual_size is None else "interleaved"
-
     def errors(self, model: ModelConfig) -> list[str]:
         """What cannot be run, one sentence each."""
         expert_tensor = self.expert_tensor_parallel_size
@@ -129,9 +103,7 @@ class ParallelConfig:
             expert=self.expert_model_parallel_size,
             expert_tensor=expert_tensor or self.tensor_model_parallel_size,
         )
-        found.extend(self._stage_errors(model))
-        found.extend(self._schedule_errors())
-        found.extend(self._zero_bubble_errors(model))
+        found.extend(stage_errors(self, model))
         found.extend(self._share_errors(model))
         if len(self.cp_comm_type) != 1:
             found.append(
@@ -144,70 +116,6 @@ class ParallelConfig:
                 f"`--nproc-per-node` ({self.nproc_per_node}) is for a run without torchrun, which "
                 f"has started {started} ranks; give it to torchrun instead."
             )
-        return found
-
-    def _schedule_errors(self) -> list[str]:
-        """Stages and chunks that the schedule cannot have."""
-        found = []
-        schedule = (self.pipeline_schedule or "").removeprefix("core-")
-        stages, chunks = (
-            self.pipeline_model_parallel_size,
-            self.virtual_pipeline_model_parallel_size or 1,
-        )
-        if schedule == "no-pipelining" and stages > 1:
-            found.append(
-                f"`--pipeline-schedule {self.pipeline_schedule}` is for one stage, but "
-                f"`--pipeline-model-parallel-size` is {stages}; use 1f1b."
-            )
-        if schedule in ("interleaved", "zb-v") and stages < 2:
-            found.append(
-                f"`--pipeline-schedule {self.pipeline_schedule}` needs "
-                f"`--pipeline-model-parallel-size` ({stages}) of at least 2; use no-pipelining."
-            )
-        elif schedule == "interleaved" and chunks < 2:
-            found.append(
-                f"`--pipeline-schedule {self.pipeline_schedule}` needs virtual chunks; give "
-                "`--num-virtual-stages-per-pipeline-rank 2`."
-            )
-        elif schedule in CHUNKS and chunks != CHUNKS[schedule]:
-            found.append(
-                f"`--pipeline-schedule {self.pipeline_schedule}` has {CHUNKS[schedule]} chunk(s) "
-                f"on each rank, but the flags of virtual stages ask for {chunks}; drop them."
-            )
-        if (group := self.microbatch_group_size_per_vp_stage) is not None and group < stages:
-            found.append(
-                f"`--microbatch-group-size-per-virtual-pipeline-stage` ({group}) must be at least "
-                f"`--pipeline-model-parallel-size` ({stages}); use {stages}."
-            )
-        return found
-
-    def _zero_bubble_errors(self, model: ModelConfig) -> list[str]:
-        """What a model cannot have under a schedule that defers weight gradients."""
-        schedule = self.pipeline_schedule or ""
-        found = []
-        if schedule.startswith("zb-") and model.transformer_impl == "transformer_engine":
-            found.append(
-                f"`--pipeline-schedule {schedule}` defers the weight gradients of our own layers, "
-                "which `--transformer-impl transformer_engine` replaces; use "
-                "`--transformer-impl local`, or 1f1b."
-            )
-        if schedule == "zb-v":
-            same_rank = {
-                "tied embeddings": not model.untie_embeddings_and_output_weights,
-                "`--mtp-num-layers`": bool(model.mtp_num_layers),
-                "an uneven split of the layers": bool(
-                    self.decoder_first_pipeline_num_layers
-                    or self.decoder_last_pipeline_num_layers
-                    or self.account_for_embedding_in_pipeline_split
-                    or self.account_for_loss_in_pipeline_split
-                ),
-            }
-            found += [
-                f"`--pipeline-schedule zb-v` keeps the first and the last stage on one rank, which "
-                f"does not go with {name}; use zb-h1."
-                for name, given in same_rank.items()
-                if given
-            ]
         return found
 
     def _share_errors(self, model: ModelConfig) -> list[str]:
@@ -234,36 +142,5 @@ class ParallelConfig:
                 f"`--seq-length` ({length}) must be divisible by tensor × context parallel size "
                 f"({tp} × {cp} = {tp * cp}) with `--sequence-parallel`; use "
                 f"{-(-length // (tp * cp)) * tp * cp}."
-            )
-        return found
-
-    def _stage_errors(self, model: ModelConfig) -> list[str]:
-        found = []
-        layers, stages = model.num_layers or 0, self.pipeline_model_parallel_size
-        if self.num_layers_per_virtual_pipeline_stage is not None:
-            if self.num_virtual_stages_per_pipeline_rank is not None:
-                found.append(
-                    "`--num-layers-per-virtual-pipeline-stage` and "
-                    "`--num-virtual-stages-per-pipeline-rank` exclude each other; give one."
-                )
-            if stages < 2:
-                found.append(
-                    "`--num-layers-per-virtual-pipeline-stage` needs "
-                    f"`--pipeline-model-parallel-size` ({stages}) of at least 2; use 2."
-                )
-        extra = self.account_for_embedding_in_pipeline_split
-        extra_last = self.account_for_loss_in_pipeline_split
-        uneven = self.decoder_first_pipeline_num_layers or self.decoder_last_pipeline_num_layers
-        if stages < 1 or uneven:
-            return found
-        units = layers + extra + extra_last
-        count = CHUNKS["zb-v"] if self.pipeline_schedule == "zb-v" else None
-        chunks = stages * (count or self.num_virtual_stages_per_pipeline_rank or 1)
-        if self.num_layers_per_virtual_pipeline_stage and stages > 1:
-            chunks = stages * self.num_layers_per_virtual_pipeline_stage
-        if chunks and units % chunks:
-            found.append(
-                f"`--num-layers` ({layers}) must be divisible by pipeline stages × virtual chunk "
-                f"({chunks}); use {-(-units // chunks) * chunks - extra - extra_last}."
             )
         return found

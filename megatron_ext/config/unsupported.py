@@ -65,7 +65,7 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     ),
     (
         "the pipeline is not supported in this form; use `--num-layers-per-virtual-pipeline-stage`",
-        "pipeline-model-parallel-layout overlap-p2p-communication-warmup-flush "
+        "overlap-p2p-communication-warmup-flush "
         "overlap-p2p-comm-warmup-flush defer-embedding-wgrad-compute wgrad-deferral-limit "
         "delay-wgrad-compute num-microbatches-with-partial-activation-checkpoints "
         "mtp-standalone pipeline-model-parallel-comm-backend use-ring-exchange-p2p",

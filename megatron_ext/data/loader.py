@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_ext.data.batch import Batch, StepLoader
 from megatron_ext.data.samplers import RandomSampler, SequentialSampler
 from megatron_ext.errors import DataError
+from megatron_ext.layout import mtp_rank
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
 def stage_reads_data(config: RunConfig, context: ParallelContext) -> bool:
     """Whether this pipeline stage needs batches.
 
-    The first stage needs the ids, the last one the labels; the inner ones only when attention
-    must stop at document ends, whose mask is made from the ids.
+    The first stage needs the ids, the last one the labels, and multi-token prediction both; the
+    other ones only when attention must stop at document ends, whose mask is made from the ids.
     """
+    if context.pp_rank == mtp_rank(config):
+        return True
     return context.is_first_stage or context.is_last_stage or config.data.reset_attention_mask
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         ParallelContext,
         embedding_ranks,
         init_groups,
+        mtp_rank,
         seed_everything,
     )
 
@@ -25,6 +26,7 @@ __all__ = [
     "Placement",
     "embedding_ranks",
     "init_groups",
+    "mtp_rank",
     "seed_everything",
 ]
 

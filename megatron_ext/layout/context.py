@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,10 +16,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroup
 
+from megatron_ext.config.stages import mtp_stage
 from megatron_ext.device import Device
 from megatron_ext.errors import ConfigError
 from megatron_ext.layout.grid import Layout
 from megatron_ext.layout.placement import Placement
+
+if TYPE_CHECKING:
+    from megatron_ext.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -80,16 +85,29 @@ class ParallelContext:
             torch.distributed.destroy_process_group()
 
 
-def embedding_ranks(*, tied: bool, mtp: bool) -> Callable[[list[int]], list[int]]:
+def mtp_rank(config: RunConfig) -> int | None:
+    """The pipeline rank that holds multi-token prediction, None without it."""
+    if not config.model.mtp_num_layers:
+        return None
+    return Layout.from_config(config).placement.rank_of(mtp_stage(config.parallel))
+
+
+def embedding_ranks(*, tied: bool, mtp_rank: int | None) -> Callable[[list[int]], list[int]]:
     """Which ranks of a pipeline hold copies of the word embedding that must stay equal.
 
     Args:
         tied: the output layer uses the embedding's weight.
-        mtp: multi-token prediction runs on the last stage, with its own copy.
+        mtp_rank: the pipeline rank with multi-token prediction, which has its own copy; None
+            without.
     """
 
     def ranks(pp_ranks: list[int]) -> list[int]:
-        return sorted({pp_ranks[0], pp_ranks[-1]}) if tied or mtp else [pp_ranks[0]]
+        holders = {pp_ranks[0]}
+        if tied:
+            holders.add(pp_ranks[-1])
+        if mtp_rank is not None:
+            holders.add(pp_ranks[mtp_rank])
+        return sorted(holders)
 
     return ranks
 

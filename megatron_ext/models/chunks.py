@@ -11,6 +11,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
+from megatron_ext.models.initialization import initialize_by_name
+
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
     from megatron_ext.layout import ParallelContext
@@ -46,6 +48,8 @@ def build_chunks(
         )
         chunk.vp_stage = stage
         chunks.append(chunk)
+    if not config.model.use_cpu_initialization:
+        initialize_by_name(chunks, config.training.seed)
     for chunk in chunks:
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.models.gpt import GPTModel as CoreGPTModel
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, mtp_on_this_rank
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
@@ -51,7 +51,9 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
             grad_output_buffer=core.grad_output_buffer,
             tp_group=core.tp_group,
         )
-        if core.weight is not None:
+        # A tied copy of the embedding that multi-token prediction holds serves the output as well.
+        tied_to_copy = self.share_embeddings_and_output_weights and self.mtp_process
+        if core.weight is not None and not tied_to_copy:
             self.output_layer.weight = core.weight
 
     def forward(
@@ -71,11 +73,12 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
             attention_mask: True where forbidden, ``[b, 1, s, full s]``; None means causal.
             labels: ``[b, s]``; without them the last stage returns logits.
             mtp_targets: what the multi-token-prediction depths are to learn; without them the
-                depths are not run.
+                last stage does not ask for the depths.
 
         Returns:
-            Hidden states ``[s, b, h]`` on inner stages; on the last stage the losses ``[b, s]``,
-            or logits ``[b, s, v]`` without labels.
+            Hidden states ``[s, b, h]`` on inner stages; ``[(1 + depths) * s, b, h]`` in training
+            from multi-token prediction on a stage of its own on; on the last stage the losses
+            ``[b, s]``, or logits ``[b, s, v]`` without labels.
         """
         decoder_input, rotary, cos, sin, offset, padding_mask = self._preprocess(
             input_ids=input_ids, position_ids=position_ids
@@ -89,12 +92,20 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
             sequence_len_offset=offset,
             padding_mask=padding_mask,
         )
+        learns = bool(mtp_targets and mtp_targets.labels) if self.post_process else self.training
+        if self.mtp_process and learns:
+            hidden = self.mtp(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                hidden_states=hidden,
+                attention_mask=attention_mask,
+                rotary_pos_emb=rotary,
+                embedding=self.embedding,
+            )
         if not self.post_process:
             return hidden  # type: ignore[no-any-return]
-        if self.mtp_process and mtp_targets is not None and mtp_targets.labels:
-            hidden = self._with_mtp_losses(
-                hidden, input_ids, position_ids, attention_mask, rotary, mtp_targets
-            )
+        if mtp_targets is not None and mtp_targets.labels:
+            hidden = self._with_mtp_losses(hidden, mtp_targets)
         logits = self._logits(hidden)
         if labels is None:
             return logits.transpose(0, 1).contiguous()
@@ -108,24 +119,13 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
         logits, _ = self.output_layer(hidden, weight=weight)
         return logits  # type: ignore[no-any-return]
 
-    def _with_mtp_losses(
-        self,
-        hidden: Tensor,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        attention_mask: Tensor | None,
-        rotary: Tensor | None,
-        targets: MTPTargets,
-    ) -> Tensor:
-        """Hidden states ``[s, b, h]`` that carry the gradients of all depths' losses."""
-        chunks = self.mtp(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            hidden_states=hidden,
-            attention_mask=attention_mask,
-            rotary_pos_emb=rotary,
-            embedding=self.embedding,
-        )
+    def _with_mtp_losses(self, chunks: Tensor, targets: MTPTargets) -> Tensor:
+        """Hidden states ``[s, b, h]`` that carry the gradients of all depths' losses.
+
+        Args:
+            chunks: hidden states of the model and of each depth, ``[(1 + depths) * s, b, h]``.
+            targets: labels and weights of each depth.
+        """
         hidden, *depths = torch.chunk(chunks, 1 + len(targets.labels), dim=0)
         for depth, depth_hidden in enumerate(depths):
             losses = self.compute_language_model_loss(
@@ -169,7 +169,9 @@ def build_gpt_chunk(
         vp_stage=vp_stage,
     )
     mtp_spec = None
-    if model.mtp_num_layers and post_process:
+    if model.mtp_num_layers and mtp_on_this_rank(
+        transformer_config, ignore_virtual=False, vp_stage=vp_stage
+    ):
         mtp_spec = mtp_block_spec(
             transformer_config, impl=model.transformer_impl, vp_stage=vp_stage
         )

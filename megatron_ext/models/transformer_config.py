@@ -11,6 +11,7 @@ from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
+from megatron_ext.models.initialization import mark_methods
 from megatron_ext.models.linear import DeferredWeightGradients
 from megatron_ext.models.moe import AuxiliaryScale
 from megatron_ext.models.v_shape import VShapedLayerLayout
@@ -43,6 +44,11 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     auxiliary_scale: AuxiliaryScale | None = None
     weight_gradients: DeferredWeightGradients | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.use_cpu_initialization:
+            mark_methods(self)
+
 
 def params_dtype(config: RunConfig) -> torch.dtype:
     """The dtype of the parameters that the forward pass uses."""
@@ -71,6 +77,7 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     fields["batch_p2p_comm"] = not core_interleaved
     fields["deallocate_pipeline_outputs"] = not core_interleaved
     fields["weight_gradients"] = DeferredWeightGradients() if schedule in ZERO_BUBBLE else None
+    fields["pipeline_model_parallel_layout"] = config.parallel.pipeline_model_parallel_layout
     if schedule == "zb-v":
         fields["pipeline_model_parallel_layout"] = VShapedLayerLayout(
             config.model.num_layers or 0, config.parallel.pipeline_model_parallel_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from megatron_ext.config import parse_args
 from megatron_ext.config.cli import read_words
 from megatron_ext.device import Device, select
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.layout import Layout, embedding_ranks, init_groups, seed_everything
+from megatron_ext.layout import Layout, embedding_ranks, init_groups, mtp_rank, seed_everything
 from megatron_ext.training.known_warnings import silence_known_warnings
 from megatron_ext.training.launch import EXIT_CODE_USER_ERROR, launch
 from megatron_ext.training.loop import evaluate_split, train
@@ -28,6 +28,7 @@ from megatron_ext.training.setup import build_run
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
     from megatron_ext.data.tokenizers import Tokenizer
+    from megatron_ext.training.setup import Run
     from megatron_ext.training.task import Task
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,14 @@ def stored_config(argv: Sequence[str]) -> dict[str, Any] | None:
     return read_run_config(Path(asked["load"]), asked.get("ckpt_step"))
 
 
-def pretrain(task: Task, config: RunConfig, *, device: Device, tokenizer: Tokenizer) -> int:
+def pretrain(
+    task: Task,
+    config: RunConfig,
+    *,
+    device: Device,
+    tokenizer: Tokenizer,
+    prepare: Callable[[Run], None] | None = None,
+) -> int:
     """Train one model on this rank; all ranks call this.
 
     Args:
@@ -103,6 +111,7 @@ def pretrain(task: Task, config: RunConfig, *, device: Device, tokenizer: Tokeni
         config: the resolved configuration of the run.
         device: the kind of device that the ranks run on.
         tokenizer: of the data.
+        prepare: called with the parts of the run before it starts, to observe it.
 
     Returns:
         0, or `signals.EXIT_CODE_SIGNAL` when the exit signal ended the run.
@@ -114,7 +123,7 @@ def pretrain(task: Task, config: RunConfig, *, device: Device, tokenizer: Tokeni
         timeout_minutes=config.parallel.distributed_timeout_minutes,
         get_embedding_ranks=embedding_ranks(
             tied=not config.model.untie_embeddings_and_output_weights,
-            mtp=bool(config.model.mtp_num_layers),
+            mtp_rank=mtp_rank(config),
         ),
     )
     try:
@@ -133,6 +142,8 @@ def pretrain(task: Task, config: RunConfig, *, device: Device, tokenizer: Tokeni
             num_iterations=run.num_iterations,
         ) as reporters:
             run.reporters = reporters
+            if prepare is not None:
+                prepare(run)
             code = None if config.training.skip_train else train(run)
             if code is None and run.evaluates:
                 evaluate_split(run, "validation", final=True)
