@@ -23,7 +23,6 @@ class PrecisionConfig:
         False, "sum gradients in fp32; always on with --bf16 unless --grad-reduce-in-bf16"
     )
     grad_reduce_in_bf16: bool = flag(False, "sum gradients in bf16")
-    fp16_lm_cross_entropy: bool = flag(False, "cross-entropy in fp16")
 
     def resolved(self) -> PrecisionConfig:
         """With the format of the gradients settled."""
@@ -37,6 +36,4 @@ class PrecisionConfig:
         found = []
         if self.bf16 and self.fp16:
             found.append("`--bf16` and `--fp16` exclude each other; give one.")
-        if self.fp16_lm_cross_entropy and not self.fp16:
-            found.append("`--fp16-lm-cross-entropy` needs `--fp16`; give both or neither.")
         return found

@@ -95,6 +95,12 @@ class RunConfig:
                 "`--position-embedding-type learned_absolute`, whose table would differ between "
                 "the stages; use rope."
             )
+        fused = self.model.cross_entropy_loss_fusion and self.model.cross_entropy_fusion_impl
+        if self.device == "cuda" and fused == "native" and not self.precision.bf16:
+            found.append(
+                "`--cross-entropy-loss-fusion` rounds the gradient of every logit to bf16, so it "
+                "needs `--bf16`; leave it out."
+            )
         if os.environ.get("OMP_NUM_THREADS", "1") == "0":
             found.append("`OMP_NUM_THREADS` (0) must be at least 1.")
         return found

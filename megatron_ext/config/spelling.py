@@ -56,6 +56,7 @@ NO_EFFECT: dict[str, tuple[int | None, str]] = {
     "--exit-signal-handler-for-dataloader": (0, "data workers leave signals to the rank"),
     "--legacy-tokenizer": (0, "there is one set of tokenizers"),
     "--disable-msc": (0, "files are opened by Python"),
+    "--fp16-lm-cross-entropy": (0, "the loss is always computed in fp32"),
     "--onnx-safe": (0, "models are not exported"),
 }  # fmt: skip
 """Spelling -> number of values (None: any) and the reason."""

@@ -7,6 +7,7 @@ determines them, the identity of the data files included.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -20,10 +21,16 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch.utils.data import Dataset
 
-from megatron_ext.data.indexed import check_indexed_dataset, id_range
+from megatron_ext.data.blend import SPLITS, BlendSpec, training_blend
+from megatron_ext.data.indexed import (
+    CODE_OF_DTYPE,
+    check_indexed_dataset,
+    id_range,
+    read_index,
+)
 from megatron_ext.errors import DataError
 
 if TYPE_CHECKING:
@@ -32,9 +39,6 @@ if TYPE_CHECKING:
 
 VOCABULARY_SAMPLE = 1 << 24
 """Tokens of each dataset that are compared with the vocabulary before training."""
-
-SPLITS = ("train", "valid", "test")
-Blend = tuple[list[str], list[float] | None]
 
 
 @dataclass(frozen=True)
@@ -66,107 +70,17 @@ class KeyedGPTDataset(GPTDataset):  # type: ignore[misc]
             "data_files",
         ]
 
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:
+        """Open a dataset with the dtype of its file.
 
-@dataclass(frozen=True)
-class BlendSpec:
-    """Where the samples of each split come from: one blend cut by --split, or one per split."""
-
-    blend: Blend | None
-    per_split: list[Blend | None] | None
-
-    def prefixes(self) -> list[str]:
-        """Every dataset prefix, in order, without repeats."""
-        blends = self.per_split if self.per_split is not None else [self.blend]
-        return list(dict.fromkeys(p for blend in blends if blend is not None for p in blend[0]))
-
-
-def _read_words(flag: str, path: str) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="utf-8").split()
-    except OSError as error:
-        raise DataError(
-            f"`{flag}` ({path}) cannot be read ({error.strerror}); give a file of dataset prefixes."
-        ) from error
-
-
-def _blend(flag: str, words: Sequence[str] | None) -> Blend | None:
-    """Parse prefixes, or weights and prefixes, as Megatron-LM does."""
-    if not words:
-        return None
-    try:
-        blend = get_blend_from_list(list(words))
-    except (ValueError, AssertionError):
-        blend = None
-    if blend is None or (blend[1] is None and any(map(_is_number, words))):
-        raise DataError(
-            f"`{flag}` ({' '.join(words)}) mixes weights and prefixes; give only prefixes, or a "
-            "weight before each prefix."
-        )
-    prefixes, weights = blend
-    if weights is not None and (min(weights) < 0 or sum(weights) <= 0):
-        raise DataError(
-            f"`{flag}` has the weights {weights}; they must be at least 0 and not all 0."
-        )
-    return prefixes, weights
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
-
-
-def read_blend(config: RunConfig) -> BlendSpec:
-    """Collect the dataset prefixes of a run from its flags.
-
-    Raises:
-        DataError: a list file that cannot be read, or a malformed blend.
-    """
-    data = config.data
-    if data.data_args_path is not None:
-        words = _read_words("--data-args-path", data.data_args_path)
-        return BlendSpec(_blend("--data-args-path", words), None)
-    if data.data_path:
-        return BlendSpec(_blend("--data-path", data.data_path), None)
-    if data.per_split_data_args_path is not None:
-        return BlendSpec(None, _read_per_split(data.per_split_data_args_path))
-    given = (data.train_data_path, data.valid_data_path, data.test_data_path)
-    if any(given):
-        flags = (f"--{split}-data-path" for split in SPLITS)
-        return BlendSpec(None, [_blend(f, words) for f, words in zip(flags, given, strict=True)])
-    return BlendSpec(None, None)
-
-
-def training_blend(config: RunConfig) -> BlendSpec:
-    """`read_blend` of a run that must have data.
-
-    Raises:
-        DataError: no dataset is given at all; also see `read_blend`.
-    """
-    spec = read_blend(config)
-    if not spec.prefixes():
-        raise DataError(
-            "No training data is given; use `--data-path` PREFIX, `--train-data-path` PREFIX "
-            "or `--mock-data`."
-        )
-    return spec
-
-
-def _read_per_split(path: str) -> list[Blend | None]:
-    flag = "--per-split-data-args-path"
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        lists = [content[split] for split in SPLITS]
-    except OSError as error:
-        raise DataError(f"`{flag}` ({path}) cannot be read ({error.strerror}).") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"`{flag}` ({path}) must be a JSON object with the keys train, valid and test, each "
-            f"a list of prefixes or of weights and prefixes; reading it failed with: {error!r}."
-        ) from error
-    return [_blend(flag, x.split() if isinstance(x, str) else x) for x in lists]
+        Where lengths are given (--per-dataset-sequences-path), megatron-core guesses the dtype
+        from the size of the vocabulary, and near 65,536 ids guesses wrong.
+        """
+        if config.sequences_per_dataset:
+            config = copy.copy(config)
+            config.token_dtype_code = CODE_OF_DTYPE[read_index(dataset_path).dtype.name]
+        return GPTDataset.build_low_level_dataset(dataset_path, config)
 
 
 def split_bounds(split: str, num_sequences: int) -> list[tuple[int, int]]:
@@ -218,7 +132,21 @@ def check_inputs(
             for name, bounds, size, ratio in zip(SPLITS, cut, sizes, ratios, strict=True):
                 if size != 0 and (ratio > 0 or name == "train"):
                     _check_not_empty(prefix, bounds, name, config.data.split)
+    _check_splits_of_their_own(spec, sizes)
     return digest.hexdigest()
+
+
+def _check_splits_of_their_own(spec: BlendSpec, sizes: Sequence[int | None]) -> None:
+    """A split with files of its own can be empty too."""
+    for name, blend, size in zip(SPLITS, spec.per_split or (), sizes, strict=False):
+        if blend is None or size == 0:
+            continue
+        for prefix in blend[0]:
+            if not read_index(prefix).lengths.any():
+                raise DataError(
+                    f"The dataset {prefix} of the {name} split is empty, but samples are asked of "
+                    "it; leave it out, or preprocess documents that hold tokens."
+                )
 
 
 def _check_vocabulary(prefix: str, vocab_size: int) -> None:
@@ -231,6 +159,26 @@ def _check_vocabulary(prefix: str, vocab_size: int) -> None:
         )
 
 
+def _read_lengths(path: str, spec: BlendSpec) -> dict[str, list[int]]:
+    """Counts of sequences and documents by prefix (--per-dataset-sequences-path)."""
+    flag = f"`--per-dataset-sequences-path` ({path})"
+    try:
+        lengths: dict[str, list[int]] = json.loads(Path(path).read_text(encoding="utf-8"))
+        missing = [prefix for prefix in spec.prefixes() if len(lengths[prefix]) != 2]
+    except OSError as error:
+        raise DataError(f"{flag} cannot be read ({error.strerror}); give a JSON file.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{flag} must be a JSON object from each prefix to [sequences, document boundaries]; "
+            f"reading it failed with: {error!r}."
+        ) from error
+    if missing:
+        raise DataError(
+            f"{flag} must give two counts, [sequences, document boundaries], for {missing[0]}."
+        )
+    return lengths
+
+
 def dataset_config(
     config: RunConfig, spec: BlendSpec, tokenizer: Tokenizer, data_files: str
 ) -> KeyedGPTDatasetConfig:
@@ -238,7 +186,7 @@ def dataset_config(
     data = config.data
     per_dataset = None
     if data.per_dataset_sequences_path is not None:
-        per_dataset = json.loads(Path(data.per_dataset_sequences_path).read_text())
+        per_dataset = _read_lengths(data.per_dataset_sequences_path, spec)
     return KeyedGPTDatasetConfig(
         random_seed=config.training.seed,
         sequence_length=config.model.seq_length,

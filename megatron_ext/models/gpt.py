@@ -182,7 +182,6 @@ def build_gpt_chunk(
         max_sequence_length=model.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
-        fp16_lm_cross_entropy=config.precision.fp16_lm_cross_entropy,
         parallel_output=True,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         position_embedding_type=model.position_embedding_type,

@@ -8,6 +8,7 @@ and the order of initialization are those of the local spec.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -155,6 +156,14 @@ def _check_options(config: TransformerConfig) -> None:
         )
 
 
+def _use_own_router(layers: Sequence[ModuleSpec]) -> None:
+    """Give the experts of megatron-core's specs our router, which weighs its losses exactly."""
+    for layer in layers:
+        mlp: Any = getattr(layer.submodules, "mlp", None)
+        if getattr(getattr(mlp, "submodules", None), "router", None) is not None:
+            mlp.submodules.router = Router
+
+
 def layer_spec(
     config: TransformerConfig, *, impl: str, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
@@ -169,9 +178,11 @@ def layer_spec(
         ConfigError: an option that needs Transformer Engine or a GPU, or a bad pattern of experts.
     """
     if impl == TE_IMPL:
-        return get_gpt_decoder_block_spec(
+        block = get_gpt_decoder_block_spec(
             config, True, normalization=config.normalization, vp_stage=vp_stage
         )
+        _use_own_router(block.layer_specs)
+        return block
     _check_options(config)
     pattern = expert_pattern(config)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
@@ -186,6 +197,7 @@ def mtp_block_spec(
     """The multi-token-prediction block, whose layers are like the decoder's last one."""
     if impl == TE_IMPL:
         layers = get_gpt_decoder_layer_specs(config, True, normalization=config.normalization)
+        _use_own_router(layers)
         return get_gpt_mtp_block_spec(config, layers[-1], True, vp_stage=vp_stage)
     layer = torch_layer_spec(config, moe=expert_pattern(config)[-1])
     # As a block: of single layers, core takes none but its own class.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from megatron_ext.data.gpt import check_inputs, training_blend
+from megatron_ext.data.blend import training_blend
+from megatron_ext.data.gpt import check_inputs
 from megatron_ext.data.tokenizers import build_tokenizer
 from megatron_ext.training.batch_size import number_of_iterations
 from megatron_ext.training.setup import split_sizes

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from megatron_ext.config import parse_args
+from megatron_ext.data.blend import BlendSpec, read_blend
 from megatron_ext.data.gpt import (
-    BlendSpec,
     KeyedGPTDataset,
     check_inputs,
     dataset_config,
-    read_blend,
     split_bounds,
 )
 from megatron_ext.data.indexed import optimal_dtype

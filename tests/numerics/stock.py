@@ -1,0 +1,154 @@
+"""megatron-core's GPTModel as a task, with the weights and the batch that ours gets."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel as CoreGPTModel
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.data.batch import Batch, with_mtp_targets
+from megatron_ext.data.gpt import build_gpt_datasets
+from megatron_ext.layout import ParallelContext
+from megatron_ext.losses.contract import LossFunction, StepCounts
+from megatron_ext.losses.cross_entropy import masked_token_loss
+from megatron_ext.models.chunks import ModelChunk
+from megatron_ext.models.gpt import build_gpt_chunk
+from megatron_ext.models.layers import layer_spec, mtp_block_spec
+from megatron_ext.models.transformer_config import build_transformer_config
+from megatron_ext.training.task import Task
+from tests.models import plain
+
+LENGTH, SEQUENCES, VOCABULARY = 32, 4, 96
+
+SMALL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --swiglu "
+    "--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+    f"--position-embedding-type rope --seq-length {LENGTH} --max-position-embeddings {LENGTH} "
+    "--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 "
+    f"--global-batch-size {SEQUENCES} --lr 1e-3 --train-iters 1 --use-cpu-initialization "
+    f"--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} "
+    f"--padded-vocab-size {VOCABULARY}"
+).split()
+
+
+def gpt_config(*more: str, world_size: int = 1) -> RunConfig:
+    return parse_args([*SMALL, *more], world_size=world_size, device="cpu").config
+
+
+def stock_chunk(
+    config: RunConfig,
+    transformer_config: TransformerConfig,
+    context: ParallelContext,
+    *,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None = None,
+) -> CoreGPTModel:
+    """megatron-core's GPTModel over our layers; the arguments of `build_gpt_chunk`."""
+    model = config.model
+    mtp = None
+    if model.mtp_num_layers and post_process:
+        mtp = mtp_block_spec(transformer_config, impl="torch", vp_stage=vp_stage)
+    return CoreGPTModel(
+        config=transformer_config,
+        transformer_layer_spec=layer_spec(transformer_config, impl="torch", vp_stage=vp_stage),
+        vocab_size=model.padded_vocab_size,
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        mtp_block_spec=mtp,
+        vp_stage=vp_stage,
+        pg_collection=context.pgs,
+    )
+
+
+def stock_forward_step(
+    _config: RunConfig, batch: Batch, model: torch.nn.Module, _counts: StepCounts | None
+) -> tuple[Tensor, LossFunction]:
+    """Megatron-LM's forward step: multi-token prediction is the model's own business."""
+    output = model(
+        batch.tokens,
+        batch.position_ids,
+        batch.attention_mask,
+        labels=batch.labels,
+        loss_mask=batch.loss_mask,
+    )
+    return output, partial(masked_token_loss, loss_mask=batch.loss_mask)
+
+
+STOCK = Task(build_gpt_datasets, stock_chunk, stock_forward_step)
+
+
+def gpt_chunk(run: RunConfig, context: ParallelContext, build: ModelChunk = build_gpt_chunk) -> Any:
+    """The whole model on this rank, its weights following from their names."""
+    core = build_transformer_config(run)
+    chunk = build(run, core, context, pre_process=True, post_process=True)
+    plain.fill(chunk, context, run.moe.num_experts or 0)
+    return chunk
+
+
+def whole_batch(run: RunConfig, masks: Tensor | None = None) -> Batch:
+    """One global batch ``[SEQUENCES, LENGTH]`` with its multi-token-prediction targets.
+
+    Args:
+        run: for the number of depths.
+        masks: loss mask ``[SEQUENCES, LENGTH]``; None means all ones.
+    """
+    generator = torch.Generator().manual_seed(11)
+    ids = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH + 1), generator=generator)
+    mask = torch.ones(SEQUENCES, LENGTH) if masks is None else masks
+    positions = torch.arange(LENGTH).expand(SEQUENCES, -1)
+    batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), mask, positions)
+    return with_mtp_targets(batch, run.model.mtp_num_layers or 0)
+
+
+def ragged_masks() -> Tensor:
+    """Masks of unequal sums, with holes, ``[SEQUENCES, LENGTH]``."""
+    mask = torch.ones(SEQUENCES, LENGTH)
+    for row, first in enumerate((20, 3, 29, 9)):
+        mask[row, first:] = 0
+    mask[1, 1] = 0
+    return mask
+
+
+def rows(batch: Batch, first: int, count: int) -> Batch:
+    """A micro-batch of a batch."""
+    part = slice(first, first + count)
+    return Batch(
+        batch.tokens[part],
+        batch.labels[part],
+        batch.loss_mask[part],
+        batch.position_ids[part],
+        mtp_labels=tuple(x[part] for x in batch.mtp_labels),
+        mtp_loss_masks=tuple(x[part] for x in batch.mtp_loss_masks),
+    )
+
+
+def gradients(chunk: torch.nn.Module) -> dict[str, Tensor]:
+    """By name; zeros where nothing arrived."""
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in chunk.named_parameters()
+    }
+
+
+def worst(mine: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    """The largest relative error of a parameter's gradient."""
+    return max(
+        float((mine[name] - want).norm() / want.norm().clamp(min=1e-12))
+        for name, want in truth.items()
+    )
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Plain losses ``[b, s]`` of logits ``[s, b, v]``."""
+    losses = F.cross_entropy(logits.double().permute(1, 2, 0), labels, reduction="none")
+    return losses.float()

@@ -1,0 +1,207 @@
+"""Defects of megatron-core's datasets (docs/numerics.md), and what we do instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets import helpers
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.utils import Split
+
+from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.data.blend import read_blend
+from megatron_ext.data.gpt import (
+    KeyedGPTDataset,
+    build_gpt_datasets,
+    check_inputs,
+    dataset_config,
+)
+from megatron_ext.data.indexed import optimal_dtype
+from megatron_ext.data.indexed_writer import IndexedWriter
+from megatron_ext.data.tokenizers import build_tokenizer
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.layout import ParallelContext
+from tests.ranks import ranks
+from tests.training_runs import TINY
+
+SEQUENCE = 8
+DOCUMENT = 5
+
+
+def write(prefix: Path, documents: int, *, vocabulary: int = 90, largest: int = 80) -> str:
+    """Documents of five tokens each; the very last id is the largest."""
+    ids = np.arange(documents * DOCUMENT) % largest
+    ids[-1] = largest
+    with IndexedWriter(prefix, optimal_dtype(vocabulary)) as writer:
+        for document in ids.reshape(documents, DOCUMENT):
+            writer.add_document(document, [DOCUMENT])
+    return str(prefix)
+
+
+def run_config(*words: str, vocabulary: int = 90) -> RunConfig:
+    flags = " ".join(TINY).replace("--seq-length 64", f"--seq-length {SEQUENCE}").split()
+    flags += f"--train-iters 1 --tokenizer-type NullTokenizer --vocab-size {vocabulary}".split()
+    return parse_args([*flags, *words], world_size=1, device="cpu").config
+
+
+def core_config(run: RunConfig, **changes: Any) -> GPTDatasetConfig:
+    """megatron-core's own configuration, without our key."""
+    tokenizer = build_tokenizer(run.tokenizer)
+    ours = dataset_config(run, read_blend(run), tokenizer, "")
+    names = {f.name for f in dataclasses.fields(GPTDatasetConfig) if f.init}
+    values = {name: getattr(ours, name) for name in names}
+    del values["blend_per_split"]
+    return GPTDatasetConfig(**{**values, **changes})
+
+
+def dataset(cls: type[GPTDataset], prefix: str, core: GPTDatasetConfig, samples: int) -> GPTDataset:
+    low = cls.build_low_level_dataset(prefix, core)
+    indices = np.arange(len(low.sequence_lengths), dtype=np.int32)
+    return cls(low, prefix, indices, samples, Split.train, core)
+
+
+class _EndlessError(Exception):
+    """Time is up."""
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    def stop(_signal: int, _frame: object) -> None:
+        raise _EndlessError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_d29_an_empty_split_is_refused_when_samples_are_asked_of_it(tmp_path: Path) -> None:
+    """Core counts epochs of no tokens for ever."""
+    prefix = write(tmp_path / "docs", 20)
+    cache = str(tmp_path / "cache")
+    run = run_config("--data-path", prefix, "--data-cache-path", cache, "--split", "99,1,0")
+    core = core_config(run)
+    low = GPTDataset.build_low_level_dataset(prefix, core)
+    nothing = np.arange(20, 20, dtype=np.int32)
+    with pytest.raises(_EndlessError), at_most(1):
+        GPTDataset(low, prefix, nothing, 4, Split.valid, core)
+    with pytest.raises(DataError, match=r"The valid split of .*docs is empty under `--split`"):
+        build_gpt_datasets(run, build_tokenizer(run.tokenizer), [4, 4, 0], lambda: True)
+
+
+@pytest.mark.parametrize("mmap", [[], ["--no-mmap-bin-files"]])
+@ranks(timeout=10)
+def test_d29_a_dataset_without_tokens_is_refused(
+    context: ParallelContext, mmap: list[str], tmp_path: Path
+) -> None:
+    """With a file for each split nothing is cut, and a split can be empty all the same."""
+    train, empty = write(tmp_path / "train", 20), tmp_path / "empty"
+    with IndexedWriter(empty, optimal_dtype(90)) as writer:
+        writer.add_document(np.asarray([], np.int64), [])
+    files = ["--train-data-path", train, "--valid-data-path", str(empty)]
+    run = run_config(*files, "--data-cache-path", str(tmp_path / "cache"), *mmap)
+    with pytest.raises(DataError, match="empty"):
+        build_gpt_datasets(run, build_tokenizer(run.tokenizer), [4, 4, 0], lambda: True)
+
+
+def test_d30_the_key_of_a_cache_covers_what_decides_it(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "docs", 40)
+    run = run_config("--data-path", prefix, "--data-cache-path", str(tmp_path / "cache"))
+    tokenizer = build_tokenizer(run.tokenizer)
+
+    def keys(cls: type[GPTDataset], **changes: Any) -> str:
+        files = check_inputs(run, read_blend(run), tokenizer, [1, 0, 0])
+        ours = dataset_config(run, read_blend(run), tokenizer, files)
+        core = core_config(run) if cls is GPTDataset else ours
+        for name, value in changes.items():
+            setattr(core, name, value)
+        return str(dataset(cls, prefix, core, 6).unique_description_hash)
+
+    stock, mine = keys(GPTDataset), keys(KeyedGPTDataset)
+    for changes in (
+        {"add_extra_token_to_sequence": False},
+        {"drop_last_partial_validation_sequence": False},
+    ):
+        assert keys(GPTDataset, **changes) == stock
+        assert keys(KeyedGPTDataset, **changes) != mine
+    assert keys(KeyedGPTDataset) == mine
+    write(tmp_path / "docs", 20)
+    # Core goes on with indices of 40 documents, half of which are gone.
+    stale = dataset(GPTDataset, prefix, core_config(run), 6)
+    assert stale.unique_description_hash == stock and max(stale.document_index) == 39
+    assert keys(KeyedGPTDataset) != mine
+
+
+@pytest.mark.parametrize("vocabulary", [65499, 65500, 65536, 65537])
+def test_d31_given_lengths_do_not_change_the_dtype(vocabulary: int, tmp_path: Path) -> None:
+    """--per-dataset-sequences-path spares core the header, and with it the dtype."""
+    largest = vocabulary - 1
+    prefix = write(tmp_path / "docs", 20, vocabulary=vocabulary, largest=largest)
+    lengths = tmp_path / "lengths.json"
+    lengths.write_text(json.dumps({prefix: [20, 21]}))
+    words = ["--data-path", prefix, "--per-dataset-sequences-path", str(lengths)]
+    run = run_config(*words, "--vocab-size", str(vocabulary - 1))
+    tokenizer = build_tokenizer(run.tokenizer)
+    assert tokenizer.vocab_size == vocabulary
+    core = dataset_config(run, read_blend(run), tokenizer, "")
+    low = KeyedGPTDataset.build_low_level_dataset(prefix, core)
+    truth = IndexedDataset(prefix)
+    assert [low[i].tolist() for i in range(20)] == [truth[i].tolist() for i in range(20)]
+
+
+def test_d31_stock_reads_int32_ids_as_pairs_of_uint16(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "docs", 20, vocabulary=65500, largest=70)
+    assert IndexedDataset(prefix).index.dtype is np.int32
+    fast = IndexedDataset(prefix, sequences_per_dataset=(20, 21), dtype_code=8)
+    assert fast[0].tolist() == [0, 0, 1, 0, 2]
+
+
+def test_d32_a_mode_is_written_where_none_is_given(tmp_path: Path) -> None:
+    """Core's builder and its property of all modes both raise."""
+    builder = IndexedDatasetBuilder(str(tmp_path / "core.bin"), multimodal=True)
+    with pytest.raises(TypeError, match="can't multiply sequence by non-int"):
+        builder.add_document(torch.arange(4), [2, 2])
+    builder.data_file.close()
+    with IndexedWriter(tmp_path / "ours", np.dtype(np.int32), multimodal=True) as writer:
+        writer.add_document(np.arange(5), [2, 3], [0, 1])
+        writer.add_document(np.arange(4), [2, 2])
+    low = IndexedDataset(str(tmp_path / "ours"), multimodal=True)
+    with pytest.raises(ValueError, match="truth value of an array"):
+        _ = low.sequence_modes
+    assert low.index.sequence_modes.tolist() == [0, 1, 0, 0]
+
+
+def samples(tokens: int, length: int, *, drop_last: bool) -> int:
+    """What megatron-core counts for one document of so many tokens."""
+    sizes, order = np.asarray([tokens], np.int32), np.zeros(1, np.int32)
+    index = helpers.build_sample_idx(sizes, order, length, 1, tokens, drop_last, 1)
+    return len(index) - 1
+
+
+def test_d33_stock_counts_partial_sequences_in_single_precision() -> None:
+    tokens = 2**24 + 2
+    assert samples(tokens, SEQUENCE, drop_last=False) == 2**21
+    assert -(-(tokens - 1) // SEQUENCE) == 2**21 + 1
+    assert samples(tokens, SEQUENCE, drop_last=True) == (tokens - 1) // SEQUENCE
+
+
+def test_d33_no_run_keeps_partial_sequences(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "docs", 20)
+    run = run_config("--data-path", prefix, "--eval-iters", "1", "--full-validation")
+    core = dataset_config(run, read_blend(run), build_tokenizer(run.tokenizer), "")
+    assert core.drop_last_partial_validation_sequence
+    with pytest.raises(ConfigError, match="`--no-drop-last-partial-validation-sequence`"):
+        run_config("--data-path", prefix, "--no-drop-last-partial-validation-sequence")

@@ -1,0 +1,175 @@
+"""Defects of megatron-core's schedules (docs/numerics.md), and what we do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel.hybrid_cp_schedule import (
+    hybrid_context_parallel_forward_backward,
+)
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_pipelining_with_interleaving,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_ext.config import parse_args
+from megatron_ext.errors import ConfigError
+from megatron_ext.layout import ParallelContext
+from megatron_ext.models.transformer_config import build_transformer_config
+from tests.ranks import ranks
+from tests.training_runs import TINY, mock_data
+
+LENGTH, BATCH, WIDTH, MICROBATCHES = 64, 2, 32, 8
+FACTORS = (0.5, 1.25, 1.5, 0.75)
+
+
+class Factor(MegatronModule):  # type: ignore[misc]
+    """One stage: the input times a number; the first stage makes its own input."""
+
+    def __init__(self, config: TransformerConfig, stage: int) -> None:
+        super().__init__(config=config)
+        self.stage = stage
+        self.model_type = ModelType.encoder_or_decoder
+        self.vp_stage: int | None = stage // 2
+        self.weight = torch.nn.Parameter(torch.tensor(FACTORS[stage]))
+        self.entering: Tensor | None = None
+
+    def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
+        self.entering = tensors[0]
+
+    def forward(self, microbatch: int) -> Tensor:
+        shape = (LENGTH, BATCH, WIDTH)
+        entering = torch.full(shape, float(microbatch + 1)) if self.stage == 0 else self.entering
+        assert entering is not None
+        return entering * self.weight
+
+
+def interleaved(**messages: bool) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=4,
+        hidden_size=WIDTH,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
+        calculate_per_token_loss=True,
+        **messages,
+    )
+
+
+def gradient_errors(context: ParallelContext, core: TransformerConfig) -> Tensor:
+    """Relative errors of all four stages' gradients, from core's interleaved schedule, ``[4]``."""
+    chunks = [Factor(core, 2 * index + context.pp_rank) for index in range(2)]
+
+    def step(data: Iterator[int], chunk: Factor) -> tuple[Tensor, Any]:
+        return chunk(next(data)), lambda output: (output.sum(), torch.tensor(1), {})
+
+    forward_backward_pipelining_with_interleaving(
+        forward_step_func=step,
+        data_iterator=[iter(range(MICROBATCHES)) for _ in chunks],
+        model=chunks,
+        num_microbatches=MICROBATCHES,
+        seq_length=LENGTH,
+        micro_batch_size=BATCH,
+    )
+    inputs = LENGTH * BATCH * WIDTH * sum(range(1, MICROBATCHES + 1))
+    errors = torch.zeros(4)
+    for chunk in chunks:
+        truth = inputs * torch.tensor(FACTORS).prod() / chunk.weight.detach()
+        assert chunk.weight.grad is not None
+        errors[chunk.stage] = (chunk.weight.grad / truth - 1).abs().nan_to_num(nan=1e9)
+    torch.distributed.all_reduce(errors, group=context.pgs.pp)
+    return errors
+
+
+def messages(*, batched: bool, overlapped: bool, deallocated: bool) -> dict[str, bool]:
+    return {
+        "batch_p2p_comm": batched,
+        "overlap_p2p_comm": overlapped,
+        "deallocate_pipeline_outputs": deallocated,
+    }
+
+
+EXACT = messages(batched=False, overlapped=True, deallocated=False)
+
+
+@ranks(pp=2, vpp=2)
+def test_d15_stock_swaps_batched_messages_between_two_stages(context: ParallelContext) -> None:
+    swapped = messages(batched=True, overlapped=False, deallocated=False)
+    assert gradient_errors(context, interleaved(**swapped)).max() > 1e-2
+    assert gradient_errors(context, interleaved(**EXACT)).max() <= 1e-6
+
+
+@ranks(pp=2, vpp=2)
+def test_d16_stock_frees_outputs_that_are_being_sent(context: ParallelContext) -> None:
+    freed = interleaved(**messages(batched=False, overlapped=True, deallocated=True))
+    # A race: most steps lose it.
+    errors = [float(gradient_errors(context, freed).max()) for _ in range(8)]
+    assert max(errors) > 1e-4
+    for _ in range(8):
+        assert gradient_errors(context, interleaved(**EXACT)).max() <= 1e-6
+
+
+VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"
+STAGES = "--pipeline-model-parallel-size"
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("chunks", ["", VIRTUAL])
+@pytest.mark.parametrize("core", ["", "core-"])
+def test_d15_d16_no_run_has_either_configuration(stages: int, chunks: str, core: str) -> None:
+    """Batched messages of virtual chunks are left to our own runtime, which does not use them."""
+    schedule = core + ("interleaved" if chunks else "1f1b")
+    words = f"{STAGES} {stages} {chunks} --pipeline-schedule {schedule} --train-iters 1"
+    words += " --num-layers 8"
+    parsed = parse_args([*TINY, *mock_data(), *words.split()], world_size=stages, device="cpu")
+    made = build_transformer_config(parsed.config)
+    assert not (made.overlap_p2p_comm and made.deallocate_pipeline_outputs)
+    if core and chunks:
+        assert not made.batch_p2p_comm
+
+
+@ranks()
+def test_d20_stock_takes_a_flag_for_the_size_of_the_hybrid_context_group(
+    context: ParallelContext,
+) -> None:
+    """`collect_non_loss_data`, False, becomes the factor of the loss: 0 instead of a slope of 1."""
+    core = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
+    chunk = Factor(core, 0)
+    chunk.vp_stage = None
+
+    def step(data: Iterator[Any], model: Factor) -> tuple[Tensor, Any]:
+        next(data)
+        return model(0), lambda output: (output.mean(), {})
+
+    hybrid_context_parallel_forward_backward(
+        step,
+        iter([([{}], [[[0]]])]),
+        chunk,
+        1,
+        None,
+        None,
+        [],
+        core,
+        False,
+        None,
+        False,
+        nullcontext,
+        0,
+        lambda *_: False,
+        ModelType.encoder_or_decoder,
+    )
+    assert chunk.weight.grad is not None and float(chunk.weight.grad) == 0.0
+
+
+def test_d20_hybrid_context_parallelism_is_refused() -> None:
+    words = [*TINY, *mock_data(), "--train-iters", "1", "--hybrid-context-parallel"]
+    with pytest.raises(ConfigError, match="`--hybrid-context-parallel`.*not supported"):
+        parse_args(words, world_size=1, device="cpu")
