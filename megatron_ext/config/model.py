@@ -58,6 +58,9 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = flag(False, "give the output its own weight")
     attention_dropout: float = flag(0.1, "dropout of attention probabilities")
     hidden_dropout: float = flag(0.1, "dropout of hidden states")
+    deterministic_dropout: bool = flag(
+        False, "masks that no layout changes, slower: drawn in full for each sample, then cut"
+    )
     init_method_std: float = flag(0.02, "standard deviation of initial weights")
     embedding_init_method_std: float | None = flag(
         None, "that of the embedding; default: --init-method-std"
@@ -201,6 +204,11 @@ class ModelConfig:
                     f"`--{name.replace('_', '-')}` ({getattr(self, name)}) must be at least 0 and "
                     "below 1."
                 )
+        if self.deterministic_dropout and self.transformer_impl == "transformer_engine":
+            found.append(
+                "`--deterministic-dropout` needs our own layers, which `--transformer-impl "
+                "transformer_engine` replaces; use `--transformer-impl local`."
+            )
         if self.softmax_type != "vanilla" and self.transformer_impl == "torch":
             found.append(
                 f"`--softmax-type` ({self.softmax_type}) needs Transformer Engine; use vanilla, "

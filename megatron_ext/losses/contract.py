@@ -26,10 +26,12 @@ class StepCounts:
     Attributes:
         main: number of main targets, scalar float32.
         mtp: per multi-token-prediction depth, ``[K]`` float32.
+        num_microbatches: of each data-parallel rank.
     """
 
     main: Tensor
     mtp: Tensor
+    num_microbatches: int
 
 
 def pair(total: Tensor, count: Tensor) -> Tensor:

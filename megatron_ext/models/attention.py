@@ -28,6 +28,7 @@ from megatron_ext.models.context_parallel import (
     heads_to_sequence,
     sequence_to_heads,
 )
+from megatron_ext.models.dropout import attention_dropout
 
 GATHER = ("p2p", "all_gather")
 """Both give the exact result; the torch layers gather keys and values in one collective."""
@@ -69,6 +70,9 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         self.layer_scaling = max(1, layer_number) if config.apply_query_key_layer_scaling else 1
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.dropout = dropout
+        self.deterministic = bool(getattr(config, "deterministic_dropout", False))
+        self.site = f"scores {layer_number}"
+        self.tp_rank = groups.tp.rank()
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
@@ -116,6 +120,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
                 "Attention bias and packed sequences are not supported by the torch layers; use "
                 "document masks (`--reset-attention-mask`)."
             )
+        self.length = query.size(0) * self.cp_group.size()
         if self.cp_group.size() == 1:
             context = self._attend(query, key, value, attention_mask, first_query=0)
         elif self.cp_comm_type == "a2a":
@@ -224,12 +229,15 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     def _follows_core(self, query: Tensor) -> bool:
         """Whether to compute step by step as megatron-core's unfused attention does.
 
+        Kernels draw their own masks, so ``--deterministic-dropout`` needs it everywhere.
+
         On a CPU that is what keeps a run with dropout (the same random numbers) or in half
         precision (the same roundings) at Megatron-LM's losses; in fp32 the kernels agree anyway.
         """
+        drops = self.dropout > 0 and self.training
         if query.device.type != "cpu":
-            return False
-        return query.dtype in HALF or (self.dropout > 0 and self.training)
+            return drops and self.deterministic
+        return query.dtype in HALF or drops
 
     def _attend_eagerly(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first_query: int
@@ -258,10 +266,27 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             scores = scores.masked_fill(mask, -10000.0)
         probabilities = torch.softmax(scores, dim=-1).to(query.dtype)
         if self.dropout > 0 and self.training:
-            with _random_state(self.config, self.dropout):
-                probabilities = F.dropout(probabilities, self.dropout, training=True)
+            probabilities = self._drop(probabilities, first_query)
         context = torch.bmm(probabilities.flatten(0, 1), v)
         return context.view(batch, heads, q_len, -1).permute(2, 0, 1, 3)
+
+    def _drop(self, probabilities: Tensor, first_query: int) -> Tensor:
+        """Dropout of ``[b, n, q, k]``."""
+        if not self.deterministic:
+            with _random_state(self.config, self.dropout):
+                return F.dropout(probabilities, self.dropout, training=True)
+        traded = self.cp_comm_type == "a2a" and self.cp_group.size() > 1
+        heads = probabilities.size(1)
+        per_tp_rank = heads * (self.cp_group.size() if traded else 1)
+        return attention_dropout(
+            probabilities,
+            self.dropout,
+            self.site,
+            num_heads=self.config.num_attention_heads,
+            length=self.length,
+            first_head=self.tp_rank * per_tp_rank + (self.cp_group.rank() * heads if traded else 0),
+            first_query=first_query,
+        )
 
 
 def _random_state(config: TransformerConfig, dropout: float) -> Any:

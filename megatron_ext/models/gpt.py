@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.models.gpt import GPTModel as CoreGPTModel
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, mtp_on_this_rank
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.models.auto_scaler import attach
+from megatron_ext.models.dropout import HiddenDropout
 from megatron_ext.models.layers import layer_spec, mtp_block_spec
 from megatron_ext.models.linear import ColumnParallelLinear
 from megatron_ext.models.mtp import MTPTargets
@@ -33,6 +35,13 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if self.post_process:
             self._use_own_output_layer()
+        if hasattr(self, "embedding") and getattr(self.config, "deterministic_dropout", False):
+            self.embedding.embedding_dropout = HiddenDropout(
+                self.config.hidden_dropout,
+                "embedding",
+                self.pg_collection,
+                self.config.sequence_parallel,
+            )
         if self.mtp_process:
             self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
 
@@ -73,7 +82,7 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
             attention_mask: True where forbidden, ``[b, 1, s, full s]``; None means causal.
             labels: ``[b, s]``; without them the last stage returns logits.
             mtp_targets: what the multi-token-prediction depths are to learn; without them the
-                last stage does not ask for the depths.
+                depths change nothing.
 
         Returns:
             Hidden states ``[s, b, h]`` on inner stages; ``[(1 + depths) * s, b, h]`` in training
@@ -92,8 +101,8 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
             sequence_len_offset=offset,
             padding_mask=padding_mask,
         )
-        learns = bool(mtp_targets and mtp_targets.labels) if self.post_process else self.training
-        if self.mtp_process and learns:
+        has_depths = self._has_depths(mtp_targets)
+        if self.mtp_process and has_depths:
             hidden = self.mtp(
                 input_ids=input_ids,
                 position_ids=position_ids,
@@ -104,12 +113,21 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
             )
         if not self.post_process:
             return hidden  # type: ignore[no-any-return]
-        if mtp_targets is not None and mtp_targets.labels:
+        if has_depths:
             hidden = self._with_mtp_losses(hidden, mtp_targets)
         logits = self._logits(hidden)
         if labels is None:
             return logits.transpose(0, 1).contiguous()
         return self.compute_language_model_loss(labels, logits)  # type: ignore[no-any-return]
+
+    def _has_depths(self, targets: MTPTargets | None) -> bool:
+        """Whether multi-token prediction has run where this chunk ends.
+
+        On a stage of its own it knows no targets, so there it runs in training, always.
+        """
+        if self.config.mtp_standalone:
+            return bool(self.training)
+        return targets is not None and self.mtp_process
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary-parallel logits ``[s, b, v/tp]``."""
@@ -119,20 +137,22 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
         logits, _ = self.output_layer(hidden, weight=weight)
         return logits  # type: ignore[no-any-return]
 
-    def _with_mtp_losses(self, chunks: Tensor, targets: MTPTargets) -> Tensor:
+    def _with_mtp_losses(self, chunks: Tensor, targets: MTPTargets | None) -> Tensor:
         """Hidden states ``[s, b, h]`` that carry the gradients of all depths' losses.
 
         Args:
             chunks: hidden states of the model and of each depth, ``[(1 + depths) * s, b, h]``.
-            targets: labels and weights of each depth.
+            targets: labels and weights of each depth; None leaves the depths out.
         """
-        hidden, *depths = torch.chunk(chunks, 1 + len(targets.labels), dim=0)
+        hidden, *depths = torch.chunk(chunks, 1 + self.config.mtp_num_layers, dim=0)
+        if targets is None:
+            return hidden
         for depth, depth_hidden in enumerate(depths):
             losses = self.compute_language_model_loss(
                 targets.labels[depth], self._logits(depth_hidden)
             )
             targets.record(depth, losses)
-            hidden = MTPLossAutoScaler.apply(hidden, targets.weights[depth] * losses)
+            hidden = attach(hidden, targets.weights[depth] * losses, self.config)
         return hidden
 
 

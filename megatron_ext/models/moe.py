@@ -11,14 +11,12 @@ The all-to-all dispatcher reads its split sizes from GPU tensors only; ours from
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_utils import (
-    MoEAuxLossAutoScaler,
     save_to_aux_losses_tracker,
     z_loss_func,
 )
@@ -28,18 +26,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer as Core
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-
-@dataclass
-class AuxiliaryScale:
-    """The factor that turns a per-micro-batch auxiliary loss into its share of the step.
-
-    The gradients of a step are divided by its number of targets N; an auxiliary loss that is to
-    be averaged over M micro-batches on each of DP data-parallel ranks is therefore attached times
-    N / (DP * M). The step sets the factor before its first forward pass.
-    """
-
-    value: Tensor | float = 1.0
-
+from megatron_ext.models.auto_scaler import attach_microbatch_loss
+from megatron_ext.models.dropout import BiasDropoutAdd, HiddenDropout
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -89,7 +77,7 @@ class Router(TopKRouter):  # type: ignore[misc]
             reduce_group=reduce_group,
             reduce_group_has_dp=reduce_group_has_dp,
         )
-        return MoEAuxLossAutoScaler.apply(activation, aux_loss * _scale(self.config))  # type: ignore[no-any-return]
+        return attach_microbatch_loss(activation, aux_loss, self.config)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Attach the router z-loss (ST-MoE, arXiv:2202.08906, eq. 5) with its share of the step.
@@ -106,16 +94,11 @@ class Router(TopKRouter):  # type: ignore[misc]
         save_to_aux_losses_tracker(
             "z_loss", z_loss / coefficient, self.layer_number, _num_layers(self.config)
         )
-        return MoEAuxLossAutoScaler.apply(logits, z_loss * _scale(self.config))  # type: ignore[no-any-return]
+        return attach_microbatch_loss(logits, z_loss, self.config)
 
 
 def _num_layers(config: TransformerConfig) -> int:
     return int(config.num_layers + (config.mtp_num_layers or 0))
-
-
-def _scale(config: TransformerConfig) -> Tensor | float:
-    holder = getattr(config, "auxiliary_scale", None)
-    return 1.0 if holder is None else holder.value
 
 
 class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
@@ -135,7 +118,9 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
 
 class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
-    """megatron-core's layer, with our `AlltoAllDispatcher` where it dispatches by all-to-all."""
+    """megatron-core's layer, with our `AlltoAllDispatcher` where it dispatches by all-to-all, and
+    with masks that no layout changes where ``--deterministic-dropout`` asks for them.
+    """
 
     def __init__(
         self, *args: Any, pg_collection: ProcessGroupCollection | None = None, **kwargs: Any
@@ -143,6 +128,9 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
         # megatron-core's multi-token-prediction block hands none down.
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         super().__init__(*args, pg_collection=groups, **kwargs)
+        if getattr(self.config, "deterministic_dropout", False):
+            self.self_attn_bda = self._bias_dropout_add("attention", groups)
+            self.mlp_bda = self._bias_dropout_add("mlp", groups)
         if self.is_moe_layer and type(self.mlp.token_dispatcher) is MoEAlltoAllTokenDispatcher:
             self.mlp.token_dispatcher = AlltoAllDispatcher(
                 self.mlp.num_local_experts,
@@ -152,3 +140,9 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
             )
             if self.mlp.shared_expert_overlap:
                 self.mlp.token_dispatcher.set_shared_experts(self.mlp.shared_experts)
+
+    def _bias_dropout_add(self, name: str, groups: ProcessGroupCollection) -> BiasDropoutAdd:
+        site = f"{name} {self.layer_number}"
+        return BiasDropoutAdd(
+            HiddenDropout(self.hidden_dropout, site, groups, self.config.sequence_parallel)
+        )

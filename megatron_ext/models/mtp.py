@@ -64,6 +64,11 @@ def per_token_weights(
 
 
 def mean_of_means_weights(masks: Sequence[Tensor], scaling_factor: float) -> list[Tensor]:
-    """Weights when each micro-batch is averaged by itself, as Megatron-LM does by default."""
+    """Weights when each micro-batch is averaged by itself, as Megatron-LM does by default.
+
+    Args:
+        masks: per depth, ``[b, s/c]``.
+        scaling_factor: ``--mtp-loss-scaling-factor`` over the number of micro-batches.
+    """
     coefficient = scaling_factor / len(masks)
     return [mask * (coefficient / mask.sum().clamp(min=1)) for mask in masks]

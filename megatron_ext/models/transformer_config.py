@@ -11,9 +11,9 @@ from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
+from megatron_ext.models.auto_scaler import AuxiliaryScale
 from megatron_ext.models.initialization import mark_methods
 from megatron_ext.models.linear import DeferredWeightGradients
-from megatron_ext.models.moe import AuxiliaryScale
 from megatron_ext.models.v_shape import VShapedLayerLayout
 
 if TYPE_CHECKING:
@@ -37,12 +37,14 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     """TransformerConfig that also carries what a step hands to its layers.
 
     Attributes:
-        auxiliary_scale: weight of the auxiliary losses; None without per-token normalization.
+        auxiliary_scale: what a micro-batch's auxiliary loss counts in the step.
         weight_gradients: where zero-bubble schedules put them off; None with the others.
+        deterministic_dropout: see `models.dropout`.
     """
 
     auxiliary_scale: AuxiliaryScale | None = None
     weight_gradients: DeferredWeightGradients | None = None
+    deterministic_dropout: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,6 +78,7 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     fields["overlap_p2p_comm"] = core_interleaved
     fields["batch_p2p_comm"] = not core_interleaved
     fields["deallocate_pipeline_outputs"] = not core_interleaved
+    fields["deterministic_dropout"] = config.model.deterministic_dropout
     fields["weight_gradients"] = DeferredWeightGradients() if schedule in ZERO_BUBBLE else None
     fields["pipeline_model_parallel_layout"] = config.parallel.pipeline_model_parallel_layout
     if schedule == "zb-v":
@@ -85,6 +88,5 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     if config.model.init_method_xavier_uniform:
         fields["init_method"] = torch.nn.init.xavier_uniform_
         fields["output_layer_init_method"] = torch.nn.init.xavier_uniform_
-    scaled = config.moe.num_experts is not None and config.training.calculate_per_token_loss
-    fields["auxiliary_scale"] = AuxiliaryScale() if scaled else None
+    fields["auxiliary_scale"] = AuxiliaryScale()
     return StepTransformerConfig(**fields)

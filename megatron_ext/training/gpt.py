@@ -25,7 +25,7 @@ def mtp_targets(config: RunConfig, batch: Batch, counts: StepCounts | None) -> M
     if config.training.calculate_per_token_loss:
         weights = per_token_weights(batch.mtp_loss_masks, factor, counts.main, counts.mtp)
     else:
-        weights = mean_of_means_weights(batch.mtp_loss_masks, factor)
+        weights = mean_of_means_weights(batch.mtp_loss_masks, factor / counts.num_microbatches)
     return MTPTargets(batch.mtp_labels, batch.mtp_loss_masks, weights)
 
 

@@ -37,7 +37,9 @@ def train(run: Run) -> int | None:
             saved_at = run.progress.iteration
         profiler.before_step(run.progress.iteration)
         batches = run.train_source.next_step(run.batch_size.num_microbatches)
-        result = run.runner.train(batches, run.batch_size.num_microbatches)
+        result = run.runner.train(
+            batches, run.batch_size.num_microbatches, run.progress.consumed_train_samples
+        )
         run.parameter_gather.switch_on()
         nan = _advance(run, result)
         iteration = run.progress.iteration

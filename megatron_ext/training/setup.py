@@ -112,9 +112,8 @@ def build_run(
     """Build model, optimizer and data of this rank, and load the checkpoint that is asked for."""
     started = time.time()
     core = build_transformer_config(config)
-    chunks = wrap_chunks(
-        build_chunks(task.model_chunk, config, core, context), config, core, context, device
-    )
+    bare = build_chunks(task.model_chunk, config, core, context, tokenizer.vocab_size)
+    chunks = wrap_chunks(bare, config, core, context, device)
     optimizer = scheduler = None
     if not config.training.skip_train:
         optimizer = build_optimizer(config, chunks)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,8 @@ from torch import Tensor
 
 from megatron_ext.data.batch import Batch, iterators_per_chunk
 from megatron_ext.losses.contract import LossFunction, Report, StepCounts, checked
+from megatron_ext.models.auto_scaler import AuxiliaryScale
+from megatron_ext.models.dropout import microbatch_masks
 from megatron_ext.models.moe_losses import take_auxiliary_losses
 from megatron_ext.optim.update import UpdateResult, update_parameters
 from megatron_ext.schedules.runtime import ForwardStep, PipelineEngine
@@ -35,7 +39,7 @@ def count_targets(batches: Sequence[Batch], context: ParallelContext) -> StepCou
         ]
     ).sum(dim=0)
     torch.distributed.all_reduce(counts, group=context.pgs.dp_cp)
-    return StepCounts(main=counts[0], mtp=counts[1:])
+    return StepCounts(main=counts[0], mtp=counts[1:], num_microbatches=len(batches))
 
 
 def reduce_reports(reports: Sequence[Report], context: ParallelContext) -> dict[str, Tensor]:
@@ -94,7 +98,10 @@ class StepRunner:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self._core = transformer_config
-        self._auxiliary = getattr(transformer_config, "auxiliary_scale", None)
+        self._auxiliary: AuxiliaryScale = transformer_config.auxiliary_scale
+        self._has_auxiliary_losses = (
+            transformer_config.num_moe_experts is not None or task.auxiliary_losses
+        )
         self._counts_for_mtp = bool(config.model.mtp_num_layers) and context.is_last_stage
         schedule = config.parallel.pipeline_schedule or ""
         self._engine = None
@@ -120,7 +127,12 @@ class StepRunner:
             core.param_sync_func = _one_or_list([c.start_param_sync for c in self.chunks])
 
     def forward_backward(
-        self, batches: Sequence[Batch] | None, num_microbatches: int, *, forward_only: bool
+        self,
+        batches: Sequence[Batch] | None,
+        num_microbatches: int,
+        *,
+        forward_only: bool,
+        consumed_samples: int = 0,
     ) -> list[Report]:
         """Run the schedule over the micro-batches of one step.
 
@@ -128,17 +140,21 @@ class StepRunner:
             batches: None on stages that read no data.
             num_microbatches: number of micro-batches on each data-parallel rank.
             forward_only: no gradients.
+            consumed_samples: samples of all training steps before; they number the samples of
+                this one for ``--deterministic-dropout``.
 
         Returns:
             One report for each micro-batch on the last stage, else nothing.
         """
         counts = None if forward_only else self._count(batches, num_microbatches)
+        masks = self._masks(consumed_samples)
 
         def forward_step(
             iterator: Iterator[Batch] | None, chunk: torch.nn.Module
         ) -> tuple[Tensor, LossFunction]:
             batch = next(iterator) if iterator is not None else _NO_BATCH
-            output, loss = self.task.forward_step(self.config, batch, chunk, counts)
+            with masks(chunk):
+                output, loss = self.task.forward_step(self.config, batch, chunk, counts)
             return output, checked(loss)
 
         iterators = iterators_per_chunk(batches, len(self.chunks))
@@ -152,6 +168,22 @@ class StepRunner:
             forward_only=forward_only,
             force_all_reduce=self.observer is not None,
         )
+
+    def _masks(
+        self, consumed_samples: int
+    ) -> Callable[[torch.nn.Module], AbstractContextManager[None]]:
+        """What a forward pass of a chunk runs in; each chunk sees the micro-batches in order."""
+        if not self.config.model.deterministic_dropout:
+            return lambda chunk: nullcontext()
+        seen: Counter[torch.nn.Module] = Counter()
+        size, replicas = self.config.training.batch_sizes[0], self.context.pgs.dp.size()
+
+        def masks(chunk: torch.nn.Module) -> AbstractContextManager[None]:
+            number = seen[chunk] * replicas + self.context.dp_rank
+            seen[chunk] += 1
+            return microbatch_masks(self.config.training.seed, consumed_samples + number * size)
+
+        return masks
 
     def _shape(self) -> tuple[int, int, int]:
         """Of what passes between stages on this rank, ``[s, b, h]``."""
@@ -186,27 +218,40 @@ class StepRunner:
 
     def _count(self, batches: Sequence[Batch] | None, num_microbatches: int) -> StepCounts | None:
         """Count the step's targets where something needs them; all ranks call this together."""
-        auxiliary = self._auxiliary
-        needed = self._counts_for_mtp or (auxiliary is not None and self.context.is_last_stage)
+        per_token = self.config.training.calculate_per_token_loss
         counts = None
+        needed = self._counts_for_mtp or (
+            self._has_auxiliary_losses and per_token and self.context.is_last_stage
+        )
         if needed and batches is not None:
             counts = count_targets(batches, self.context)
-        if auxiliary is not None:
+        if self._has_auxiliary_losses and not per_token:
+            self._auxiliary.value = self.context.pgs.cp.size() / num_microbatches
+        elif self._has_auxiliary_losses:
             main = counts.main if counts is not None else torch.zeros((), device=self.device)
-            pipeline = self.context.pgs.pp
-            torch.distributed.broadcast(
-                main, group=pipeline, group_src=self.context.last_stage_rank
-            )
-            auxiliary.value = main / (num_microbatches * self.context.layout.data_parallel_size)
+            last = self.context.last_stage_rank
+            torch.distributed.broadcast(main, group=self.context.pgs.pp, group_src=last)
+            replicas = self.context.layout.data_parallel_size
+            self._auxiliary.value = main / (num_microbatches * replicas)
         return counts if self._counts_for_mtp else None
 
-    def train(self, batches: Sequence[Batch] | None, num_microbatches: int) -> StepResult:
-        """One training step: gradients over the global batch, then one update."""
+    def train(
+        self, batches: Sequence[Batch] | None, num_microbatches: int, consumed_samples: int
+    ) -> StepResult:
+        """One training step: gradients over the global batch, then one update.
+
+        Args:
+            batches: None on stages that read no data.
+            num_microbatches: number of micro-batches on each data-parallel rank.
+            consumed_samples: samples of all training steps before.
+        """
         assert self.optimizer is not None and self.scheduler is not None
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        reports = self.forward_backward(batches, num_microbatches, forward_only=False)
+        reports = self.forward_backward(
+            batches, num_microbatches, forward_only=False, consumed_samples=consumed_samples
+        )
         if self.observer is not None:
             self.observer()
         self._give_memory_back(2)

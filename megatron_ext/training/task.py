@@ -37,8 +37,11 @@ class Task:
         forward_step: ``(config, batch, model, counts)`` to the output of the chunk and the loss
             function, which is called on the last stage only. ``counts`` are the targets of the
             whole step, None in evaluation and where nothing needs them.
+        auxiliary_losses: the model attaches losses of its own with
+            `models.auto_scaler.attach_microbatch_loss`.
     """
 
     datasets: DatasetsProvider
     model_chunk: ModelChunk
     forward_step: ForwardStep
+    auxiliary_losses: bool = False

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.layout import ParallelContext
+from megatron_ext.models.auto_scaler import AuxiliaryScale
 from megatron_ext.models.layers import layer_spec
-from megatron_ext.models.moe import AuxiliaryScale, Router
+from megatron_ext.models.moe import Router
 from megatron_ext.models.transformer_config import StepTransformerConfig
 from tests.models import plain
 from tests.models.test_layers import local_part, near

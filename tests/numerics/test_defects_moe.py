@@ -26,8 +26,9 @@ from torch import Tensor
 from megatron_ext.layout import ParallelContext
 from megatron_ext.losses.contract import StepCounts
 from megatron_ext.models import layers
+from megatron_ext.models.auto_scaler import AuxiliaryScale
 from megatron_ext.models.layers import has_transformer_engine
-from megatron_ext.models.moe import AuxiliaryScale, Router
+from megatron_ext.models.moe import Router
 from megatron_ext.models.transformer_config import StepTransformerConfig
 from megatron_ext.training.gpt import gpt_forward_step
 from tests.models import plain
@@ -183,7 +184,7 @@ def test_d13_d26_no_router_is_given_padding(context: ParallelContext) -> None:
     for name, router in routers.items():
         router.register_forward_pre_hook(keep(name), with_kwargs=True)
     batch = whole_batch(run)
-    counts = StepCounts(batch.loss_mask.sum(), torch.stack([batch.mtp_loss_masks[0].sum()]))
+    counts = StepCounts(batch.loss_mask.sum(), torch.stack([batch.mtp_loss_masks[0].sum()]), 1)
     gpt_forward_step(run, batch, chunk, counts)
     assert sum("mtp" in name for name in routers) == 1 and len(routers) == 3
     assert seen == dict.fromkeys(routers)
