@@ -44,10 +44,11 @@ class TrainingConfig:
         "divide by the tokens of the global batch (the default here); "
         "--no-calculate-per-token-loss takes the mean of micro-batch means, as Megatron-LM does",
     )
-    check_invariants: bool = flag(
-        False,
-        "after each step compare replicas and tied weights",
-        names=("--check-weight-hash-across-dp-replicas",),
+    check_invariants: int | None = flag(
+        None,
+        "compare what ranks must share, and look for stale gradients, each time after this many",
+        unit="iterations",
+        names=("--check-weight-hash-across-dp-replicas-interval",),
     )
     manual_gc: bool = flag(False, "collect Python's garbage at the same steps on all ranks")
     manual_gc_interval: int = flag(0, "steps between collections, 0 never", unit="steps")

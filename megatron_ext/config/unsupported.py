@@ -32,8 +32,7 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     (
         "steps are not run twice to find faulty hardware; use `--check-invariants`",
         "rerun-mode error-injection-rate error-injection-type result-rejected-tracker-filename "
-        "check-for-spiky-loss check-for-large-grads "
-        "check-weight-hash-across-dp-replicas-interval",
+        "check-for-spiky-loss check-for-large-grads",
     ),
     (
         "multi-latent attention is not supported yet; use `--group-query-attention`",

@@ -1,21 +1,80 @@
-"""Cross-rank invariants, checked with --check-invariants: replicas that must be equal, are."""
+"""Cross-rank invariants, checked with --check-invariants: what must be equal or zero, is."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import MegatronExtError
 
 if TYPE_CHECKING:
     from megatron_ext.layout import ParallelContext
 
+Named = list[tuple[str, torch.nn.Parameter]]
+
 
 class InvariantError(MegatronExtError):
-    """Ranks that must hold the same values hold different ones."""
+    """Ranks that must hold the same values hold different ones, or a gradient is stale."""
+
+
+def named_parameters(chunks: Sequence[DistributedDataParallel]) -> Named:
+    """Trainable parameters of all chunks; a second chunk's names begin with its index."""
+    several = len(chunks) > 1
+    return [
+        (f"chunk {index}: {name}" if several else name, parameter)
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad
+    ]
+
+
+def check_replicas(
+    chunks: Sequence[DistributedDataParallel], context: ParallelContext, iteration: int
+) -> None:
+    """Compare every parameter with its copies on other ranks; all ranks call this together.
+
+    Dense parameters are equal on all data- and context-parallel ranks, experts on their own
+    replicas, parameters that are not cut on all tensor-parallel ranks, and copies of the embedding
+    on their stages.
+
+    Raises:
+        InvariantError: with the parameter and the ranks that differ.
+    """
+    named = named_parameters(chunks)
+    dense = [(name, p) for name, p in named if getattr(p, "allreduce", True)]
+    experts = [(name, p) for name, p in named if not getattr(p, "allreduce", True)]
+    whole = [(name, p) for name, p in dense if not getattr(p, "tensor_model_parallel", False)]
+    copies = [(name, p) for name, p in dense if getattr(p, "shared_embedding", False)]
+    pgs = context.pgs
+    _check_equal(dense, pgs.dp_cp, "data-parallel replicas", iteration)
+    _check_equal(experts, pgs.expt_dp, "replicas of the experts", iteration)
+    _check_equal(whole, pgs.tp, "tensor-parallel ranks", iteration)
+    embedding_group = getattr(pgs, "embd", None)
+    if copies and embedding_group is not None:
+        one = [("the tied embedding", copies[0][1])]
+        _check_equal(one, embedding_group, "pipeline stages", iteration)
+
+
+def check_zeroed(chunks: Sequence[DistributedDataParallel], iteration: int) -> None:
+    """Before a step no gradient is left over from the one before.
+
+    Raises:
+        InvariantError: with the parameter.
+    """
+    for name, parameter in named_parameters(chunks):
+        buffer = getattr(parameter, "main_grad", None)
+        stale = parameter.grad is not None or (buffer is not None and bool(buffer.any()))
+        if stale:
+            rank = torch.distributed.get_rank()
+            raise InvariantError(
+                f"Before iteration {iteration} the gradient of `{name}` on rank {rank} is not "
+                "zero; a part of the last step would be added to this one."
+            )
 
 
 def _digest(tensor: Tensor) -> Tensor:
@@ -25,40 +84,20 @@ def _digest(tensor: Tensor) -> Tensor:
     return torch.stack([bits.sum(), (bits * weights).sum()])
 
 
-def _differs(digests: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    low, high = digests.clone(), digests.clone()
-    torch.distributed.all_reduce(low, op=torch.distributed.ReduceOp.MIN, group=group)
-    torch.distributed.all_reduce(high, op=torch.distributed.ReduceOp.MAX, group=group)
-    return (low != high).any(dim=1)
-
-
-def check_replicas(
-    chunks: list[DistributedDataParallel], context: ParallelContext, iteration: int
-) -> None:
-    """Every dense parameter is the same on all data- and context-parallel ranks, and the tied
-    embedding is the same on the stages that hold a copy.
-
-    Raises:
-        InvariantError: with the name of the first parameter that differs.
-    """
-    named = [
-        (name, parameter)
-        for chunk in chunks
-        for name, parameter in chunk.named_parameters()
-        if getattr(parameter, "allreduce", True)
-    ]
-    differs = _differs(torch.stack([_digest(p) for _, p in named]), context.pgs.dp_cp)
-    if differs.any():
-        name = named[int(differs.nonzero()[0])][0]
-        raise InvariantError(
-            f"After iteration {iteration} the parameter `{name}` differs between data-parallel "
-            "replicas; the gradients of one of them were not reduced."
-        )
-    copies = [p for _, p in named if getattr(p, "shared_embedding", False)]
-    embedding_group = getattr(context.pgs, "embd", None)
-    if copies and embedding_group is not None and embedding_group.size() > 1:
-        if _differs(torch.stack([_digest(copies[0])]), embedding_group).any():
-            raise InvariantError(
-                f"After iteration {iteration} the copies of the tied embedding differ between "
-                "pipeline stages."
-            )
+def _check_equal(named: Named, group: ProcessGroup, where: str, iteration: int) -> None:
+    if not named or group.size() == 1:
+        return
+    digests = torch.stack([_digest(parameter) for _, parameter in named])
+    everyone = digests.new_empty(group.size(), *digests.shape)
+    torch.distributed.all_gather(list(everyone.unbind(0)), digests, group=group)
+    differs = (everyone != everyone[0]).any(dim=2)
+    if not differs.any():
+        return
+    index = int(differs.any(dim=0).nonzero()[0])
+    ranks = torch.distributed.get_process_group_ranks(group)
+    apart = [rank for rank, bad in zip(ranks, differs[:, index].tolist(), strict=True) if bad]
+    raise InvariantError(
+        f"After iteration {iteration} the parameter `{named[index][0]}` differs between {where}: "
+        f"ranks {apart} do not hold what rank {ranks[0]} holds; the gradients of one of them were "
+        "not reduced."
+    )

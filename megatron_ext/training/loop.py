@@ -37,6 +37,9 @@ def train(run: Run) -> int | None:
             saved_at = run.progress.iteration
         profiler.before_step(run.progress.iteration)
         batches = run.train_source.next_step(run.batch_size.num_microbatches)
+        coming = run.progress.iteration + 1
+        checked = _due(coming, run.config.training.check_invariants)
+        run.runner.check_zeroed_at = coming if checked else None
         result = run.runner.train(
             batches, run.batch_size.num_microbatches, run.progress.consumed_train_samples
         )
@@ -110,7 +113,8 @@ def _due(iteration: int, interval: int | None) -> bool:
 
 
 def _check_invariants(run: Run) -> None:
-    if run.config.training.check_invariants:
+    """Compare what ranks must share, every --check-invariants steps."""
+    if _due(run.progress.iteration, run.config.training.check_invariants):
         with run.parameter_gather.paused():
             check_replicas(run.chunks, run.context, run.progress.iteration)
 

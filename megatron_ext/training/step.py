@@ -23,6 +23,7 @@ from megatron_ext.models.dropout import microbatch_masks
 from megatron_ext.models.moe_losses import take_auxiliary_losses
 from megatron_ext.optim.update import UpdateResult, update_parameters
 from megatron_ext.schedules.runtime import ForwardStep, PipelineEngine
+from megatron_ext.training.invariants import check_zeroed
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -78,6 +79,8 @@ class StepRunner:
     Attributes:
         observer: called with all gradients in place, before the update; every data-parallel rank
             then holds whole gradients.
+        check_zeroed_at: the coming iteration, if it is to be checked that no gradient is left
+            over; else None.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class StepRunner:
                 schedule, chunks, transformer_config, context, group_size=group_size
             )
         self.observer: Callable[[], None] | None = None
+        self.check_zeroed_at: int | None = None
         if optimizer is not None:
             self._connect(transformer_config, optimizer)
 
@@ -249,6 +253,8 @@ class StepRunner:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if self.check_zeroed_at is not None:
+            check_zeroed(self.chunks, self.check_zeroed_at)
         reports = self.forward_backward(
             batches, num_microbatches, forward_only=False, consumed_samples=consumed_samples
         )

@@ -218,7 +218,7 @@ def test_d14_runs_log_the_same_on_every_layout(tmp_path: Path) -> None:
 
 def train_with_invariants(task: Task, save: Path) -> int:
     """Two stages, the embedding at ten times the learning rate; the exit code."""
-    words = "--mtp-num-layers 1 --decoupled-lr 1e-2 --check-invariants --train-iters 3".split()
+    words = "--mtp-num-layers 1 --decoupled-lr 1e-2 --check-invariants 1 --train-iters 3".split()
     words += f"--pipeline-model-parallel-size 2 --nproc-per-node 2 --save {save}".split()
     device = select()
     config, tokenizer = preflight(

@@ -1,0 +1,106 @@
+"""Masks by sample, layer and place: parts of ranks are parts of one rank's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core import tensor_parallel
+from torch import Tensor
+
+from megatron_ext.config import parse_args
+from megatron_ext.errors import ConfigError
+from megatron_ext.layout import ParallelContext
+from megatron_ext.models.context_parallel import chunks_of
+from megatron_ext.models.dropout import HiddenDropout, attention_dropout, microbatch_masks, uniform
+from tests.ranks import ranks
+from tests.training_runs import TINY, mock_data
+
+S, B, H = 16, 3, 8
+CPU = torch.device("cpu")
+
+
+def full_mask(site: str, first_sample: int) -> Tensor:
+    """What one rank drops of ``[S, B, H]``, 0.5 likely."""
+    with microbatch_masks(7, first_sample):
+        drawn = [uniform(site, sample, (S, H), CPU) for sample in range(B)]
+    return torch.stack(drawn, dim=1) >= 0.5
+
+
+@ranks(tp=2, cp=2)
+def test_ranks_keep_their_parts_of_the_full_mask(context: ParallelContext) -> None:
+    want = full_mask("mlp 3", 40)
+    half = S // 4
+    mine = torch.cat([want[c * half : (c + 1) * half] for c in chunks_of(context.cp_rank, 2)])
+    for cut in (False, True):
+        part = mine.chunk(2)[context.tp_rank] if cut else mine
+        dropout = HiddenDropout(0.5, "mlp 3", context.pgs, sequence_parallel=cut)
+        with microbatch_masks(7, 40):
+            dropped = dropout(torch.ones(part.shape))
+        assert torch.equal(dropped, part * 2.0)
+
+
+@ranks()
+def test_masks_go_with_the_sample_and_the_place(context: ParallelContext) -> None:
+    first = full_mask("mlp 3", 40)
+    # The second sample of one micro-batch is the first of another.
+    assert torch.equal(first[:, 1], full_mask("mlp 3", 41)[:, 0])
+    assert not torch.equal(first[:, 0], first[:, 1])
+    assert not torch.equal(first, full_mask("mlp 4", 40))
+    assert not torch.equal(first, full_mask("attention 3", 40))
+    many = torch.stack([full_mask(f"mlp {layer}", 40) for layer in range(100)])
+    assert float(many.float().mean()) == pytest.approx(0.5, abs=0.01)
+
+
+@ranks()
+def test_the_scores_of_some_heads_and_queries_lose_what_all_would(context: ParallelContext) -> None:
+    whole = {"num_heads": 4, "length": S, "first_head": 0, "first_query": 0}
+    with microbatch_masks(7, 0):
+        all_ = attention_dropout(torch.ones(B, 4, S, S), 0.3, "scores 1", **whole)
+        some = attention_dropout(
+            torch.ones(B, 2, 4, 12), 0.3, "scores 1", **{**whole, "first_head": 2, "first_query": 8}
+        )
+    assert torch.equal(some, all_[:, 2:, 8:12, :12])
+    assert float(all_.mean()) == pytest.approx(1, abs=0.05)
+
+
+@ranks()
+def test_recomputation_drops_the_same_elements(context: ParallelContext) -> None:
+    """By the time of the backward pass another micro-batch has gone through."""
+    dropout = HiddenDropout(0.5, "mlp 1", context.pgs, sequence_parallel=False)
+    seen: list[Tensor] = []
+
+    def layer(x: Tensor) -> Tensor:
+        out: Tensor = dropout(x)
+        seen.append(out.detach().clone())
+        return out
+
+    x = torch.ones(S, B, H, requires_grad=True)
+    with microbatch_masks(7, 3):
+        kept = tensor_parallel.checkpoint(layer, False, x)
+    with microbatch_masks(7, 9):
+        other = dropout(torch.ones(S, B, H))
+    kept.sum().backward()
+    first, again = seen
+    assert torch.equal(first, again)
+    assert x.grad is not None and torch.equal(x.grad, first)
+    assert not torch.equal(first, other)
+
+
+@ranks()
+def test_evaluation_and_the_generators_are_left_alone(context: ParallelContext) -> None:
+    dropout = HiddenDropout(0.5, "mlp 1", context.pgs, sequence_parallel=False).eval()
+    before = torch.get_rng_state()
+    with microbatch_masks(7, 3):
+        x = torch.ones(S, B, H)
+        assert dropout(x) is x
+        dropout.train()(x)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert list(tensor_parallel.get_cuda_rng_tracker().get_states()) == [
+        name for name in tensor_parallel.get_cuda_rng_tracker().get_states() if "sample" not in name
+    ]
+
+
+def test_transformer_engines_layers_are_refused() -> None:
+    words = "--train-iters 1 --deterministic-dropout --transformer-impl transformer_engine".split()
+    with pytest.raises(ConfigError, match="`--deterministic-dropout` needs our own layers"):
+        parse_args([*TINY, *mock_data(), *words], world_size=1, device="cuda")
