@@ -1,7 +1,8 @@
-"""Two things that megatron-core's distributed optimizer lacks when its Adam is torch's own.
+"""Three things that megatron-core's distributed optimizer lacks.
 
-Without Transformer Engine or apex it cannot list its state before the first update, and reading
-fully reshardable state trips over the step count that torch keeps for each parameter.
+With torch's own Adam it cannot list its state before the first update, and reading fully
+reshardable state trips over the step count that torch keeps for each parameter. And it writes wrong
+values where a gradient buffer has padding between its buckets.
 """
 
 from __future__ import annotations
@@ -38,14 +39,58 @@ def prime(optimizer: MegatronOptimizer) -> None:
                 }
 
 
+def mend_padded_buckets(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    """Put the right values into the fully reshardable state of padded buckets.
+
+    megatron-core 0.16.1 joins the buckets of a buffer without the padding that follows each, and
+    then cuts out the parameters at their padded places: everything behind the first padding is
+    shifted (``sharded_param_state_fully_reshardable``). All ranks call this together.
+
+    Args:
+        optimizer: whose state is saved.
+        state: what its ``sharded_state_dict`` returned; changed in place.
+    """
+    for part, part_state in zip(parts_of(optimizer), _states_of(optimizer, state), strict=True):
+        fully = part_state.get("param_state_sharding_type") == "fully_reshardable"
+        if fully and any(_has_inner_padding(buffer) for buffer in part.buffers):
+            _mend_part(part, part_state["param_state"])
+
+
+def _has_inner_padding(buffer: Any) -> bool:
+    return any(b.grad_data.numel() != b.numel_unpadded for b in buffer.buckets[:-1])
+
+
+def _mend_part(part: Any, param_state: dict[int, dict[str, Any]]) -> None:
+    world = part.get_parameter_state_dp_zero(use_gloo_comm=False, return_on_all_ranks=True)
+    entries = iter(param_state.values())
+    for index, ranges in enumerate(part.gbuf_ranges):
+        buffer = part.buffers[index]
+        starts, start = [], 0
+        for bucket in buffer.buckets:
+            starts.append(start - bucket.offset)
+            start += bucket.numel_unpadded
+        for dtype in ranges:
+            for first, end, bucket_id in buffer.param_index_map.values():
+                shift = starts[bucket_id]
+                for key, entry in next(entries).items():
+                    values = world[index][dtype][key][first + shift : end + shift]
+                    entry.data = values.reshape(entry.data.shape)
+
+
+def _states_of(optimizer: MegatronOptimizer | None, state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The state of each optimizer of a chain."""
+    if len(parts_of(optimizer)) == 1:
+        return [state]
+    return [value for _, value in sorted(state.items())]
+
+
 def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     """Load each optimizer of a chain."""
     parts = parts_of(optimizer)
     if not is_distributed(optimizer):
         optimizer.load_state_dict(state)
         return
-    states = [state] if len(parts) == 1 else [value for _, value in sorted(state.items())]
-    for part, part_state in zip(parts, states, strict=True):
+    for part, part_state in zip(parts, _states_of(optimizer, state), strict=True):
         _load_part(part, part_state)
 
 

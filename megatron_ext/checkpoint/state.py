@@ -10,7 +10,12 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
-from megatron_ext.checkpoint.optimizer_state import is_distributed, load_optimizer, prime
+from megatron_ext.checkpoint.optimizer_state import (
+    is_distributed,
+    load_optimizer,
+    mend_padded_buckets,
+    prime,
+)
 
 Chunks = list[DistributedDataParallel]
 SHARDING = "distrib_optim_sharding_type"
@@ -52,6 +57,8 @@ def sharded_state(
         state["optimizer"] = optimizer.sharded_state_dict(
             state, is_loading=is_loading, metadata=metadata
         )
+        if is_distributed(optimizer) and not is_loading:
+            mend_padded_buckets(optimizer, state["optimizer"])
     return state
 
 

@@ -134,24 +134,8 @@ def _layout_errors(parallel: ParallelConfig, model: ModelConfig) -> list[str]:
         stages = stages_of(layout)
     except ValueError:
         return [f"{name} may hold only E, t, m, L, |, *, brackets and numbers; write Et*2|t*2L."]
-    found = []
-    if len(stages) % size:
-        found.append(
-            f"{name} has {len(stages)} stages, which must be a multiple of "
-            f"`--pipeline-model-parallel-size` ({size}); write {-(-len(stages) // size) * size}."
-        )
-    layers, depths = model.num_layers or 0, model.mtp_num_layers or 0
-    wanted = "E" + "t" * layers + "m" * depths + "L"
-    if "".join(stages) != wanted:
-        found.append(
-            f"{name} must hold E first, then t {layers} times (`--num-layers`), then m {depths} "
-            "times (`--mtp-num-layers`), then L; add or remove layers."
-        )
-    holding = [index for index, stage in enumerate(stages) if "m" in stage]
-    if len(holding) > 1 or (holding and holding[0] < len(stages) - size):
-        found.append(f"{name} must hold every m in one of its last {size} stages; move them.")
-    if holding == [0] or (holding and size > 1 and holding[0] % size == 0):
-        found.append(f"{name} must not hold m on the first pipeline rank; move it to a later one.")
+    if size < 2:
+        return [f"{name} needs `--pipeline-model-parallel-size` ({size}) of at least 2; use 2."]
     other = {
         "--num-layers-per-virtual-pipeline-stage": parallel.num_layers_per_virtual_pipeline_stage,
         "--num-virtual-stages-per-pipeline-rank": parallel.num_virtual_stages_per_pipeline_rank,
@@ -162,11 +146,42 @@ def _layout_errors(parallel: ParallelConfig, model: ModelConfig) -> list[str]:
         ),
         "--account-for-loss-in-pipeline-split": parallel.account_for_loss_in_pipeline_split,
     }
+    found = _content_errors(name, stages, size, model)
     found += [
         f"{name} says which layers each stage holds, and so does `{flag}`; give one of them."
         for flag, value in other.items()
         if value
     ]
+    return found
+
+
+def _content_errors(name: str, stages: list[str], size: int, model: ModelConfig) -> list[str]:
+    """Stages that do not hold the model, or hold it where it cannot run."""
+    found = []
+    if len(stages) % size:
+        found.append(
+            f"{name} has {len(stages)} stages, which must be a multiple of "
+            f"`--pipeline-model-parallel-size` ({size}); write {-(-len(stages) // size) * size}."
+        )
+    layers, depths = model.num_layers or 0, model.mtp_num_layers or 0
+    wanted = "E" + "t" * layers + "m" * depths + "L"
+    if "".join(stages) != wanted or "E" not in stages[0] or "L" not in stages[-1]:
+        found.append(
+            f"{name} must hold E in its first stage, then t {layers} times (`--num-layers`), then "
+            f"m {depths} times (`--mtp-num-layers`), then L in its last stage; move, add or remove "
+            "layers."
+        )
+    bare = [rank for rank in range(size) if not any(stages[rank::size])]
+    if bare:
+        found.append(
+            f"{name} leaves pipeline rank {bare[0]} without any layer; give it one, or use fewer "
+            "ranks."
+        )
+    holding = [index for index, stage in enumerate(stages) if "m" in stage]
+    if len(holding) > 1 or (holding and holding[0] < len(stages) - size):
+        found.append(f"{name} must hold every m in one of its last {size} stages; move them.")
+    if holding and holding[0] % size == 0:
+        found.append(f"{name} must not hold m on the first pipeline rank; move it to a later one.")
     return found
 
 

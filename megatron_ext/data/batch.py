@@ -43,8 +43,8 @@ class Batch:
     mtp_loss_masks: tuple[Tensor, ...] = ()
 
 
-def document_attention_mask(tokens: Tensor, eod: int) -> Tensor:
-    """Causal mask that also stops at document ends.
+def documents_of_tokens(tokens: Tensor, eod: int) -> Tensor:
+    """Number of the document that each position belongs to, within its row.
 
     A document ends with its end-of-document token, which still belongs to it.
 
@@ -53,31 +53,81 @@ def document_attention_mask(tokens: Tensor, eod: int) -> Tensor:
         eod: id of the end-of-document token.
 
     Returns:
-        ``[b, 1, s, s]`` bool, True where attention is forbidden.
+        ``[b, s]`` int64, counted from 0.
     """
     is_end = (tokens == eod).long()
-    document = is_end.cumsum(dim=1) - is_end
-    position = torch.arange(tokens.size(1), device=tokens.device)
+    return is_end.cumsum(dim=1) - is_end
+
+
+def documents_of_lengths(cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> Tensor:
+    """Number of the document that each position of a packed row belongs to.
+
+    Args:
+        cu_seqlens: cumulative lengths of the documents, from 0, ``[n + 1]`` int.
+        cu_seqlens_padded: of the documents with their padding, likewise.
+
+    Returns:
+        ``[1, s]`` int64, counted from 0; -1 where a document is padded.
+    """
+    device = cu_seqlens.device
+    position = torch.arange(int(cu_seqlens_padded[-1]), device=device)
+    document = torch.repeat_interleave(
+        torch.arange(cu_seqlens.numel() - 1, device=device), cu_seqlens_padded.diff()
+    )
+    inside = position - cu_seqlens_padded[document] < cu_seqlens.diff()[document]
+    return torch.where(inside, document, -1).unsqueeze(0)
+
+
+def document_attention_mask(documents: Tensor) -> Tensor:
+    """Causal mask that also stops at document ends.
+
+    Args:
+        documents: number of each position's document, ``[b, s]``.
+
+    Returns:
+        ``[b, 1, s, s]`` bool, True where attention is forbidden.
+    """
+    position = torch.arange(documents.size(1), device=documents.device)
     future = position[None, :] > position[:, None]
-    return (future | (document[:, :, None] != document[:, None, :])).unsqueeze(1)
+    return (future | (documents[:, :, None] != documents[:, None, :])).unsqueeze(1)
 
 
-def shift_left(tensor: Tensor) -> Tensor:
-    """Next position's value, with 0 at the end of the sequence; ``[b, s]`` to ``[b, s]``."""
+def shift_left(tensor: Tensor, documents: Tensor | None = None) -> Tensor:
+    """Next position's value, with 0 where the sequence, or its document, has no next position.
+
+    Args:
+        tensor: ``[b, s]``.
+        documents: number of each position's document, negative in padding, ``[b, s]`` or
+            ``[1, s]``; None means that documents do not end.
+
+    Returns:
+        ``[b, s]``.
+    """
     shifted = torch.roll(tensor, -1, dims=1)
     shifted[:, -1] = 0
-    return shifted
+    if documents is None:
+        return shifted
+    goes_on = (documents == torch.roll(documents, -1, dims=1)) & (documents >= 0)
+    return torch.where(goes_on, shifted, 0)
 
 
-def with_mtp_targets(batch: Batch, depths: int) -> Batch:
+def with_mtp_targets(batch: Batch, depths: int, documents: Tensor | None = None) -> Batch:
     """Add the labels and masks of each multi-token-prediction depth to a full-sequence batch.
 
-    They are made before the context-parallel cut, so that no rank needs its neighbour's tokens.
+    At depth k a position is to learn what the main model learns k positions on; at the end of the
+    sequence, or of its document, it learns nothing. The targets are made before the
+    context-parallel cut, so that no rank needs its neighbour's tokens and documents may be shorter
+    than the ranks' chunks.
+
+    Args:
+        batch: ``[b, s]``, not yet cut.
+        depths: number of multi-token-prediction depths.
+        documents: see `shift_left`; None rolls through the documents of a sample.
     """
     labels, masks = [], []
     label, mask = batch.labels, batch.loss_mask
     for _ in range(depths):
-        label, mask = shift_left(label), shift_left(mask)
+        label, mask = shift_left(label, documents), shift_left(mask, documents)
         labels.append(label)
         masks.append(mask)
     return replace(batch, mtp_labels=tuple(labels), mtp_loss_masks=tuple(masks))
@@ -119,7 +169,8 @@ class StepLoader:
         context: the parallel layout of this rank.
         shape: ``(micro_batch_size, seq_length)``.
         device: where the batches go.
-        mask_documents_at: end-of-document id where attention must not cross documents.
+        mask_documents_at: end-of-document id where neither attention nor multi-token prediction
+            may cross documents.
         mtp_depths: number of multi-token-prediction depths.
     """
 
@@ -150,10 +201,11 @@ class StepLoader:
         batches = []
         for (tokens, labels, positions), mask in zip(ids.unbind(0), masks.unbind(0), strict=True):
             batch = Batch(tokens, labels, mask, positions)
+            documents = None
             if self.mask_documents_at is not None:
-                attention_mask = document_attention_mask(tokens, self.mask_documents_at)
-                batch = replace(batch, attention_mask=attention_mask)
-            batch = with_mtp_targets(batch, self.mtp_depths)
+                documents = documents_of_tokens(tokens, self.mask_documents_at)
+                batch = replace(batch, attention_mask=document_attention_mask(documents))
+            batch = with_mtp_targets(batch, self.mtp_depths, documents)
             batches.append(slice_for_context_parallel(batch, self.context.pgs.cp))
         return batches
 

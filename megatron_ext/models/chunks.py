@@ -25,16 +25,19 @@ def build_chunks(
     config: RunConfig,
     transformer_config: TransformerConfig,
     context: ParallelContext,
+    vocab_size: int | None = None,
 ) -> list[MegatronModule]:
     """Build the bare chunks of this rank, one for each virtual stage.
 
     Args:
         build: the task's model provider, called as ``build(config, transformer_config, context,
             pre_process=..., post_process=..., vp_stage=...)``.
+        vocab_size: entries of the tokenizer, before padding.
     """
     placement = context.placement
     interleaves = config.parallel.virtual_pipeline_model_parallel_size is not None
     chunks = []
+    random_state = torch.get_rng_state()
     for index in range(placement.num_chunks):
         position = placement.stage_of(context.pp_rank, index)
         stage = index if interleaves else None
@@ -49,7 +52,9 @@ def build_chunks(
         chunk.vp_stage = stage
         chunks.append(chunk)
     if not config.model.use_cpu_initialization:
-        initialize_by_name(chunks, config.training.seed)
+        initialize_by_name(chunks, transformer_config, config.training.seed, vocab_size)
+        # Which of its modules a rank builds must not show in what it draws later.
+        torch.set_rng_state(random_state)
     for chunk in chunks:
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

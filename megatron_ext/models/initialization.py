@@ -8,16 +8,49 @@ rank keeps its part. ``--use-cpu-initialization`` keeps Megatron-LM's own way.
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Callable, Sequence
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_ext.errors import ConfigError
 from megatron_ext.models.shards import Shard, shards_of
 
 Initialize = Callable[[Tensor], Any]
+
+METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
+
+
+class Marks:
+    """Parameters that wait for their weights, known by their memory.
+
+    An attribute would not do: Transformer Engine puts a weight that it has initialized into a new
+    Parameter, without the attributes of the old one.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, tuple[Tensor, Initialize]] = {}
+
+    @torch.no_grad()
+    def add(self, parameter: Tensor, method: Initialize) -> None:
+        """Let a parameter wait, filled with NaN, so that one that is forgotten shows."""
+        # The reference keeps the memory from being given to another tensor.
+        self._waiting[_memory(parameter)] = parameter, method
+        parameter.fill_(math.nan)
+
+    def method_of(self, tensor: Tensor) -> Initialize | None:
+        """How a parameter, or a part of one, is to be filled; None if it does not wait."""
+        return self._waiting.get(_memory(tensor), (None, None))[1]
+
+    def clear(self) -> None:
+        """Forget all parameters."""
+        self._waiting.clear()
 
 
 class Marked:
@@ -25,25 +58,33 @@ class Marked:
 
     Args:
         method: fills a tensor in place, as ``torch.nn.init`` does.
+        marks: where the parameters wait.
     """
 
-    def __init__(self, method: Initialize) -> None:
+    def __init__(self, method: Initialize, marks: Marks) -> None:
         self.method = method
+        self.marks = marks
 
     def __call__(self, tensor: Tensor) -> Any:
         """Mark a parameter; fill any other tensor at once."""
         if not isinstance(tensor, torch.nn.Parameter):
             return self.method(tensor)
-        tensor.initialize = self.method  # type: ignore[attr-defined]
+        self.marks.add(tensor, self.method)
         return tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Marked:
+        """Modules that copy their configuration mark their parameters in the same place."""
+        return self
 
 
 def mark_methods(config: Any) -> None:
     """Wrap the methods of a TransformerConfig, each of them once."""
-    for name in ("init_method", "output_layer_init_method", "embedding_init_method"):
-        method = getattr(config, name)
+    methods = {name: getattr(config, name) for name in METHODS}
+    known = [method.marks for method in methods.values() if isinstance(method, Marked)]
+    marks = known[0] if known else Marks()
+    for name, method in methods.items():
         if not isinstance(method, Marked):
-            setattr(config, name, Marked(method))
+            setattr(config, name, Marked(method, marks))
 
 
 def seed_of(name: str, seed: int) -> int:
@@ -53,28 +94,31 @@ def seed_of(name: str, seed: int) -> int:
 
 
 @torch.no_grad()
-def initialize_by_name(chunks: Sequence[torch.nn.Module], seed: int) -> None:
+def initialize_by_name(
+    chunks: Sequence[torch.nn.Module], config: Any, seed: int, vocab_size: int | None = None
+) -> None:
     """Fill the parameters of this rank's model chunks; one full tensor exists at a time.
+
+    Parameters that are not marked stay as they were built, but for those that torch's modules drew
+    for themselves: these are drawn again by name.
 
     Args:
         chunks: without wrappers, on any device and in any dtype.
+        config: the TransformerConfig that they were built with, its methods marked.
         seed: ``--seed``.
+        vocab_size: entries before padding, whose weights the padding does not change; None takes
+            all entries for real ones.
+
+    Raises:
+        ConfigError: a marked parameter that a chunk's ``sharded_state_dict`` does not name.
     """
+    marks: Marks = config.init_method.marks
     for chunk in chunks:
         shards = list(shards_of(chunk))
-        marked = {_memory(p): p for p in chunk.parameters() if hasattr(p, "initialize")}
-        _reset_plain_modules(chunk, shards, seed)
-        drawn: tuple[str, Tensor] | None = None
-        for shard in shards:
-            parameter = marked.get(_memory(shard.tensor))
-            if parameter is None:
-                continue
-            if drawn is None or drawn[0] != shard.name:
-                drawn = None
-                drawn = shard.name, _draw(shard, _method(parameter, chunk), seed)
-            shard.tensor.copy_(shard.cut(drawn[1]))
-        for parameter in marked.values():
-            del parameter.initialize
+        _fill_marked(chunk, shards, config, seed, vocab_size)
+        _check_filled(chunk)
+        _redraw_plain_modules(chunk, shards, marks, seed)
+    marks.clear()
 
 
 def _memory(tensor: Tensor) -> int:
@@ -82,39 +126,105 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _method(parameter: Any, chunk: Any) -> Initialize:
-    """A copy of the embedding, made for another stage, is filled as the embedding is."""
-    if getattr(parameter, "shared_embedding", False):
-        method: Initialize = chunk.config.embedding_init_method.method
-        return method
-    own: Initialize = parameter.initialize
-    return own
+def _fill_marked(
+    chunk: torch.nn.Module,
+    shards: Sequence[Shard],
+    config: Any,
+    seed: int,
+    vocab_size: int | None,
+) -> None:
+    # A copy of the embedding, made for another stage, is filled as the embedding is.
+    copies = {_memory(p) for p in chunk.parameters() if getattr(p, "shared_embedding", False)}
+    drawn: tuple[str, Tensor] | None = None
+    for shard in shards:
+        method = config.init_method.marks.method_of(shard.tensor)
+        if method is None:
+            continue
+        if _memory(shard.tensor) in copies:
+            method = config.embedding_init_method.method
+        if drawn is None or drawn[0] != shard.name:
+            drawn = None
+            drawn = shard.name, _draw(shard, method, seed, vocab_size)
+        shard.tensor.copy_(shard.cut(drawn[1]))
 
 
-def _draw(shard: Shard, method: Initialize, seed: int) -> Tensor:
-    full = torch.empty(shard.full_shape, dtype=torch.float32)
+@contextmanager
+def _generator_of(name: str, seed: int) -> Iterator[None]:
+    """Let the CPU's generator, and no other, draw what belongs to a name."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed_of(shard.name, seed))
-        method(full)
+        torch.default_generator.manual_seed(seed_of(name, seed))
+        yield
+
+
+def _draw(shard: Shard, method: Initialize, seed: int, vocab_size: int | None) -> Tensor:
+    full = torch.empty(shard.full_shape, dtype=torch.float32)
+    real = vocab_size if shard.is_vocabulary and vocab_size is not None else None
+    with _generator_of(shard.name, seed):
+        if real is None or real >= len(full):
+            method(full)
+        else:
+            # Apart, since a method may look at the shape, and padding depends on the layout.
+            method(full[:real])
+            method(full[real:])
     return full
 
 
-def _reset_plain_modules(chunk: torch.nn.Module, shards: Sequence[Shard], seed: int) -> None:
-    """Draw again what a user's own torch modules drew for themselves, seeded by name."""
-    names = {shard.tensor.data_ptr(): shard.name for shard in shards}
+def _check_filled(chunk: torch.nn.Module) -> None:
+    for name, parameter in chunk.named_parameters():
+        if parameter.is_floating_point() and parameter.flatten()[:1].isnan().any():
+            raise ConfigError(
+                f"the weight `{name}` has no initial values: `sharded_state_dict()` of its module "
+                "must name it, so that its values can be drawn and saved; or use "
+                "`--use-cpu-initialization`."
+            )
+
+
+def _redraw_plain_modules(
+    chunk: torch.nn.Module, shards: Sequence[Shard], marks: Marks, seed: int
+) -> None:
+    """Draw again by name what a user's own torch modules drew for themselves."""
+    whole = [shard for shard in shards if shard.full_shape == shard.tensor.shape]
+    names = {shard.tensor.data_ptr(): shard.name for shard in whole}
     for module in chunk.modules():
-        reset = getattr(module, "reset_parameters", None)
         own = list(module.parameters(recurse=False))
-        if not callable(reset) or not own or any(_is_ours(p) for p in own):
+        if not own or not _can_reset(module):
             continue
         name = names.get(own[0].data_ptr())
-        if name is not None:
-            with torch.random.fork_rng():
-                torch.manual_seed(seed_of(name, seed))
-                reset()
+        marked = any(marks.method_of(parameter) is not None for parameter in own)
+        # A reset would draw each rank's part of a cut parameter alone.
+        cut = any(getattr(parameter, "tensor_model_parallel", False) for parameter in own)
+        if name is not None and not marked and not cut and any(map(_varies, own)):
+            _redraw(module, name, seed)
 
 
-def _is_ours(parameter: Tensor) -> bool:
-    """Marked, or cut over tensor-parallel ranks, where a reset would draw each part alone."""
-    cut = getattr(parameter, "tensor_model_parallel", False)
-    return hasattr(parameter, "initialize") or bool(cut)
+def _can_reset(module: torch.nn.Module) -> bool:
+    reset = getattr(module, "reset_parameters", None)
+    if not callable(reset):
+        return False
+    needed = [p for p in inspect.signature(reset).parameters.values() if p.default is p.empty]
+    return all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed)
+
+
+def _varies(parameter: Tensor) -> bool:
+    """Whether it holds more than one constant, such as the ones of a norm."""
+    return bool((parameter != parameter.flatten()[:1]).any())
+
+
+def _redraw(module: torch.nn.Module, name: str, seed: int) -> None:
+    """Reset a copy of the module on the CPU in float32, and take over its values.
+
+    A parameter that was written more often than a reset writes it was initialized by the user's
+    own code after the module was built, such as a last layer that starts at zero; it stays.
+    """
+    fresh = copy.copy(module)
+    fresh._parameters = {
+        key: None if parameter is None else torch.nn.Parameter(torch.empty(parameter.shape))
+        for key, parameter in module._parameters.items()
+    }
+    reset: Any = fresh.reset_parameters
+    with _generator_of(name, seed):
+        reset()
+    for key, parameter in module.named_parameters(recurse=False):
+        value = fresh._parameters[key]
+        if value is not None and parameter._version == value._version:
+            parameter.copy_(value)

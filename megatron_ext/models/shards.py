@@ -27,6 +27,7 @@ class Shard:
         offset: where the part begins along each dimension.
         tensor: the part, a view of the memory it was asked for.
         is_main: false for a copy that another rank, or this one, holds too.
+        is_vocabulary: the rows are entries of a vocabulary that the layout may pad differently.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Shard:
     offset: tuple[int, ...]
     tensor: Tensor
     is_main: bool
+    is_vocabulary: bool
 
     def cut(self, full: Tensor) -> Tensor:
         """This part of the full tensor."""
@@ -72,6 +74,7 @@ def shards_of(
             offset=tuple(entry.global_offset[layers:]),
             tensor=entry.data,
             is_main=is_main_replica(entry.replica_id),
+            is_vocabulary=entry.allow_shape_mismatch,
         )
 
 

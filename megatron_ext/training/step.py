@@ -97,7 +97,7 @@ class StepRunner:
         self.task = task
         self.context = context
         self.chunks = chunks
-        self.device = next(chunks[0].parameters()).device
+        self.device = next(p for chunk in chunks for p in chunk.parameters()).device
         self.optimizer = optimizer
         self.scheduler = scheduler
         self._core = transformer_config

@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 
-from megatron_ext.data.batch import Batch, document_attention_mask, shift_left, with_mtp_targets
+from megatron_ext.data.batch import (
+    Batch,
+    document_attention_mask,
+    documents_of_tokens,
+    shift_left,
+    with_mtp_targets,
+)
 
 EOD = 7
 
@@ -18,7 +24,9 @@ def test_document_mask_equals_megatron_cores() -> None:
     theirs = [
         _get_ltor_masks_and_position_ids(row, EOD, False, True, False, True)[0] for row in tokens
     ]
-    assert torch.equal(document_attention_mask(tokens, EOD), torch.stack(theirs))
+    assert torch.equal(
+        document_attention_mask(documents_of_tokens(tokens, EOD)), torch.stack(theirs)
+    )
 
 
 def test_mtp_targets_are_further_shifts_of_labels_and_mask() -> None:

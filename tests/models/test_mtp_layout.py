@@ -1,0 +1,234 @@
+"""Multi-token prediction on every layout: gradients of one rank, and equal embedding copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.device import select
+from megatron_ext.errors import ConfigError
+from megatron_ext.layout import Layout, ParallelContext, embedding_ranks, mtp_rank
+from megatron_ext.training import pretrain
+from megatron_ext.training.parity.compare import Parity, Tolerances, compare
+from megatron_ext.training.parity.layouts import parse_layout
+from megatron_ext.training.parity.run import Recording, record
+from megatron_ext.training.preflight import preflight
+from megatron_ext.training.setup import build_run
+from pretrain_gpt import GPT
+from tests.ranks import run_on_ranks
+from tests.training_runs import TINY, mock_data, train_on_ranks
+
+PLACE = "--pipeline-model-parallel-layout"
+UNTIE = "--untie-embeddings-and-output-weights"
+DEPTHS = "--mtp-num-layers 2 --eod-mask-loss".split()
+MODEL = [word for word in TINY if word not in (UNTIE, "--use-cpu-initialization")]
+TIES = {"untied": [UNTIE], "tied": []}
+
+LAYOUTS = {
+    "mbs1": "mbs1",
+    "mbs4": "mbs4",
+    "dp2": "dp2",
+    "cp2": "cp2",
+    "tp2+sp": "tp2sp",
+    "pp2": "pp2",
+    "pp2xvpp2": "pp2vpp2",
+    "pp4 own stage": f"pp4[{PLACE} Ett|tt|mm|L]",
+    "pp4 with a layer": f"pp4[{PLACE} Et|t|ttmm|L]",
+    "pp3xvpp2 own stage": f"pp3[{PLACE} Et|t|t|t|mm|L]",
+    "pp4 own stage zb-h1": f"pp4[{PLACE} Ett|tt|mm|L --pipeline-schedule zb-h1]",
+    "pp4 own stage core": f"pp4[{PLACE} Ett|tt|mm|L --pipeline-schedule core-1f1b]",
+}
+
+
+def run_layout(name: str, tie: str, folder: Path, *more: str, steps: int = 1) -> Recording:
+    words = [*MODEL, *mock_data(), *DEPTHS, *TIES[tie], *more]
+    return record(GPT, words, parse_layout(name), steps, folder, select())
+
+
+@pytest.fixture(scope="module", params=TIES)
+def one_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Tied or untied, and what one rank records with micro-batches of two."""
+    folder = tmp_path_factory.mktemp("one_rank") / "run"
+    truth = run_layout("dp1", request.param, folder)
+    assert truth.failure is None
+    return request.param, truth
+
+
+def assert_same(found: Parity) -> None:
+    assert found.problem is None, found.problem
+    assert found.first is None, found.first
+    assert found.gradient is not None and found.grad_norm is not None
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_gives_the_gradients_of_one_rank(name: str, one_rank: Any, tmp_path: Path) -> None:
+    """Every parameter to 1e-5; the losses of all depths and the gradient norm to 1e-6."""
+    tie, truth = one_rank
+    mine = run_layout(LAYOUTS[name], tie, tmp_path / "run")
+    assert_same(compare(mine, truth, Tolerances(loss=1e-6, gradient=1e-5)))
+    assert {"lm loss", "mtp_1 loss", "mtp_2 loss"} <= mine.rows[0].keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [f"tp2sppp3[{PLACE} Etttt|mm|L]", f"cp2pp3[{PLACE} Etttt|mm|L]", "pp2cp2", "tp2sppp2"]
+)
+def test_d07_own_stage_over_several_steps(name: str, one_rank: Any, tmp_path: Path) -> None:
+    tie, _ = one_rank
+    truth = run_layout("dp1", tie, tmp_path / "truth", steps=3)
+    assert_same(compare(run_layout(name, tie, tmp_path / "run", steps=3), truth, Tolerances()))
+
+
+@pytest.mark.parametrize("name", ["mbs1", "cp2", f"pp3[{PLACE} Ettt|tmm|L]"])
+def test_documents_apart_give_the_gradients_of_one_rank(name: str, tmp_path: Path) -> None:
+    """With attention within documents, targets end where the documents do."""
+    flag = "--reset-attention-mask"
+    truth = run_layout("dp1", "untied", tmp_path / "truth", flag)
+    through = run_layout("dp1", "untied", tmp_path / "through")
+    assert_same(compare(run_layout(name, "untied", tmp_path / "run", flag), truth, Tolerances()))
+    assert truth.rows[0]["mtp_1 loss"] != through.rows[0]["mtp_1 loss"]
+
+
+@pytest.mark.parametrize("tie", TIES)
+def test_d07_one_rank_goes_on_from_the_checkpoint_of_an_own_stage(tie: str, tmp_path: Path) -> None:
+    """And both evaluate alike: in evaluation the own stage hands on the model's states alone."""
+    words = [*MODEL, *mock_data(), *DEPTHS, *TIES[tie]]
+    words += "--eval-iters 1 --eval-interval 1 --train-iters 3".split()
+    # Not Etttt: core saves a first stage wrongly whose layers do not fill 128 elements.
+    place = f"--pipeline-model-parallel-size 3 {PLACE} Ett|ttmm|L --exit-interval 2".split()
+    code, mine = train_on_ranks([*words, *place], ranks=3, save=tmp_path / "mine")
+    assert code == 0
+    code, more = train_on_ranks([*words, "--load", str(tmp_path / "mine")], save=tmp_path / "more")
+    assert code == 0
+    code, truth = train_on_ranks(words, save=tmp_path / "truth")
+    assert code == 0
+    keys = ("iteration", "lm loss", "mtp_1 loss", "mtp_2 loss", "grad_norm")
+    values = [
+        [row[key] for row in rows for key in keys if key in row] for rows in (mine, more, truth)
+    ]
+    assert [*values[0], *values[1]] == pytest.approx(values[2], rel=1e-6)
+
+
+def first_and_last(**_kind: Any) -> Callable[[list[int]], list[int]]:
+    """Which stages hold copies of the embedding, by megatron-core's default."""
+    return lambda pipeline: [pipeline[0], pipeline[-1]]
+
+
+def test_d07_cores_embedding_ranks_mix_gradients(
+    one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last stage is not one of them when untied; the own stage always is."""
+    tie, truth = one_rank
+    monkeypatch.setattr(pretrain, "embedding_ranks", first_and_last)
+    mine = run_layout(f"pp3[{PLACE} Etttt|mm|L]", tie, tmp_path / "run")
+    found = compare(mine, truth, Tolerances())
+    assert found.problem is None
+    assert found.gradient is not None and found.gradient.size > 1e-2
+
+
+def parsed(words: str, *more: str, num_ranks: int = 4) -> RunConfig:
+    flags = [*MODEL, *mock_data(), *DEPTHS, *more, "--train-iters", "3"]
+    flags += [*words.split(), "--nproc-per-node", str(num_ranks)]
+    return parse_args(flags, world_size=0, device="cpu").config
+
+
+def copies_after_three_steps(context: ParallelContext, config: RunConfig) -> None:
+    """Train, then compare this rank's copy of the embedding with the others' bit for bit."""
+    config, tokenizer = preflight(config)
+    run = build_run(config, GPT, context, torch.device("cpu"), tokenizer)
+    pipeline = torch.distributed.get_process_group_ranks(context.pgs.pp)
+    tied = not config.model.untie_embeddings_and_output_weights
+    holders = embedding_ranks(tied=tied, mtp_rank=mtp_rank(config))(pipeline)
+    held = embedding_copy(run.chunks) if context.rank in holders else None
+    before = None if held is None else held.clone()
+    for step in range(3):
+        microbatches = run.batch_size.num_microbatches
+        batches = run.train_source.next_step(microbatches)
+        result = run.runner.train(batches, microbatches, 16 * step)
+        assert result.update.applied
+    if held is None or before is None:
+        return
+    assert float((held - before).abs().max()) > 1e-3
+    copies = [torch.empty_like(held) for _ in holders]
+    torch.distributed.all_gather(copies, held, group=context.pgs.embd)
+    assert all(torch.equal(held, copy) for copy in copies)
+
+
+def embedding_copy(chunks: list[Any]) -> torch.Tensor:
+    """This rank's copy of the word embedding; on a tied last stage it is the output's weight."""
+    models = [chunk.module for chunk in chunks]
+    embeddings = [model.embedding for model in models if hasattr(model, "embedding")]
+    holder = embeddings[0].word_embeddings if embeddings else models[-1].output_layer
+    weight: torch.Tensor = holder.weight.detach()
+    return weight
+
+
+@pytest.mark.parametrize("tie", TIES)
+@pytest.mark.parametrize(
+    ("num_ranks", "words"),
+    [
+        (2, "--pipeline-model-parallel-size 2"),
+        (3, f"--pipeline-model-parallel-size 3 {PLACE} Etttt|mm|L"),
+    ],
+    ids=["last stage", "own stage"],
+)
+def test_d06_copies_of_the_embedding_stay_equal_with_a_decoupled_learning_rate(
+    tie: str, num_ranks: int, words: str
+) -> None:
+    config = parsed(f"{words} --decoupled-lr 1e-2", *TIES[tie], num_ranks=num_ranks)
+    groups = embedding_ranks(tied=tie == "tied", mtp_rank=mtp_rank(config))
+    run_on_ranks(
+        copies_after_three_steps,
+        Layout.from_config(config),
+        {"config": config},
+        get_embedding_ranks=groups,
+    )
+
+
+def test_d08_learned_positions_on_several_stages_are_refused() -> None:
+    learned = partial(parsed, num_ranks=2)
+    with pytest.raises(ConfigError, match="`--position-embedding-type learned_absolute`, whose"):
+        learned("--pipeline-model-parallel-size 2 --position-embedding-type learned_absolute")
+    learned("--position-embedding-type learned_absolute")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("Ett|tt|mm|X", r"may hold only E, t, m, L, \|, \*, brackets and numbers"),
+        ("Ett|tt|mmL", r"has 3 stages, which must be a multiple of `--pipeline-model-parall"),
+        ("Ett|t|mm|L", r"E in its first stage, then t 4 times \(`--num-layers`\), then m 2 times"),
+        ("Ett|tt|m|L", r"then m 2 times \(`--mtp-num-layers`\), then L in its last stage"),
+        ("|Ettt|tmm|L", "must hold E in its first stage"),
+        ("Ett|tt|m|mL", "must hold every m in one of its last 4 stages"),
+        ("Et|t|tt|||mm|L|", "then L in its last stage; move, add or remove layers"),
+        ("Et|t|tt||mm|||L", "must not hold m on the first pipeline rank"),
+        ("Ett|tt||mmL", "leaves pipeline rank 2 without any layer"),
+        ("Ett|tt|mm|L --num-virtual-stages-per-pipeline-rank 2", "and so does `--num-virtual-st"),
+        ("Ett|tt|mm|L --decoder-first-pipeline-num-layers 2", "`--decoder-first-pipeline-num-"),
+        ("Ett|tt|mm|L --account-for-loss-in-pipeline-split", "and so does `--account-for-loss-"),
+    ],
+)
+def test_a_layout_that_does_not_hold_the_model_is_refused(words: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        parsed(f"--pipeline-model-parallel-size 4 {PLACE} {words}")
+
+
+def test_a_layout_needs_a_pipeline() -> None:
+    with pytest.raises(ConfigError, match=r"needs `--pipeline-model-parallel-size` \(1\) of at"):
+        parsed(f"{PLACE} EttttmmL", num_ranks=1)
+
+
+def test_the_layout_decides_the_virtual_chunks() -> None:
+    four = parsed(f"--pipeline-model-parallel-size 2 {PLACE} Et|tt|t|mmL", num_ranks=2).parallel
+    assert four.virtual_pipeline_model_parallel_size == 2
+    assert four.pipeline_schedule == "interleaved"
+    two = parsed(f"--pipeline-model-parallel-size 2 {PLACE} Ettt|tmmL", num_ranks=2).parallel
+    assert two.virtual_pipeline_model_parallel_size is None
+    assert two.pipeline_schedule == "1f1b"

@@ -1,0 +1,326 @@
+"""Losses and gradients of multi-token prediction against a dense model in plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel as CoreGPTModel
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+from torch import Tensor
+
+from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.data.batch import Batch
+from megatron_ext.device import select
+from megatron_ext.layout import Layout, ParallelContext, embedding_ranks, mtp_rank
+from megatron_ext.models.chunks import build_chunks
+from megatron_ext.models.shards import shards_of
+from megatron_ext.models.transformer_config import build_transformer_config
+from megatron_ext.training.parity.compare import (
+    Tolerances,
+    compare,
+    gradient_difference,
+)
+from megatron_ext.training.parity.layouts import parse_layout
+from megatron_ext.training.parity.run import Recording, read_gradients, record
+from megatron_ext.training.preflight import preflight
+from megatron_ext.training.setup import Run, build_run
+from pretrain_gpt import GPT
+from tests.models.plain import PlainBlock, causal
+from tests.ranks import run_on_ranks
+from tests.training_runs import mock_data
+
+LENGTH, ROWS = 32, 16
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --ffn-hidden-size 48 --normalization RMSNorm --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --position-embedding-type none "
+    f"--seq-length {LENGTH} --max-position-embeddings {LENGTH} --attention-dropout 0 "
+    f"--hidden-dropout 0 --micro-batch-size 2 --global-batch-size {ROWS} --lr 1e-3 "
+    "--num-workers 0 --split 90,5,5 --eval-iters 0"
+).split()
+RAGGED = "--mtp-num-layers 2 --eod-mask-loss".split()
+LOSSES = ("lm loss", "mtp_1 loss", "mtp_2 loss")
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def config_of(*more: str, num_ranks: int = 1) -> RunConfig:
+    flags = [*MODEL, *mock_data(), *more, "--train-iters", "1", "--nproc-per-node", str(num_ranks)]
+    return preflight(parse_args(flags, world_size=0, device="cpu").config)[0]
+
+
+def run_layout(name: str, folder: Path, *more: str) -> Recording:
+    found = record(GPT, [*MODEL, *mock_data(), *more], parse_layout(name), 1, folder, select())
+    assert found.failure is None, found.failure
+    return found
+
+
+def on_one_rank(body: Any, config: RunConfig, **arguments: Any) -> None:
+    """Call ``body(run, **arguments)`` with a run of one rank."""
+
+    def with_run(context: ParallelContext) -> None:
+        tokenizer = preflight(config)[1]
+        body(build_run(config, GPT, context, torch.device("cpu"), tokenizer), **arguments)
+
+    run_on_ranks(with_run, Layout(world_size=1), {})
+
+
+def whole_batch(run: Run) -> Batch:
+    """The first global batch, in one piece."""
+    batches = run.train_source.next_step(run.batch_size.num_microbatches)
+    assert batches is not None
+    return Batch(
+        torch.cat([batch.tokens for batch in batches]),
+        torch.cat([batch.labels for batch in batches]),
+        torch.cat([batch.loss_mask for batch in batches]),
+        torch.cat([batch.position_ids for batch in batches]),
+    )
+
+
+class DenseModel:
+    """The whole model in float64, by the formulas of DeepSeek-V3's report (2.2).
+
+    Args:
+        parameters: by name, of a model on one rank.
+        config: for the sizes.
+    """
+
+    def __init__(self, parameters: dict[str, Tensor], config: RunConfig) -> None:
+        self.leaves = {
+            name: parameter.detach().double().requires_grad_()
+            for name, parameter in parameters.items()
+        }
+        model = config.model
+        assert model.hidden_size and model.num_attention_heads and model.num_layers
+        assert model.num_query_groups and model.ffn_hidden_size
+        self.sizes = (
+            model.hidden_size,
+            model.num_attention_heads,
+            model.num_query_groups,
+            model.ffn_hidden_size,
+        )
+        self.layers, self.depths = model.num_layers, model.mtp_num_layers or 0
+
+    def block(self, prefixes: dict[str, str], layers: int) -> PlainBlock:
+        """A stack of layers with the weights under these prefixes, each replaced by its value."""
+        weights = {
+            new + name.removeprefix(old): leaf
+            for old, new in prefixes.items()
+            for name, leaf in self.leaves.items()
+            if name.startswith(old)
+        }
+        return PlainBlock(*self.sizes, layers=layers, weights=weights)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """``[b, s]`` to ``[s, b, h]``."""
+        return self.leaves["embedding.word_embeddings.weight"][tokens].transpose(0, 1)
+
+    def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy ``[b, s]``."""
+        logits = hidden @ self.leaves["output_layer.weight"].T
+        return F.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
+
+    def means(self, batch: Batch) -> list[Tensor]:
+        """The mean loss over its own targets, of the model and of each depth."""
+        size, length = batch.tokens.shape
+        forbidden = causal(length, size)
+        hidden = self.block({"decoder.": ""}, self.layers)(self.embed(batch.tokens), forbidden)
+        losses = self.token_losses(hidden, batch.labels)
+        means = [(losses * batch.loss_mask).sum() / batch.loss_mask.sum()]
+        for depth in range(1, self.depths + 1):
+            kept = length - depth
+            prefix = f"mtp.layers.{depth - 1}."
+            layer = {
+                f"{prefix}transformer_layer.": "layers.0.",
+                f"{prefix}final_layernorm": "final_layernorm",
+            }
+            block = self.block({**layer, prefix: ""}, 1)
+            later = torch.zeros_like(batch.tokens)
+            later[:, :kept] = batch.tokens[:, depth:]
+            both = (block.norm("enorm", self.embed(later)), block.norm("hnorm", hidden))
+            joined = torch.cat(both, dim=-1) @ self.leaves[f"{prefix}eh_proj.weight"].T
+            hidden = block(joined, forbidden)
+            losses = self.token_losses(hidden[:kept], batch.labels[:, depth:])
+            mask = batch.loss_mask[:, depth:]
+            means.append((losses * mask).sum() / mask.sum())
+        return means
+
+
+def save_dense(run: Run, path: Path) -> None:
+    """Mean losses and gradients of the first step, by formula."""
+    (chunk,) = [wrapped.module for wrapped in run.chunks]
+    parameters = dict(chunk.named_parameters())
+    dense = DenseModel(parameters, run.config)
+    means = dense.means(whole_batch(run))
+    factor = run.config.model.mtp_loss_scaling_factor / dense.depths
+    torch.autograd.backward(means[0] + factor * sum(means[1:]))
+    gradients: dict[int, Tensor] = {}
+    for name, parameter in parameters.items():
+        grad = dense.leaves[name].grad
+        assert grad is not None, name
+        gradients[id(parameter)] = grad.float()
+    shards = shards_of(chunk, lambda parameter: gradients[id(parameter)])
+    named = {shard.name: shard.tensor for shard in shards}
+    torch.save({"means": [float(mean.detach()) for mean in means], "gradients": named}, path)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("dense") / "dense.pt"
+    on_one_rank(save_dense, config_of(*RAGGED), path=path)
+    return dict(torch.load(path))
+
+
+@pytest.mark.parametrize("layout", ["mbs1", "mbs8", "cp2", "dp2", "pp2"])
+def test_losses_and_gradients_are_those_of_a_dense_model(
+    layout: str, dense: dict[str, Any], tmp_path: Path
+) -> None:
+    mine = run_layout(layout, tmp_path / "run", *RAGGED)
+    assert [mine.rows[0][key] for key in LOSSES] == pytest.approx(dense["means"], rel=1e-5)
+    gradients = read_gradients(mine.folder, 1)
+    assert gradients.keys() == dense["gradients"].keys()
+    worst = {
+        name: gradient_difference(grad, dense["gradients"][name])
+        for name, grad in gradients.items()
+    }
+    assert max(worst.values()) <= 1e-5, max(worst, key=lambda name: worst[name])
+
+
+def save_stock(run: Run, path: Path) -> None:
+    """The gradient of megatron-core's own forward pass, on the same weights."""
+    (chunk,) = [wrapped.module for wrapped in run.chunks]
+    batch = whole_batch(run)
+    assert batch.loss_mask.all()
+    MTPLossAutoScaler.set_loss_scale(torch.ones(1))
+    losses = CoreGPTModel.forward(
+        chunk,
+        batch.tokens,
+        batch.position_ids,
+        None,
+        labels=batch.labels,
+        loss_mask=batch.loss_mask,
+    )
+    losses.sum().backward()
+    weight = chunk.mtp.layers[0].eh_proj.weight
+    torch.save(weight.main_grad / batch.loss_mask.sum(), path)
+
+
+def test_d05_a_depth_weighs_as_much_as_its_targets_are_many(tmp_path: Path) -> None:
+    """Of full rows of 32 core's depth 1 keeps 31 of 32 parts of its weight, ours all."""
+    flags = ["--mtp-num-layers", "1"]
+    mine = run_layout("dp1", tmp_path / "run", *flags)
+    on_one_rank(save_stock, config_of(*flags), path=tmp_path / "stock.pt")
+    stock = torch.load(tmp_path / "stock.pt")
+    ours = read_gradients(mine.folder, 1)["mtp.layers.0.eh_proj.weight"]
+    ratio = float((ours * stock).sum() / stock.square().sum())
+    assert ratio == pytest.approx(LENGTH / (LENGTH - 1), rel=1e-5)
+    assert gradient_difference(ours, stock * ratio) <= 1e-5
+
+
+def step_without_targets(run: Run, first_only: bool) -> None:
+    """A step whose depths have no targets; with ``first_only`` the main model has some."""
+    batches = run.train_source.next_step(run.batch_size.num_microbatches)
+    assert batches is not None
+    for batch in batches:
+        batch.loss_mask.zero_()
+        batch.loss_mask[:, 0] = float(first_only)
+        for mask in batch.mtp_loss_masks:
+            mask.zero_()
+    gradients: dict[str, Tensor] = {}
+
+    def observe() -> None:
+        for name, parameter in run.chunks[0].named_parameters():
+            gradients[name] = parameter.main_grad.clone()
+
+    run.runner.observer = observe
+    losses = run.runner.train(batches, len(batches), 0).losses
+    assert [float(losses[key]) for key in LOSSES[1:]] == [0.0, 0.0]
+    assert (float(losses["lm loss"]) > 1) == first_only
+    for name, grad in gradients.items():
+        has_some = first_only and ".mtp." not in name
+        assert grad.isfinite().all(), name
+        assert bool(grad.any()) == has_some, name
+    assert all(parameter.isfinite().all() for parameter in run.chunks[0].parameters())
+
+
+@pytest.mark.parametrize("first_only", [True, False])
+@pytest.mark.parametrize("mode", ["--calculate-per-token-loss", "--no-calculate-per-token-loss"])
+def test_d04_a_depth_without_targets_adds_nothing(mode: str, first_only: bool) -> None:
+    on_one_rank(step_without_targets, config_of(*RAGGED, mode), first_only=first_only)
+
+
+def test_d11_full_recomputation_changes_nothing(tmp_path: Path) -> None:
+    truth = run_layout("dp1", tmp_path / "kept", *RAGGED)
+    mine = run_layout("dp1", tmp_path / "again", *RAGGED, *RECOMPUTE.split())
+    found = compare(mine, truth, Tolerances(loss=1e-6, gradient=1e-6))
+    assert found.passed, (found.problem, found.first)
+
+
+PIPELINE = "--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Ett|mm|L"
+
+
+def build(context: ParallelContext, config: RunConfig) -> Any:
+    core = build_transformer_config(config)
+    (chunk,) = build_chunks(GPT.model_chunk, config, core, context)
+    return chunk
+
+
+def tokens_and_positions() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 2000, (2, LENGTH), generator=torch.Generator().manual_seed(7))
+    return tokens, torch.arange(LENGTH).expand(2, -1)
+
+
+def save_logits(context: ParallelContext, config: RunConfig, path: Path) -> None:
+    chunk = build(context, config)
+    tokens, positions = tokens_and_positions()
+    logits = chunk(tokens, positions, None)
+    losses = chunk(tokens, positions, None, labels=tokens)
+    assert torch.equal(chunk.eval()(tokens, positions, None), logits)
+    plain = F.cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
+    assert torch.allclose(losses, plain, rtol=1e-5, atol=1e-6)
+    torch.save(logits.detach(), path)
+
+
+def check_pipeline_logits(context: ParallelContext, config: RunConfig, path: Path) -> None:
+    """In training the middle stage hands on all depths, in evaluation the model alone."""
+    chunk = build(context, config)
+    tokens, positions = tokens_and_positions()
+    for training in (True, False):
+        chunk.train(training)
+        parts = 3 if training and context.is_last_stage else 1
+        if not context.is_first_stage:
+            entering = torch.empty(parts * LENGTH, 2, 32)
+            torch.distributed.recv(entering, context.rank - 1)
+            chunk.set_input_tensor(entering)
+        output = chunk(tokens, positions, None).detach()
+        if not context.is_last_stage:
+            torch.distributed.send(output, context.rank + 1)
+        else:
+            assert torch.allclose(output, torch.load(path), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("depths", ["0", "2"])
+def test_d12_without_labels_a_model_gives_the_logits_of_one_without_depths(
+    depths: str, tmp_path: Path
+) -> None:
+    logits = []
+    for name, flags in (("without", []), ("with", ["--mtp-num-layers", depths])):
+        path = tmp_path / name
+        run_on_ranks(save_logits, Layout(world_size=1), {"config": config_of(*flags), "path": path})
+        logits.append(torch.load(path))
+    assert torch.equal(*logits)
+
+
+def test_d12_without_labels_on_a_stage_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "one.pt"
+    run_on_ranks(save_logits, Layout(world_size=1), {"config": config_of(), "path": path})
+    config = config_of("--mtp-num-layers", "2", *PIPELINE.split(), num_ranks=3)
+    run_on_ranks(
+        check_pipeline_logits,
+        Layout.from_config(config),
+        {"config": config, "path": path},
+        get_embedding_ranks=embedding_ranks(tied=False, mtp_rank=mtp_rank(config)),
+    )
