@@ -8,8 +8,8 @@ relative difference of every loss, of the gradient norm, and of each parameter's
 
 A layout joins parts: tpN ppN vppN cpN dpN epN etpN mbsN, sp (sequence parallel), ag or a2a (kind of
 context parallelism), zbh1 or zbv (zero-bubble schedules), core1f1b or coreint (megatron-core's own
-schedules), do (distributed optimizer). More flags may follow in brackets, such as
-pp2[--recompute-granularity full --recompute-method uniform --recompute-num-layers 1]. Exit code 0: all pass; 1: one fails; 2: bad flags.
+schedules), do (distributed optimizer). More flags may follow in brackets, such as pp2[--bf16].
+Exit code 0: all pass; 1: one fails; 2: bad flags.
 """
 
 from __future__ import annotations

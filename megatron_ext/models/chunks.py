@@ -11,7 +11,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
-from megatron_ext.models.initialization import initialize_by_name
+from megatron_ext.models.initialization import (
+    initialize_by_name,
+    mark_methods,
+    unmark_methods,
+)
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -34,10 +38,31 @@ def build_chunks(
             pre_process=..., post_process=..., vp_stage=...)``.
         vocab_size: entries of the tokenizer, before padding.
     """
+    if config.model.use_cpu_initialization:
+        chunks = _build_all(build, config, transformer_config, context)
+    else:
+        random_state = torch.get_rng_state()
+        mark_methods(transformer_config)
+        chunks = _build_all(build, config, transformer_config, context)
+        initialize_by_name(chunks, transformer_config, config.training.seed, vocab_size)
+        unmark_methods(transformer_config)
+        # Which of its modules a rank builds must not show in what it draws later.
+        torch.set_rng_state(random_state)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return chunks
+
+
+def _build_all(
+    build: ModelChunk,
+    config: RunConfig,
+    transformer_config: TransformerConfig,
+    context: ParallelContext,
+) -> list[MegatronModule]:
     placement = context.placement
     interleaves = config.parallel.virtual_pipeline_model_parallel_size is not None
     chunks = []
-    random_state = torch.get_rng_state()
     for index in range(placement.num_chunks):
         position = placement.stage_of(context.pp_rank, index)
         stage = index if interleaves else None
@@ -51,13 +76,6 @@ def build_chunks(
         )
         chunk.vp_stage = stage
         chunks.append(chunk)
-    if not config.model.use_cpu_initialization:
-        initialize_by_name(chunks, transformer_config, config.training.seed, vocab_size)
-        # Which of its modules a rank builds must not show in what it draws later.
-        torch.set_rng_state(random_state)
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return chunks
 
 

@@ -87,6 +87,14 @@ def mark_methods(config: Any) -> None:
             setattr(config, name, Marked(method, marks))
 
 
+def unmark_methods(config: Any) -> None:
+    """Take the wraps of `mark_methods` off: what is built later is filled at once."""
+    for name in METHODS:
+        method = getattr(config, name)
+        if isinstance(method, Marked):
+            setattr(config, name, method.method)
+
+
 def seed_of(name: str, seed: int) -> int:
     """What seeds the generator of a tensor, 63 bits."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()

@@ -12,7 +12,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_ext.models.auto_scaler import AuxiliaryScale
-from megatron_ext.models.initialization import mark_methods
 from megatron_ext.models.linear import DeferredWeightGradients
 from megatron_ext.models.v_shape import VShapedLayerLayout
 
@@ -45,11 +44,6 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     auxiliary_scale: AuxiliaryScale | None = None
     weight_gradients: DeferredWeightGradients | None = None
     deterministic_dropout: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.use_cpu_initialization:
-            mark_methods(self)
 
 
 def params_dtype(config: RunConfig) -> torch.dtype:
