@@ -16,6 +16,7 @@ from megatron_ext.checkpoint.optimizer_state import (
     mend_padded_buckets,
     prime,
 )
+from megatron_ext.errors import CheckpointError
 
 Chunks = list[DistributedDataParallel]
 SHARDING = "distrib_optim_sharding_type"
@@ -101,4 +102,15 @@ def apply_state(
     if not getattr(optimizer, "is_stub_optimizer", False):
         load_optimizer(optimizer, loaded["optimizer"])
     if scheduler is not None and "opt_param_scheduler" in loaded:
-        scheduler.load_state_dict(loaded["opt_param_scheduler"])
+        _load_schedule(scheduler, loaded["opt_param_scheduler"])
+
+
+def _load_schedule(scheduler: OptimizerParamScheduler, state: dict[str, Any]) -> None:
+    try:
+        scheduler.load_state_dict(state)
+    except AssertionError as error:
+        raise CheckpointError(
+            f"The learning-rate schedule is not the checkpoint's ({error}); give the flags of the "
+            "run that saved it, or `--override-opt-param-scheduler` or "
+            "`--use-checkpoint-opt-param-scheduler`."
+        ) from error

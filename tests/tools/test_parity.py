@@ -13,7 +13,7 @@ EXPERTS = (
     "--moe-token-dispatcher-type alltoall"
 )
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1 --deterministic-dropout"
-MANY = "tp2sp,pp2vpp2,pp2zbh1,cp2,cp2a2a,dp2,mbs4,tp2sppp2vpp2,pp2vpp2cp2,tp2cp2dp2,pp4zbh1dp2"
+MANY = "tp2sp,pp2vpp2,pp2zbh1,cp2,cp2a2a,cp4,dp4,mbs4,tp2sppp2vpp2,pp2vpp2cp2,tp2cp2dp2,pp4zbh1dp2"
 
 
 def run(layouts: str, words: str, steps: int = 3) -> int:

@@ -83,3 +83,18 @@ def test_resuming_in_other_layouts_follows_the_uninterrupted_run(
     for row, want in zip(rows, uninterrupted, strict=True):
         for key in ("lm loss", "grad_norm"):
             assert math.isclose(row[key], want[key], rel_tol=1e-6), (row["iteration"], key)
+
+
+def test_another_schedule_is_refused_with_what_to_do(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save = tmp_path / "save"
+    _rows(save, "--exit-interval", str(BREAK))
+    flags = _flags("--load", str(save), "--lr-decay-iters", "30")
+    assert train_on_ranks(flags, save=save)[0] != 0
+    shown = capfd.readouterr().err
+    assert "The learning-rate schedule is not the checkpoint's" in shown
+    assert "`--override-opt-param-scheduler`" in shown
+    code, rows = train_on_ranks([*flags, "--override-opt-param-scheduler"], save=save)
+    assert code == 0
+    assert training_rows(rows)[-1]["iteration"] == STEPS
