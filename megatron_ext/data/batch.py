@@ -32,6 +32,8 @@ class Batch:
         attention_mask: True where attention is forbidden, ``[b, 1, s/c, s]``; None means causal.
         mtp_labels: per multi-token-prediction depth, ``[b, s/c]`` int64.
         mtp_loss_masks: per depth, ``[b, s/c]`` float32.
+        sample_ids: number in the dataset of the sample that each position belongs to, -1 in
+            padding, ``[b, s/c]`` int64; None where the dataset does not give them.
     """
 
     tokens: Tensor
@@ -41,6 +43,7 @@ class Batch:
     attention_mask: Tensor | None = None
     mtp_labels: tuple[Tensor, ...] = ()
     mtp_loss_masks: tuple[Tensor, ...] = ()
+    sample_ids: Tensor | None = None
 
 
 def documents_of_tokens(tokens: Tensor, eod: int) -> Tensor:
@@ -57,6 +60,20 @@ def documents_of_tokens(tokens: Tensor, eod: int) -> Tensor:
     """
     is_end = (tokens == eod).long()
     return is_end.cumsum(dim=1) - is_end
+
+
+def documents_of_positions(position_ids: Tensor) -> Tensor:
+    """Number of the document that each position belongs to, where positions start anew with each.
+
+    Padding with positions of 0 is documents of one token each, so that it attends to itself only.
+
+    Args:
+        position_ids: ``[b, s]``.
+
+    Returns:
+        ``[b, s]`` int64, counted from 0.
+    """
+    return (position_ids == 0).long().cumsum(dim=1) - 1
 
 
 def documents_of_lengths(cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> Tensor:
@@ -143,6 +160,7 @@ def slice_for_context_parallel(batch: Batch, cp_group: ProcessGroup) -> Batch:
         "loss_mask": batch.loss_mask,
         "position_ids": batch.position_ids,
         "attention_mask": batch.attention_mask,
+        "sample_ids": batch.sample_ids,
     }
     named.update({f"mtp_labels_{i}": t for i, t in enumerate(batch.mtp_labels)})
     named.update({f"mtp_masks_{i}": t for i, t in enumerate(batch.mtp_loss_masks)})
@@ -156,6 +174,7 @@ def slice_for_context_parallel(batch: Batch, cp_group: ProcessGroup) -> Batch:
         attention_mask=cut["attention_mask"],
         mtp_labels=tuple(cut[f"mtp_labels_{i}"] for i in depths),
         mtp_loss_masks=tuple(cut[f"mtp_masks_{i}"] for i in depths),
+        sample_ids=cut["sample_ids"],
     )
 
 
@@ -164,14 +183,18 @@ class StepLoader:
 
     Args:
         samples: iterator over collated samples with ``tokens``, ``labels``, ``position_ids``
-            (``[b, s]`` int64) and ``loss_mask`` (``[b, s]`` float32); None on tensor-parallel
-            ranks other than the first, which receive by broadcast.
+            (``[b, s]`` int64) and ``loss_mask`` (``[b, s]`` float32), and ``sample_ids`` where
+            they are wanted; None on tensor-parallel ranks other than the first, which receive by
+            broadcast.
         context: the parallel layout of this rank.
         shape: ``(micro_batch_size, seq_length)``.
         device: where the batches go.
         mask_documents_at: end-of-document id where neither attention nor multi-token prediction
             may cross documents.
+        documents_by_position: neither may cross from one document into the next, and a document
+            begins wherever a position is 0.
         mtp_depths: number of multi-token-prediction depths.
+        with_sample_ids: the samples name themselves.
     """
 
     def __init__(
@@ -182,14 +205,18 @@ class StepLoader:
         device: torch.device,
         *,
         mask_documents_at: int | None = None,
+        documents_by_position: bool = False,
         mtp_depths: int = 0,
+        with_sample_ids: bool = False,
     ) -> None:
         self.samples = samples
         self.context = context
         self.shape = shape
         self.device = device
         self.mask_documents_at = mask_documents_at
+        self.documents_by_position = documents_by_position
         self.mtp_depths = mtp_depths
+        self.keys = ("tokens", "labels", "position_ids", *(("sample_ids",) * with_sample_ids))
 
     def next_step(self, num_microbatches: int) -> list[Batch]:
         """The micro-batches of the next step, in order.
@@ -199,28 +226,37 @@ class StepLoader:
         """
         ids, masks = self._receive(num_microbatches)
         batches = []
-        for (tokens, labels, positions), mask in zip(ids.unbind(0), masks.unbind(0), strict=True):
-            batch = Batch(tokens, labels, mask, positions)
-            documents = None
-            if self.mask_documents_at is not None:
-                documents = documents_of_tokens(tokens, self.mask_documents_at)
+        for stacked, mask in zip(ids.unbind(0), masks.unbind(0), strict=True):
+            named = dict(zip(self.keys, stacked.unbind(0), strict=True))
+            batch = Batch(loss_mask=mask, **named)
+            documents = self._documents(batch)
+            if documents is not None:
                 batch = replace(batch, attention_mask=document_attention_mask(documents))
             batch = with_mtp_targets(batch, self.mtp_depths, documents)
             batches.append(slice_for_context_parallel(batch, self.context.pgs.cp))
         return batches
 
+    def _documents(self, batch: Batch) -> Tensor | None:
+        """Number of each position's document ``[b, s]``; None where documents do not end."""
+        if self.documents_by_position:
+            return documents_of_positions(batch.position_ids)
+        if self.mask_documents_at is not None:
+            return documents_of_tokens(batch.tokens, self.mask_documents_at)
+        return None
+
     def _receive(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
-        """Ids ``[m, 3, b, s]`` and loss masks ``[m, b, s]`` on the device, after the broadcast."""
+        """Ids ``[m, keys, b, s]`` and loss masks ``[m, b, s]`` on the device, after broadcast."""
         if self.samples is not None:
             drawn = [next(self.samples) for _ in range(num_microbatches)]
-            keys = ("tokens", "labels", "position_ids")
-            ids = torch.stack([torch.stack([sample[key] for key in keys]) for sample in drawn])
+            ids = torch.stack([torch.stack([sample[k] for k in self.keys]) for sample in drawn])
             masks = torch.stack([sample["loss_mask"] for sample in drawn]).float()
             ids = ids.to(self.device, non_blocking=True)
             masks = masks.to(self.device, non_blocking=True)
         else:
             ids = torch.empty(
-                (num_microbatches, 3, *self.shape), dtype=torch.int64, device=self.device
+                (num_microbatches, len(self.keys), *self.shape),
+                dtype=torch.int64,
+                device=self.device,
             )
             masks = torch.empty((num_microbatches, *self.shape), device=self.device)
         group = self.context.pgs.tp
