@@ -10,7 +10,7 @@ import sys
 
 from megatron_ext.data.gpt import build_gpt_datasets
 from megatron_ext.models.gpt import build_gpt_chunk
-from megatron_ext.training.gpt import gpt_forward_step
+from megatron_ext.training.gpt import gpt_forward_step, prepare_window
 from megatron_ext.training.pretrain import main
 from megatron_ext.training.task import Task
 
@@ -18,6 +18,7 @@ GPT = Task(
     datasets=build_gpt_datasets,
     model_chunk=build_gpt_chunk,
     forward_step=gpt_forward_step,
+    prepare_window=prepare_window,
 )
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.config.data import DataConfig
 from megatron_ext.config.logs import LoggingConfig
+from megatron_ext.config.loss import LossConfig
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.optimizer import OptimizerConfig
@@ -32,6 +33,7 @@ class RunConfig:
     moe: MoEConfig = field(default_factory=MoEConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -61,6 +63,10 @@ class RunConfig:
             parallel=parallel,
             precision=self.precision.resolved(),
             training=self.training.resolved(parallel.data_parallel_size),
+            loss=self.loss.resolved(
+                fused=model.cross_entropy_loss_fusion and device == "cuda",
+                fusion_impl=model.cross_entropy_fusion_impl,
+            ),
             optimizer=self.optimizer.resolved(device),
             data=self.data.resolved(),
         )
@@ -77,6 +83,7 @@ class RunConfig:
             *self.moe.errors(max(1, self.parallel.expert_model_parallel_size)),
             *self.precision.errors(),
             *self.training.errors(self.parallel.data_parallel_size),
+            *self.loss.errors(per_token=self.training.calculate_per_token_loss, has_te=has_te),
             *self.optimizer.errors(self.training),
             *self.data.errors(full_validation=self.training.full_validation),
             *self.checkpoint.errors(),

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_ext.data.batch import Batch, StepLoader
+from megatron_ext.data.batch import Batch
 from megatron_ext.data.samplers import RandomSampler, SequentialSampler
+from megatron_ext.data.step_loader import StepLoader
 from megatron_ext.errors import DataError
 from megatron_ext.layout import mtp_rank
 
@@ -101,6 +102,7 @@ def build_source(
         device,
         mask_documents_at=eod if config.data.reset_attention_mask else None,
         mtp_depths=config.model.mtp_num_layers or 0,
+        reduction=config.loss.loss_reduction,
     )
     return BatchSource(loader, length)
 

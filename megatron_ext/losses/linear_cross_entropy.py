@@ -35,6 +35,14 @@ from megatron_ext.losses.chunked_logits import (
 )
 
 
+def _handed_over(weight_dtype: torch.dtype, main: Tensor) -> Tensor:
+    """Zeros for autograd, whose hook adds them to the gradient that is in the buffer already.
+
+    None would do but for overlapped reductions, which refuse a missing gradient.
+    """
+    return main.new_zeros((), dtype=weight_dtype).expand_as(main)
+
+
 def _main_grad(head: Head, weight: Tensor) -> Tensor | None:
     """The data-parallel buffer of a weight, where its gradient goes there past autograd."""
     return getattr(weight, "main_grad", None) if head.main_grad else None
@@ -77,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if of_weight is not None and main is not None:
             if of_weight is not main:
                 main.add_(of_weight)
-            of_weight = None
+            of_weight = _handed_over(weight.dtype, main)
         return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None
 
 
@@ -120,7 +128,7 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
             of_hidden.mul_(scale)
         if of_weight is not None and ctx.main_grad is not None:
             ctx.main_grad.addcmul_(of_weight, scale)
-            of_weight = None
+            of_weight = _handed_over(ctx.weight_dtype, ctx.main_grad)
         elif of_weight is not None:
             of_weight = of_weight.mul_(scale).to(ctx.weight_dtype)
         return of_hidden, of_weight, None, None, None
@@ -154,7 +162,7 @@ def linear_cross_entropy(
         label_smoothing: share of the target that is spread over the whole vocabulary.
         z_loss_coefficient: c in ``c * lse^2``, a part of each token's loss.
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad``, where that
-            exists, and give autograd none; core's overlapped gradient reduction refuses this.
+            exists, and give autograd zeros, from which megatron-core's hooks see that it is there.
 
     Returns:
         losses ``[b, s]`` float32, the same on every tensor-parallel rank.

@@ -138,5 +138,21 @@ class ColumnParallelLinear(_Deferrable, tensor_parallel.ColumnParallelLinear):  
     """Y = X A with A cut along its columns; see the module."""
 
 
+class OutputLayer(ColumnParallelLinear):
+    """The output head, which also gives its weight to losses that make the logits themselves.
+
+    They get it by a call of the module, for whose sake data parallelism waits for the weight.
+    """
+
+    def forward(
+        self, input_: Tensor | None, *args: Any, weight_only: bool = False, **kwargs: Any
+    ) -> Any:
+        """Logits and bias, or with ``weight_only`` this rank's weight ``[v/tp, h]``."""
+        if weight_only:
+            given = kwargs.get("weight")
+            return self.weight if given is None else given
+        return super().forward(input_, *args, **kwargs)
+
+
 class RowParallelLinear(_Deferrable, tensor_parallel.RowParallelLinear):  # type: ignore[misc]
     """Y = X A with A cut along its rows; see the module."""

@@ -17,6 +17,7 @@ from megatron_ext.models.chunks import ModelChunk
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
     from megatron_ext.data.tokenizers import Tokenizer
+    from megatron_ext.layout import ParallelContext
 
 DatasetsProvider = Callable[
     ["RunConfig", "Tokenizer", Sequence["int | None"], Callable[[], bool]], Datasets
@@ -24,6 +25,8 @@ DatasetsProvider = Callable[
 ForwardStep = Callable[
     ["RunConfig", Batch, torch.nn.Module, "StepCounts | None"], tuple[Tensor, LossFunction]
 ]
+
+PrepareWindow = Callable[["RunConfig", Sequence[Batch], "ParallelContext"], Sequence[Batch]]
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,15 @@ class Task:
             vp_stage=)`` to one pipeline chunk.
         forward_step: ``(config, batch, model, counts)`` to the output of the chunk and the loss
             function, which is called on the last stage only. ``counts`` are the targets of the
-            whole step, None in evaluation and where nothing needs them.
+            whole training step there, None on other stages and in evaluation.
         auxiliary_losses: the model attaches losses of its own with
             `models.auto_scaler.attach_microbatch_loss`.
+        prepare_window: ``(config, batches, context)`` to the batches, called on the last stage with
+            all micro-batches of a step before its first forward pass.
     """
 
     datasets: DatasetsProvider
     model_chunk: ModelChunk
     forward_step: ForwardStep
     auxiliary_losses: bool = False
+    prepare_window: PrepareWindow | None = None
