@@ -1,7 +1,8 @@
 """Logits of a chunk of tokens over a vocabulary that is cut over the tensor-parallel ranks.
 
-The pieces that a loss of the user's own is made of: each of them is differentiable and gives the
-same values on every tensor-parallel rank, so that the loss need not know how the vocabulary lies.
+The pieces that a loss of the user's own is made of, all differentiable. Values per token ``[C]`` are
+the same on every tensor-parallel rank, values per entry ``[C, v/tp]`` are this rank's part; `sum`
+and `at` lead from parts to shared values, `spread` leads back.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
@@ -54,7 +58,17 @@ class VocabularyHead:
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         """This rank's log-probabilities ``[C, v/tp]``."""
-        return logits - self.logsumexp(logits).unsqueeze(1)
+        return logits - self.spread(self.logsumexp(logits)).unsqueeze(1)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Values that all ranks share, for use beside this rank's part of the vocabulary.
+
+        Their gradient is then summed over the parts; what stays shared must not be spread.
+        """
+        if not self._is_cut:
+            return values
+        spread: Tensor = copy_to_tensor_model_parallel_region(values, group=self.tp_group)
+        return spread
 
     def at(self, values: Tensor, ids: Tensor) -> Tensor:
         """Values of given tokens: ``[C, v/tp]`` and ids ``[C]`` or ``[C, k]`` to the ids' shape.

@@ -57,7 +57,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 @FORMS
 @pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
-def test_equals_dense(form: Form, chunk_size: int) -> None:
+def test_criterion_9_equals_dense(form: Form, chunk_size: int) -> None:
     found = form(leaves(inputs()), chunk_size=chunk_size, **ALONE)
     assert_close(found, dense(inputs()))
 
@@ -93,7 +93,7 @@ def rank_inputs(context: ParallelContext, sequence_parallel: bool) -> Inputs:
 @FORMS
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @ranks(tp=2)
-def test_equals_dense_on_two_ranks(
+def test_criterion_9_equals_dense_on_two_ranks(
     context: ParallelContext, form: Form, sequence_parallel: bool
 ) -> None:
     for chunk_size in CHUNK_SIZES:
@@ -126,7 +126,7 @@ def test_two_collectives_per_chunk(
 
 
 @FORMS
-def test_ignored_tokens_are_exactly_zero(form: Form) -> None:
+def test_criterion_9_ignored_tokens_are_exactly_zero(form: Form) -> None:
     values = leaves(inputs())
     losses, of_hidden, _ = form(
         values, chunk_size=7, label_smoothing=0.1, z_loss_coefficient=0.1, **ALONE
@@ -149,7 +149,7 @@ def test_all_masked_is_zero_and_connected(form: Form, weight: float) -> None:
 
 
 @FORMS
-def test_frozen_head_takes_no_weight_gradient(form: Form) -> None:
+def test_criterion_10_frozen_head_takes_no_weight_gradient(form: Form) -> None:
     truth = dense(inputs())
     peaks = []
     for frozen in (False, True):
@@ -203,7 +203,9 @@ def test_main_grad_is_left_alone_unless_asked(form: Form) -> None:
     ("kind", "tolerance"),
     [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)],
 )
-def test_loss_scale_leaves_gradients(form: Form, kind: torch.dtype, tolerance: float) -> None:
+def test_criterion_10_loss_scale_leaves_gradients(
+    form: Form, kind: torch.dtype, tolerance: float
+) -> None:
     plain = form(leaves(inputs(), kind), chunk_size=7, **ALONE)
     scaled = form(leaves(inputs(), kind), chunk_size=7, scale=1024.0, **ALONE)
     for one, other in zip(plain[1:], scaled[1:], strict=True):
@@ -238,7 +240,9 @@ def weight_error(form: Form, values: Inputs, num_chunks: int, into_main: bool) -
 
 @FORMS
 @pytest.mark.parametrize("into_main", [False, True])
-def test_error_of_bfloat16_heads_does_not_grow_with_chunks(form: Form, into_main: bool) -> None:
+def test_criterion_9_error_of_bfloat16_heads_does_not_grow_with_chunks(
+    form: Form, into_main: bool
+) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(512, 1, 32, generator=generator)
     weight = torch.randn(64, 32, generator=generator) * 0.1
@@ -259,7 +263,7 @@ def test_forms_equal_each_other(chunk_size: int) -> None:
 
 
 @FORMS
-def test_chunked_loss_equals_eager_in_float32(form: Form) -> None:
+def test_criterion_10_loss_equals_eager_in_float32(form: Form) -> None:
     hidden, weight, labels, _ = inputs()
     logits = torch.einsum("sbh,vh->bvs", hidden, weight)
     eager = F.cross_entropy(logits, labels, reduction="none")
@@ -269,7 +273,7 @@ def test_chunked_loss_equals_eager_in_float32(form: Form) -> None:
 
 @FORMS
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_memory_is_bounded_and_nothing_waits_for_the_device(form: Form, kind: torch.dtype) -> None:
+def test_criterion_9_memory_is_bounded_and_nothing_waits(form: Form, kind: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     vocabulary, tokens, chunk_size = 4096, 128, 16
     values = leaves(
