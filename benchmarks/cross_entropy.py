@@ -4,9 +4,11 @@ Each way of computing it runs in a fresh forked process. Extra memory is what th
 inputs by: resident memory on a CPU, torch's allocations on a GPU. All ways give the gradients of
 the hidden states and of the weight (dW), which all must hold; the last columns subtract the bytes
 of dW (by arithmetic, although eager frees logits before it makes its dW, so they flatter eager).
-On a machine that others use too, compare the CPU times.
+With ``--tp 2`` two ranks hold half of the vocabulary each; the costs are those of the rank that
+needs more. megatron-core's cross-entropy works in place on its logits, which float32 logits allow; 16-bit
+ones it copies. On a machine that others use too, compare the CPU times.
 
-Example: python benchmarks/cross_entropy.py --tokens 1024 --hidden 512 --vocab 50000
+Example: python benchmarks/cross_entropy.py --tokens 1024 --hidden 512 --vocab 50000 --tp 2
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import resource
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -31,15 +32,19 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
 from megatron_ext.device import select
+from megatron_ext.layout import Layout, ParallelContext, init_groups
 from megatron_ext.losses.linear_cross_entropy import (
     linear_cross_entropy,
     weighted_linear_cross_entropy,
 )
+from megatron_ext.losses.vocabulary import VocabularyHead
+from megatron_ext.training.launch import fork_ranks
 
-ALONE: dict[str, Any] = {"tp_group": None, "sequence_parallel": False}
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -52,37 +57,60 @@ class Cost(NamedTuple):
     loss: float
 
 
-Way = Callable[[Inputs, int | None], Tensor]
+class Setting(NamedTuple):
+    """Tokens of a chunk, None for the default, and the ranks that share the vocabulary."""
+
+    chunk_size: int | None
+    context: ParallelContext
+
+    @property
+    def options(self) -> dict[str, Any]:
+        group = self.context.pgs.tp
+        return {"chunk_size": self.chunk_size, "tp_group": group, "sequence_parallel": False}
 
 
-def eager(inputs: Inputs, _: int | None) -> Tensor:
-    """Whole logits; no name holds them longer than torch needs them."""
+Way = Callable[[Inputs, Setting], Tensor]
+
+
+def eager(inputs: Inputs, setting: Setting) -> Tensor:
+    """Whole logits under autograd; no name holds them longer than torch needs them."""
     hidden, weight, labels, weights = inputs
+    if setting.context.pgs.tp.size() > 1:
+        head = VocabularyHead(weight, setting.context.pgs.tp)
+        entered = copy_to_tensor_model_parallel_region(hidden)[:, 0]
+        return torch.dot(-head.log_prob(head.logits(entered), labels[0]), weights[0])
     losses = F.cross_entropy(
         (hidden[:, 0] @ weight.t()).float(), labels[0], reduction="none", ignore_index=-100
     )
     return torch.dot(losses, weights[0])
 
 
-def per_token(inputs: Inputs, chunk_size: int | None) -> Tensor:
+def core(inputs: Inputs, setting: Setting) -> Tensor:
     hidden, weight, labels, weights = inputs
-    losses = linear_cross_entropy(hidden, weight, labels, chunk_size=chunk_size, **ALONE)
+    entered = copy_to_tensor_model_parallel_region(hidden)
+    losses = vocab_parallel_cross_entropy((entered @ weight.t()).float(), labels.t())
+    return torch.dot(losses[:, 0], weights[0])
+
+
+def per_token(inputs: Inputs, setting: Setting) -> Tensor:
+    hidden, weight, labels, weights = inputs
+    losses = linear_cross_entropy(hidden, weight, labels, **setting.options)
     return (losses * weights).sum()
 
 
-def weighted(inputs: Inputs, chunk_size: int | None) -> Tensor:
-    return weighted_linear_cross_entropy(*inputs, chunk_size=chunk_size, **ALONE)[1]
+def weighted(inputs: Inputs, setting: Setting) -> Tensor:
+    return weighted_linear_cross_entropy(*inputs, **setting.options)[1]
 
 
 _compiled = torch.compile(eager, dynamic=True)
 
 
-def compiled(inputs: Inputs, _: int | None) -> Tensor:
-    result: Tensor = _compiled(inputs, None)
+def compiled(inputs: Inputs, setting: Setting) -> Tensor:
+    result: Tensor = _compiled(inputs, setting)
     return result
 
 
-def liger(inputs: Inputs, _: int | None) -> Tensor:
+def liger(inputs: Inputs, _: Setting) -> Tensor:
     """Sum over the tokens: this package takes no token weights."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
@@ -94,6 +122,7 @@ def liger(inputs: Inputs, _: int | None) -> Tensor:
 
 WAYS: dict[str, Way] = {
     "eager": eager,
+    "megatron-core": core,
     "torch.compile": compiled,
     "Liger": liger,
     "per token": per_token,
@@ -103,12 +132,14 @@ WAYS: dict[str, Way] = {
 CHUNKED = ("per token", "weighted")
 
 
-def make_inputs(tokens: int, hidden: int, vocab: int, kind: torch.dtype, place: str) -> Inputs:
-    """Inputs, made in place so that their making leaves no peak of memory."""
+def make_inputs(
+    tokens: int, hidden: int, vocab: int, parts: int, kind: torch.dtype, place: str
+) -> Inputs:
+    """Inputs of one rank, made in place so that their making leaves no peak of memory."""
     generator = torch.Generator(place).manual_seed(0)
     like: dict[str, Any] = {"device": place, "dtype": kind}
     states = torch.empty(tokens, 1, hidden, **like).normal_(generator=generator)
-    weight = torch.empty(vocab, hidden, **like).normal_(0, 0.02, generator=generator)
+    weight = torch.empty(vocab // parts, hidden, **like).normal_(0, 0.02, generator=generator)
     labels = torch.randint(0, vocab, (1, tokens), generator=generator, device=place)
     weights = torch.full((1, tokens), 1 / tokens, device=place)
     return states.requires_grad_(), weight.requires_grad_(), labels, weights
@@ -121,11 +152,11 @@ def peak_bytes(place: str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def one_pass(way: Way, inputs: Inputs, chunk_size: int | None) -> tuple[float, float, float]:
+def one_pass(way: Way, inputs: Inputs, setting: Setting) -> tuple[float, float, float]:
     """Seconds, CPU seconds and loss of a forward and a backward pass."""
     inputs[0].grad = inputs[1].grad = None
     start, cpu_start = time.perf_counter(), time.process_time()
-    loss = way(inputs, chunk_size)
+    loss = way(inputs, setting)
     loss.backward()  # type: ignore[no-untyped-call]
     if loss.is_cuda:
         torch.cuda.synchronize()
@@ -133,34 +164,35 @@ def one_pass(way: Way, inputs: Inputs, chunk_size: int | None) -> tuple[float, f
     return *taken, float(loss.detach())
 
 
-def measure(way: Way, args: argparse.Namespace, chunk_size: int | None) -> Cost:
-    """Extra memory and time of one way."""
+def measure(way: Way, args: argparse.Namespace, setting: Setting) -> Cost:
+    """Extra memory and time of one way on this rank."""
     place, kind = select().kind, getattr(torch, args.dtype)
     # Compilers and libraries set up their buffers here, on too small a problem to leave a peak.
     for tokens, vocab in ((24, 1000), (40, 1500)):
-        one_pass(way, make_inputs(tokens, args.hidden, vocab, kind, place), chunk_size)
-    inputs = make_inputs(args.tokens, args.hidden, args.vocab, kind, place)
+        one_pass(way, make_inputs(tokens, args.hidden, vocab, args.tp, kind, place), setting)
+    inputs = make_inputs(args.tokens, args.hidden, args.vocab, args.tp, kind, place)
     before = peak_bytes(place)
-    best = min(one_pass(way, inputs, chunk_size) for _ in range(args.repeats))
+    best = min(one_pass(way, inputs, setting) for _ in range(args.repeats))
     return Cost(peak_bytes(place) - before, *best)
 
 
-def measure_in_child(way: Way, args: argparse.Namespace, chunk_size: int | None) -> Cost | None:
-    """`measure` in a fork; None where it fails, the reason is printed."""
-    with tempfile.NamedTemporaryFile("r") as file:
-        child = os.fork()
-        if child == 0:
-            try:
-                result = measure(way, args, chunk_size)
-                Path(file.name).write_text(" ".join(map(repr, result)))
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(0)
-        os.waitpid(child, 0)
-        found = [float(word) for word in file.read().split()]
-    return Cost(*found) if found else None
+def measure_apart(way: Way, args: argparse.Namespace, chunk_size: int | None) -> Cost | None:
+    """`measure` on fresh ranks, the dearest of each figure; None where it fails."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+
+        def rank() -> int:
+            layout = Layout(world_size=args.tp, tensor_model_parallel_size=args.tp)
+            context = init_groups(layout, select())
+            cost = measure(way, args, Setting(chunk_size, context))
+            (folder / str(context.rank)).write_text(" ".join(map(repr, cost)))
+            context.destroy()
+            return 0
+
+        if fork_ranks(rank, args.tp) != 0:
+            return None
+        found = [[float(x) for x in file.read_text().split()] for file in folder.iterdir()]
+    return Cost(*map(max, zip(*found, strict=True)))
 
 
 HEAD = (
@@ -187,7 +219,14 @@ def cells(found: Cost, whole: Cost, weight_bytes: int) -> list[str]:
 
 def candidates(args: argparse.Namespace) -> list[tuple[str, int]]:
     """What to measure; eager first, since all else is compared with it."""
-    plain = [(name, 0) for name in ("eager", "torch.compile") if name in args.ways]
+    plain = [(name, 0) for name in ("eager", "megatron-core") if name in args.ways]
+    if args.tp > 1:
+        print(
+            "torch.compile and Liger are left out: they do not cut the vocabulary", file=sys.stderr
+        )
+        return plain + [(n, size) for size in args.chunk_size for n in CHUNKED if n in args.ways]
+    if "torch.compile" in args.ways:
+        plain.append(("torch.compile", 0))
     if "Liger" in args.ways:
         if importlib.util.find_spec("liger_kernel") and select().kind == "cuda":
             plain.append(("Liger", 0))
@@ -201,11 +240,11 @@ def table(args: argparse.Namespace) -> list[str]:
     """The lines of the table, printed as they come."""
     lines = [HEAD, "|---" * HEAD.count(" | ") + "|---|"]
     print("\n".join(lines), flush=True)
-    weight_bytes = args.vocab * args.hidden * getattr(torch, args.dtype).itemsize
+    weight_bytes = args.vocab // args.tp * args.hidden * getattr(torch, args.dtype).itemsize
     whole: Cost | None = None
     for name, chunk_size in candidates(args):
         label = str(chunk_size or "default") if name in CHUNKED else "-"
-        found = measure_in_child(WAYS[name], args, chunk_size or None)
+        found = measure_apart(WAYS[name], args, chunk_size or None)
         row = [name, label, "failed"]
         if found is not None:
             whole = whole or found
@@ -221,6 +260,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share the vocabulary")
     parser.add_argument("--chunk-size", type=int, nargs="+", default=[0], help="0: default")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
@@ -237,7 +277,7 @@ def main(argv: list[str]) -> int:
     print("\n".join(lines), flush=True)
     lines += table(args)
     if args.save:
-        path = Path(__file__).parent / "results" / f"cross_entropy_{date.today()}.md"
+        path = Path(__file__).parent / "results" / f"cross_entropy_tp{args.tp}_{date.today()}.md"
         path.write_text("\n".join(lines) + "\n")
     return 0
 

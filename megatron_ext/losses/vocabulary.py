@@ -1,8 +1,8 @@
 """Logits of a chunk of tokens over a vocabulary that is cut over the tensor-parallel ranks.
 
-The pieces that a loss of the user's own is made of, all differentiable. Values per token ``[C]`` are
-the same on every tensor-parallel rank, values per entry ``[C, v/tp]`` are this rank's part; `sum`
-and `at` lead from parts to shared values, `spread` leads back.
+The pieces that a loss of the user's own is made of, all differentiable. Values per token ``[C]``
+are the same on every tensor-parallel rank, values per entry ``[C, v/tp]`` are this rank's part;
+`sum` and `at` lead from parts to shared values, `spread` leads back.
 """
 
 from __future__ import annotations
