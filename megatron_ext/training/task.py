@@ -13,6 +13,7 @@ from megatron_ext.data.batch import Batch
 from megatron_ext.data.gpt import Datasets
 from megatron_ext.losses.contract import LossFunction, StepCounts
 from megatron_ext.models.chunks import ModelChunk
+from megatron_ext.training.preflight import check_gpt_data
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 DatasetsProvider = Callable[
     ["RunConfig", "Tokenizer", Sequence["int | None"], Callable[[], bool]], Datasets
 ]
+Preflight = Callable[["RunConfig", "Tokenizer"], "RunConfig"]
 ForwardStep = Callable[
     ["RunConfig", Batch, torch.nn.Module, "StepCounts | None"], tuple[Tensor, LossFunction]
 ]
@@ -39,9 +41,12 @@ class Task:
             whole step, None in evaluation and where nothing needs them.
         auxiliary_losses: the model attaches losses of its own with
             `models.auto_scaler.attach_microbatch_loss`.
+        preflight: ``(config, tokenizer)`` to the configuration with what only the data decides;
+            checks the data before any process group exists, on every rank alike.
     """
 
     datasets: DatasetsProvider
     model_chunk: ModelChunk
     forward_step: ForwardStep
     auxiliary_losses: bool = False
+    preflight: Preflight = check_gpt_data
