@@ -18,6 +18,7 @@ from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.precision import PrecisionConfig
+from megatron_ext.config.sft import SftConfig
 from megatron_ext.config.tokenizer import TokenizerConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.config.transformer import transformer_fields
@@ -36,6 +37,7 @@ class RunConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -69,6 +71,7 @@ class RunConfig:
             ),
             optimizer=self.optimizer.resolved(device),
             data=self.data.resolved(),
+            sft=self.sft.resolved(model.seq_length),
         )
         errors = run.errors(has_te=has_te)
         if errors:
@@ -86,6 +89,7 @@ class RunConfig:
             *self.loss.errors(per_token=self.training.calculate_per_token_loss, has_te=has_te),
             *self.optimizer.errors(self.training),
             *self.data.errors(full_validation=self.training.full_validation),
+            *self.sft.errors(self),
             *self.checkpoint.errors(),
             *self.logging.errors(),
         ]

@@ -31,6 +31,7 @@ class TrainingConfig:
     )
     train_iters: int | None = flag(None, "length of the run", unit="steps")
     train_samples: int | None = flag(None, "length of the run", unit="samples")
+    train_epochs: int | None = flag(None, "length of the run, with --sft", unit="epochs")
     exit_interval: int | None = flag(None, "stop after each multiple of this", unit="steps")
     exit_duration_in_mins: float | None = flag(None, "save and stop after this", unit="minutes")
     exit_signal_handler: bool = flag(False, "save and stop at the exit signal")
@@ -103,12 +104,17 @@ class TrainingConfig:
         return found
 
     def _length_errors(self) -> list[str]:
-        if self.train_iters is not None and self.train_samples is not None:
-            return [
-                f"`--train-iters` ({self.train_iters}) and `--train-samples` "
-                f"({self.train_samples}) exclude each other; give one."
-            ]
-        if self.train_iters is None and self.train_samples is None and not self.skip_train:
+        lengths = {
+            "--train-iters": self.train_iters,
+            "--train-samples": self.train_samples,
+            "--train-epochs": self.train_epochs,
+        }
+        given = [f"`{name}` ({value})" for name, value in lengths.items() if value is not None]
+        if len(given) > 1:
+            return [f"{' and '.join(given)} exclude each other; give one."]
+        if self.train_epochs is not None and self.train_epochs < 1:
+            return [f"`--train-epochs` ({self.train_epochs}) must be at least 1."]
+        if not given and not self.skip_train:
             return ["`--train-iters` is missing; give it or `--train-samples`."]
         return []
 

@@ -14,6 +14,12 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean of each loss over the targets of ``num_steps`` global batches.
 
+    Args:
+        runner: of the step.
+        source: the split.
+        num_steps: steps.
+        num_microbatches: of each step, unless the source has a plan of its own.
+
     Returns:
         Losses by name on the last pipeline stage; empty on the others.
     """
@@ -23,8 +29,9 @@ def evaluate(
     try:
         with torch.no_grad():
             for _ in range(num_steps):
-                batches = source.next_step(num_microbatches)
-                reports = runner.forward_backward(batches, num_microbatches, forward_only=True)
+                count = source.num_microbatches(num_microbatches)
+                batches = source.next_step(count)
+                reports = runner.forward_backward(batches, count, forward_only=True)
                 for key, entry in reduce_reports(reports, runner.context).items():
                     totals[key] = totals[key] + entry if key in totals else entry
     finally:

@@ -36,13 +36,12 @@ def train(run: Run) -> int | None:
             run.save()
             saved_at = run.progress.iteration
         profiler.before_step(run.progress.iteration)
-        batches = run.train_source.next_step(run.batch_size.num_microbatches)
+        num_microbatches = run.train_source.num_microbatches(run.batch_size.num_microbatches)
+        batches = run.train_source.next_step(num_microbatches)
         coming = run.progress.iteration + 1
         checked = _due(coming, run.config.training.check_invariants)
         run.runner.check_zeroed_at = coming if checked else None
-        result = run.runner.train(
-            batches, run.batch_size.num_microbatches, run.progress.consumed_train_samples
-        )
+        result = run.runner.train(batches, num_microbatches, run.progress.consumed_train_samples)
         run.parameter_gather.switch_on()
         nan = _advance(run, result)
         iteration = run.progress.iteration

@@ -24,24 +24,28 @@ from megatron_ext.training.loop import evaluate_split, train
 from megatron_ext.training.preflight import preflight
 from megatron_ext.training.reporting import build_reporters
 from megatron_ext.training.setup import build_run
+from megatron_ext.training.task import Task
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
     from megatron_ext.data.tokenizers import Tokenizer
     from megatron_ext.training.setup import Run
-    from megatron_ext.training.task import Task
 
 logger = logging.getLogger(__name__)
 
 
-def main(task: Task, argv: Sequence[str]) -> int:
+def main(task: Task | Callable[[RunConfig], Task], argv: Sequence[str]) -> int:
     """Parse the flags, check what can be checked, start the ranks, and train.
+
+    Args:
+        task: what to train, or a function that chooses it by the configuration.
+        argv: the words after the program's name.
 
     Returns:
         The exit code of the program; 2 after a user's error, whose sentences are printed.
     """
     try:
-        device, config, tokenizer = _prepare(argv)
+        chosen, device, config, tokenizer = _prepare(task, argv)
     except MegatronExtError as error:
         if int(os.environ.get("RANK", "0")) == 0:
             print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
@@ -49,7 +53,7 @@ def main(task: Task, argv: Sequence[str]) -> int:
     except _NothingToRun:
         return 0
     return launch(
-        lambda: pretrain(task, config, device=device, tokenizer=tokenizer),
+        lambda: pretrain(chosen, config, device=device, tokenizer=tokenizer),
         nproc_per_node=config.parallel.nproc_per_node,
         device=device,
     )
@@ -59,7 +63,9 @@ class _NothingToRun(Exception):
     """The command line asked for something else than a run."""
 
 
-def _prepare(argv: Sequence[str]) -> tuple[Device, RunConfig, Tokenizer]:
+def _prepare(
+    task: Task | Callable[[RunConfig], Task], argv: Sequence[str]
+) -> tuple[Task, Device, RunConfig, Tokenizer]:
     """Everything that needs no other rank; the same on all of them."""
     device = select()
     parsed = parse_args(
@@ -75,13 +81,14 @@ def _prepare(argv: Sequence[str]) -> tuple[Device, RunConfig, Tokenizer]:
         raise _NothingToRun
     logging.basicConfig(level=parsed.config.logging.logging_level or logging.WARNING)
     device = select(parsed.config.parallel.distributed_backend)
-    config, tokenizer = preflight(parsed.config)
+    chosen = task if isinstance(task, Task) else task(parsed.config)
+    config, tokenizer = preflight(parsed.config, chosen.preflight)
     silence_known_warnings(device.kind)
     if first:
         for note in parsed.notes:
             print(f"> {note}")
         print(f"> the resolved configuration:\n{_as_yaml(config)}", flush=True)
-    return device, config, tokenizer
+    return chosen, device, config, tokenizer
 
 
 def _as_yaml(config: RunConfig) -> str:

@@ -79,6 +79,8 @@ class Run:
 
     def evaluation_steps(self, source: BatchSource) -> int:
         """Steps of one evaluation of a split."""
+        if source.plan is not None:
+            return source.plan.steps_per_epoch
         if self.config.training.full_validation:
             return steps_of_one_epoch(source, self.evaluation_batch_size, self.device)
         return self.config.training.eval_iters
@@ -136,7 +138,9 @@ def build_run(
         chunks=chunks,
         optimizer=optimizer,
         scheduler=scheduler,
-        runner=StepRunner(config, task, context, core, chunks, optimizer, scheduler),
+        runner=StepRunner(
+            config, task, context, core, chunks, optimizer, _paced(config, scheduler)
+        ),
         parameter_gather=_parameter_gather(config, core, chunks),
         checkpoints=checkpoints,
         progress=progress,
@@ -152,6 +156,23 @@ def build_run(
     with resumed:
         attach_data(run, task, tokenizer)
     return run
+
+
+class _ByConversations:
+    """Moves a schedule on by the conversations of a step, whatever the rows that they take."""
+
+    def __init__(self, scheduler: OptimizerParamScheduler, per_step: int) -> None:
+        self._scheduler, self._per_step = scheduler, per_step
+
+    def step(self, increment: int) -> None:
+        self._scheduler.step(increment=self._per_step)
+
+
+def _paced(config: RunConfig, scheduler: OptimizerParamScheduler | None) -> Any:
+    """What the steps move: the schedule, which counts samples of the global batch."""
+    if scheduler is None or not config.sft.sft or config.sft.sft_batching != "token-budget":
+        return scheduler
+    return _ByConversations(scheduler, config.training.batch_sizes[1])
 
 
 def _parameter_gather(

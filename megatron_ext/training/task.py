@@ -13,6 +13,7 @@ from megatron_ext.data.batch import Batch
 from megatron_ext.data.gpt import Datasets
 from megatron_ext.losses.contract import LossFunction, StepCounts
 from megatron_ext.models.chunks import ModelChunk
+from megatron_ext.training.preflight import check_gpt_data
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 DatasetsProvider = Callable[
     ["RunConfig", "Tokenizer", Sequence["int | None"], Callable[[], bool]], Datasets
 ]
+Preflight = Callable[["RunConfig", "Tokenizer"], "RunConfig"]
 ForwardStep = Callable[
     ["RunConfig", Batch, torch.nn.Module, "StepCounts | None"], tuple[Tensor, LossFunction]
 ]
@@ -44,6 +46,8 @@ class Task:
             `models.auto_scaler.attach_microbatch_loss`.
         prepare_window: ``(config, batches, context)`` to the batches, called on the last stage with
             all micro-batches of a step before its first forward pass.
+        preflight: ``(config, tokenizer)`` to the configuration with what only the data decides;
+            checks the data before any process group exists, on every rank alike.
     """
 
     datasets: DatasetsProvider
@@ -51,3 +55,4 @@ class Task:
     forward_step: ForwardStep
     auxiliary_losses: bool = False
     prepare_window: PrepareWindow | None = None
+    preflight: Preflight = check_gpt_data

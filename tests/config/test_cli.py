@@ -119,7 +119,7 @@ def test_there_are_342_common_flags() -> None:
 
 BAD = [
     ("--hiden-size 8", "`--hiden-size` is not a flag of this program; did you mean `--hidden"),
-    ("--sft", "`--sft` is known from Megatron-LM but refused here"),
+    ("--sft-tokenizer-prompt-format x", "`--sft-tokenizer-prompt-format` is known from Megatron"),
     ("--num-layers two", "`--num-layers` (two) must be an integer."),
     ("--lr fast", "`--lr` (fast) must be a number."),
     ("--bf16 yes", "`--bf16` takes no value, but got yes; leave it out."),

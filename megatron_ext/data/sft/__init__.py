@@ -19,13 +19,8 @@ from megatron_ext.data.sft.lengths import (
     shift,
     truncate,
 )
-from megatron_ext.data.sft.masks import (
-    ChatTokenizer,
-    OnMismatch,
-    TemplateOptions,
-    TokenizedConversation,
-    tokenize_conversation,
-)
+from megatron_ext.data.sft.masks import TokenizedConversation, tokenize_conversation
+from megatron_ext.data.sft.template import ChatTokenizer, OnMismatch, TemplateOptions
 
 __all__ = [
     "ChatTokenizer",

@@ -27,6 +27,7 @@ SHAREGPT_ROLES: Mapping[str, str] = {
     "assistant": ASSISTANT,
     "tool": "tool",
     "observation": "tool",
+    "function_call": ASSISTANT,
 }
 
 
@@ -50,6 +51,7 @@ class RowFormat:
         prompt: column of the user's text (layout "prompt-response"; gsm8k's name).
         response: column of the assistant's text, likewise.
         conversations: column of from/value pairs (layout "sharegpt").
+        system: optional column of the system text (layout "sharegpt").
         tools: optional column of tool schemas, a list or JSON text.
         enable_thinking: optional column of booleans for the chat template.
 
@@ -62,6 +64,7 @@ class RowFormat:
     prompt: str = "question"
     response: str = "answer"
     conversations: str = "conversations"
+    system: str = "system"
     tools: str = "tools"
     enable_thinking: str = "enable_thinking"
 
@@ -161,8 +164,9 @@ def _from_messages(row: Mapping[str, Any], place: Place, names: RowFormat) -> li
 
 
 def _from_sharegpt(row: Mapping[str, Any], place: Place, names: RowFormat) -> list[Message]:
-    messages = []
-    for index, turn in enumerate(_list_of(row, place, names.conversations)):
+    turns = _list_of(row, place, names.conversations)
+    messages = _system_column(row, place, names, turns)
+    for index, turn in enumerate(turns):
         field = f"{names.conversations}[{index}]"
         speaker = turn.get("from")
         if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
@@ -172,8 +176,50 @@ def _from_sharegpt(row: Mapping[str, Any], place: Place, names: RowFormat) -> li
             kind = type(turn.get("value")).__name__
             _refuse(place, f"{field}.value", f"must be a text, not {kind}")
         rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
-        messages.append({"role": SHAREGPT_ROLES[speaker], "content": turn["value"], **rest})
+        spoken = {"content": turn["value"]}
+        if speaker == "function_call":
+            spoken = _calls(turn["value"], f"{field}.value", place)
+        messages.append({"role": SHAREGPT_ROLES[speaker], **spoken, **rest})
     return messages
+
+
+def _system_column(
+    row: Mapping[str, Any], place: Place, names: RowFormat, turns: list[Any]
+) -> list[Message]:
+    """The system message of a column of its own, which some ShareGPT files have."""
+    text = plain(row.get(names.system))
+    if text is None or text == "":
+        return []
+    if not isinstance(text, str):
+        _refuse(place, names.system, f"must be a text, not {type(text).__name__}")
+    if turns[0].get("from") == "system":
+        _refuse(
+            place,
+            names.system,
+            f"is given, but `{names.conversations}` begins with a system turn too; keep one",
+        )
+    return [{"role": "system", "content": text}]
+
+
+def _calls(text: str, field: str, place: Place) -> Message:
+    """The assistant's calls of tools from their JSON text, one or a list of them."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        _refuse(place, field, f"is a function call that is not JSON ({error})")
+    calls = value if isinstance(value, list) else [value]
+    if not calls or not all(isinstance(call, dict) and call.get("name") for call in calls):
+        _refuse(place, field, "is a function call, so it must be an object with name and arguments")
+    return {
+        "content": "",
+        "tool_calls": [
+            {
+                "type": "function",
+                "function": {"name": call["name"], "arguments": call.get("arguments", {})},
+            }
+            for call in calls
+        ],
+    }
 
 
 def _from_prompt_response(row: Mapping[str, Any], place: Place, names: RowFormat) -> list[Message]:

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_ext.data.sft.conversation import Place
-from megatron_ext.data.sft.masks import ChatTokenizer, TokenizedConversation
+from megatron_ext.data.sft.masks import TokenizedConversation
+from megatron_ext.data.sft.template import ChatTokenizer
 from megatron_ext.errors import ConfigError, DataError
 
 Truncation = Literal["error", "left", "right"]
@@ -85,8 +86,13 @@ def truncate(
             f"{place}: the conversation has {length} tokens, more than max_length ({max_length}); "
             "raise max_length, set truncation to left or right, or drop the row."
         )
-    kept = slice(-max_length, None) if truncation == "left" else slice(max_length)
+    kept = kept_tokens(max_length, truncation)
     return TokenizedConversation(tokenized.ids[kept], tokenized.mask[kept])
+
+
+def kept_tokens(max_length: int, truncation: Truncation) -> slice:
+    """Which tokens of a conversation of any length are kept: its last, or its first."""
+    return slice(-max_length, None) if truncation == "left" else slice(max_length)
 
 
 def shift(ids: ArrayLike, mask: ArrayLike) -> Labeled:

@@ -4,73 +4,24 @@ A template that marks the assistant's text with ``{% generation %}`` says itself
 For any other, each assistant turn is found by templating the messages before it (with the
 generation prompt) and the messages up to it: the tokens between the two are the turn's, from its
 first word to its end-of-turn token and what the template writes after that. Both must be the
-beginning of the whole conversation, token for token.
+beginning of the whole conversation, token for token. The texts are compared first, so that a
+conversation is tokenized once; where a turn does not begin and end between two tokens, the tokens
+of its beginnings decide.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, NoReturn, Protocol, get_args
+from typing import NamedTuple, NoReturn
 
 from megatron_ext.data.sft.conversation import ASSISTANT, Conversation
+from megatron_ext.data.sft.template import ChatTokenizer, Template, TemplateOptions
 from megatron_ext.errors import ConfigError, DataError
 
-OnMismatch = Literal["error", "realign"]
-
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_OURS = (
-    "conversation add_generation_prompt continue_final_message tokenize return_dict tools "
-    "return_assistant_tokens_mask return_tensors padding truncation max_length tokenizer_kwargs"
-).split()
-
-
-class ChatTokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
-
-    is_fast: bool
-    pad_token_id: int | None
-    chat_template: Any
-
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
-
-    def get_chat_template(
-        self, chat_template: str | None = None, tools: list[Any] | None = None
-    ) -> str: ...
-
-
-@dataclass(frozen=True)
-class TemplateOptions:
-    """How conversations are templated.
-
-    Attributes:
-        template_kwargs: passed on to `apply_chat_template`, thus to the template; a row's
-            `enable_thinking` goes before one named here.
-        on_mismatch: "error" refuses a conversation in which a turn cannot be told exactly;
-            "realign" looks in the whole conversation for the longest piece of what templating
-            the messages up to the turn ends with.
-
-    Raises:
-        ConfigError: an unknown `on_mismatch`, or a keyword that this module sets itself.
-    """
-
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    on_mismatch: OnMismatch = "error"
-
-    def __post_init__(self) -> None:
-        if self.on_mismatch not in get_args(OnMismatch):
-            raise ConfigError(
-                f"on_mismatch ({self.on_mismatch!r}) must be one of "
-                f"{', '.join(get_args(OnMismatch))}."
-            )
-        for name in self.template_kwargs:
-            if name in _OURS:
-                raise ConfigError(
-                    f"apply_chat_template_kwargs ({name}) must not hold what the tokenization of "
-                    f"conversations sets itself ({', '.join(_OURS)}); leave it out."
-                )
 
 
 class TokenizedConversation(NamedTuple):
@@ -90,9 +41,11 @@ def tokenize_conversation(
         DataError: the template refuses the conversation, or the mask cannot be built.
     """
     options = options or TemplateOptions()
-    template = _Template(tokenizer, conversation, options)
+    template = Template(tokenizer, conversation, options)
     if _marks_generation(tokenizer, conversation, options):
         return _by_generation_marks(template, conversation, options)
+    if tokenizer.is_fast and (found := _by_text(template, conversation)) is not None:
+        return found
     return _by_prefixes(template, conversation, options)
 
 
@@ -110,42 +63,8 @@ def _marks_generation(
     return tokenizer.is_fast and _GENERATION.search(text) is not None
 
 
-class _Template:
-    """The chat template applied to the first messages of one conversation."""
-
-    def __init__(
-        self, tokenizer: ChatTokenizer, conversation: Conversation, options: TemplateOptions
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._conversation = conversation
-        self._kwargs = dict(options.template_kwargs)
-        if conversation.enable_thinking is not None:
-            self._kwargs["enable_thinking"] = conversation.enable_thinking
-        if conversation.tools is not None:
-            self._kwargs["tools"] = list(conversation.tools)
-
-    def apply(self, count: int, **kwargs: Any) -> Any:
-        """`apply_chat_template` of the first ``count`` messages."""
-        messages = [dict(message) for message in self._conversation.messages[:count]]
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=True, **kwargs, **self._kwargs
-            )
-        except Exception as error:  # a template can raise anything
-            reason = " ".join(str(error).split())[:200]
-            raise DataError(
-                f"{self._conversation.place}: the chat template refuses the first {count} of "
-                f"{len(self._conversation.messages)} messages ({type(error).__name__}: {reason}); "
-                "correct the row, or give a template that takes it."
-            ) from error
-
-    def ids(self, count: int, *, prompt: bool = False) -> list[int]:
-        """Tokens of the first ``count`` messages; ``prompt``: with the generation prompt."""
-        return list(self.apply(count, add_generation_prompt=prompt)["input_ids"])
-
-
 def _by_generation_marks(
-    template: _Template, conversation: Conversation, options: TemplateOptions
+    template: Template, conversation: Conversation, options: TemplateOptions
 ) -> TokenizedConversation:
     """The template's own mask, less the turns that the row takes out.
 
@@ -195,8 +114,38 @@ def _runs(mask: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
+def _by_text(template: Template, conversation: Conversation) -> TokenizedConversation | None:
+    """As `_by_prefixes`, by the places of the turns in the text; None where that cannot tell.
+
+    A byte-pair encoding that has an edge between two tokens gives what lies before it the same
+    tokens alone, since no merge reached across.
+    """
+    count = len(conversation.messages)
+    whole = template.text(count)
+    encoded = template.encode(whole)
+    ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+    mask = [0] * len(ids)
+    for turn in (i for i, trained in enumerate(conversation.trained) if trained):
+        before = template.text(turn, prompt=True) if turn else ""
+        upto = whole if turn == count - 1 else template.text(turn + 1)
+        if not before or not whole.startswith(before) or not whole.startswith(upto):
+            return None
+        start = _edge(offsets, len(before))
+        end = len(ids) if turn == count - 1 else _edge(offsets, len(upto))
+        if start is None or end is None or end <= start:
+            return None
+        mask[start:end] = [1] * (end - start)
+    return TokenizedConversation(ids, mask)
+
+
+def _edge(offsets: Sequence[tuple[int, int]], place: int) -> int | None:
+    """Number of the token that begins at a place of the text; None inside of a token."""
+    token = bisect_left(offsets, place, key=lambda offset: offset[0])
+    return token if token and offsets[token - 1][1] == place else None
+
+
 def _by_prefixes(
-    template: _Template, conversation: Conversation, options: TemplateOptions
+    template: Template, conversation: Conversation, options: TemplateOptions
 ) -> TokenizedConversation:
     """The mask by templating the messages before and up to each trained turn.
 
@@ -218,7 +167,7 @@ def _by_prefixes(
 
 
 def _exact_span(
-    template: _Template, conversation: Conversation, whole: list[int], turn: int
+    template: Template, conversation: Conversation, whole: list[int], turn: int
 ) -> tuple[int, int]:
     """Tokens of one assistant turn: after the generation prompt, to what ends the turn."""
     before = template.ids(turn, prompt=True)
@@ -246,7 +195,7 @@ _MISMATCH = (
 )
 
 
-def _end_of_prefix(template: _Template, whole: list[int], count: int) -> int | None:
+def _end_of_prefix(template: Template, whole: list[int], count: int) -> int | None:
     """Length of what the template writes of the first messages, None if the whole differs.
 
     Some templates close a text that asks for no answer (Phi-3 with `<|endoftext|>`); what is
@@ -275,7 +224,7 @@ def _refuse(conversation: Conversation, turn: int, rule: str) -> NoReturn:
 
 
 def _realigned_span(
-    template: _Template, conversation: Conversation, whole: list[int], turn: int
+    template: Template, conversation: Conversation, whole: list[int], turn: int
 ) -> tuple[int, int]:
     """As `_exact_span`, but looked for where the whole is not written like its beginnings.
 
@@ -302,7 +251,7 @@ def _realigned_span(
     return start, end
 
 
-def _place_of(template: _Template, conversation: Conversation, whole: list[int], count: int) -> int:
+def _place_of(template: Template, conversation: Conversation, whole: list[int], count: int) -> int:
     """Where in the whole conversation its first messages end."""
     at = _end_of_prefix(template, whole, count)
     if at is None:

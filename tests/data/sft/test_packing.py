@@ -12,17 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron_ext.data.sft_packing import (
+from megatron_ext.data.sft.epochs import PackedEpochs, shuffled
+from megatron_ext.data.sft.packing import (
     CostModel,
     Ints,
-    PackedEpochs,
     Row,
     balance,
     boundaries,
     cost,
     pack,
     padded_lengths,
-    shuffled,
     small_ends,
     token_budget,
 )

@@ -1,10 +1,7 @@
 """Dynamic packing: which samples share a row, and which rows a data-parallel rank computes.
 
-Everything here is a function of the samples' lengths and of ``(seed, epoch, step)``, in integers
-and with no communication, so that all ranks find the same plan and a run resumes at any step.
-
-An epoch is exact: every sample is seen once. Its last step may be short, and is filled with empty
-rows (``[]``), which weigh nothing in the loss.
+Everything here is a function of the samples' lengths, in integers and with no communication, so
+that all ranks find the same plan.
 """
 
 from __future__ import annotations
@@ -98,7 +95,7 @@ def pack(lengths: ArrayLike, capacity: int) -> list[Row]:
     Raises:
         DataError: a sample is empty, or longer than a row.
     """
-    sizes = _fitting_lengths(lengths, capacity)
+    sizes = fitting_lengths(lengths, capacity)
     order = np.argsort(-sizes, kind="stable").tolist()
     values, counts = np.unique(sizes, return_counts=True)
     rows: list[Row] = []
@@ -127,7 +124,12 @@ def pack(lengths: ArrayLike, capacity: int) -> list[Row]:
     return rows
 
 
-def _fitting_lengths(lengths: ArrayLike, capacity: int) -> Ints:
+def fitting_lengths(lengths: ArrayLike, capacity: int) -> Ints:
+    """Lengths ``[n]`` of samples that rows of ``capacity`` tokens can hold.
+
+    Raises:
+        DataError: a sample is empty, or longer than a row.
+    """
     sizes = np.asarray(lengths, dtype=np.int64)
     if sizes.size and sizes.max() > capacity:
         raise DataError(
@@ -217,14 +219,14 @@ def token_budget(
     Raises:
         DataError: a sample is empty, or longer than the budget.
     """
-    sizes = _fitting_lengths(lengths, budget)
+    sizes = fitting_lengths(lengths, budget)
     costs = model.of_documents(sizes)
     ranks = _deal(costs, num_ranks, sizes.size + 1)
-    packed = [_named(pack(sizes[rank], budget), rank) for rank in ranks]
+    packed = [named(pack(sizes[rank], budget), rank) for rank in ranks]
     count = max(len(rows) for rows in packed)
     plan = []
     for rank, rows in zip(ranks, packed, strict=True):
-        even = _named(_deal(costs[rank], count, len(rank) + 1), rank)
+        even = named(_deal(costs[rank], count, len(rank) + 1), rank)
         if any(sizes[row].sum() > budget for row in even):
             even = rows + [[] for _ in range(count - len(rows))]
         weights = np.array([costs[row].sum() for row in even], dtype=np.int64)
@@ -232,76 +234,9 @@ def token_budget(
     return plan
 
 
-def _named(rows: list[Row], members: Sequence[int]) -> list[Row]:
+def named(rows: list[Row], members: Sequence[int]) -> list[Row]:
+    """Rows of positions in ``members`` as rows of the members themselves."""
     return [[members[position] for position in row] for row in rows]
-
-
-def shuffled(count: int, *seeds: int) -> Ints:
-    """A permutation ``[count]``, of raw generator bits, which no numpy release changes."""
-    return np.argsort(np.random.PCG64(seeds).random_raw(count), kind="stable").astype(np.int64)
-
-
-@dataclass
-class PackedEpochs:
-    """Rows of each rank in each step of each epoch.
-
-    Every epoch is packed anew with samples of equal length exchanged (the number of rows stays),
-    and its rows are shuffled by ``seed``; the row that packing could not fill comes last.
-
-    Attributes:
-        lengths: tokens of each sample, ``[n]``; see `padded_lengths`.
-        capacity: tokens of a row.
-        rows_per_step: global batch size, a multiple of ``num_ranks``, the data-parallel size.
-        similar_rows: draw a step in groups of ``num_ranks`` neighbours by cost. Without, a rank
-            with fewer than eight rows per step may have too few to swap; with it, the documents
-            of a small step are alike in length.
-
-    Raises:
-        DataError: a sample is empty, or longer than a row.
-    """
-
-    lengths: ArrayLike
-    capacity: int
-    rows_per_step: int
-    num_ranks: int
-    model: CostModel
-    seed: int
-    similar_rows: bool = False
-
-    def __post_init__(self) -> None:
-        self._sizes = _fitting_lengths(self.lengths, self.capacity)
-        self._load(0)
-        self.steps_per_epoch = -(-len(self._rows) // self.rows_per_step)
-
-    def step(self, epoch: int, step: int) -> list[list[Row]]:
-        """``[rank][row]`` sample numbers; ``step`` counts within the epoch.
-
-        Raises:
-            ConfigError, DataError: rows that cannot be dealt equally; the epoch has fewer steps.
-        """
-        if not 0 <= step < self.steps_per_epoch:
-            raise DataError(
-                f"Step {step} must be one of the {self.steps_per_epoch} steps of an epoch, counted "
-                "from 0; divide by their number to find the epoch."
-            )
-        if epoch != self._epoch:
-            self._load(epoch)
-        rows = self._rows[step * self.rows_per_step : (step + 1) * self.rows_per_step]
-        rows = rows + [[] for _ in range(self.rows_per_step - len(rows))]
-        costs = [cost(self._sizes[row], self.model) for row in rows]
-        return [[rows[row] for row in rank] for rank in balance(costs, self.num_ranks)]
-
-    def _load(self, epoch: int) -> None:
-        samples = shuffled(self._sizes.size, self.seed, epoch)
-        rows = _named(pack(self._sizes[samples], self.capacity), samples.tolist())
-        group = 1
-        if self.similar_rows:
-            group = self.num_ranks
-            rows.sort(key=lambda row: -cost(self._sizes[row], self.model))
-        whole = max(0, len(rows) - 1) // group
-        order = (shuffled(whole, self.seed, epoch, 1)[:, None] * group + np.arange(group)).ravel()
-        self._rows = [rows[row] for row in order.tolist()] + rows[whole * group :]
-        self._epoch = epoch
 
 
 @dataclass(frozen=True)
