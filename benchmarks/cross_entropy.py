@@ -5,8 +5,8 @@ inputs by: resident memory on a CPU, torch's allocations on a GPU. All ways give
 the hidden states and of the weight (dW), which all must hold; the last columns subtract the bytes
 of dW (by arithmetic, although eager frees logits before it makes its dW, so they flatter eager).
 With ``--tp 2`` two ranks hold half of the vocabulary each; the costs are those of the rank that
-needs more. megatron-core's cross-entropy works in place on float32 logits; 16-bit ones it copies. On
-a machine that others use too, compare the CPU times.
+needs more. megatron-core's cross-entropy works in place on float32 logits, and copies 16-bit ones.
+On a machine that others use too, compare the CPU times.
 
 Example: python benchmarks/cross_entropy.py --tokens 1024 --hidden 512 --vocab 50000 --tp 2
 """
