@@ -14,8 +14,8 @@ from megatron_ext.training.launch import fork_ranks
 from megatron_ext.training.preflight import preflight
 from megatron_ext.training.pretrain import pretrain
 from megatron_ext.training.reporting.metrics_file import read_metrics
-from megatron_ext.training.task import Task
-from pretrain_gpt import GPT
+from megatron_ext.training.task import TaskOrChoice, choose
+from pretrain_gpt import task_of
 
 REFERENCE = Path(
     os.environ.get(
@@ -42,13 +42,15 @@ def mock_data() -> list[str]:
 
 
 def train_on_ranks(
-    flags: Sequence[str], *, ranks: int = 1, save: Path, task: Task = GPT
+    flags: Sequence[str], *, ranks: int = 1, save: Path, task: TaskOrChoice = task_of
 ) -> tuple[int, list[dict[str, Any]]]:
     """Train on forked ranks; returns the exit code and the rows of ``metrics.jsonl``."""
     device = select()
     words = [*flags, "--nproc-per-node", str(ranks), "--save", str(save)]
-    config, tokenizer = preflight(parse_args(words, world_size=0, device=device.kind).config)
-    run = partial(pretrain, task, config, device=device, tokenizer=tokenizer)
+    parsed = parse_args(words, world_size=0, device=device.kind).config
+    chosen = choose(task, parsed)
+    config, tokenizer = preflight(parsed, chosen.preflight)
+    run = partial(pretrain, chosen, config, device=device, tokenizer=tokenizer)
     code = fork_ranks(run, ranks)
     return code, read_metrics(save / "metrics.jsonl")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from megatron_ext.data.blend import training_blend
 from megatron_ext.data.gpt import check_inputs
 from megatron_ext.data.tokenizers import build_tokenizer
+from megatron_ext.losses.custom import load_loss
 from megatron_ext.training.batch_size import number_of_iterations
 from megatron_ext.training.setup import split_sizes
 
@@ -55,8 +56,10 @@ def preflight(
         The configuration with its padded vocabulary and what the data decides, and the tokenizer.
 
     Raises:
-        ConfigError, DataError: see `build_tokenizer` and the task's check.
+        ConfigError, DataError: see `build_tokenizer`, `load_loss` and the task's check.
     """
     tokenizer = build_tokenizer(config.tokenizer)
     config = with_padded_vocabulary(config, tokenizer.vocab_size)
+    if config.loss.loss is not None:
+        load_loss(config.loss.loss, tuple(config.loss.loss_args))
     return check_data(config, tokenizer), tokenizer

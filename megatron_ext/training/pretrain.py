@@ -24,7 +24,7 @@ from megatron_ext.training.loop import evaluate_split, train
 from megatron_ext.training.preflight import preflight
 from megatron_ext.training.reporting import build_reporters
 from megatron_ext.training.setup import build_run
-from megatron_ext.training.task import Task
+from megatron_ext.training.task import Task, TaskOrChoice, choose
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def main(task: Task | Callable[[RunConfig], Task], argv: Sequence[str]) -> int:
+def main(task: TaskOrChoice, argv: Sequence[str]) -> int:
     """Parse the flags, check what can be checked, start the ranks, and train.
 
     Args:
@@ -63,9 +63,7 @@ class _NothingToRun(Exception):
     """The command line asked for something else than a run."""
 
 
-def _prepare(
-    task: Task | Callable[[RunConfig], Task], argv: Sequence[str]
-) -> tuple[Task, Device, RunConfig, Tokenizer]:
+def _prepare(task: TaskOrChoice, argv: Sequence[str]) -> tuple[Task, Device, RunConfig, Tokenizer]:
     """Everything that needs no other rank; the same on all of them."""
     device = select()
     parsed = parse_args(
@@ -81,7 +79,7 @@ def _prepare(
         raise _NothingToRun
     logging.basicConfig(level=parsed.config.logging.logging_level or logging.WARNING)
     device = select(parsed.config.parallel.distributed_backend)
-    chosen = task if isinstance(task, Task) else task(parsed.config)
+    chosen = choose(task, parsed.config)
     config, tokenizer = preflight(parsed.config, chosen.preflight)
     silence_known_warnings(device.kind)
     if first:

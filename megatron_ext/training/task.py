@@ -56,3 +56,11 @@ class Task:
     auxiliary_losses: bool = False
     prepare_window: PrepareWindow | None = None
     preflight: Preflight = check_gpt_data
+
+
+TaskOrChoice = Task | Callable[["RunConfig"], Task]
+
+
+def choose(task: TaskOrChoice, config: RunConfig) -> Task:
+    """The task itself, or what it chooses for a configuration."""
+    return task if isinstance(task, Task) else task(config)
