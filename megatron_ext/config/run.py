@@ -12,6 +12,7 @@ from typing import Any
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.config.data import DataConfig
 from megatron_ext.config.logs import LoggingConfig
+from megatron_ext.config.lora import LoraConfig
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.optimizer import OptimizerConfig
@@ -30,6 +31,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -59,6 +61,7 @@ class RunConfig:
             device=device,
             model=model,
             parallel=parallel,
+            lora=self.lora.resolved(),
             precision=self.precision.resolved(),
             training=self.training.resolved(parallel.data_parallel_size),
             optimizer=self.optimizer.resolved(device),
@@ -75,6 +78,7 @@ class RunConfig:
             *self.model.errors(),
             *self.parallel.errors(self.model),
             *self.moe.errors(max(1, self.parallel.expert_model_parallel_size)),
+            *self.lora.errors(self.model, self.moe, self.optimizer),
             *self.precision.errors(),
             *self.training.errors(self.parallel.data_parallel_size),
             *self.optimizer.errors(self.training),
