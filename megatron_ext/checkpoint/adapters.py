@@ -51,7 +51,9 @@ def leave_out_new_adapters(
     return new
 
 
-def check_adapters(path: Path, state: dict[str, Any], chunks: Iterable[str], strictness: str) -> None:
+def check_adapters(
+    path: Path, state: dict[str, Any], chunks: Iterable[str], strictness: str
+) -> None:
     """Refuse adapters that would be dropped, and a resumed run whose adapters are not there.
 
     Args:

@@ -20,7 +20,7 @@ DEFAULT_ALPHA = 32.0
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters: ``y = W x + (alpha / rank) * B A dropout(x)``, only A and B are trained."""
+    """Low-rank adapters: ``y = W x + (alpha / rank) * B A dropout(x)`` with a frozen W."""
 
     lora_rank: int | None = flag(None, "rank of the adapters; without it all parameters train")
     lora_alpha: float | None = flag(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +54,7 @@ class Adapter(torch.nn.Module):
             cut by itself.
     """
 
-    sides_cut: dict[str, int]
+    sides_cut: ClassVar[dict[str, int]]
     """The dimension along which each matrix is cut."""
 
     def __init__(self, layer: Layer, config: LoraConfig, *, gated: bool) -> None:
@@ -72,7 +72,7 @@ class Adapter(torch.nn.Module):
             if name in self.sides_cut:
                 set_tensor_model_parallel_attributes(parameter, True, self.sides_cut[name], 1)
             else:
-                parameter.sequence_parallel = self.sequence_parallel
+                setattr(parameter, "sequence_parallel", self.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         """What is added to the layer's output, from the layer's input on this rank."""
@@ -113,7 +113,7 @@ class Adapter(torch.nn.Module):
 class ColumnAdapter(Adapter):
     """Beside a column-parallel layer: x is whole, or cut along s."""
 
-    sides_cut = {"b": 0}
+    sides_cut: ClassVar = {"b": 0}
 
     def _between(self, low: Tensor) -> Tensor:
         if self.sequence_parallel:
@@ -125,7 +125,7 @@ class ColumnAdapter(Adapter):
 class RowAdapter(Adapter):
     """Beside a row-parallel layer: x is cut along its features."""
 
-    sides_cut = {"a": 1}
+    sides_cut: ClassVar = {"a": 1}
 
     def _drop(self, x: Tensor) -> Tensor:
         if self.sequence_parallel or not self.dropout:

@@ -30,7 +30,7 @@ from tests.ranks import ranks
 from tests.training_runs import TINY, mock_data
 
 LORA = "--lora-rank 4 --lora-alpha 8".split()
-CONSTANT = "--lr 1e-2 --min-lr 1e-2 --lr-decay-style constant".split()
+CONSTANT = "--lr 1e-2 --min-lr 1e-2 --lr-decay-style constant --clip-grad 0".split()
 STEPS = 3
 
 
@@ -91,6 +91,7 @@ def test_three_steps_are_those_of_plain_torch(context: ParallelContext, targets:
     build_scheduler(run, optimizer)  # sets the learning rate
     for step in range(STEPS):
         ddp.zero_grad_buffer()
+        optimizer.zero_grad()
         loss = loss_of(ddp, run)
         loss.backward()
         reference.zero_grad()
@@ -210,6 +211,20 @@ def test_alpha_over_rank() -> None:
     assert config("--lora-rank", "16").lora.scale == 2
     assert config("--lora-rank", "16", "--lora-rslora").lora.scale == 8
     assert config().lora.lora_alpha is None
+
+
+def test_the_checkpoints_adapters_are_taken_with_its_shape() -> None:
+    stored = config("--lora-rank", "4", "--lora-target-modules", "linear_qkv")
+    words = [*MODEL, *mock_data(), *"--train-iters 1 --use-checkpoint-args --load x".split()]
+
+    def read(*more: str) -> RunConfig:
+        given = [*words, *more]
+        return parse_args(
+            given, world_size=1, device="cpu", checkpoint_config=stored.to_dict()
+        ).config
+
+    assert read().lora == stored.lora
+    assert read("--lora-rank", "8").lora.lora_rank == 8
 
 
 @pytest.mark.parametrize(
