@@ -18,7 +18,7 @@ _MARK = ".lora."
 
 def adapters_among(names: Iterable[str]) -> list[str]:
     """The names that are matrices of adapters."""
-    return sorted(name for name in names if _MARK in name and not name.startswith("optimizer."))
+    return sorted(name for name in names if _MARK in name and "optimizer." not in name)
 
 
 def stored_adapters(path: Path) -> list[str]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from megatron_ext.checkpoint.adapters import stored_adapters
 from megatron_ext.checkpoint.manifest import checksum_fault, read_manifest

@@ -13,6 +13,8 @@ row-parallel          columns cut   whole         summed; reduce-scattered along
 
 Under sequence parallelism the gradient of the whole matrix is a sum over a rank's part of the
 sequence, which megatron-core completes where a parameter is marked ``sequence_parallel``.
+Zero-bubble schedules find little to put off: frozen weights have no gradient, and those of A and B
+are computed together with the input's.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megatron_ext.errors import ConfigError
 from megatron_ext.models.initialization import draw_by_name
 from megatron_ext.models.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -68,11 +71,12 @@ class Adapter(torch.nn.Module):
         self.gated = gated
         self.tp_group = layer.tp_group
         self.sequence_parallel = layer.sequence_parallel
-        for name, parameter in self.named_parameters():
+        parameters: dict[str, Any] = dict(self.named_parameters())
+        for name, parameter in parameters.items():
             if name in self.sides_cut:
                 set_tensor_model_parallel_attributes(parameter, True, self.sides_cut[name], 1)
             else:
-                setattr(parameter, "sequence_parallel", self.sequence_parallel)
+                parameter.sequence_parallel = self.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         """What is added to the layer's output, from the layer's input on this rank."""
@@ -150,18 +154,30 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
         chunks: without wrappers.
         config: with a rank.
         seed: ``--seed``.
+
+    Raises:
+        ConfigError: a chunk whose layers have none of the targets.
     """
     for chunk in chunks:
         chunk.requires_grad_(False)
-        for name, layer in list(chunk.named_modules()):
-            own_name = name.rpartition(".")[2]
-            if own_name not in config.lora_target_modules or not isinstance(layer, Layer):
-                continue
+        _attach(chunk, config)
+        matrices = [adapter.a for _, adapter in _adapted(chunk)]
+        if not matrices and any(".layers." in name for name, _ in chunk.named_parameters()):
+            raise ConfigError(
+                f"`--lora-target-modules` ({' '.join(config.lora_target_modules)}) names no linear "
+                "layer of this model; give names that it has, or leave out `--lora-rank`."
+            )
+        draw_by_name(chunk, matrices, _kaiming_uniform, seed)
+        _begin_backward_at_embedding(chunk)
+
+
+def _attach(chunk: torch.nn.Module, config: LoraConfig) -> None:
+    for name, layer in list(chunk.named_modules()):
+        own_name = name.rpartition(".")[2]
+        if own_name in config.lora_target_modules and isinstance(layer, Layer):
             gated = own_name == "linear_fc1" and layer.config.gated_linear_unit
             kind = ColumnAdapter if isinstance(layer, ColumnParallelLinear) else RowAdapter
             layer.lora = kind(layer, config, gated=gated)
-        draw_by_name(chunk, [a.a for _, a in _adapted(chunk)], _kaiming_uniform, seed)
-        _begin_backward_at_embedding(chunk)
 
 
 def _kaiming_uniform(full: Tensor) -> Tensor:

@@ -203,6 +203,19 @@ def test_peft_gives_the_same_logits(
         export_adapters(tmp_path / "run", output)
 
 
+@ranks()
+def test_adapters_without_a_place_in_peft_are_named(
+    context: ParallelContext, tmp_path: Path
+) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    run = gpt_config(*LORA, "--mtp-num-layers", "1")
+    save(run, context, llama_like(run, context, {}), tmp_path / "run")
+    left_out = export_adapters(tmp_path / "run", tmp_path / "adapter")
+    assert len(left_out) == 8 and all(name.startswith("mtp.") for name in left_out)
+    with safetensors.safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
+        assert len(file.keys()) == 2 * 7 * 2
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

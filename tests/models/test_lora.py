@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.config import RunConfig
 from megatron_ext.config.lora import TARGETS
 from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
@@ -202,62 +203,35 @@ def test_tied_embeddings_and_mtp(layout: str, tmp_path: Path) -> None:
     assert found.first is None, found.first
 
 
-def config(*words: str) -> RunConfig:
-    flags = [*MODEL, *mock_data(), "--train-iters", "1", *words]
-    return parse_args(flags, world_size=1, device="cpu").config
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
+    "--moe-token-dispatcher-type alltoall --lora-target-modules linear_qkv linear_proj"
+).split()
 
 
-def test_alpha_over_rank() -> None:
-    assert config("--lora-rank", "16").lora.scale == 2
-    assert config("--lora-rank", "16", "--lora-rslora").lora.scale == 8
-    assert config().lora.lora_alpha is None
+@pytest.mark.parametrize("layout", ["tp2sp", "ep2"])
+def test_attention_beside_experts(layout: str, tmp_path: Path) -> None:
+    truth = run_layout("dp1", [*MODEL, *EXPERTS], tmp_path / "truth")
+    found = compare(run_layout(layout, [*MODEL, *EXPERTS], tmp_path / "run"), truth, Tolerances())
+    assert found.problem is None, found.problem
+    assert found.first is None, found.first
+    last = read_gradients(found.recording.folder, STEPS)
+    assert len(last) == 4 * 2 * 2
 
 
-def test_the_checkpoints_adapters_are_taken_with_its_shape() -> None:
-    stored = config("--lora-rank", "4", "--lora-target-modules", "linear_qkv")
-    words = [*MODEL, *mock_data(), *"--train-iters 1 --use-checkpoint-args --load x".split()]
-
-    def read(*more: str) -> RunConfig:
-        given = [*words, *more]
-        return parse_args(
-            given, world_size=1, device="cpu", checkpoint_config=stored.to_dict()
-        ).config
-
-    assert read().lora == stored.lora
-    assert read("--lora-rank", "8").lora.lora_rank == 8
+@pytest.mark.parametrize("layout", ["tp2", "tp2sp", f"tp2sp[{RECOMPUTE}]"])
+def test_dropout_keeps_tensor_parallel_ranks_alike(layout: str, tmp_path: Path) -> None:
+    """The masks of whole inputs agree, so that whole matrices do after each update."""
+    words = "--lora-dropout 0.3 --lr 1e-2 --check-invariants 1".split()
+    mine = run_layout(layout, [*MODEL, *words], tmp_path / "run")
+    assert mine.failure is None
+    without = run_layout(layout, [*MODEL, "--lr", "1e-2"], tmp_path / "without")
+    assert mine.rows[-1]["lm loss"] != without.rows[-1]["lm loss"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--lora-rank 0", r"`--lora-rank` \(0\) must be at least 1; leave it out"),
-        ("--lora-alpha 4", "`--lora-alpha` needs `--lora-rank`; give a rank"),
-        ("--lora-dropout 0.1", "`--lora-dropout` needs `--lora-rank`"),
-        ("--lora-rank 2 --lora-alpha -1", r"`--lora-alpha` \(-1\) must be above 0"),
-        ("--lora-rank 2 --lora-dropout 1", r"`--lora-dropout` \(1\) must be at least 0 and below"),
-        (
-            "--lora-rank 2 --lora-target-modules linear_qkv q_proj",
-            r"`--lora-target-modules` \(q_proj\) must be names among linear_qkv, linear_proj",
-        ),
-        (
-            "--lora-rank 2 --transformer-impl transformer_engine",
-            "`--lora-rank` needs our torch layers",
-        ),
-        (
-            "--lora-rank 2 --num-experts 2",
-            r"`--lora-target-modules` \(linear_fc1 linear_fc2\) does not go with `--num-experts`",
-        ),
-        (
-            "--lora-rank 2 --num-experts 2 --moe-router-enable-expert-bias",
-            "`--moe-router-enable-expert-bias` would change the frozen model",
-        ),
-        (
-            "--lora-rank 2 --lora-dropout 0.1 --deterministic-dropout",
-            "`--lora-dropout` does not go with `--deterministic-dropout`",
-        ),
-        ("--lora-rank 2 --decoupled-lr 1", "`--decoupled-lr` is for the embedding and the output"),
-    ],
-)
-def test_what_cannot_be_run_is_a_sentence(words: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        config(*words.split())
+@ranks()
+def test_targets_that_a_model_lacks(context: ParallelContext) -> None:
+    run = gpt_config(*LORA)
+    lora = dataclasses.replace(run.lora, lora_target_modules=["linear_q"])
+    with pytest.raises(ConfigError, match=r"`--lora-target-modules` \(linear_q\) names no linear"):
+        bare_chunk(dataclasses.replace(run, lora=lora), context)
