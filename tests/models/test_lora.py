@@ -15,7 +15,7 @@ from megatron_ext.config import RunConfig
 from megatron_ext.config.lora import TARGETS
 from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
-from megatron_ext.layout import ParallelContext
+from megatron_ext.layout import ParallelContext, seed_everything
 from megatron_ext.models.chunks import build_chunks, wrap_chunks
 from megatron_ext.models.gpt import build_gpt_chunk
 from megatron_ext.models.lora import merge_adapters
@@ -219,14 +219,43 @@ def test_attention_beside_experts(layout: str, tmp_path: Path) -> None:
     assert len(last) == 4 * 2 * 2
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2sp", f"tp2sp[{RECOMPUTE}]"])
-def test_dropout_keeps_tensor_parallel_ranks_alike(layout: str, tmp_path: Path) -> None:
-    """The masks of whole inputs agree, so that whole matrices do after each update."""
-    words = "--lora-dropout 0.3 --lr 1e-2 --check-invariants 1".split()
-    mine = run_layout(layout, [*MODEL, *words], tmp_path / "run")
-    assert mine.failure is None
-    without = run_layout(layout, [*MODEL, "--lr", "1e-2"], tmp_path / "without")
-    assert mine.rows[-1]["lm loss"] != without.rows[-1]["lm loss"]
+def gradients_with_dropout(context: ParallelContext, *words: str) -> dict[str, Tensor]:
+    run = gpt_config(
+        *LORA, "--lora-dropout", "0.3", "--tensor-model-parallel-size", "2", *words, world_size=2
+    )
+    (chunk,) = build_chunks(build_gpt_chunk, run, build_transformer_config(run), context)
+    plain.fill(chunk, context)
+    seed_everything(context, 1234)
+    loss_of(chunk, run).backward()
+    return {name: p.grad for name, p in chunk.named_parameters() if p.grad is not None}
+
+
+@ranks(tp=2)
+def test_masks_of_whole_inputs_agree_between_tensor_parallel_ranks(
+    context: ParallelContext,
+) -> None:
+    """So that the whole matrices, which each rank updates by itself, stay alike."""
+    whole = [
+        gradient
+        for name, gradient in gradients_with_dropout(context).items()
+        if name.endswith(("qkv.lora.a", "fc1.lora.a", "proj.lora.b", "fc2.lora.b"))
+    ]
+    assert len(whole) == 2 * len(TARGETS)
+    for gradient in whole:
+        theirs = gradient.clone()
+        torch.distributed.broadcast(theirs, src=0)
+        assert torch.equal(gradient, theirs) and gradient.any()
+
+
+@pytest.mark.parametrize("more", [[], ["--sequence-parallel"]])
+@ranks(tp=2)
+def test_recomputed_layers_drop_the_same(context: ParallelContext, more: list[str]) -> None:
+    truth = gradients_with_dropout(context, *more)
+    recomputed = gradients_with_dropout(context, *more, *RECOMPUTE.split())
+    assert len(truth) == 2 * 2 * len(TARGETS)
+    assert recomputed.keys() == truth.keys()
+    for name, gradient in recomputed.items():
+        assert torch.equal(gradient, truth[name]), name
 
 
 @ranks()
