@@ -10,8 +10,10 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_ext.checkpoint.adapters import check_adapters, leave_out_new_adapters
 from megatron_ext.checkpoint.agreement import together
 from megatron_ext.checkpoint.fit import check_model, check_optimizer, same_model_ranks
 from megatron_ext.checkpoint.manifest import checksum_fault, read_manifest
@@ -167,13 +169,15 @@ class CheckpointManager:
         common = dict(dist_checkpointing.load_common_state_dict(str(path)))
         arguments = common.get("args", Namespace())
         with_optimizer = self._loads_optimizer(found, arguments, notes)
-        state = self._requested_state(
+        state, new = self._requested_state(
             found, model, optimizer if with_optimizer else None, common, arguments
         )
         if self._loads_random(found, arguments, notes):
             apart = getattr(arguments, "data_parallel_random_init", False)
             state["rng_state"] = random_state(self._context, every_replica=apart)
         loaded = self._read(path, state, notes)
+        for chunk, adapters in new.items():
+            loaded[chunk].update(adapters)
         apply_state(loaded, model, optimizer, scheduler, with_optimizer=with_optimizer)
         if "rng_state" in state:
             restore_random_state(self._context, loaded["rng_state"])
@@ -264,15 +268,23 @@ class CheckpointManager:
         optimizer: MegatronOptimizer | None,
         common: dict[str, Any],
         arguments: Namespace,
-    ) -> dict[str, Any]:
-        """The sharded state to fill, cut as the checkpoint is, after checking that it fits."""
+    ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+        """The sharded state to fill, cut as the checkpoint is, after checking that it fits.
+
+        Returns:
+            The state, and the adapters that start anew where only weights are wanted.
+        """
         path, layout = found.path, self._context.layout
+        keys, strictness = chunk_keys(model), self._config.dist_ckpt_strictness
         stored = dict(common.get("content_metadata") or {})
         metadata = {**stored, "dp_cp_group": self._context.pgs.dp_cp}
 
         def check() -> None:
             bare = sharded_state(model, None, metadata=metadata, is_loading=True)
-            check_model(path, bare, arguments, layout, self._config.dist_ckpt_strictness)
+            if found.weights_only:
+                leave_out_new_adapters(path, bare, keys)
+            check_adapters(path, bare, keys, strictness)
+            check_model(path, bare, arguments, layout, strictness)
             if optimizer is not None:
                 check_optimizer(
                     path, stored, arguments, layout, distributed=is_distributed(optimizer)
@@ -280,8 +292,8 @@ class CheckpointManager:
 
         together(check, f"{path} cannot be compared with the model")
         state = sharded_state(model, optimizer, metadata=metadata, is_loading=True)
-        assert all(key in state for key in chunk_keys(model))
-        return state
+        assert all(key in state for key in keys)
+        return state, leave_out_new_adapters(path, state, keys) if found.weights_only else {}
 
     def _read(self, path: Path, state: dict[str, Any], notes: list[str]) -> dict[str, Any]:
         strategy = load_strategy(

@@ -107,6 +107,7 @@ def parse_args(
     layers = [_read_yaml(path, reading) for path in reading.config_files]
     if checkpoint_config is not None:
         layers.append({"model": _shape(checkpoint_config), "moe": checkpoint_config["moe"]})
+        layers.append({"lora": checkpoint_config.get("lora", {})})
     values: dict[str, dict[str, Any]] = {}
     for layer in [*layers, reading.values]:
         for section, entries in layer.items():

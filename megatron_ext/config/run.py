@@ -13,6 +13,7 @@ from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.config.data import DataConfig
 from megatron_ext.config.logs import LoggingConfig
 from megatron_ext.config.loss import LossConfig
+from megatron_ext.config.lora import LoraConfig
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.optimizer import OptimizerConfig
@@ -32,6 +33,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -63,6 +65,7 @@ class RunConfig:
             device=device,
             model=model,
             parallel=parallel,
+            lora=self.lora.resolved(),
             precision=self.precision.resolved(),
             training=self.training.resolved(parallel.data_parallel_size),
             loss=self.loss.resolved(
@@ -84,6 +87,7 @@ class RunConfig:
             *self.model.errors(),
             *self.parallel.errors(self.model),
             *self.moe.errors(max(1, self.parallel.expert_model_parallel_size)),
+            *self.lora.errors(self.model, self.moe, self.optimizer),
             *self.precision.errors(),
             *self.training.errors(self.parallel.data_parallel_size),
             *self.loss.errors(per_token=self.training.calculate_per_token_loss, has_te=has_te),
