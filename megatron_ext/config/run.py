@@ -12,8 +12,8 @@ from typing import Any
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.config.data import DataConfig
 from megatron_ext.config.logs import LoggingConfig
-from megatron_ext.config.loss import LossConfig
 from megatron_ext.config.lora import LoraConfig
+from megatron_ext.config.loss import LossConfig
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.optimizer import OptimizerConfig

@@ -175,6 +175,7 @@ class OutputLayer(ColumnParallelLinear):
         if weight_only:
             given = kwargs.get("weight")
             return self.weight if given is None else given
+        assert input_ is not None
         return super().forward(input_, *args, **kwargs)
 
 
