@@ -14,7 +14,7 @@ from megatron_ext.training.launch import fork_ranks
 from megatron_ext.training.preflight import preflight
 from megatron_ext.training.pretrain import pretrain
 from megatron_ext.training.reporting.metrics_file import read_metrics
-from pretrain_gpt import GPT
+from pretrain_gpt import task_of
 
 REFERENCE = Path(
     os.environ.get(
@@ -46,8 +46,10 @@ def train_on_ranks(
     """Train on forked ranks; returns the exit code and the rows of ``metrics.jsonl``."""
     device = select()
     words = [*flags, "--nproc-per-node", str(ranks), "--save", str(save)]
-    config, tokenizer = preflight(parse_args(words, world_size=0, device=device.kind).config)
-    run = partial(pretrain, GPT, config, device=device, tokenizer=tokenizer)
+    parsed = parse_args(words, world_size=0, device=device.kind).config
+    task = task_of(parsed)
+    config, tokenizer = preflight(parsed, task.preflight)
+    run = partial(pretrain, task, config, device=device, tokenizer=tokenizer)
     code = fork_ranks(run, ranks)
     return code, read_metrics(save / "metrics.jsonl")
 

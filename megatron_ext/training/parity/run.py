@@ -104,7 +104,7 @@ def record(
         if parsed.config.checkpoint.save is not None:
             raise ConfigError("`--save` is given, but a parity run keeps nothing; drop it.")
         with (folder / "log").open("w") as log, redirect_stdout(log):
-            config, tokenizer = preflight(parsed.config)
+            config, tokenizer = preflight(parsed.config, task.preflight)
     except ConfigError as error:
         return Recording(layout, folder, [], failure=" ".join(error.messages))
 
