@@ -150,7 +150,9 @@ def test_other_columns_and_template(folder: Path, tmp_path: Path) -> None:
     path = tiny.write_jsonl(tmp_path / "f.jsonl", [{"q": "xy", "r": "zzz"}])
     words = "--sft-row-format prompt-response --sft-prompt-key q --sft-response-key r".split()
     kwargs = ["--sft-chat-template", template, "--sft-template-kwargs", '{"mark": "!"}']
-    assert preprocess(folder, "--input", path, "--output-prefix", tmp_path / "o", *words, *kwargs) == 0
+    assert (
+        preprocess(folder, "--input", path, "--output-prefix", tmp_path / "o", *words, *kwargs) == 0
+    )
     ids, mask = SftStore(str(tmp_path / "o")).conversation(0)
     assert tiny.tokenizer("chatml").decode(ids.tolist()) == "uxy!azzz!"
     assert mask.tolist() == [0] * 5 + [1] * 4
@@ -261,7 +263,9 @@ def test_further_special_tokens_have_the_ids_of_the_trainer(tmp_path: Path) -> N
     )
     tokenizer = build_tokenizer(settings)
     chat = build_chat(tokenizer, settings, SftConfig(sft=True))
-    row = {"messages": [{"role": "user", "content": "<|two|>"}, {"role": "assistant", "content": "x"}]}
+    row = {
+        "messages": [{"role": "user", "content": "<|two|>"}, {"role": "assistant", "content": "x"}]
+    }
     ids = tokenize_conversation(chat.tokenizer, read_conversation(row, Place("f", 1))).ids
     assert tokenizer.vocab_size - 1 in ids
     assert tokenizer.tokenize("<|two|>") == [tokenizer.vocab_size - 1]
