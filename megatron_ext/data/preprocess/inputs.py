@@ -17,7 +17,6 @@ from megatron_ext.data.preprocess.parquet import json_lines
 from megatron_ext.errors import ConfigError, DataError
 
 BLOCK_BYTES = 4 << 20
-_SMALLEST_PART = 4_000_000
 _LARGEST_PART = 256_000_000
 _PARTS_PER_WORKER = 4
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
@@ -105,17 +104,23 @@ def spool(source: str, target: Path) -> None:
     os.replace(temporary, target)
 
 
-def cut(files: Sequence[tuple[str, str]], workers: int, part_megabytes: float | None) -> list[Part]:
+def cut(
+    files: Sequence[tuple[str, str]],
+    workers: int,
+    part_megabytes: float | None,
+    smallest: int = 4_000_000,
+) -> list[Part]:
     """Cuts plain files at line ends into parts; a packed file is one part.
 
     Args:
         files: (path, name to show) in order.
-        part_megabytes: wanted size; None gives each worker a few parts of 4 to 256 MB.
+        part_megabytes: wanted size; None gives each worker a few parts of at most 256 MB.
+        smallest: bytes of a part, at least, where its size is not given.
     """
     sizes = [os.path.getsize(path) for path, _ in files]
     if part_megabytes is None:
         wanted = sum(sizes) // (workers * _PARTS_PER_WORKER)
-        wanted = min(max(wanted, _SMALLEST_PART), _LARGEST_PART)
+        wanted = min(max(wanted, smallest), _LARGEST_PART)
     else:
         wanted = max(1, int(part_megabytes * 1_000_000))
     parts: list[Part] = []

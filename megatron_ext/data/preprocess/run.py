@@ -146,7 +146,7 @@ def plan_parts(
         target = place.folder / f"unpacked{i}.jsonl"
         inputs.spool(source, target)
         named = [(str(target), shown) if path == source else (path, s) for path, s in named]
-    parts = inputs.cut(named, options.workers, options.part_megabytes)
+    parts = inputs.cut(named, options.workers, options.part_megabytes, options.smallest_part)
     place.begin(fingerprint, parts)
     return parts, {}
 

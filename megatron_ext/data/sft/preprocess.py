@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -50,6 +51,7 @@ class SftPreprocessOptions(PreprocessOptions):
         ConfigError: with every sentence that applies.
     """
 
+    smallest_part: ClassVar[int] = 250_000  # templates take longer than bytes alone
     json_keys: Sequence[str] = KEYS
     sft: SftConfig = field(default_factory=SftConfig)
 

@@ -87,8 +87,6 @@ class ConversationEncoder:
         except DataError as error:
             text = str(error).removeprefix(f"{place}: ").removesuffix(".")
             raise BadLine(f"is refused: {text}") from None
-        except UnicodeEncodeError:
-            raise BadLine("has half a surrogate pair") from None
         if len(tokenized.ids) < 2:
             raise BadLine(f"gives {len(tokenized.ids)} tokens, but at least 2 are needed")
         return tokenized

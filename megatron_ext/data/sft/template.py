@@ -105,4 +105,11 @@ class Template:
 
     def encode(self, text: str) -> Any:
         """Token ids of a text that was templated, and where each lies in it."""
-        return self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        try:
+            return self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        except Exception as error:  # such as half a surrogate pair, in ways of their own
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(
+                f"{self._conversation.place}: the tokenizer refuses the text of the conversation "
+                f"({type(error).__name__}: {reason}); correct the row."
+            ) from error

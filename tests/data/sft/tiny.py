@@ -6,6 +6,8 @@ its tokens and a mask can be shown in the text.
 
 from __future__ import annotations
 
+import json
+import random
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,35 @@ def tokenizer(
         pad_token=eos,
         chat_template=template or (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8"),
     )
+
+
+def save(folder: Path, family: str = "chatml") -> Path:
+    """The family's tokenizer as `save_pretrained` leaves it."""
+    tokenizer(family).save_pretrained(str(folder))
+    return folder
+
+
+def chats(count: int, *, turns: int = 3, words: int = 6, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows of messages, of unlike lengths; each begins with its number."""
+    dice = random.Random(seed)
+
+    def text() -> str:
+        return " ".join(dice.choices(["ab", "cde", "f", "ghij"], k=dice.randint(1, words)))
+
+    rows = []
+    for number in range(count):
+        messages = []
+        for _ in range(dice.randint(1, turns)):
+            messages.append({"role": "user", "content": f"{number} {text()}"})
+            messages.append({"role": "assistant", "content": text()})
+        rows.append({"messages": messages})
+    return rows
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """One row per line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
 
 
 def shown(tokenizer: Any, tokenized: TokenizedConversation) -> str:
