@@ -114,6 +114,8 @@ def build_source(
     first_step = 0 if plan is None else _steps_done(config, consumed_samples)
     if not stage_reads_data(config, context):
         return BatchSource(None, None, plan, first_step)
+    if not full_epoch:
+        _draw_as_loaders_do()
     samples: Iterator[dict[str, Tensor]] | None = None
     length = None
     if dataset is not None and context.tp_rank == 0:
@@ -139,6 +141,15 @@ def build_source(
         with_sample_ids=config.sft.sft,
     )
     return BatchSource(loader, length, plan, first_step)
+
+
+def _draw_as_loaders_do() -> None:
+    """Take from torch's generator the number that a data loader takes when it starts.
+
+    Megatron-LM's loaders take it, so its dropout on a CPU follows from it. Ours have a generator of
+    their own, since only one of the tensor-parallel ranks, which must drop alike, has a loader.
+    """
+    torch.empty((), dtype=torch.int64).random_()
 
 
 def _steps_done(config: RunConfig, consumed_samples: int) -> int:
@@ -188,4 +199,5 @@ def _loader(
         num_workers=workers,
         pin_memory=device.type == "cuda",
         persistent_workers=workers > 0,
+        generator=torch.Generator(),
     )
