@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,57 @@ def test_sharegpt() -> None:
     assert roles == ["system", "user", "assistant", "tool", "assistant"]
     assert read.messages[2] == ASSISTANT
     assert read.trained == (False, False, False, False, True)
+
+
+def test_sharegpt_with_a_column_of_its_own_for_the_system() -> None:
+    turns = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
+    names = RowFormat(layout="sharegpt", system="sys")
+    read = read_conversation({"conversations": turns, "sys": "be kind"}, PLACE, names)
+    assert read.messages[0] == {"role": "system", "content": "be kind"}
+    assert read.trained == (False, False, True)
+    for empty in (None, ""):
+        read = read_conversation({"conversations": turns, "sys": empty}, PLACE, names)
+        assert [message["role"] for message in read.messages] == ["user", "assistant"]
+    with pytest.raises(DataError, match="`sys` must be a text, not int"):
+        read_conversation({"conversations": turns, "sys": 3}, PLACE, names)
+    twice = [{"from": "system", "value": "z"}, *turns]
+    with pytest.raises(DataError, match="`sys` is given, but `conversations` begins with a system"):
+        read_conversation({"conversations": twice, "sys": "be kind"}, PLACE, names)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_sharegpt_function_calls_are_the_assistants(several: bool) -> None:
+    call = {"name": "add", "arguments": {"a": 1}}
+    value = json.dumps([call, {"name": "stop"}] if several else call)
+    turns = [
+        {"from": "human", "value": "x"},
+        {"from": "function_call", "value": value},
+        {"from": "observation", "value": "2"},
+        {"from": "gpt", "value": "two"},
+    ]
+    read = read_conversation({"conversations": turns}, PLACE, RowFormat(layout="sharegpt"))
+    assert [message["role"] for message in read.messages] == [
+        "user", "assistant", "tool", "assistant",
+    ]  # fmt: skip
+    calls = [{"type": "function", "function": call}]
+    if several:
+        calls.append({"type": "function", "function": {"name": "stop", "arguments": {}}})
+    assert read.messages[1]["tool_calls"] == calls
+    assert read.trained == (False, True, False, True)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("add(1)", r"`conversations\[0\].value` is a function call that is not JSON \("),
+        ("[]", "is a function call, so it must be an object with name and arguments"),
+        ('{"arguments": {}}', "is a function call, so it must be an object with name and arg"),
+    ],
+)
+def test_wrong_function_calls(value: str, text: str) -> None:
+    turns = [{"from": "function_call", "value": value}]
+    with pytest.raises(DataError, match=text):
+        read_conversation({"conversations": turns}, PLACE, RowFormat(layout="sharegpt"))
 
 
 def test_nested_numpy_arrays_become_lists() -> None:
