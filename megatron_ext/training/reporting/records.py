@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,6 +50,19 @@ class IterationRecord:
     num_zeros: float | None = None
     params_norm: float | None = None
     peak_flops: float | None = None
+
+    @property
+    def common(self) -> dict[str, float]:
+        """What fine-tuning tools show, under their names; the loss is the first that is reported.
+
+        ``train/skipped_iterations`` counts from the start of the run.
+        """
+        return {
+            "train/loss": next(iter(self.losses.values()), math.nan),
+            "train/lr": self.learning_rate,
+            "train/grad_norm": self.grad_norm,
+            "train/skipped_iterations": float(self.total_skipped),
+        }
 
     @property
     def tokens_per_second(self) -> float:
