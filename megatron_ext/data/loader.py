@@ -42,11 +42,16 @@ class BatchSource:
     Args:
         loader: gives the micro-batches; None on stages that read no data.
         num_samples: length of the split, None where this rank does not open it.
+        whole_epochs: the steps go through the whole split again and again, each time from its
+            beginning; the last step of a pass is filled up with samples without targets.
     """
 
-    def __init__(self, loader: StepLoader | None, num_samples: int | None) -> None:
+    def __init__(
+        self, loader: StepLoader | None, num_samples: int | None, *, whole_epochs: bool = False
+    ) -> None:
         self.loader = loader
         self.num_samples = num_samples
+        self.whole_epochs = whole_epochs
 
     def next_step(self, num_microbatches: int) -> list[Batch] | None:
         """Micro-batches of the next step; None on stages that read no data.
@@ -87,7 +92,7 @@ def build_source(
         full_epoch: go through the whole split again and again, in order (full validation).
     """
     if not stage_reads_data(config, context):
-        return BatchSource(None, None)
+        return BatchSource(None, None, whole_epochs=full_epoch)
     samples, length = None, None
     if dataset is not None and context.tp_rank == 0:
         length = len(dataset)  # type: ignore[arg-type]
@@ -102,7 +107,35 @@ def build_source(
         mask_documents_at=eod if config.data.reset_attention_mask else None,
         mtp_depths=config.model.mtp_num_layers or 0,
     )
-    return BatchSource(loader, length)
+    return BatchSource(loader, length, whole_epochs=full_epoch)
+
+
+class FilledUp(Dataset[dict[str, Any]]):
+    """A dataset filled up to whole global batches with samples that have no targets.
+
+    They are copies of the first sample without its loss mask, so that they cost no more and every
+    rank has the same number of micro-batches.
+
+    Args:
+        dataset: samples with a ``loss_mask``.
+        length: number of its samples.
+        multiple: global batch size.
+    """
+
+    def __init__(self, dataset: Dataset[Any], length: int, multiple: int) -> None:
+        self._dataset = dataset
+        self._length = length
+        self._filled = -(-length // multiple) * multiple
+
+    def __len__(self) -> int:
+        return self._filled
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index < self._length:
+            sample: dict[str, Any] = self._dataset[index]
+            return sample
+        sample = dict(self._dataset[0])
+        return {**sample, "loss_mask": sample["loss_mask"] * 0}
 
 
 def _samples(
@@ -118,8 +151,9 @@ def _samples(
     share = (micro_batch_size, context.dp_rank, context.layout.data_parallel_size)
     sampler: SequentialSampler | RandomSampler
     if full_epoch:
-        # Whole global batches only, so that every pass over the split starts at its beginning.
-        length -= length % global_batch_size
+        # Whole global batches, so that every pass over the split starts at its beginning.
+        dataset = FilledUp(dataset, length, global_batch_size)
+        length = len(dataset)
     if config.data.dataloader_type == "cyclic" and not full_epoch:
         sampler = RandomSampler(
             length, consumed_samples, *share, data_sharding=config.data.data_sharding

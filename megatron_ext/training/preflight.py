@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from megatron_ext.checkpoint.stored import check_resume_path
 from megatron_ext.data.blend import training_blend
 from megatron_ext.data.gpt import check_inputs
 from megatron_ext.data.tokenizers import build_tokenizer
@@ -35,8 +36,10 @@ def preflight(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
         The configuration with its padded vocabulary, and the tokenizer.
 
     Raises:
+        CheckpointError: see `check_resume_path`.
         ConfigError, DataError: see `build_tokenizer` and `check_inputs`.
     """
+    check_resume_path(config.checkpoint)
     tokenizer = build_tokenizer(config.tokenizer)
     config = with_padded_vocabulary(config, tokenizer.vocab_size)
     if not config.data.mock_data:
