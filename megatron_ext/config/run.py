@@ -94,7 +94,7 @@ class RunConfig:
             *self.optimizer.errors(self.training),
             *self.data.errors(full_validation=self.training.full_validation),
             *self.sft.errors(self),
-            *self.checkpoint.errors(),
+            *self.checkpoint.errors(evaluates=self.training.evaluates),
             *self.logging.errors(),
         ]
         if self.model.transformer_impl == "transformer_engine" and not has_te:

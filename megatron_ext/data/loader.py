@@ -52,6 +52,8 @@ class BatchSource:
         num_samples: length of the split, None where this rank does not open it.
         plan: the micro-batches of each step, where the dataset has one of its own.
         first_step: of the plan, that comes next.
+        whole_epochs: the steps go through the whole split again and again, each time from its
+            beginning; the last step of a pass is filled up with samples without targets.
     """
 
     def __init__(
@@ -60,10 +62,13 @@ class BatchSource:
         num_samples: int | None,
         plan: StepPlan | None = None,
         first_step: int = 0,
+        *,
+        whole_epochs: bool = False,
     ) -> None:
         self.loader = loader
         self.num_samples = num_samples
         self.plan = plan
+        self.whole_epochs = whole_epochs
         self._coming = first_step
 
     def num_microbatches(self, usual: int) -> int:
@@ -113,7 +118,7 @@ def build_source(
     plan: StepPlan | None = getattr(dataset, "plan", None)
     first_step = 0 if plan is None else _steps_done(config, consumed_samples)
     if not stage_reads_data(config, context):
-        return BatchSource(None, None, plan, first_step)
+        return BatchSource(None, None, plan, first_step, whole_epochs=full_epoch)
     if not full_epoch:
         _draw_as_loaders_do()
     samples: Iterator[dict[str, Tensor]] | None = None
@@ -140,7 +145,7 @@ def build_source(
         reduction=config.loss.loss_reduction,
         with_sample_ids=config.sft.sft,
     )
-    return BatchSource(loader, length, plan, first_step)
+    return BatchSource(loader, length, plan, first_step, whole_epochs=full_epoch)
 
 
 def _draw_as_loaders_do() -> None:
@@ -164,6 +169,34 @@ def _steps_done(config: RunConfig, consumed_samples: int) -> int:
     return consumed_samples // batch
 
 
+class FilledUp(Dataset[dict[str, Any]]):
+    """A dataset filled up to whole global batches with samples that have no targets.
+
+    They are copies of the first sample without its loss mask, so that they cost no more and every
+    rank has the same number of micro-batches.
+
+    Args:
+        dataset: samples with a ``loss_mask``.
+        length: number of its samples.
+        multiple: global batch size.
+    """
+
+    def __init__(self, dataset: Dataset[Any], length: int, multiple: int) -> None:
+        self._dataset = dataset
+        self._length = length
+        self._filled = -(-length // multiple) * multiple
+
+    def __len__(self) -> int:
+        return self._filled
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index < self._length:
+            sample: dict[str, Any] = self._dataset[index]
+            return sample
+        sample = dict(self._dataset[0])
+        return {**sample, "loss_mask": sample["loss_mask"] * 0}
+
+
 def _samples(
     dataset: Dataset[Any],
     length: int,
@@ -177,8 +210,9 @@ def _samples(
     share = (micro_batch_size, context.dp_rank, context.layout.data_parallel_size)
     sampler: SequentialSampler | RandomSampler
     if full_epoch:
-        # Whole global batches only, so that every pass over the split starts at its beginning.
-        length -= length % global_batch_size
+        # Whole global batches, so that every pass over the split starts at its beginning.
+        dataset = FilledUp(dataset, length, global_batch_size)
+        length = len(dataset)
     if config.data.dataloader_type == "cyclic" and not full_epoch:
         sampler = RandomSampler(
             length, consumed_samples, *share, data_sharding=config.data.data_sharding

@@ -40,8 +40,8 @@ def evaluate(
     return {key: float(mean_of(entry)) for key, entry in totals.items()}
 
 
-def steps_of_one_epoch(source: BatchSource, batch_size: int, device: torch.device) -> int:
-    """Whole global batches in a split, agreed with the ranks that do not open it."""
-    count = torch.tensor((source.num_samples or 0) // batch_size, device=device)
+def agreed_length(source: BatchSource, device: torch.device) -> int:
+    """Samples of a split, agreed with the ranks that do not open it."""
+    count = torch.tensor(source.num_samples or 0, device=device)
     torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX)
     return int(count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from megatron_ext.checkpoint.stored import check_resume_path
 from megatron_ext.data.blend import training_blend
 from megatron_ext.data.gpt import check_inputs
 from megatron_ext.data.tokenizers import build_tokenizer
@@ -56,8 +57,10 @@ def preflight(
         The configuration with its padded vocabulary and what the data decides, and the tokenizer.
 
     Raises:
+        CheckpointError: see `check_resume_path`.
         ConfigError, DataError: see `build_tokenizer`, `load_loss` and the task's check.
     """
+    check_resume_path(config.checkpoint)
     tokenizer = build_tokenizer(config.tokenizer)
     config = with_padded_vocabulary(config, tokenizer.vocab_size)
     if config.loss.loss is not None:

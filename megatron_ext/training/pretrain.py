@@ -20,7 +20,7 @@ from megatron_ext.errors import MegatronExtError
 from megatron_ext.layout import Layout, embedding_ranks, init_groups, mtp_rank, seed_everything
 from megatron_ext.training.known_warnings import silence_known_warnings
 from megatron_ext.training.launch import EXIT_CODE_USER_ERROR, launch
-from megatron_ext.training.loop import evaluate_split, train
+from megatron_ext.training.loop import evaluate_at_end, train
 from megatron_ext.training.preflight import preflight
 from megatron_ext.training.reporting import build_reporters
 from megatron_ext.training.setup import build_run
@@ -151,8 +151,7 @@ def pretrain(
                 prepare(run)
             code = None if config.training.skip_train else train(run)
             if code is None and run.evaluates:
-                evaluate_split(run, "validation", final=True)
-                evaluate_split(run, "test", final=True)
+                evaluate_at_end(run)
         return code or 0
     finally:
         context.destroy()

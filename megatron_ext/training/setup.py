@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from megatron_ext.models.chunks import build_chunks, wrap_chunks
 from megatron_ext.models.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer, build_scheduler
 from megatron_ext.training.batch_size import BatchSize, number_of_iterations
-from megatron_ext.training.evaluate import steps_of_one_epoch
+from megatron_ext.training.evaluate import agreed_length
 from megatron_ext.training.flops import flops_per_sample, peak_flops
 from megatron_ext.training.overlap import ParameterGather
 from megatron_ext.training.params_norm import params_norm
@@ -64,7 +64,7 @@ class Run:
     @property
     def evaluates(self) -> bool:
         """Whether validation is asked for."""
-        return self.config.training.full_validation or self.config.training.eval_iters > 0
+        return self.config.training.evaluates
 
     @property
     def evaluation_batch_size(self) -> int:
@@ -77,20 +77,29 @@ class Run:
         share = micro_batch_size * self.context.layout.data_parallel_size
         return self.evaluation_batch_size // share
 
-    def evaluation_steps(self, source: BatchSource) -> int:
-        """Steps of one evaluation of a split."""
+    def rows_of(self, num_microbatches: int) -> int:
+        """Sequences of a step on all ranks."""
+        replicas = self.context.layout.data_parallel_size
+        return num_microbatches * self.config.training.batch_sizes[0] * replicas
+
+    def evaluation_samples(self, source: BatchSource) -> int:
+        """Samples of one evaluation of a split, whole steps where it has a plan of its own."""
         if source.plan is not None:
-            return source.plan.steps_per_epoch
-        if self.config.training.full_validation:
-            return steps_of_one_epoch(source, self.evaluation_batch_size, self.device)
-        return self.config.training.eval_iters
+            return source.plan.steps_per_epoch * self.evaluation_batch_size
+        if source.whole_epochs:
+            return agreed_length(source, self.device)
+        return self.config.training.eval_iters * self.evaluation_batch_size
 
     def params_norm(self) -> float:
         """Global L2 norm of the parameters; all ranks call this together."""
         return params_norm(self.chunks, self.context)
 
-    def save(self) -> None:
-        """Save a checkpoint, where a folder is given."""
+    def save(self, outdone: Collection[int] = ()) -> None:
+        """Save a checkpoint, where a folder is given.
+
+        Args:
+            outdone: iterations of checkpoints that may go, see `CheckpointManager.save`.
+        """
         if self.config.checkpoint.save is None or self.optimizer is None:
             return
         with self.parameter_gather.paused():
@@ -101,6 +110,8 @@ class Run:
                 scheduler=self.scheduler,
                 progress=self.progress.to_dict(),
                 run_config=self.config.to_dict(),
+                best=self.progress.best_checkpoints,
+                outdone=outdone,
             )
 
 
@@ -138,9 +149,7 @@ def build_run(
         chunks=chunks,
         optimizer=optimizer,
         scheduler=scheduler,
-        runner=StepRunner(
-            config, task, context, core, chunks, optimizer, _paced(config, scheduler)
-        ),
+        runner=StepRunner(config, task, context, core, chunks, optimizer, scheduler),
         parameter_gather=_parameter_gather(config, core, chunks),
         checkpoints=checkpoints,
         progress=progress,
@@ -156,23 +165,6 @@ def build_run(
     with resumed:
         attach_data(run, task, tokenizer)
     return run
-
-
-class _ByConversations:
-    """Moves a schedule on by the conversations of a step, whatever the rows that they take."""
-
-    def __init__(self, scheduler: OptimizerParamScheduler, per_step: int) -> None:
-        self._scheduler, self._per_step = scheduler, per_step
-
-    def step(self, increment: int) -> None:
-        self._scheduler.step(increment=self._per_step)
-
-
-def _paced(config: RunConfig, scheduler: OptimizerParamScheduler | None) -> Any:
-    """What the steps move: the schedule, which counts samples of the global batch."""
-    if scheduler is None or not config.sft.sft or config.sft.sft_batching != "token-budget":
-        return scheduler
-    return _ByConversations(scheduler, config.training.batch_sizes[1])
 
 
 def _parameter_gather(

@@ -246,7 +246,11 @@ class StepRunner:
         return counts
 
     def train(
-        self, batches: Sequence[Batch] | None, num_microbatches: int, consumed_samples: int
+        self,
+        batches: Sequence[Batch] | None,
+        num_microbatches: int,
+        consumed_samples: int,
+        num_samples: int,
     ) -> StepResult:
         """One training step: gradients over the global batch, then one update.
 
@@ -254,6 +258,7 @@ class StepRunner:
             batches: None on stages that read no data.
             num_microbatches: number of micro-batches on each data-parallel rank.
             consumed_samples: samples of all training steps before.
+            num_samples: samples of this one, by which the schedule of the learning rate moves on.
         """
         assert self.optimizer is not None and self.scheduler is not None
         for chunk in self.chunks:
@@ -270,9 +275,7 @@ class StepRunner:
         update = update_parameters(self.optimizer, self.config.optimizer.clip_grad)
         self._give_memory_back(1)
         if update.applied:
-            micro_batch_size, _ = self.config.training.batch_sizes
-            replicas = self.context.layout.data_parallel_size
-            self.scheduler.step(increment=num_microbatches * micro_batch_size * replicas)
+            self.scheduler.step(increment=num_samples)
         losses = {key: mean_of(x) for key, x in reduce_reports(reports, self.context).items()}
         if self._core.num_moe_experts is not None:
             losses |= take_auxiliary_losses(self._core, self.context, num_microbatches)
