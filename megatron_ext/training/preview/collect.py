@@ -96,6 +96,7 @@ class Step:
         targets: N, labels with a weight.
         weight: D, the sum of their weights.
         mtp_weights: the same of each multi-token-prediction depth.
+        cp_columns: columns of every row that each context-parallel rank keeps.
     """
 
     iteration: int
@@ -105,6 +106,7 @@ class Step:
     targets: int
     weight: float
     mtp_weights: list[float]
+    cp_columns: list[Ints]
 
 
 @contextmanager
@@ -163,7 +165,8 @@ def collect(
             _Replica(config, task, context, train, tokenizer, rank, starts[0].consumed)
             for rank in range(replicas)
         ]
-        return [_step(start, drawn) for start in starts]
+        columns = context_parallel_columns(config, layout.context_parallel_size)
+        return [_step(start, drawn, columns) for start in starts]
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,7 @@ def _starts(config: RunConfig, replicas: int, first: int, count: int) -> list[_S
     return found
 
 
-def _step(start: _Start, replicas: Sequence[_Replica]) -> Step:
+def _step(start: _Start, replicas: Sequence[_Replica], cp_columns: list[Ints]) -> Step:
     rows: list[Row] = []
     totals: list[Tensor] = []
     microbatches = 0
@@ -195,7 +198,16 @@ def _step(start: _Start, replicas: Sequence[_Replica]) -> Step:
         totals.append(counted)
         microbatches = replica.num_microbatches(start)
     main, weight, *mtp = torch.stack(totals).double().sum(dim=0).tolist()
-    return Step(start.iteration, start.consumed, microbatches, rows, round(main), weight, mtp)
+    return Step(
+        iteration=start.iteration,
+        consumed=start.consumed,
+        num_microbatches=microbatches,
+        rows=rows,
+        targets=round(main),
+        weight=weight,
+        mtp_weights=mtp,
+        cp_columns=cp_columns,
+    )
 
 
 class _Replica:
@@ -303,20 +315,16 @@ class _Place:
         return self._size
 
 
-def context_parallel_columns(seq_length: int, size: int) -> list[Ints]:
+def context_parallel_columns(config: RunConfig, size: int) -> list[Ints]:
     """Columns of a row that each context-parallel rank keeps, by megatron-core's own cut.
 
-    Raises:
-        ConfigError: a length that cannot be cut.
+    Called while process groups exist; without any, megatron-core cuts nothing.
     """
-    if seq_length % (2 * size):
-        raise ConfigError(
-            f"`--seq-length` ({seq_length}) must be divisible by 2 × `--context-parallel-size` "
-            f"({2 * size}), the chunks of a row; use a multiple."
-        )
+    length = config.model.seq_length
+    assert length is not None
     kept = []
     for rank in range(size):
-        columns = {"columns": torch.arange(seq_length).unsqueeze(0)}
+        columns = {"columns": torch.arange(length).unsqueeze(0)}
         cut = get_batch_on_this_cp_rank(columns, cp_group=_Place(rank, size))
         kept.append(cut["columns"][0].numpy())
     return kept

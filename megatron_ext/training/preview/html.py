@@ -10,14 +10,14 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from megatron_ext.training.preview.collect import Row, Step, context_parallel_columns
+from megatron_ext.training.preview.collect import Row, Step
 from megatron_ext.training.preview.documents import Document, documents_of
 from megatron_ext.training.preview.pieces import Piece, Pieces, visible
 from megatron_ext.training.preview.summary import Share, Summary, cells, sentences
 from megatron_ext.training.preview.text import NOTHING, describe, describe_row, grade
 
-EVERY = 32
-"""Positions from one number in the text to the next."""
+EVERY = 64
+"""Tokens at most from one position number to the next; lines begin with one too."""
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1d2126; --page: #ffffff; --faint: #717a84;
@@ -30,7 +30,7 @@ h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 h3 { font-size: 1rem; margin: 1.4rem 0 .4rem; }
 table { border-collapse: collapse; } th, td { padding: .2rem .8rem; text-align: right;
   border-bottom: 1px solid var(--line); } th:first-child, td:first-child { text-align: left;
-  overflow-wrap: anywhere; } tr.all td { font-weight: 600; }
+  overflow-wrap: anywhere; min-width: 14rem; } tr.all td { font-weight: 600; }
 .scroll { overflow-x: auto; } .warning { color: var(--warn); }
 .document { border-left: 4px solid var(--line); background: var(--one); margin: .3rem 0;
   padding: .4rem .8rem; } .document:nth-of-type(even) { background: var(--two); }
@@ -54,18 +54,18 @@ class Page:
         pieces: of the tokenizer.
         eod: id that ends a document in a stream.
         heaviest: weight of the strongest green.
-        cp_size: context-parallel size, to show where rows are cut.
     """
 
-    def __init__(self, pieces: Pieces, eod: int, heaviest: float, cp_size: int = 1) -> None:
+    def __init__(self, pieces: Pieces, eod: int, heaviest: float) -> None:
         self._pieces, self._eod, self._heaviest = pieces, eod, heaviest
-        self._cp_size = cp_size
 
     def render(
         self,
         title: str,
         steps: Sequence[tuple[Step, Sequence[Row]]],
         summary: Summary,
+        *,
+        notes: Sequence[str],
         warnings: Sequence[str],
     ) -> str:
         """The whole page.
@@ -74,22 +74,18 @@ class Page:
             title: of the page.
             steps: each with the rows of it to show.
             summary: of the steps.
-            warnings: sentences.
+            notes, warnings: sentences.
         """
-        head = (
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
-            f"<h1>{escape(title)}</h1>"
-        )
         body = [self._legend(), *(f'<p class="warning">⚠ {escape(w)}</p>' for w in warnings)]
         body.append(_table(summary))
-        body += [f"<p>{escape(s)}</p>" for s in sentences(summary, [step for step, _ in steps])]
+        lines = [*sentences(summary, [step for step, _ in steps]), *notes]
+        body.append("".join(f"<div>{escape(line)}</div>" for line in lines))
         for step, rows in steps:
             body.append(f"<h2>Step {step.iteration}</h2>")
-            body += [self._row(row) for row in rows]
+            owners = _owners(step)
+            body += [self._row(row, owners) for row in rows]
             body.append(f'<p class="faint">{len(rows)} of {len(step.rows)} rows are shown.</p>')
-        return "\n".join([head, *body, "</body></html>\n"])
+        return "\n".join([_head(title), *body, "</body></html>\n"])
 
     def _legend(self) -> str:
         shades = "".join(f'<span class="t w{i}">&nbsp;&nbsp;</span>' for i in range(1, 9))
@@ -99,22 +95,10 @@ class Page:
             "↵ is a newline; small numbers are position ids. Point at a token for more.</p>"
         )
 
-    def _row(self, row: Row) -> str:
-        owners = self._owners(row)
+    def _row(self, row: Row, owners: dict[int, int]) -> str:
         documents = [self._document(document, owners) for document in documents_of(row, self._eod)]
-        empty = '<p class="faint">Padding only.</p>'
-        return (
-            f'<section class="row"><h3>{escape(describe_row(row))}</h3>'
-            + ("\n".join(documents) or empty)
-            + "</section>"
-        )
-
-    def _owners(self, row: Row) -> dict[int, int]:
-        """Context-parallel rank of each column; nothing where rows are not cut."""
-        if self._cp_size == 1:
-            return {}
-        kept = context_parallel_columns(row.size, self._cp_size)
-        return {int(column): rank for rank, columns in enumerate(kept) for column in columns}
+        head = f"<h3>{escape(describe_row(row))}</h3>"
+        return "\n".join([f'<section class="row">{head}', *documents, "</section>"])
 
     def _document(self, document: Document, owners: dict[int, int]) -> str:
         pieces = self._pieces.of(document.ids.tolist(), document.weights.tolist())
@@ -123,8 +107,10 @@ class Page:
         for piece in pieces:
             position = int(document.positions[piece.first])
             if position >= 0 and piece.first >= next_number:
-                shown.append(f'<span class="n">{position}</span>')
+                shown.append(f'<span class="n">{position} </span>')
                 next_number = piece.first + EVERY
+            if piece.text.endswith("↵"):
+                next_number = piece.first + 1
             learns = [
                 self._learns(k + 1, int(ids[piece.first]), float(weights[piece.first]))
                 for k, (ids, weights) in enumerate(mtp)
@@ -138,7 +124,7 @@ class Page:
     def _learns(self, depth: int, token: int, weight: float) -> str:
         if token < 0:
             return f"MTP {depth}: {NOTHING}"
-        return f"MTP {depth}: {self._pieces.text_of(token)} ({token}), weight {weight:.6g}"
+        return f"MTP {depth}: “{self._pieces.text_of(token)}” ({token}), weight {weight:.6g}"
 
     def _token(
         self, document: Document, piece: Piece, owners: dict[int, int], learns: Sequence[str]
@@ -172,9 +158,25 @@ class Page:
         return (
             f'<span class="{" ".join(names)}" data-ids="{ids}" data-weight="{weight}" '
             f'data-position="{position if read else ""}" '
-            f'title="{escape("&#10;".join(facts)).replace("&amp;#10;", "&#10;")}">'
+            f'title="{"&#10;".join(map(escape, facts))}">'
             f"{escape(piece.text)}</span>{newline}"
         )
+
+
+def _head(title: str) -> str:
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
+        f"<h1>{escape(title)}</h1>"
+    )
+
+
+def _owners(step: Step) -> dict[int, int]:
+    """Context-parallel rank of each column; nothing where rows are not cut."""
+    if len(step.cp_columns) == 1:
+        return {}
+    return {int(column): rank for rank, kept in enumerate(step.cp_columns) for column in kept}
 
 
 def _table(summary: Summary) -> str:

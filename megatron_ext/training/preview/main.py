@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.console import Console
 
 from megatron_ext.config import parse_args
@@ -18,7 +19,7 @@ from megatron_ext.training.known_warnings import silence_known_warnings
 from megatron_ext.training.preflight import preflight
 from megatron_ext.training.pretrain import stored_config
 from megatron_ext.training.preview.checks import warnings_of
-from megatron_ext.training.preview.collect import Row, Step, collect, context_parallel_columns
+from megatron_ext.training.preview.collect import Row, Step, collect
 from megatron_ext.training.preview.html import Page
 from megatron_ext.training.preview.pieces import Pieces
 from megatron_ext.training.preview.summary import Summary, sentences, summarize, table
@@ -26,6 +27,7 @@ from megatron_ext.training.preview.text import Terminal
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
+    from megatron_ext.data.sft.packing import Ints
     from megatron_ext.data.tokenizers import Tokenizer
     from megatron_ext.training.task import Task
 
@@ -103,27 +105,28 @@ def _show(
     heaviest = max(summary.heaviest, 1.0) if by_token else summary.heaviest
     chosen = [(step, _chosen(step, options)) for step in steps]
     terminal = Terminal(console, pieces, eod, heaviest)
-    cp_size = config.parallel.context_parallel_size
     for step, rows in chosen:
         terminal.print(f"step {step.iteration}, after {step.consumed} samples", "bold")
         for row in rows:
             terminal.row(row)
         terminal.print(f"{len(rows)} of {len(step.rows)} rows are shown", "dim")
     _totals(terminal, console, summary, steps)
-    for line in [*_notes(config), *_cuts(config.model.seq_length or 0, cp_size)]:
-        terminal.print(line)
+    notes = [*_notes(config), *_cuts(steps[0].cp_columns)]
+    for note in notes:
+        terminal.print(note)
     for warning in warnings:
         terminal.print(f"warning: {warning}", "bold yellow")
     if options.html is not None:
         title = f"Batches of step {options.step}, data-parallel rank {options.rank}"
-        page = Page(pieces, eod, heaviest, cp_size)
-        _write(options.html, page.render(title, chosen, summary, warnings))
+        page = Page(pieces, eod, heaviest)
+        _write(options.html, page.render(title, chosen, summary, notes=notes, warnings=warnings))
         terminal.print(f"wrote {options.html}")
     return warnings
 
 
 def _chosen(step: Step, options: Options) -> list[Row]:
-    rows = [row for row in step.rows if row.dp_rank == options.rank]
+    """The first rows of the rank that hold more than padding."""
+    rows = [row for row in step.rows if row.dp_rank == options.rank and not row.is_padding.all()]
     return rows[: options.max_rows]
 
 
@@ -146,14 +149,13 @@ def _notes(config: RunConfig) -> list[str]:
     return notes
 
 
-def _cuts(seq_length: int, cp_size: int) -> list[str]:
-    """Columns of each context-parallel rank."""
-    if cp_size == 1:
+def _cuts(cp_columns: Sequence[Ints]) -> list[str]:
+    """Columns of each context-parallel rank, two chunks each."""
+    if len(cp_columns) == 1:
         return []
     lines = []
-    for rank, columns in enumerate(context_parallel_columns(seq_length, cp_size)):
-        half = len(columns) // 2
-        first, second = columns[:half], columns[half:]
+    for rank, columns in enumerate(cp_columns):
+        first, second = np.array_split(columns, 2)
         lines.append(
             f"context-parallel rank {rank} keeps columns {first[0]}–{first[-1]} and "
             f"{second[0]}–{second[-1]} of each row"

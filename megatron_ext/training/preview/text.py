@@ -17,7 +17,7 @@ from rich.rule import Rule
 from rich.style import Style
 from rich.text import Text
 
-from megatron_ext.training.preview.collect import Row
+from megatron_ext.training.preview.collect import Floats, Row
 from megatron_ext.training.preview.documents import Document, documents_of
 from megatron_ext.training.preview.pieces import Piece, Pieces
 
@@ -116,7 +116,7 @@ class Terminal:
                 ids, weights = document.mtp_targets(depth)
                 self._tokens(f"MTP {depth}", document.positions, self._of(ids, weights))
 
-    def _of(self, ids: Ints, weights: Sequence[float]) -> list[Piece]:
+    def _of(self, ids: Ints, weights: Floats) -> list[Piece]:
         """Pieces, with `NOTHING` for each id of -1."""
         pieces = self._pieces.of([i for i in ids.tolist() if i >= 0], _kept(ids, weights))
         places = [i for i, token in enumerate(ids.tolist()) if token >= 0]
@@ -128,9 +128,8 @@ class Terminal:
         for first, line in self._lines(pieces):
             position = int(positions[first])
             label = name or ("" if position < 0 else str(position))
-            self._console.print(
-                Text(f"{label:>{GUTTER - 3}} │ ", style="dim") + line, soft_wrap=True
-            )
+            gutter = (f"{label:>{GUTTER - 3}} │ ", "dim")
+            self._console.print(Text.assemble(gutter, line), soft_wrap=True)
 
     def _lines(self, pieces: Sequence[Piece]) -> Iterator[tuple[int, Text]]:
         """Lines with the index of their first token; they end at newlines and at the width."""
@@ -163,5 +162,5 @@ class Terminal:
         return line.append(self._mark(weight, 0.0))
 
 
-def _kept(ids: Ints, weights: Sequence[float]) -> list[float]:
+def _kept(ids: Ints, weights: Floats) -> list[float]:
     return [float(w) for i, w in zip(ids.tolist(), weights, strict=True) if i >= 0]
