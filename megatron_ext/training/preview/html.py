@@ -42,7 +42,7 @@ table { border-collapse: collapse; } th, td { padding: .2rem .8rem; text-align: 
 .cut { border-left: 2px dashed var(--warn); }
 .n { font-size: .65rem; color: var(--faint); user-select: none; vertical-align: super; }
 """ + "\n".join(
-    f".w{i} {{ color: var(--text); background: rgb(var(--green) / {8 + 52 * i // 8}%); }}"
+    f".w{i} {{ color: var(--text); background: rgb(var(--green) / {16 + 48 * i // 8}%); }}"
     for i in range(1, 9)
 )
 

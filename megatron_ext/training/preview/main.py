@@ -127,7 +127,7 @@ def _show(
 def _chosen(step: Step, options: Options) -> list[Row]:
     """The first rows of the rank that hold more than padding."""
     rows = [row for row in step.rows if row.dp_rank == options.rank and not row.is_padding.all()]
-    return rows[: options.max_rows]
+    return rows[: max(0, options.max_rows)]
 
 
 def _totals(terminal: Terminal, console: Console, summary: Summary, steps: Sequence[Step]) -> None:
@@ -146,6 +146,11 @@ def _notes(config: RunConfig) -> list[str]:
         )
     if not config.training.calculate_per_token_loss:
         notes.append("the loss is the mean of the micro-batches' own means, not a sum over N or D")
+    if config.loss.loss is not None:
+        notes.append(
+            f"the weights are those of `--loss` ({config.loss.loss}); what it sums over replicas "
+            "is summed over one data-parallel rank here"
+        )
     return notes
 
 
