@@ -83,8 +83,10 @@ class CheckpointConfig:
                 f"`--save-retain-interval` ({retain}) must be divisible by `--save-interval` "
                 f"({interval}); use {-(-retain // interval) * interval}."
             )
-        if self.use_checkpoint_args and self.load is None:
-            found.append("`--use-checkpoint-args` needs `--load`; give a folder.")
+        if self.use_checkpoint_args and self.load is None and self.pretrained_checkpoint is None:
+            found.append(
+                "`--use-checkpoint-args` needs `--load` or `--pretrained-checkpoint`; give one."
+            )
         if self.keep_best is not None and not evaluates:
             found.append(
                 f"`--keep-best` ({self.keep_best}) needs evaluation, but `--eval-iters` is 0; give "

@@ -96,9 +96,12 @@ def _as_yaml(config: RunConfig) -> str:
 def stored_config(argv: Sequence[str]) -> dict[str, Any] | None:
     """The configuration in the checkpoint, where ``--use-checkpoint-args`` asks for it."""
     asked = read_words(argv).values.get("checkpoint", {})
-    if not asked.get("use_checkpoint_args") or not asked.get("load"):
+    if not asked.get("use_checkpoint_args"):
         return None
-    return read_run_config(Path(asked["load"]), asked.get("ckpt_step"))
+    if asked.get("load"):
+        return read_run_config(Path(asked["load"]), asked.get("ckpt_step"))
+    pretrained = asked.get("pretrained_checkpoint")
+    return None if pretrained is None else read_run_config(Path(pretrained))
 
 
 def pretrain(

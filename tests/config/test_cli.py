@@ -133,7 +133,10 @@ BAD = [
     ("--exit-signal SIGNONE", "`--exit-signal` (SIGNONE) is no signal; use SIGTERM."),
     ("--train-samples 9", "`--train-iters` (12) and `--train-samples` (9) exclude each other"),
     ("--save-interval 5", "`--save-interval` needs `--save`; give a folder."),
-    ("--use-checkpoint-args", "`--use-checkpoint-args` needs `--load`; give a folder."),
+    (
+        "--use-checkpoint-args",
+        "`--use-checkpoint-args` needs `--load` or `--pretrained-checkpoint`",
+    ),
     ("--keep-best 2", "`--keep-best` needs `--save`; give a folder."),
     ("--save s --keep-best 0", "`--keep-best` (0) must be at least 1."),
     ("--save s --keep-best 2 --eval-iters 0", "`--keep-best` (2) needs evaluation, but"),

@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_ext.config import parse_args
 from megatron_ext.data.sft.dataset import SftDataset, build_splits
@@ -145,6 +149,19 @@ def _splits(words: list[str]) -> SftDataset:
 STEPS, BREAK = 7, 4
 
 
+def final_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the last checkpoint by name, optimizer included."""
+    path = folder / f"iter_{STEPS:07d}"
+    names = FileSystemReader(path).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in names.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load(state, checkpoint_id=path, no_dist=True)
+    return state
+
+
 @pytest.mark.parametrize("kind", ["packed", "token-budget"])
 def test_a_run_resumes_in_the_middle_of_an_epoch(
     kind: str, data: list[str], tmp_path: Path
@@ -160,6 +177,9 @@ def test_a_run_resumes_in_the_middle_of_an_epoch(
     for name in ("lm loss", "grad_norm", "learning_rate", "consumed_samples"):
         assert [row[name] for row in rows] == [row[name] for row in whole], name
     assert len({row["lm loss"] for row in rows}) == STEPS
+    mine, wanted = final_weights(tmp_path / "s"), final_weights(tmp_path / "whole")
+    assert mine and mine.keys() == wanted.keys()
+    assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
 
 
 def test_a_run_resumes_in_another_layout(data: list[str], tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ EOS = 9
 TOKENS = TokenizedConversation([10, 11, 12, 20, EOS], [0, 0, 0, 1, 1])  # p0 p1 p2 r0 r1
 
 
-def test_prompt_of_3_and_response_of_2_train_exactly_the_response() -> None:
+def test_criterion_11_prompt_of_3_and_response_of_2_train_the_response() -> None:
     inputs, labels, weights = shift(*TOKENS)
     assert inputs.tolist() == [10, 11, 12, 20]
     assert labels.tolist() == [11, 12, 20, EOS]
@@ -54,7 +54,7 @@ def test_shift_needs_two_tokens_and_a_mask_of_the_same_length() -> None:
     ("truncation", "ids", "mask"),
     [("left", [12, 20, EOS], [0, 1, 1]), ("right", [10, 11, 12], [0, 0, 0])],
 )
-def test_truncation_keeps_exact_slices(
+def test_criterion_12_truncation_keeps_exact_slices(
     truncation: Truncation, ids: list[int], mask: list[int]
 ) -> None:
     assert truncate(TOKENS, 3, truncation, PLACE) == (ids, mask)
@@ -65,7 +65,7 @@ def test_what_fits_is_left_alone(truncation: Truncation) -> None:
     assert truncate(TOKENS, 5, truncation, PLACE) == TOKENS
 
 
-def test_error_names_the_row_and_both_lengths() -> None:
+def test_criterion_12_error_names_the_row_and_both_lengths() -> None:
     with pytest.raises(DataError) as caught:
         truncate(TOKENS, 4, "error", PLACE)
     assert str(caught.value) == (
@@ -101,7 +101,7 @@ def test_packed_conversations_share_no_label() -> None:
     assert row.cu_seqlens.tolist() == [0, 4, 6]
 
 
-def test_padded_and_packed_rows_give_the_same_summed_loss() -> None:
+def test_criterion_12_padded_and_packed_rows_give_the_same_summed_loss() -> None:
     generator = np.random.default_rng(0)
     samples = []
     for length in (5, 9, 2):
