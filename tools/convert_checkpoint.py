@@ -23,14 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # One copy of the weights must fit into memory, not into that of a GPU.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-from megatron_ext.checkpoint.huggingface.convert import (
-    PRECISIONS,
-    Export,
-    Import,
-    export_model,
-    import_model,
-)
+from megatron_ext.checkpoint.huggingface.exporting import Export, export_model
+from megatron_ext.checkpoint.huggingface.importing import Import, import_model
+from megatron_ext.checkpoint.huggingface.single_rank import PRECISIONS
 from megatron_ext.errors import MegatronExtError
+from megatron_ext.training.known_warnings import silence_known_warnings
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -114,6 +111,7 @@ def _export(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
+    silence_known_warnings("cpu")
     try:
         (_import if args.command == "import" else _export)(args)
     except MegatronExtError as error:

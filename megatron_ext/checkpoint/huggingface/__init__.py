@@ -1,7 +1,7 @@
 """Checkpoints of Hugging Face's transformers, to and from ours, on one rank and on the CPU.
 
 names.py (whose rows are whose) and config.py (config.json <-> flags) are pure; read.py and write.py
-move tensors one by one; convert.py puts them together for tools/convert_checkpoint.py.
+hold the files; importing.py and exporting.py put them together for tools/convert_checkpoint.py.
 """
 
 from __future__ import annotations

@@ -100,11 +100,9 @@ def split_rows(name: str, tensor: Tensor, shape: RowShape) -> dict[str, Tensor]:
     if modules == QKV:
         n, d = shape.heads_per_group, shape.kv_channels
         _check_rows(name, tensor, shape.num_query_groups * (n + 2) * d)
-        groups = tensor.unflatten(0, (shape.num_query_groups, n + 2, d))
+        groups = tensor.reshape(shape.num_query_groups, n + 2, d, *tensor.shape[1:])
         parts = groups[:, :n], groups[:, n : n + 1], groups[:, n + 1 :]
-        return {
-            module: part.flatten(0, 2) for module, part in zip(modules, parts, strict=True)
-        }
+        return {module: part.flatten(0, 2) for module, part in zip(modules, parts, strict=True)}
     if modules == GATED:
         _check_rows(name, tensor, tensor.shape[0] // 2 * 2)
         return dict(zip(modules, tensor.chunk(2), strict=True))
@@ -125,10 +123,10 @@ def join_rows(name: str, parts: Mapping[str, Tensor], shape: RowShape) -> Tensor
     modules = modules_of(name)
     if modules == QKV:
         g, n, d = shape.num_query_groups, shape.heads_per_group, shape.kv_channels
-        groups = []
+        groups: list[Tensor] = []
         for module, heads in zip(modules, (n, 1, 1), strict=True):
             _check_rows(module, parts[module], g * heads * d)
-            groups.append(parts[module].unflatten(0, (g, heads, d)))
+            groups.append(parts[module].reshape(g, heads, d, *parts[module].shape[1:]))
         return torch.cat(groups, dim=1).flatten(0, 2)
     if modules == GATED:
         return torch.cat([parts[module] for module in modules])

@@ -116,7 +116,7 @@ def _file_of_each(folder: Path) -> dict[str, str]:
             files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
             return {str(name): str(file) for name, file in files.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} is damaged ({error!r}); copy the model again.") from error
+            raise CheckpointError(f"{path} is damaged ({error!r}); copy it again.") from error
     if not (folder / SINGLE).is_file():
         raise CheckpointError(
             f"{folder} holds neither {SINGLE} nor {INDEX}; save the model with safetensors."

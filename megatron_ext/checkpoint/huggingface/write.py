@@ -139,7 +139,8 @@ def _aside(target: Path) -> Iterator[Path]:
                 shutil.rmtree(folder)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"`--hf` ({target}) cannot be written ({error}); free some space or give another folder."
+            f"`--hf` ({target}) cannot be written ({error}); free some space or give another "
+            "folder."
         ) from error
 
 
@@ -158,5 +159,3 @@ def _write_weights(folder: Path, tensors: Exported, max_shard_size: int | str) -
 def companions(folder: Path) -> list[Path]:
     """Files of the tokenizer and of generation in a folder, sorted."""
     return sorted({path for form in COMPANIONS for path in folder.glob(form) if path.is_file()})
-
-

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_ext.checkpoint import CheckpointManager
-from megatron_ext.checkpoint.huggingface.convert import Import, import_model
+from megatron_ext.checkpoint.huggingface.importing import Import, import_model
 from megatron_ext.config import RunConfig, parse_args
 from megatron_ext.models.chunks import build_chunks
 from megatron_ext.models.gpt import build_gpt_chunk
@@ -24,7 +24,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 300,
     "hidden_size": 64,
     "intermediate_size": 112,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
@@ -39,16 +39,20 @@ LLAMA3 = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
-    "llama tied": {"model_type": "llama", "tie_word_embeddings": True},
-    "llama without groups": {"model_type": "llama", "num_key_value_heads": 4},
-    "llama 3.1": {
+    "llama 3.1 tied": {
         "model_type": "llama",
+        "tie_word_embeddings": True,
         "rope_scaling": LLAMA3,
         "max_position_embeddings": 32768,
-        "rope_theta": 100.0,
+        "rope_theta": 500000.0,
     },
-    "llama linear": {"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-    "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 32},
+    "mistral without groups": {
+        "model_type": "mistral",
+        "sliding_window": None,
+        "head_dim": 32,
+        "num_key_value_heads": 4,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
     "qwen2 tied": {"model_type": "qwen2", "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
 }

@@ -11,8 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_ext.checkpoint import read_run_config
-from megatron_ext.checkpoint.huggingface.convert import Export, Import, export_model, import_model
+from megatron_ext.checkpoint import CheckpointManager, read_run_config
+from megatron_ext.checkpoint.huggingface import exporting
+from megatron_ext.checkpoint.huggingface.exporting import Export, export_model
+from megatron_ext.checkpoint.huggingface.importing import Import, import_model
+from megatron_ext.checkpoint.huggingface.single_rank import build_bare, one_rank
+from megatron_ext.config import parse_args
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layout import Layout
 from tests.checkpoint.huggingface.models import (
@@ -78,14 +82,14 @@ def test_logits_and_the_way_back(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_source_keeps_its_dtype_and_its_files(tmp_path: Path, dtype: torch.dtype) -> None:
-    source = make("qwen2 tied", tmp_path / "hf", dtype, max_shard_size="100KB")
+    source = make("qwen2 tied", tmp_path / "hf", dtype, max_shard_size="40KB")
     (source / "tokenizer_config.json").write_text("{}")
     assert len(list(source.glob("*.safetensors"))) > 2
     words = imported(source, tmp_path / "ours", make_vocab_size_divisible_by=8)
     assert {torch.bfloat16: "--bf16", torch.float16: "--fp16"}[dtype] in words
     assert words[words.index("--padded-vocab-size") + 1] == "304"
     assert words[words.index("--tokenizer-model") + 1] == str(source)
-    options = {"like": source, "max_shard_size": "100KB"}
+    options = {"like": source, "max_shard_size": "40KB"}
     exported(tmp_path / "ours", tmp_path / "back", **options)
     assert_same_tensors(source, tmp_path / "back")
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 2
@@ -106,6 +110,14 @@ def test_padding_is_zero_and_follows_the_target_layout(tmp_path: Path) -> None:
         assert tensors[name][299].count_nonzero() > 0
 
 
+def test_another_padding_and_another_precision_load_it(tmp_path: Path) -> None:
+    source, root = make("llama", tmp_path / "hf", torch.bfloat16), tmp_path / "ours"
+    words = ["--pretrained-checkpoint", str(root), *imported(source, root)]
+    words[words.index("--padded-vocab-size") + 1] = "512"
+    words.remove("--bf16")
+    run_on_ranks(by_flags, TP2_PP2, {"words": words, "expected": theirs(source)})
+
+
 def test_a_trained_checkpoint_of_any_layout_is_exported(tmp_path: Path) -> None:
     source, root, trained = make("qwen3", tmp_path / "hf"), tmp_path / "ours", tmp_path / "trained"
     words = [*imported(source, root, seq_length=32), "--pretrained-checkpoint", str(root)]
@@ -114,12 +126,10 @@ def test_a_trained_checkpoint_of_any_layout_is_exported(tmp_path: Path) -> None:
         "--vocab-size 200 --micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-3 "
         "--use-distributed-optimizer --num-workers 0 --eval-iters 0 --log-interval 1"
     )
-    code, _ = train_on_ranks([*words, *flags.split()], ranks=4, save=trained)
+    code, _ = train_on_ranks([*words, *flags.split()], ranks=2, save=trained)
     assert code == 0
     notes = exported(trained, tmp_path / "back")
-    assert notes == [
-        "The padding of the vocabulary is exported too; `--vocab-size` leaves it out."
-    ]
+    assert notes == ["The padding of the vocabulary is exported too; `--vocab-size` leaves it out."]
     assert exported(trained, tmp_path / "cut", like=source, step=2) == []
     expected = theirs(tmp_path / "cut")
     assert not torch.allclose(expected, theirs(source), atol=1e-3)
@@ -228,7 +238,9 @@ def test_nothing_is_written_over(source: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"`--hf` \(.*\) holds something already"):
         export_model(Export(root, full))
     assert [path.name for path in full.iterdir()] == ["thesis.txt"]
-    with pytest.raises(CheckpointError, match=r"vocabulary to export \(400\) must be at most"):
+    with pytest.raises(
+        CheckpointError, match=r"vocabulary to export \(400\) must be at least 1 and at most"
+    ):
         export_model(Export(root, tmp_path / "new", vocab_size=400))
     other = make("qwen3", tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"`--kv-channels` is 16, but `--hf-like` is a model"):
@@ -236,8 +248,51 @@ def test_nothing_is_written_over(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_one_process_only(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_only(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "Models are converted on one rank, but 2 were started" in refusal(source, tmp_path / "x")
+
+
+def save_with_one_more(root: Path, target: Path) -> Path:
+    """Save an imported model again, with a weight that transformers' class does not have."""
+    words = ["--load", str(root), "--save", str(target), "--no-save-optim", "--no-save-rng"]
+    stored = read_run_config(root)
+    words += "--finetune --micro-batch-size 1 --skip-train".split()
+    config = parse_args(words, world_size=1, device="cpu", checkpoint_config=stored).config
+    with one_rank(config) as context:
+        chunk = build_bare(config, context)
+        chunk.output_layer.register_parameter("adapter", torch.nn.Parameter(torch.ones(3)))
+        return CheckpointManager(config.checkpoint, context).save(
+            7,
+            model=[chunk],
+            optimizer=None,
+            scheduler=None,
+            progress={},
+            run_config=config.to_dict(),
+        )
+
+
+def test_weights_are_not_lost_in_silence(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, more = tmp_path / "ours", tmp_path / "more"
+    imported(source, root)
+    path = in_child(lambda: save_with_one_more(root, more), tmp_path / "path")
+
+    def refused() -> str:
+        with pytest.raises(CheckpointError) as caught:
+            export_model(Export(more, tmp_path / "back"))
+        return str(caught.value)
+
+    assert in_child(refused, tmp_path / "text") == (
+        f"{path} holds `output_layer.adapter`, which the exported model would not have; export a "
+        "checkpoint of the plain model."
+    )
+    monkeypatch.setattr(exporting, "read_run_config", lambda *_: {"moe": {"num_experts": 8}})
+    assert "holds a model with `--num-experts`, which cannot be exported" in refused()
+    assert not (tmp_path / "back").exists()
+
+
+def test_no_ranks_for_the_vocabulary(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"`--target-tensor-parallel-size` \(0\) must be at"):
+        import_model(Import(source, tmp_path / "x", tensor_parallel_size=0))
