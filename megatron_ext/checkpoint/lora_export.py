@@ -14,11 +14,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from megatron_ext.checkpoint.adapters import stored_adapters
+from megatron_ext.checkpoint.huggingface import RowShape, split_rows
+from megatron_ext.checkpoint.huggingface.names import modules_of
+from megatron_ext.checkpoint.huggingface.single_rank import row_shape
 from megatron_ext.checkpoint.manifest import checksum_fault, read_manifest
 from megatron_ext.checkpoint.paths import standing_folder_of
 from megatron_ext.checkpoint.stored import choose, read_run_config, refusal
 from megatron_ext.config import RunConfig
-from megatron_ext.config.model import ModelConfig
 from megatron_ext.errors import CheckpointError
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -26,34 +28,6 @@ _NAME = re.compile(
     r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?:self_attention|mlp)\."
     r"(?P<linear>linear_\w+)\.lora\.(?P<matrix>[ab])$"
 )
-_TWINS = {
-    "linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "linear_proj": ("self_attn.o_proj",),
-    "linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
-    "linear_fc2": ("mlp.down_proj",),
-}
-"""Hugging Face's modules in a Llama-like model for each of ours."""
-
-
-def split_rows(linear: str, rows: Tensor, model: ModelConfig) -> dict[str, Tensor]:
-    """Deal the rows of a weight, or of B, out to Hugging Face's modules.
-
-    Args:
-        linear: name of our layer.
-        rows: ``[out, ...]``; of linear_qkv ``[g * (n/g + 2) * d, ...]``, each group's queries
-            before its key and value; of a gated linear_fc1 the gate's rows before the others.
-        model: for heads, groups and head size.
-    """
-    names = _TWINS[linear]
-    if linear == "linear_qkv":
-        heads, groups = model.num_attention_heads, model.num_query_groups
-        assert heads is not None and model.hidden_size is not None
-        groups = groups or heads
-        size, tail = model.kv_channels or model.hidden_size // heads, rows.shape[1:]
-        by_group = rows.view(groups, heads // groups + 2, size, *tail)
-        parts = torch.split(by_group, [heads // groups, 1, 1], dim=1)
-        return {n: p.reshape(-1, *tail) for n, p in zip(names, parts, strict=True)}
-    return dict(zip(names, rows.chunk(len(names)), strict=True))
 
 
 def export_adapters(
@@ -85,7 +59,7 @@ def export_adapters(
     output.mkdir(parents=True, exist_ok=True)
     tensors, modules = {}, set()
     for name, matrix in _read(standing_folder_of(root, iteration), names).items():
-        for layer, twin, kind, values in _parts(name, matrix, run.model):
+        for layer, twin, kind, values in _parts(name, matrix, row_shape(run)):
             modules.add(twin.rpartition(".")[2])
             key = f"base_model.model.model.layers.{layer}.{twin}.lora_{kind}.weight"
             tensors[key] = values.contiguous()
@@ -130,7 +104,7 @@ def _read(path: Path, names: list[str]) -> dict[str, Tensor]:
     return state
 
 
-def _parts(name: str, matrix: Tensor, model: ModelConfig) -> Iterator[tuple[int, str, str, Tensor]]:
+def _parts(name: str, matrix: Tensor, shape: RowShape) -> Iterator[tuple[int, str, str, Tensor]]:
     """Layer, Hugging Face's module, ``A`` or ``B``, and its values."""
     match = _NAME.match(name)
     assert match is not None
@@ -139,10 +113,10 @@ def _parts(name: str, matrix: Tensor, model: ModelConfig) -> Iterator[tuple[int,
     first = 0 if stacked else int(match["layer"])
     for layer, values in enumerate(matrix if stacked else matrix[None], first):
         if kind == "B":
-            parts = split_rows(linear, values, model)
+            parts = split_rows(linear, values, shape)
         else:
             # safetensors refuses tensors that share memory.
-            parts = {twin: values.clone() for twin in _TWINS[linear]}
+            parts = {twin: values.clone() for twin in modules_of(linear)}
         for twin, part in parts.items():
             yield layer, twin, kind, part
 

@@ -12,10 +12,9 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_ext.checkpoint import CheckpointManager
-from megatron_ext.checkpoint.lora_export import export_adapters, split_rows
+from megatron_ext.checkpoint.lora_export import export_adapters
 from megatron_ext.config import RunConfig
 from megatron_ext.config.checkpoint import CheckpointConfig
-from megatron_ext.config.model import ModelConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layout import ParallelContext
 from megatron_ext.models.chunks import build_chunks
@@ -232,11 +231,3 @@ def test_what_cannot_be_exported_is_a_sentence(
     with pytest.raises(CheckpointError, match=message):
         export_adapters(tmp_path / "run", tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
-
-
-def test_rows_of_grouped_queries_keys_and_values() -> None:
-    model = ModelConfig(hidden_size=6, num_attention_heads=6, num_query_groups=2, kv_channels=1)
-    rows = torch.arange(10)[:, None]
-    parts = {name[-6:-5]: part.flatten().tolist() for name, part in split_rows(
-        "linear_qkv", rows, model).items()}  # fmt: skip
-    assert parts == {"q": [0, 1, 2, 5, 6, 7], "k": [3, 8], "v": [4, 9]}
