@@ -38,7 +38,7 @@ MODEL=(
 DATA=(--sft --train-data-path "$OUT/train" --valid-data-path "$OUT/valid" "${TOKENIZER[@]}")
 TRAINING=(
     --micro-batch-size 4 --global-batch-size 16 --train-epochs "$EPOCHS"
-    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05
+    --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta2 0.95
     --weight-decay 0.01 --clip-grad 1.0 --use-distributed-optimizer
     --eval-interval 50 --log-interval 10
     --save "$OUT/checkpoints" --save-interval "$HALF" --resume-mode auto --keep-best 1
