@@ -103,23 +103,8 @@ class CheckpointManager:
         root = Path(config.save)
         on_first_rank(lambda: prepare(root, iteration), f"`--save` ({root}) cannot be written")
         temporary = temporary_folder_of(root, iteration)
-        kept_optimizer = None if config.no_save_optim else optimizer
-        metadata = content_metadata(
-            kept_optimizer, reshardable=config.dist_ckpt_optim_fully_reshardable
-        )
-        state = sharded_state(
-            model,
-            kept_optimizer,
-            metadata={**metadata, "dp_cp_group": self._context.pgs.dp_cp},
-            is_loading=False,
-        )
+        state = self._state(model, optimizer, scheduler, run_config)
         state.update(common_state(iteration, progress, run_config))
-        state["content_metadata"] = metadata
-        if scheduler is not None and not config.no_save_optim:
-            state["opt_param_scheduler"] = scheduler.state_dict()
-        if not config.no_save_rng:
-            apart = run_config.get("training", {}).get("data_parallel_random_init", False)
-            state["rng_state"] = random_state(self._context, every_replica=apart)
         strategy = save_strategy(
             config.ckpt_format,
             self._context.pgs.dp_cp,
@@ -146,6 +131,33 @@ class CheckpointManager:
                 outdone=outdone,
             )
         return folder_of(root, iteration)
+
+    def _state(
+        self,
+        model: Chunks,
+        optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None,
+        run_config: dict[str, Any],
+    ) -> dict[str, Any]:
+        """What a checkpoint holds besides counters and configuration."""
+        config = self._config
+        kept_optimizer = None if config.no_save_optim else optimizer
+        metadata = content_metadata(
+            kept_optimizer, reshardable=config.dist_ckpt_optim_fully_reshardable
+        )
+        state = sharded_state(
+            model,
+            kept_optimizer,
+            metadata={**metadata, "dp_cp_group": self._context.pgs.dp_cp},
+            is_loading=False,
+        )
+        state["content_metadata"] = metadata
+        if scheduler is not None and not config.no_save_optim:
+            state["opt_param_scheduler"] = scheduler.state_dict()
+        if not config.no_save_rng:
+            apart = run_config.get("training", {}).get("data_parallel_random_init", False)
+            state["rng_state"] = random_state(self._context, every_replica=apart)
+        return state
 
     def load(
         self,

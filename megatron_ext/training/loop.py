@@ -42,23 +42,9 @@ def train(run: Run) -> int | None:
             run.save()
             saved_at = run.progress.iteration
         profiler.before_step(run.progress.iteration)
-        num_microbatches = run.train_source.num_microbatches(run.batch_size.num_microbatches)
-        batches = run.train_source.next_step(num_microbatches)
-        coming = run.progress.iteration + 1
-        checked = _due(coming, run.config.training.check_invariants)
-        run.runner.check_zeroed_at = coming if checked else None
-        result = run.runner.train(
-            batches,
-            num_microbatches,
-            run.progress.consumed_train_samples,
-            run.batch_size.global_batch_size,
-        )
-        run.parameter_gather.switch_on()
-        rows = run.rows_of(num_microbatches)
-        nan = _advance(run, result, rows)
+        _step(run, window)
         iteration = run.progress.iteration
         profiler.after_step(iteration)
-        window.add(result, rows, nan=nan)
         if iteration == 1:
             window.report(keep=True)
         elif iteration % run.config.logging.log_interval == 0:
@@ -87,6 +73,24 @@ def train(run: Run) -> int | None:
     if saved_at != run.progress.iteration:
         run.save()
     return None
+
+
+def _step(run: Run, window: LogWindow) -> None:
+    """One training step, counted."""
+    num_microbatches = run.train_source.num_microbatches(run.batch_size.num_microbatches)
+    batches = run.train_source.next_step(num_microbatches)
+    coming = run.progress.iteration + 1
+    checked = _due(coming, run.config.training.check_invariants)
+    run.runner.check_zeroed_at = coming if checked else None
+    result = run.runner.train(
+        batches,
+        num_microbatches,
+        run.progress.consumed_train_samples,
+        run.batch_size.global_batch_size,
+    )
+    run.parameter_gather.switch_on()
+    rows = run.rows_of(num_microbatches)
+    window.add(result, rows, nan=_advance(run, result, rows))
 
 
 def evaluate_at_end(run: Run) -> None:
