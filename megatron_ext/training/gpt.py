@@ -74,12 +74,17 @@ def gpt_forward_step(
     targets = mtp_targets(config, batch, counts)
     inputs = (batch.tokens, batch.position_ids, batch.attention_mask)
     if config.loss.cross_entropy_impl == "chunked":
-        hidden = model(*inputs, mtp_targets=targets, hidden_states_only=True)
+        hidden = model(*inputs, mtp_targets=targets, hidden_states_only=True, **_as_it_is(config))
         return hidden, partial(
             _chunked, config=config, batch=batch, model=model, counts=counts, targets=targets
         )
     losses = model(*inputs, labels=batch.labels, mtp_targets=targets)
     return losses, partial(_whole, config=config, batch=batch, counts=counts, targets=targets)
+
+
+def _as_it_is(config: RunConfig) -> dict[str, bool]:
+    """Keep hidden states in 16 bits, which megatron-core's wrapper would cast to float32."""
+    return {"fp32_output": False} if config.precision.bf16 or config.precision.fp16 else {}
 
 
 def _share(config: RunConfig, batch: Batch, counts: StepCounts | None) -> Tensor | float:

@@ -164,7 +164,22 @@ def build_run(
     resumed = torch.random.fork_rng(devices=[]) if loaded is not None else nullcontext()
     with resumed:
         attach_data(run, task, tokenizer)
+    _note_changed_data(run)
     return run
+
+
+def _note_changed_data(run: Run) -> None:
+    """Say where a run that goes on will not see what it would have seen."""
+    plan = run.train_source.plan
+    if plan is None:
+        return
+    before, run.progress.data_plan = run.progress.data_plan, plan.identity
+    if before not in ("", plan.identity) and run.context.rank == 0:
+        print(
+            "> the conversations, or how they fill batches, are not those of the checkpoint: the "
+            "run goes on at its step of other epochs",
+            flush=True,
+        )
 
 
 def _parameter_gather(

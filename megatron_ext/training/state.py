@@ -23,6 +23,7 @@ class Progress:
         best_checkpoints: of the lowest validation loss, lowest first (``--keep-best``).
         lowest_loss: validation loss that an early stop compares with; None before the first.
         stale_evaluations: evaluations since then (``--early-stop-patience``).
+        data_plan: identity of the plan of the training data, where it has one.
     """
 
     iteration: int = 0
@@ -34,6 +35,7 @@ class Progress:
     best_checkpoints: list[BestCheckpoint] = field(default_factory=list)
     lowest_loss: float | None = None
     stale_evaluations: int = 0
+    data_plan: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -182,6 +182,17 @@ def test_a_run_resumes_in_the_middle_of_an_epoch(
     assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
 
 
+def test_other_data_of_a_resumed_run_is_said(
+    data: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = "--global-batch-size 2 --train-iters 2"
+    run(data, f"{words} --exit-interval 1", tmp_path / "s")
+    run(data, f"{words} --load {tmp_path / 's'}", tmp_path / "t")
+    assert "not those of the checkpoint" not in capfd.readouterr().out
+    run(data, f"{words} --load {tmp_path / 's'} --sft-batching padded", tmp_path / "u")
+    assert "not those of the checkpoint" in capfd.readouterr().out
+
+
 def test_a_run_resumes_in_another_layout(data: list[str], tmp_path: Path) -> None:
     words = f"--global-batch-size 2 --train-iters {STEPS}"
     whole = training_rows(run(data, words, tmp_path / "whole"))

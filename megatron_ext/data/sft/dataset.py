@@ -7,6 +7,7 @@ positions.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -83,7 +84,7 @@ class SftDataset(Dataset[dict[str, Tensor]]):
         if not long.size:
             return
         first = int(long[np.argmin(self._members[long])])
-        store, number = self._place(first)
+        store, number = self.place_of(first)
         raise DataError(
             f"{store.source_of(number)}: {long.size} of {tokens.size} conversations are longer "
             f"than `--sft-max-length` ({self._max_length}), such as number {number + 1} of its "
@@ -112,7 +113,7 @@ class SftDataset(Dataset[dict[str, Tensor]]):
         kept = kept_tokens(self._max_length, self._truncation)
         sequences = []
         for sample in row:
-            store, number = self._place(sample)
+            store, number = self.place_of(sample)
             ids, mask = store.conversation(number)
             sequences.append(shift(ids[kept], mask[kept]))
         laid = lay_out(sequences, self._seq_length, self._pad_id)
@@ -128,7 +129,7 @@ class SftDataset(Dataset[dict[str, Tensor]]):
             "sample_ids": torch.from_numpy(sample_ids),
         }
 
-    def _place(self, sample: int) -> tuple[SftStore, int]:
+    def place_of(self, sample: int) -> tuple[SftStore, int]:
         """The store of a conversation, and its number there."""
         number = int(self._members[sample])
         store = int(np.searchsorted(self._begins, number, side="right")) - 1
@@ -136,7 +137,7 @@ class SftDataset(Dataset[dict[str, Tensor]]):
 
     def source_of(self, sample: int) -> str:
         """The input file that a conversation came from."""
-        store, number = self._place(sample)
+        store, number = self.place_of(sample)
         return store.source_of(number)
 
 
@@ -187,7 +188,14 @@ def plan_steps(config: RunConfig, lengths: Ints, *, seed: int | None) -> StepPla
             seed,
             multiple=stages if interleaved else 1,
         )
-    return StepPlan(epochs, micro_batch_size)
+    return StepPlan(epochs, micro_batch_size, _identity(config, lengths, seed))
+
+
+def _identity(config: RunConfig, lengths: Ints, seed: int | None) -> str:
+    decides = (config.sft.sft_batching, config.model.seq_length, config.training.batch_sizes[1])
+    digest = hashlib.sha256(lengths.tobytes())
+    digest.update(repr((decides, seed)).encode())
+    return digest.hexdigest()[:16]
 
 
 def build_splits(config: RunConfig, tokenizer: Tokenizer) -> Datasets:

@@ -202,9 +202,11 @@ class StepPlan:
     Args:
         epochs: the rows.
         micro_batch_size: rows of one micro-batch.
+        identity: of all that decides which samples a step sees; a layout does not.
     """
 
-    def __init__(self, epochs: Epochs, micro_batch_size: int) -> None:
+    def __init__(self, epochs: Epochs, micro_batch_size: int, identity: str = "") -> None:
+        self.identity = identity
         self._epochs = epochs
         self._micro_batch_size = micro_batch_size
         self._last: tuple[int, list[list[Row]]] = (-1, [])

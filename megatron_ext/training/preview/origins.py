@@ -103,7 +103,7 @@ class Origins:
         dataset = self._dataset
         if not isinstance(dataset, SftDataset):
             return Origin(sample, type(dataset).__name__)
-        store, place = dataset._place(sample)
+        store, place = dataset.place_of(sample)
         number = place
         for _, count in store.about["files"]:
             if number < count:
