@@ -1,4 +1,4 @@
-"""Pretrain a GPT model.
+"""Pretrain a GPT model, or fine-tune it on conversations (``--sft``).
 
 Started by torchrun, or plainly: ``python pretrain_gpt.py --nproc-per-node 4 ...`` makes its own
 ranks. ``python pretrain_gpt.py --help`` lists the flags; they are Megatron-LM's.
@@ -6,19 +6,32 @@ ranks. ``python pretrain_gpt.py --help`` lists the flags; they are Megatron-LM's
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
+from megatron_ext.config import RunConfig
 from megatron_ext.data.gpt import build_gpt_datasets
+from megatron_ext.data.sft.dataset import build_sft_datasets
 from megatron_ext.models.gpt import build_gpt_chunk
-from megatron_ext.training.gpt import gpt_forward_step
+from megatron_ext.training.gpt import gpt_forward_step, prepare_window
 from megatron_ext.training.pretrain import main
+from megatron_ext.training.sft import prepare_sft
 from megatron_ext.training.task import Task
 
 GPT = Task(
     datasets=build_gpt_datasets,
     model_chunk=build_gpt_chunk,
     forward_step=gpt_forward_step,
+    prepare_window=prepare_window,
 )
 
+SFT = dataclasses.replace(GPT, datasets=build_sft_datasets, preflight=prepare_sft)
+
+
+def task_of(config: RunConfig) -> Task:
+    """What the flags ask for."""
+    return SFT if config.sft.sft else GPT
+
+
 if __name__ == "__main__":
-    sys.exit(main(GPT, sys.argv[1:]))
+    sys.exit(main(task_of, sys.argv[1:]))

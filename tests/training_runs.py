@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from megatron_ext.training.launch import fork_ranks
 from megatron_ext.training.preflight import preflight
 from megatron_ext.training.pretrain import pretrain
 from megatron_ext.training.reporting.metrics_file import read_metrics
-from pretrain_gpt import GPT
+from megatron_ext.training.setup import Run
+from megatron_ext.training.task import TaskOrChoice, choose
+from pretrain_gpt import task_of
 
 REFERENCE = Path(
     os.environ.get(
@@ -41,13 +43,20 @@ def mock_data() -> list[str]:
 
 
 def train_on_ranks(
-    flags: Sequence[str], *, ranks: int = 1, save: Path
+    flags: Sequence[str],
+    *,
+    ranks: int = 1,
+    save: Path,
+    task: TaskOrChoice = task_of,
+    prepare: Callable[[Run], None] | None = None,
 ) -> tuple[int, list[dict[str, Any]]]:
     """Train on forked ranks; returns the exit code and the rows of ``metrics.jsonl``."""
     device = select()
     words = [*flags, "--nproc-per-node", str(ranks), "--save", str(save)]
-    config, tokenizer = preflight(parse_args(words, world_size=0, device=device.kind).config)
-    run = partial(pretrain, GPT, config, device=device, tokenizer=tokenizer)
+    parsed = parse_args(words, world_size=0, device=device.kind).config
+    chosen = choose(task, parsed)
+    config, tokenizer = preflight(parsed, chosen.preflight)
+    run = partial(pretrain, chosen, config, device=device, tokenizer=tokenizer, prepare=prepare)
     code = fork_ranks(run, ranks)
     return code, read_metrics(save / "metrics.jsonl")
 

@@ -32,7 +32,7 @@ from megatron_ext.training.known_warnings import silence_known_warnings
 from megatron_ext.training.parity.compare import Parity, Tolerances, compare, table
 from megatron_ext.training.parity.layouts import NamedLayout, parse_layout, split_layouts
 from megatron_ext.training.parity.run import record
-from pretrain_gpt import GPT
+from pretrain_gpt import task_of
 
 DEFAULT = "tp2,tp2sp,pp2,pp2vpp2,cp2,cp2a2a,dp2,tp2pp2"
 
@@ -73,12 +73,12 @@ def prove(
     console = Console(width=None if sys.stdout.isatty() else 160)
     results: list[Parity] = []
     with tempfile.TemporaryDirectory(prefix="parity_") as name:
-        truth = record(GPT, words, against, steps, Path(name) / "truth", device)
+        truth = record(task_of, words, against, steps, Path(name) / "truth", device)
         if truth.failure is not None:
             print(f"error: {against.name}: {truth.failure}", file=sys.stderr)
             return 2
         for index, layout in enumerate(layouts):
-            mine = record(GPT, words, layout, steps, Path(name) / str(index), device)
+            mine = record(task_of, words, layout, steps, Path(name) / str(index), device)
             results.append(compare(mine, truth, tolerances))
             print(f"> {layout.name}: {'PASS' if results[-1].passed else 'FAIL'}", flush=True)
             for path in mine.folder.glob("gradients_*"):

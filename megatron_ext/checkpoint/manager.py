@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_ext.checkpoint.adapters import check_adapters, leave_out_new_adapters
 from megatron_ext.checkpoint.agreement import together
+from megatron_ext.checkpoint.best import BEST_TRACKER, BestCheckpoint, write_best
 from megatron_ext.checkpoint.fit import check_model, check_optimizer, same_model_ranks
 from megatron_ext.checkpoint.manifest import checksum_fault, read_manifest
 from megatron_ext.checkpoint.optimizer_state import is_distributed
-from megatron_ext.checkpoint.paths import folder_of, standing_folder_of
+from megatron_ext.checkpoint.paths import folder_of
 from megatron_ext.checkpoint.publish import prepare, publish, remove_old, temporary_folder_of
 from megatron_ext.checkpoint.random_state import random_state, restore_random_state
 from megatron_ext.checkpoint.state import (
@@ -27,7 +31,7 @@ from megatron_ext.checkpoint.state import (
     content_metadata,
     sharded_state,
 )
-from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG, choose, read_json, refusal
+from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG, Found, find, read_json, refusal
 from megatron_ext.checkpoint.strategies import load_strategy, save_strategy
 from megatron_ext.checkpoint.writing import (
     describe_written,
@@ -59,19 +63,6 @@ class LoadedCheckpoint:
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A checkpoint to load, and whether only its weights are wanted."""
-
-    root: Path
-    iteration: int
-    weights_only: bool
-
-    @property
-    def path(self) -> Path:
-        return standing_folder_of(self.root, self.iteration)
-
-
 class CheckpointManager:
     """Saves and loads; all ranks call each method together."""
 
@@ -88,12 +79,17 @@ class CheckpointManager:
         scheduler: OptimizerParamScheduler | None,
         progress: dict[str, Any],
         run_config: dict[str, Any],
+        best: Sequence[BestCheckpoint] = (),
+        outdone: Collection[int] = (),
     ) -> Path:
         """Write a checkpoint aside, verify it, publish it, then remove old ones.
 
         Args:
             progress: counters that JSON can hold.
             run_config: the resolved configuration, sections of plain values.
+            best: the checkpoints of the lowest validation loss, lowest first; the tracker of the
+                best names the first, and none is removed.
+            outdone: iterations that are no longer among them and have no other reason to stay.
 
         Returns:
             The published folder.
@@ -107,23 +103,8 @@ class CheckpointManager:
         root = Path(config.save)
         on_first_rank(lambda: prepare(root, iteration), f"`--save` ({root}) cannot be written")
         temporary = temporary_folder_of(root, iteration)
-        kept_optimizer = None if config.no_save_optim else optimizer
-        metadata = content_metadata(
-            kept_optimizer, reshardable=config.dist_ckpt_optim_fully_reshardable
-        )
-        state = sharded_state(
-            model,
-            kept_optimizer,
-            metadata={**metadata, "dp_cp_group": self._context.pgs.dp_cp},
-            is_loading=False,
-        )
+        state = self._state(model, optimizer, scheduler, run_config)
         state.update(common_state(iteration, progress, run_config))
-        state["content_metadata"] = metadata
-        if scheduler is not None and not config.no_save_optim:
-            state["opt_param_scheduler"] = scheduler.state_dict()
-        if not config.no_save_rng:
-            apart = run_config.get("training", {}).get("data_parallel_random_init", False)
-            state["rng_state"] = random_state(self._context, every_replica=apart)
         strategy = save_strategy(
             config.ckpt_format,
             self._context.pgs.dp_cp,
@@ -138,9 +119,45 @@ class CheckpointManager:
                 f"The checkpoint of iteration {iteration} could not be saved: "
                 f"{one_line(error)}; free some space or give another `--save`."
             ) from error
+        if best:
+            on_first_rank(lambda: write_best(root, best[0]), f"{root / BEST_TRACKER} not written")
         if self._context.rank == 0:
-            remove_old(root, iteration, retain=config.save_retain_interval, keep=config.keep_last)
+            remove_old(
+                root,
+                iteration,
+                retain=config.save_retain_interval,
+                keep=config.keep_last,
+                best={entry.iteration for entry in best},
+                outdone=outdone,
+            )
         return folder_of(root, iteration)
+
+    def _state(
+        self,
+        model: Chunks,
+        optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None,
+        run_config: dict[str, Any],
+    ) -> dict[str, Any]:
+        """What a checkpoint holds besides counters and configuration."""
+        config = self._config
+        kept_optimizer = None if config.no_save_optim else optimizer
+        metadata = content_metadata(
+            kept_optimizer, reshardable=config.dist_ckpt_optim_fully_reshardable
+        )
+        state = sharded_state(
+            model,
+            kept_optimizer,
+            metadata={**metadata, "dp_cp_group": self._context.pgs.dp_cp},
+            is_loading=False,
+        )
+        state["content_metadata"] = metadata
+        if scheduler is not None and not config.no_save_optim:
+            state["opt_param_scheduler"] = scheduler.state_dict()
+        if not config.no_save_rng:
+            apart = run_config.get("training", {}).get("data_parallel_random_init", False)
+            state["rng_state"] = random_state(self._context, every_replica=apart)
+        return state
 
     def load(
         self,
@@ -167,13 +184,15 @@ class CheckpointManager:
         common = dict(dist_checkpointing.load_common_state_dict(str(path)))
         arguments = common.get("args", Namespace())
         with_optimizer = self._loads_optimizer(found, arguments, notes)
-        state = self._requested_state(
+        state, new = self._requested_state(
             found, model, optimizer if with_optimizer else None, common, arguments
         )
         if self._loads_random(found, arguments, notes):
             apart = getattr(arguments, "data_parallel_random_init", False)
             state["rng_state"] = random_state(self._context, every_replica=apart)
         loaded = self._read(path, state, notes)
+        for chunk, adapters in new.items():
+            loaded[chunk].update(adapters)
         apply_state(loaded, model, optimizer, scheduler, with_optimizer=with_optimizer)
         if "rng_state" in state:
             restore_random_state(self._context, loaded["rng_state"])
@@ -183,42 +202,14 @@ class CheckpointManager:
         progress = _progress(path, arguments)
         return LoadedCheckpoint(int(common["iteration"]), progress, run_config, path, notes)
 
-    def _find(self) -> _Found | None:
+    def _find(self) -> Found | None:
         """What to load; rank 0 looks, all agree."""
         return together(
-            lambda: self._look() if self._context.rank == 0 else None, "looking for a checkpoint"
+            lambda: find(self._config) if self._context.rank == 0 else None,
+            "looking for a checkpoint",
         )[0]
 
-    def _look(self) -> _Found | None:
-        config = self._config
-        for name in (config.load, config.pretrained_checkpoint):
-            root = None if name is None else Path(name)
-            if root is None or not root.is_dir():
-                continue
-            step = config.ckpt_step if name == config.load else None
-            iteration = choose(root, step)
-            if iteration is not None:
-                return _Found(root, iteration, config.finetune or name != config.load)
-        if config.pretrained_checkpoint is not None:
-            raise CheckpointError(
-                f"`--pretrained-checkpoint` ({config.pretrained_checkpoint}) holds no checkpoint; "
-                "give a folder that does."
-            )
-        if config.load is None:
-            return None
-        for name, wanted in (
-            ("--exit-on-missing-checkpoint", config.exit_on_missing_checkpoint),
-            ("--ckpt-step", config.ckpt_step is not None),
-            ("--finetune", config.finetune),
-        ):
-            if wanted:
-                raise CheckpointError(
-                    f"`--load` ({config.load}) holds no checkpoint, but `{name}` is given; give a "
-                    "folder that does."
-                )
-        return None
-
-    def _verify(self, found: _Found) -> None:
+    def _verify(self, found: Found) -> None:
         """Compare the checksums, each rank its share of the files."""
         path = found.path
 
@@ -232,7 +223,7 @@ class CheckpointManager:
 
         together(verify, f"{path} cannot be read")
 
-    def _loads_optimizer(self, found: _Found, arguments: Namespace, notes: list[str]) -> bool:
+    def _loads_optimizer(self, found: Found, arguments: Namespace, notes: list[str]) -> bool:
         if found.weights_only or self._config.no_load_optim:
             return False
         if getattr(arguments, "no_save_optim", False):
@@ -240,7 +231,7 @@ class CheckpointManager:
             return False
         return True
 
-    def _loads_random(self, found: _Found, arguments: Namespace, notes: list[str]) -> bool:
+    def _loads_random(self, found: Found, arguments: Namespace, notes: list[str]) -> bool:
         """Whether the random states are there and fit: they are kept per model-parallel rank."""
         if found.weights_only or self._config.no_load_rng:
             return False
@@ -259,20 +250,28 @@ class CheckpointManager:
 
     def _requested_state(
         self,
-        found: _Found,
+        found: Found,
         model: Chunks,
         optimizer: MegatronOptimizer | None,
         common: dict[str, Any],
         arguments: Namespace,
-    ) -> dict[str, Any]:
-        """The sharded state to fill, cut as the checkpoint is, after checking that it fits."""
+    ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+        """The sharded state to fill, cut as the checkpoint is, after checking that it fits.
+
+        Returns:
+            The state, and the adapters that start anew where only weights are wanted.
+        """
         path, layout = found.path, self._context.layout
+        keys, strictness = chunk_keys(model), self._config.dist_ckpt_strictness
         stored = dict(common.get("content_metadata") or {})
         metadata = {**stored, "dp_cp_group": self._context.pgs.dp_cp}
 
         def check() -> None:
             bare = sharded_state(model, None, metadata=metadata, is_loading=True)
-            check_model(path, bare, arguments, layout, self._config.dist_ckpt_strictness)
+            if found.weights_only:
+                leave_out_new_adapters(path, bare, keys)
+            check_adapters(path, bare, keys, strictness)
+            check_model(path, bare, arguments, layout, strictness)
             if optimizer is not None:
                 check_optimizer(
                     path, stored, arguments, layout, distributed=is_distributed(optimizer)
@@ -280,8 +279,8 @@ class CheckpointManager:
 
         together(check, f"{path} cannot be compared with the model")
         state = sharded_state(model, optimizer, metadata=metadata, is_loading=True)
-        assert all(key in state for key in chunk_keys(model))
-        return state
+        assert all(key in state for key in keys)
+        return state, leave_out_new_adapters(path, state, keys) if found.weights_only else {}
 
     def _read(self, path: Path, state: dict[str, Any], notes: list[str]) -> dict[str, Any]:
         strategy = load_strategy(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,14 @@ def publish(root: Path, iteration: int, files: dict[str, dict[str, Any]]) -> Non
         shutil.rmtree(replaced)
 
 
-def doomed(older: list[int], *, retain: int | None, keep: int | None) -> list[int]:
+def doomed(
+    older: list[int],
+    *,
+    retain: int | None,
+    keep: int | None,
+    best: Collection[int] = (),
+    outdone: Collection[int] = (),
+) -> list[int]:
     """Which older checkpoints go after a new one was published.
 
     Args:
@@ -75,24 +83,37 @@ def doomed(older: list[int], *, retain: int | None, keep: int | None) -> list[in
             iteration is a multiple.
         keep: ``--keep-last``: so many stay, the new one included; multiples of ``retain`` stay
             as well.
+        best: ``--keep-best``: these stay besides, and do not count for ``keep``.
+        outdone: these were saved for being among the best only, and no longer are; they go, but
+            for multiples of ``retain``.
     """
     gone: set[int] = set()
     if retain is not None and older and older[-1] % retain:
         gone.add(older[-1])
     if keep is not None:
-        beyond = older[: max(0, len(older) - (keep - 1))]
+        counted = [i for i in older if i not in best]
+        beyond = counted[: max(0, len(counted) - (keep - 1))]
         gone |= {i for i in beyond if retain is None or i % retain}
-    return sorted(gone)
+    gone |= {i for i in older if i in outdone and (retain is None or i % retain)}
+    return sorted(gone - set(best))
 
 
-def remove_old(root: Path, newest: int, *, retain: int | None, keep: int | None) -> None:
-    """Remove the checkpoints that the flags do not keep.
+def remove_old(
+    root: Path,
+    newest: int,
+    *,
+    retain: int | None,
+    keep: int | None,
+    best: Collection[int] = (),
+    outdone: Collection[int] = (),
+) -> None:
+    """Remove the checkpoints that the flags do not keep; see `doomed`.
 
     A symbolic link is left alone. A folder that cannot be removed is reported, and does not end
     the run: the new checkpoint is safe.
     """
     older = [iteration for iteration in published(root) if iteration < newest]
-    for iteration in doomed(older, retain=retain, keep=keep):
+    for iteration in doomed(older, retain=retain, keep=keep, best=best, outdone=outdone):
         folder = folder_of(root, iteration)
         if folder.is_symlink():
             continue

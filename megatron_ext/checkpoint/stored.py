@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,83 @@ from megatron_ext.checkpoint.paths import (
     read_tracker,
     standing_folder_of,
 )
+from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.errors import CheckpointError
 
 RUN_CONFIG = "run_config.json"
 PROGRESS = "progress.json"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint to load, and whether only its weights are wanted."""
+
+    root: Path
+    iteration: int
+    weights_only: bool
+
+    @property
+    def path(self) -> Path:
+        return standing_folder_of(self.root, self.iteration)
+
+
+def find(config: CheckpointConfig) -> Found | None:
+    """What the flags say to load.
+
+    Returns:
+        None when the run starts anew.
+
+    Raises:
+        CheckpointError: what must be there is missing, or what is there is damaged.
+    """
+    for folder, step, weights_only in _candidates(config):
+        root = Path(folder)
+        iteration = choose(root, step) if root.is_dir() else None
+        if iteration is not None:
+            return Found(root, iteration, weights_only)
+    for name, wanted in (
+        ("--resume-mode path", config.resume_mode == "path"),
+        ("--exit-on-missing-checkpoint", config.exit_on_missing_checkpoint),
+        ("--ckpt-step", config.ckpt_step is not None),
+        ("--finetune", config.finetune),
+    ):
+        if wanted and config.load is not None and config.pretrained_checkpoint is None:
+            raise CheckpointError(
+                f"`--load` ({config.load}) holds no checkpoint, but `{name}` is given; give a "
+                "folder that does."
+            )
+    if config.pretrained_checkpoint is not None:
+        raise CheckpointError(
+            f"`--pretrained-checkpoint` ({config.pretrained_checkpoint}) holds no checkpoint; "
+            "give a folder that does."
+        )
+    return None
+
+
+def _candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
+    """Folders to look into, in order, with the step wanted and whether only weights are.
+
+    A run that is started again by the same command goes on from what it saved itself, also where
+    it began from the weights of another.
+    """
+    found: list[tuple[str, int | None, bool]] = []
+    if config.resume_mode == "auto" and config.save is not None:
+        found.append((config.save, None, False))
+    if config.load is not None:
+        found.append((config.load, config.ckpt_step, config.finetune))
+    if config.pretrained_checkpoint is not None:
+        found.append((config.pretrained_checkpoint, None, True))
+    return found
+
+
+def check_resume_path(config: CheckpointConfig) -> None:
+    """Refuse a ``--resume-mode path`` without a checkpoint, before any process group exists.
+
+    Raises:
+        CheckpointError: see `find`.
+    """
+    if config.resume_mode == "path":
+        find(config)
 
 
 def fault_of(folder: Path) -> str | None:

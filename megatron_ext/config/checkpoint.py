@@ -22,7 +22,17 @@ class CheckpointConfig:
         None, "of older checkpoints keep each multiple of this", unit="steps"
     )
     keep_last: int | None = flag(None, "of the checkpoints keep only the newest of this number")
+    keep_best: int | None = flag(
+        None, "besides, save and keep so many of the lowest validation loss seen"
+    )
     load: str | None = flag(None, "folder to continue from")
+    resume_mode: str | None = flag(
+        None,
+        "where to go on: auto, from the newest checkpoint of --save, else as --load or "
+        "--pretrained-checkpoint say; disable, nowhere; path, from --load, which must hold one; "
+        "default: from --load, where it holds one",
+        choices=("auto", "disable", "path"),
+    )
     ckpt_step: int | None = flag(None, "iteration to load; default: the latest", unit="steps")
     finetune: bool = flag(False, "load the weights only, and start at iteration 0")
     pretrained_checkpoint: str | None = flag(None, "weights to start from, without --load")
@@ -53,14 +63,18 @@ class CheckpointConfig:
         True, "optimizer state that loads in any layout (the default here)"
     )
 
-    def errors(self) -> list[str]:
-        """What cannot be run, one sentence each."""
+    def errors(self, *, evaluates: bool) -> list[str]:
+        """What cannot be run, one sentence each.
+
+        Args:
+            evaluates: the run has evaluations.
+        """
         found = [
             f"`--{name.replace('_', '-')}` ({value}) must be at least 1."
-            for name in ("save_interval", "save_retain_interval", "keep_last")
+            for name in ("save_interval", "save_retain_interval", "keep_last", "keep_best")
             if (value := getattr(self, name)) is not None and value < 1
         ]
-        for name in ("save_interval", "save_retain_interval"):
+        for name in ("save_interval", "save_retain_interval", "keep_best"):
             if getattr(self, name) is not None and self.save is None:
                 found.append(f"`--{name.replace('_', '-')}` needs `--save`; give a folder.")
         interval, retain = self.save_interval, self.save_retain_interval
@@ -69,6 +83,49 @@ class CheckpointConfig:
                 f"`--save-retain-interval` ({retain}) must be divisible by `--save-interval` "
                 f"({interval}); use {-(-retain // interval) * interval}."
             )
-        if self.use_checkpoint_args and self.load is None:
-            found.append("`--use-checkpoint-args` needs `--load`; give a folder.")
+        if self.use_checkpoint_args and self.load is None and self.pretrained_checkpoint is None:
+            found.append(
+                "`--use-checkpoint-args` needs `--load` or `--pretrained-checkpoint`; give one."
+            )
+        if self.keep_best is not None and not evaluates:
+            found.append(
+                f"`--keep-best` ({self.keep_best}) needs evaluation, but `--eval-iters` is 0; give "
+                "a number of batches, or `--full-validation`."
+            )
+        return [*found, *self._resume_errors()]
+
+    def _resume_errors(self) -> list[str]:
+        """What contradicts ``--resume-mode``."""
+        found = []
+        if self.resume_mode == "disable" and self.load is not None:
+            found.append(
+                f"`--resume-mode disable` starts anew and contradicts `--load` ({self.load}); "
+                "leave one out, or give the weights to start from as `--pretrained-checkpoint`."
+            )
+        if self.resume_mode == "path" and self.load is None:
+            found.append("`--resume-mode path` needs `--load`; give the folder to go on from.")
+        if self.resume_mode == "path" and self.pretrained_checkpoint is not None:
+            found.append(
+                "`--resume-mode path` goes on from `--load`, so `--pretrained-checkpoint` "
+                f"({self.pretrained_checkpoint}) has no use; leave one out."
+            )
+        if self.resume_mode == "auto":
+            found += self._auto_errors()
+        return found
+
+    def _auto_errors(self) -> list[str]:
+        found = []
+        if self.save is None:
+            found.append("`--resume-mode auto` needs `--save`; give the folder to go on in.")
+        if self.ckpt_step is not None:
+            found.append(
+                f"`--ckpt-step` ({self.ckpt_step}) contradicts `--resume-mode auto`, which takes "
+                "the newest checkpoint; use `--resume-mode path` with `--load`."
+            )
+        if self.finetune and self.load is not None and self.load == self.save:
+            found.append(
+                f"With `--resume-mode auto` and `--finetune`, `--load` ({self.load}) must differ "
+                "from `--save`, or the run could not tell its own checkpoints from those that it "
+                "starts from; give another `--save`."
+            )
         return found

@@ -107,6 +107,7 @@ def parse_args(
     layers = [_read_yaml(path, reading) for path in reading.config_files]
     if checkpoint_config is not None:
         layers.append({"model": _shape(checkpoint_config), "moe": checkpoint_config["moe"]})
+        layers.append({"lora": checkpoint_config.get("lora", {})})
     values: dict[str, dict[str, Any]] = {}
     for layer in [*layers, reading.values]:
         for section, entries in layer.items():
@@ -292,7 +293,8 @@ def _shape(stored: Mapping[str, Any]) -> dict[str, Any]:
     keep = (
         "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
         "group_query_attention max_position_embeddings position_embedding_type rotary_base "
-        "rotary_percent rotary_interleaved use_rope_scaling rope_scaling_factor normalization "
+        "rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling "
+        "rope_scaling_factor normalization "
         "norm_epsilon apply_layernorm_1p swiglu squared_relu quick_geglu add_bias_linear "
         "add_qkv_bias qk_layernorm untie_embeddings_and_output_weights padded_vocab_size "
         "mtp_num_layers seq_length"

@@ -12,11 +12,14 @@ from typing import Any
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.config.data import DataConfig
 from megatron_ext.config.logs import LoggingConfig
+from megatron_ext.config.lora import LoraConfig
+from megatron_ext.config.loss import LossConfig
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.precision import PrecisionConfig
+from megatron_ext.config.sft import SftConfig
 from megatron_ext.config.tokenizer import TokenizerConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.config.transformer import transformer_fields
@@ -30,10 +33,13 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -59,10 +65,16 @@ class RunConfig:
             device=device,
             model=model,
             parallel=parallel,
+            lora=self.lora.resolved(),
             precision=self.precision.resolved(),
             training=self.training.resolved(parallel.data_parallel_size),
+            loss=self.loss.resolved(
+                fused=model.cross_entropy_loss_fusion and device == "cuda",
+                fusion_impl=model.cross_entropy_fusion_impl,
+            ),
             optimizer=self.optimizer.resolved(device),
             data=self.data.resolved(),
+            sft=self.sft.resolved(model.seq_length),
         )
         errors = run.errors(has_te=has_te)
         if errors:
@@ -75,11 +87,14 @@ class RunConfig:
             *self.model.errors(),
             *self.parallel.errors(self.model),
             *self.moe.errors(max(1, self.parallel.expert_model_parallel_size)),
+            *self.lora.errors(self.model, self.moe, self.optimizer),
             *self.precision.errors(),
             *self.training.errors(self.parallel.data_parallel_size),
+            *self.loss.errors(per_token=self.training.calculate_per_token_loss, has_te=has_te),
             *self.optimizer.errors(self.training),
             *self.data.errors(full_validation=self.training.full_validation),
-            *self.checkpoint.errors(),
+            *self.sft.errors(self),
+            *self.checkpoint.errors(evaluates=self.training.evaluates),
             *self.logging.errors(),
         ]
         if self.model.transformer_impl == "transformer_engine" and not has_te:

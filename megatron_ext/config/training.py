@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal
 from dataclasses import dataclass
 from itertools import pairwise
@@ -31,6 +32,7 @@ class TrainingConfig:
     )
     train_iters: int | None = flag(None, "length of the run", unit="steps")
     train_samples: int | None = flag(None, "length of the run", unit="samples")
+    train_epochs: int | None = flag(None, "length of the run, with --sft", unit="epochs")
     exit_interval: int | None = flag(None, "stop after each multiple of this", unit="steps")
     exit_duration_in_mins: float | None = flag(None, "save and stop after this", unit="minutes")
     exit_signal_handler: bool = flag(False, "save and stop at the exit signal")
@@ -61,6 +63,12 @@ class TrainingConfig:
     eval_iters: int = flag(100, "batches of one evaluation", unit="steps")
     eval_interval: int = flag(1000, "evaluate after each multiple of this", unit="steps")
     full_validation: bool = flag(False, "evaluate the whole validation split")
+    early_stop_patience: int | None = flag(
+        None,
+        "stop after so many evaluations in a row whose validation loss is no lower",
+        unit="evaluations",
+    )
+    early_stop_min_delta: float = flag(0.0, "by how much the loss must be lower to count")
     profile: bool = flag(False, "record some steps with torch's profiler")
     profile_step_start: int = flag(10, "first recorded step")
     profile_step_end: int = flag(12, "step after the last recorded one")
@@ -70,6 +78,11 @@ class TrainingConfig:
     def exit_signal_number(self) -> int:
         """The number of `exit_signal`."""
         return int(signal.Signals[self.exit_signal])
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether validation is asked for."""
+        return self.full_validation or self.eval_iters > 0
 
     @property
     def batch_sizes(self) -> tuple[int, int]:
@@ -91,6 +104,7 @@ class TrainingConfig:
     def errors(self, data_parallel_size: int) -> list[str]:
         """What cannot be run, one sentence each."""
         found = [*self._length_errors(), *self._batch_errors(data_parallel_size)]
+        found += self._early_stop_errors()
         if self.seed < 1:
             found.append(f"`--seed` ({self.seed}) must be at least 1; 1234 is the default.")
         if self.exit_signal not in signal.Signals.__members__:
@@ -102,13 +116,38 @@ class TrainingConfig:
             )
         return found
 
+    def _early_stop_errors(self) -> list[str]:
+        patience, delta = self.early_stop_patience, self.early_stop_min_delta
+        if patience is None:
+            if delta:
+                return [
+                    f"`--early-stop-min-delta` ({delta}) needs `--early-stop-patience`; give both."
+                ]
+            return []
+        found = []
+        if patience < 1:
+            found.append(f"`--early-stop-patience` ({patience}) must be at least 1; leave it out.")
+        if not 0 <= delta < math.inf:
+            found.append(f"`--early-stop-min-delta` ({delta}) must be at least 0; use 0.001.")
+        if not self.evaluates:
+            found.append(
+                f"`--early-stop-patience` ({patience}) needs evaluation, but `--eval-iters` is 0; "
+                "give a number of batches, or `--full-validation`."
+            )
+        return found
+
     def _length_errors(self) -> list[str]:
-        if self.train_iters is not None and self.train_samples is not None:
-            return [
-                f"`--train-iters` ({self.train_iters}) and `--train-samples` "
-                f"({self.train_samples}) exclude each other; give one."
-            ]
-        if self.train_iters is None and self.train_samples is None and not self.skip_train:
+        lengths = {
+            "--train-iters": self.train_iters,
+            "--train-samples": self.train_samples,
+            "--train-epochs": self.train_epochs,
+        }
+        given = [f"`{name}` ({value})" for name, value in lengths.items() if value is not None]
+        if len(given) > 1:
+            return [f"{' and '.join(given)} exclude each other; give one."]
+        if self.train_epochs is not None and self.train_epochs < 1:
+            return [f"`--train-epochs` ({self.train_epochs}) must be at least 1."]
+        if not given and not self.skip_train:
             return ["`--train-iters` is missing; give it or `--train-samples`."]
         return []
 

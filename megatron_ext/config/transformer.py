@@ -18,7 +18,7 @@ SAME_NAME = {
         "apply_residual_connection_post_layernorm fp32_residual_connection mtp_num_layers "
         "mtp_loss_scaling_factor use_cpu_initialization perform_initialization "
         "recompute_granularity recompute_method recompute_num_layers recompute_modules "
-        "distribute_saved_activations variable_seq_lengths cross_entropy_fusion_impl"
+        "distribute_saved_activations variable_seq_lengths"
     ),
     "parallel": (
         "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
@@ -88,8 +88,10 @@ def _fusions(run: RunConfig) -> dict[str, object]:
     bias = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion
     wanted["bias_activation_fusion"] = bias and gpu and model.add_bias_linear
     wanted["bias_dropout_fusion"] = model.bias_dropout_fusion and gpu
-    wanted["cross_entropy_loss_fusion"] = model.cross_entropy_loss_fusion and gpu
-    return dict(wanted)
+    impl = run.loss.cross_entropy_impl
+    native = model.cross_entropy_loss_fusion and model.cross_entropy_fusion_impl == "native"
+    wanted["cross_entropy_loss_fusion"] = gpu and (impl == "te" or (impl == "eager" and native))
+    return {**wanted, "cross_entropy_fusion_impl": "te" if impl == "te" else "native"}
 
 
 def _moe_fields(run: RunConfig) -> dict[str, object]:

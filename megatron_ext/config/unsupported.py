@@ -16,8 +16,8 @@ FAMILIES: tuple[tuple[str, str], ...] = (
         "activation-func-fp8-input-store",
     ),
     (
-        "supervised fine-tuning is not supported yet; preprocess the text and pretrain on it",
-        "sft sft-tokenizer-prompt-format",
+        "the tokenizer's chat template decides; use `--sft-chat-template`",
+        "sft-tokenizer-prompt-format",
     ),
     (
         "checkpoints are written while the step waits; leave it out",

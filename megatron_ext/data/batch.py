@@ -1,23 +1,17 @@
-"""From dataset samples to the typed batches of one training step on one rank.
+"""A micro-batch as a rank sees it: its documents, its targets, and its slice of the sequence.
 
-The first tensor-parallel rank of a pipeline stage reads the samples of a step, all its
-tensor-parallel peers receive them by one broadcast, and each context-parallel rank keeps its slice
-of the sequence (two chunks of ``2 * cp``, mirrored, as megatron-core cuts it).
+Each context-parallel rank keeps two chunks of ``2 * cp``, mirrored, as megatron-core cuts it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 from torch.distributed import ProcessGroup
-
-if TYPE_CHECKING:
-    from megatron_ext.layout import ParallelContext
 
 
 @dataclass(frozen=True)
@@ -32,6 +26,9 @@ class Batch:
         attention_mask: True where attention is forbidden, ``[b, 1, s/c, s]``; None means causal.
         mtp_labels: per multi-token-prediction depth, ``[b, s/c]`` int64.
         mtp_loss_masks: per depth, ``[b, s/c]`` float32.
+        sample_ids: number in the dataset of the sample that each position belongs to, -1 in
+            padding, ``[b, s/c]`` int64; None where the dataset does not give them.
+        loss_inputs: what a loss of the user's own has prepared for this micro-batch.
     """
 
     tokens: Tensor
@@ -41,6 +38,8 @@ class Batch:
     attention_mask: Tensor | None = None
     mtp_labels: tuple[Tensor, ...] = ()
     mtp_loss_masks: tuple[Tensor, ...] = ()
+    sample_ids: Tensor | None = None
+    loss_inputs: Any = None
 
 
 def documents_of_tokens(tokens: Tensor, eod: int) -> Tensor:
@@ -57,6 +56,20 @@ def documents_of_tokens(tokens: Tensor, eod: int) -> Tensor:
     """
     is_end = (tokens == eod).long()
     return is_end.cumsum(dim=1) - is_end
+
+
+def documents_of_positions(position_ids: Tensor) -> Tensor:
+    """Number of the document that each position belongs to, where positions start anew with each.
+
+    Padding with positions of 0 is documents of one token each, so that it attends to itself only.
+
+    Args:
+        position_ids: ``[b, s]``.
+
+    Returns:
+        ``[b, s]`` int64, counted from 0.
+    """
+    return (position_ids == 0).long().cumsum(dim=1) - 1
 
 
 def documents_of_lengths(cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> Tensor:
@@ -143,6 +156,7 @@ def slice_for_context_parallel(batch: Batch, cp_group: ProcessGroup) -> Batch:
         "loss_mask": batch.loss_mask,
         "position_ids": batch.position_ids,
         "attention_mask": batch.attention_mask,
+        "sample_ids": batch.sample_ids,
     }
     named.update({f"mtp_labels_{i}": t for i, t in enumerate(batch.mtp_labels)})
     named.update({f"mtp_masks_{i}": t for i, t in enumerate(batch.mtp_loss_masks)})
@@ -156,82 +170,5 @@ def slice_for_context_parallel(batch: Batch, cp_group: ProcessGroup) -> Batch:
         attention_mask=cut["attention_mask"],
         mtp_labels=tuple(cut[f"mtp_labels_{i}"] for i in depths),
         mtp_loss_masks=tuple(cut[f"mtp_masks_{i}"] for i in depths),
+        sample_ids=cut["sample_ids"],
     )
-
-
-class StepLoader:
-    """Gives, step by step, the micro-batches that this rank's pipeline stage needs.
-
-    Args:
-        samples: iterator over collated samples with ``tokens``, ``labels``, ``position_ids``
-            (``[b, s]`` int64) and ``loss_mask`` (``[b, s]`` float32); None on tensor-parallel
-            ranks other than the first, which receive by broadcast.
-        context: the parallel layout of this rank.
-        shape: ``(micro_batch_size, seq_length)``.
-        device: where the batches go.
-        mask_documents_at: end-of-document id where neither attention nor multi-token prediction
-            may cross documents.
-        mtp_depths: number of multi-token-prediction depths.
-    """
-
-    def __init__(
-        self,
-        samples: Iterator[dict[str, Tensor]] | None,
-        context: ParallelContext,
-        shape: tuple[int, int],
-        device: torch.device,
-        *,
-        mask_documents_at: int | None = None,
-        mtp_depths: int = 0,
-    ) -> None:
-        self.samples = samples
-        self.context = context
-        self.shape = shape
-        self.device = device
-        self.mask_documents_at = mask_documents_at
-        self.mtp_depths = mtp_depths
-
-    def next_step(self, num_microbatches: int) -> list[Batch]:
-        """The micro-batches of the next step, in order.
-
-        Raises:
-            StopIteration: the data is at its end.
-        """
-        ids, masks = self._receive(num_microbatches)
-        batches = []
-        for (tokens, labels, positions), mask in zip(ids.unbind(0), masks.unbind(0), strict=True):
-            batch = Batch(tokens, labels, mask, positions)
-            documents = None
-            if self.mask_documents_at is not None:
-                documents = documents_of_tokens(tokens, self.mask_documents_at)
-                batch = replace(batch, attention_mask=document_attention_mask(documents))
-            batch = with_mtp_targets(batch, self.mtp_depths, documents)
-            batches.append(slice_for_context_parallel(batch, self.context.pgs.cp))
-        return batches
-
-    def _receive(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
-        """Ids ``[m, 3, b, s]`` and loss masks ``[m, b, s]`` on the device, after the broadcast."""
-        if self.samples is not None:
-            drawn = [next(self.samples) for _ in range(num_microbatches)]
-            keys = ("tokens", "labels", "position_ids")
-            ids = torch.stack([torch.stack([sample[key] for key in keys]) for sample in drawn])
-            masks = torch.stack([sample["loss_mask"] for sample in drawn]).float()
-            ids = ids.to(self.device, non_blocking=True)
-            masks = masks.to(self.device, non_blocking=True)
-        else:
-            ids = torch.empty(
-                (num_microbatches, 3, *self.shape), dtype=torch.int64, device=self.device
-            )
-            masks = torch.empty((num_microbatches, *self.shape), device=self.device)
-        group = self.context.pgs.tp
-        if group.size() > 1:
-            for tensor in (ids, masks):
-                torch.distributed.broadcast(tensor, group=group, group_src=0)
-        return ids, masks
-
-
-def iterators_per_chunk(
-    batches: Sequence[Batch] | None, num_chunks: int
-) -> list[Iterator[Batch] | None]:
-    """One iterator over the same batches for each model chunk; None where a stage reads none."""
-    return [None if batches is None else iter(batches) for _ in range(num_chunks)]

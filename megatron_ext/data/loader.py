@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from megatron_ext.data.batch import Batch, StepLoader
+from megatron_ext.data.batch import Batch
 from megatron_ext.data.samplers import RandomSampler, SequentialSampler
+from megatron_ext.data.sft.epochs import StepPlan, StepSampler
+from megatron_ext.data.step_loader import StepLoader
 from megatron_ext.errors import DataError
 from megatron_ext.layout import mtp_rank
 
@@ -28,7 +30,13 @@ def stage_reads_data(config: RunConfig, context: ParallelContext) -> bool:
     """
     if context.pp_rank == mtp_rank(config):
         return True
-    return context.is_first_stage or context.is_last_stage or config.data.reset_attention_mask
+    masks = config.data.reset_attention_mask or packs_documents(config)
+    return context.is_first_stage or context.is_last_stage or masks
+
+
+def packs_documents(config: RunConfig) -> bool:
+    """Whether rows hold conversations side by side, known by their positions."""
+    return config.sft.sft and config.sft.sft_batching != "padded"
 
 
 def reads_dataset(config: RunConfig, context: ParallelContext) -> bool:
@@ -42,11 +50,30 @@ class BatchSource:
     Args:
         loader: gives the micro-batches; None on stages that read no data.
         num_samples: length of the split, None where this rank does not open it.
+        plan: the micro-batches of each step, where the dataset has one of its own.
+        first_step: of the plan, that comes next.
+        whole_epochs: the steps go through the whole split again and again, each time from its
+            beginning; the last step of a pass is filled up with samples without targets.
     """
 
-    def __init__(self, loader: StepLoader | None, num_samples: int | None) -> None:
+    def __init__(
+        self,
+        loader: StepLoader | None,
+        num_samples: int | None,
+        plan: StepPlan | None = None,
+        first_step: int = 0,
+        *,
+        whole_epochs: bool = False,
+    ) -> None:
         self.loader = loader
         self.num_samples = num_samples
+        self.plan = plan
+        self.whole_epochs = whole_epochs
+        self._coming = first_step
+
+    def num_microbatches(self, usual: int) -> int:
+        """Micro-batches of the coming step; ``usual`` where the batch size alone decides."""
+        return usual if self.plan is None else self.plan.num_microbatches(self._coming)
 
     def next_step(self, num_microbatches: int) -> list[Batch] | None:
         """Micro-batches of the next step; None on stages that read no data.
@@ -54,6 +81,7 @@ class BatchSource:
         Raises:
             DataError: the data is at its end.
         """
+        self._coming += 1
         if self.loader is None:
             return None
         try:
@@ -78,7 +106,8 @@ def build_source(
     """The steps of one split, from the sample after ``consumed_samples`` on.
 
     Args:
-        dataset: the split, None on ranks that do not read it.
+        dataset: the split, None on ranks that do not read it. One with a ``plan`` is given to
+            every rank, and names the samples of each micro-batch itself.
         config: the run.
         context: the parallel layout of this rank.
         device: where the batches go.
@@ -86,12 +115,23 @@ def build_source(
         eod: end-of-document id.
         full_epoch: go through the whole split again and again, in order (full validation).
     """
+    plan: StepPlan | None = getattr(dataset, "plan", None)
+    first_step = 0 if plan is None else _steps_done(config, consumed_samples)
     if not stage_reads_data(config, context):
-        return BatchSource(None, None)
-    samples, length = None, None
+        return BatchSource(None, None, plan, first_step, whole_epochs=full_epoch)
+    if not full_epoch:
+        _draw_as_loaders_do()
+    samples: Iterator[dict[str, Tensor]] | None = None
+    length = None
     if dataset is not None and context.tp_rank == 0:
         length = len(dataset)  # type: ignore[arg-type]
-        samples = _samples(dataset, length, config, context, device, consumed_samples, full_epoch)
+        if plan is not None:
+            sampler = StepSampler(plan, context.dp_rank, first_step)
+            samples = iter(_loader(dataset, sampler, config, device))
+        else:
+            samples = _samples(
+                dataset, length, config, context, device, consumed_samples, full_epoch
+            )
     micro_batch_size, _ = config.training.batch_sizes
     assert config.model.seq_length is not None
     loader = StepLoader(
@@ -100,9 +140,61 @@ def build_source(
         (micro_batch_size, config.model.seq_length),
         device,
         mask_documents_at=eod if config.data.reset_attention_mask else None,
+        documents_by_position=packs_documents(config),
         mtp_depths=config.model.mtp_num_layers or 0,
+        reduction=config.loss.loss_reduction,
+        with_sample_ids=config.sft.sft,
     )
-    return BatchSource(loader, length)
+    return BatchSource(loader, length, plan, first_step, whole_epochs=full_epoch)
+
+
+def _draw_as_loaders_do() -> None:
+    """Take from torch's generator the number that a data loader takes when it starts.
+
+    Megatron-LM's loaders take it, so its dropout on a CPU follows from it. Ours have a generator of
+    their own, since only one of the tensor-parallel ranks, which must drop alike, has a loader.
+    """
+    torch.empty((), dtype=torch.int64).random_()
+
+
+def _steps_done(config: RunConfig, consumed_samples: int) -> int:
+    """Steps behind a number of samples, which is the same for each step of a plan."""
+    _, batch = config.training.batch_sizes
+    if consumed_samples % batch:
+        raise DataError(
+            f"The run has consumed {consumed_samples} samples, which is no whole number of steps "
+            f"of `--global-batch-size` ({batch}), so it cannot go on in the middle of an epoch; "
+            "give the batch size of the checkpoint."
+        )
+    return consumed_samples // batch
+
+
+class FilledUp(Dataset[dict[str, Any]]):
+    """A dataset filled up to whole global batches with samples that have no targets.
+
+    They are copies of the first sample without its loss mask, so that they cost no more and every
+    rank has the same number of micro-batches.
+
+    Args:
+        dataset: samples with a ``loss_mask``.
+        length: number of its samples.
+        multiple: global batch size.
+    """
+
+    def __init__(self, dataset: Dataset[Any], length: int, multiple: int) -> None:
+        self._dataset = dataset
+        self._length = length
+        self._filled = -(-length // multiple) * multiple
+
+    def __len__(self) -> int:
+        return self._filled
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index < self._length:
+            sample: dict[str, Any] = self._dataset[index]
+            return sample
+        sample = dict(self._dataset[0])
+        return {**sample, "loss_mask": sample["loss_mask"] * 0}
 
 
 def _samples(
@@ -118,20 +210,28 @@ def _samples(
     share = (micro_batch_size, context.dp_rank, context.layout.data_parallel_size)
     sampler: SequentialSampler | RandomSampler
     if full_epoch:
-        # Whole global batches only, so that every pass over the split starts at its beginning.
-        length -= length % global_batch_size
+        # Whole global batches, so that every pass over the split starts at its beginning.
+        dataset = FilledUp(dataset, length, global_batch_size)
+        length = len(dataset)
     if config.data.dataloader_type == "cyclic" and not full_epoch:
         sampler = RandomSampler(
             length, consumed_samples, *share, data_sharding=config.data.data_sharding
         )
     else:
         sampler = SequentialSampler(length, consumed_samples, *share)
+    loader = _loader(dataset, sampler, config, device)
+    return itertools.chain.from_iterable(itertools.repeat(loader)) if full_epoch else iter(loader)
+
+
+def _loader(
+    dataset: Dataset[Any], sampler: Sampler[Any], config: RunConfig, device: torch.device
+) -> DataLoader[Any]:
     workers = config.data.num_workers
-    loader: DataLoader[Any] = DataLoader(
+    return DataLoader(
         dataset,
         batch_sampler=sampler,
         num_workers=workers,
         pin_memory=device.type == "cuda",
         persistent_workers=workers > 0,
+        generator=torch.Generator(),
     )
-    return itertools.chain.from_iterable(itertools.repeat(loader)) if full_epoch else iter(loader)

@@ -70,13 +70,18 @@ class ParallelContext:
         return self.pp_rank == self.last_stage_rank
 
     @property
-    def is_reporting_rank(self) -> bool:
+    def reporting_rank(self) -> int:
         """The last rank that holds the last stage; the very last rank, as in Megatron-LM, but for
         schedules whose last stage lies elsewhere.
         """
         ranks = range(self.layout.world_size)
         holders = [r for r in ranks if self.layout.position(r)["pp"] == self.last_stage_rank]
-        return self.rank == holders[-1]
+        return holders[-1]
+
+    @property
+    def is_reporting_rank(self) -> bool:
+        """This rank reports; see `reporting_rank`."""
+        return self.rank == self.reporting_rank
 
     def destroy(self) -> None:
         """Take the groups down; a rank may then build others."""

@@ -24,12 +24,14 @@ class StepCounts:
     """Targets of one training step over all micro-batches, data- and context-parallel ranks.
 
     Attributes:
-        main: number of main targets, scalar float32.
-        mtp: per multi-token-prediction depth, ``[K]`` float32.
+        main: number of main targets N, by which the step divides its gradients, scalar float32.
+        weight: sum D of their weights, N where these are 0 or 1, scalar float32.
+        mtp: sum of the weights of each multi-token-prediction depth, ``[K]`` float32.
         num_microbatches: of each data-parallel rank.
     """
 
     main: Tensor
+    weight: Tensor
     mtp: Tensor
     num_microbatches: int
 

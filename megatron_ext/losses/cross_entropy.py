@@ -1,29 +1,60 @@
-"""The pretraining loss: cross-entropy summed over the unmasked tokens."""
+"""Per-token losses of a micro-batch as a loss of the contract."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from megatron_ext.losses.contract import Report, pair
+from megatron_ext.losses.contract import Report, StepCounts, pair
 from megatron_ext.models.mtp import MTPTargets
 
 
-def masked_token_loss(
-    losses: Tensor, *, loss_mask: Tensor, mtp_targets: MTPTargets | None = None
+def share_of_step(weights: Tensor, counts: StepCounts | None, *, per_token: bool) -> Tensor | float:
+    """The factor that turns a micro-batch's weighted sum into its share of the step's loss.
+
+    The gradients of a step are divided by its number of targets N. For a weighted mean over the
+    D = sum of weights of the step, sums are therefore multiplied by N / D, which for weights of 0
+    and 1 is 1. In the mean of micro-batch means N and D are the micro-batch's own.
+
+    Args:
+        weights: of this micro-batch, ``[b, s/c]``.
+        counts: of the step; None in evaluation.
+        per_token: per-token normalization, else the mean of micro-batch means.
+    """
+    if counts is None:
+        return 1.0
+    if per_token:
+        return counts.main / counts.weight.clamp(min=1e-30)
+    return torch.count_nonzero(weights) / weights.sum().clamp(min=1e-30)
+
+
+def weighted_token_loss(
+    losses: Tensor,
+    *,
+    weights: Tensor,
+    share: Tensor | float = 1.0,
+    mtp_targets: MTPTargets | None = None,
 ) -> tuple[Tensor, Tensor, Report]:
-    """Sum of per-token losses, number of targets, and what to log.
+    """Weighted sum of per-token losses, number of targets, and what to log.
 
     Args:
         losses: cross-entropy per token, ``[b, s]``.
-        loss_mask: 0 or 1 per token, ``[b, s]``.
+        weights: of the tokens, 0 where there is no target, ``[b, s]``.
+        share: see `share_of_step`.
         mtp_targets: its reports, filled by the forward pass, join the log.
     """
-    mask = loss_mask.reshape(-1).float()
-    total = torch.sum(losses.reshape(-1).float() * mask)
-    count = mask.sum().to(torch.int)
-    report = {"lm loss": pair(total, count)}
-    if mtp_targets is not None:
-        for depth, entry in enumerate(mtp_targets.reports, start=1):
-            report[f"mtp_{depth} loss"] = entry
-    return total, count, report
+    weights = weights.reshape(-1).float()
+    total = torch.sum(losses.reshape(-1).float() * weights)
+    report = {"lm loss": pair(total, weights.sum()), **mtp_report(mtp_targets)}
+    return total * share, number_of_targets(weights), report
+
+
+def number_of_targets(weights: Tensor) -> Tensor:
+    """Integer scalar."""
+    return torch.count_nonzero(weights).int()
+
+
+def mtp_report(targets: MTPTargets | None) -> Report:
+    """Log entries of the prediction depths."""
+    entries = () if targets is None else targets.reports
+    return {f"mtp_{depth} loss": entry for depth, entry in enumerate(entries, start=1)}

@@ -16,6 +16,7 @@ from megatron_ext.models.initialization import (
     mark_methods,
     unmark_methods,
 )
+from megatron_ext.models.lora import attach_adapters
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -48,6 +49,8 @@ def build_chunks(
         unmark_methods(transformer_config)
         # Which of its modules a rank builds must not show in what it draws later.
         torch.set_rng_state(random_state)
+    if config.lora.lora_rank is not None:
+        attach_adapters(chunks, config.lora, config.training.seed)
     for chunk in chunks:
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -114,7 +117,8 @@ def wrap_chunks(
     wrapped: list[Any] = [chunk.to(device) for chunk in chunks]
     if config.precision.bf16 or config.precision.fp16:
         wrapped = [Float16Module(transformer_config, chunk) for chunk in wrapped]
-    num_parameters = sum(p.numel() for chunk in chunks for p in chunk.parameters())
+    trained = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
+    num_parameters = sum(parameter.numel() for parameter in trained)
     core_config = ddp_config(config, context, num_parameters)
     ddp = [
         DistributedDataParallel(

@@ -13,8 +13,9 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.auto_scaler import attach
 from megatron_ext.models.dropout import HiddenDropout
+from megatron_ext.models.head import OutputHead
 from megatron_ext.models.layers import layer_spec, mtp_block_spec
-from megatron_ext.models.linear import ColumnParallelLinear
+from megatron_ext.models.linear import OutputLayer
 from megatron_ext.models.mtp import MTPTargets
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
     def _use_own_output_layer(self) -> None:
         """Put the output layer's weight into our layer, whose weight gradient can be deferred."""
         core = self.output_layer
-        self.output_layer: Any = ColumnParallelLinear(
+        self.output_layer: Any = OutputLayer(
             core.input_size,
             core.output_size,
             config=self.config,
@@ -73,6 +74,7 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
         *,
         labels: Tensor | None = None,
         mtp_targets: MTPTargets | None = None,
+        hidden_states_only: bool = False,
     ) -> Tensor:
         """Run this chunk.
 
@@ -83,11 +85,13 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
             labels: ``[b, s]``; without them the last stage returns logits.
             mtp_targets: what the multi-token-prediction depths are to learn; without them the
                 depths change nothing.
+            hidden_states_only: leave the head to the loss; see `output_head`.
 
         Returns:
             Hidden states ``[s, b, h]`` on inner stages; ``[(1 + depths) * s, b, h]`` in training
             from multi-token prediction on a stage of its own on; on the last stage the losses
-            ``[b, s]``, or logits ``[b, s, v]`` without labels.
+            ``[b, s]``, or logits ``[b, s, v]`` without labels, or with ``hidden_states_only`` what
+            an inner stage gives.
         """
         decoder_input, rotary, cos, sin, offset, padding_mask = self._preprocess(
             input_ids=input_ids, position_ids=position_ids
@@ -111,7 +115,7 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
                 rotary_pos_emb=rotary,
                 embedding=self.embedding,
             )
-        if not self.post_process:
+        if hidden_states_only or not self.post_process:
             return hidden  # type: ignore[no-any-return]
         if has_depths:
             hidden = self._with_mtp_losses(hidden, mtp_targets)
@@ -129,12 +133,24 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
             return bool(self.training)
         return targets is not None and self.mtp_process
 
+    def output_head(self) -> OutputHead:
+        """This rank's part of the head, on the last stage."""
+        return OutputHead(
+            weight=self.output_layer(None, weight=self._head_weight(), weight_only=True),
+            tp_group=self.output_layer.tp_group,
+            sequence_parallel=self.config.sequence_parallel,
+            config=self.config,
+        )
+
+    def _head_weight(self) -> Tensor | None:
+        """The tied weight; None where the head has its own."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
+        return None
+
     def _logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary-parallel logits ``[s, b, v/tp]``."""
-        weight = None
-        if self.share_embeddings_and_output_weights:
-            weight = self.shared_embedding_or_output_weight()
-        logits, _ = self.output_layer(hidden, weight=weight)
+        logits, _ = self.output_layer(hidden, weight=self._head_weight())
         return logits  # type: ignore[no-any-return]
 
     def _with_mtp_losses(self, chunks: Tensor, targets: MTPTargets | None) -> Tensor:

@@ -129,6 +129,24 @@ def initialize_by_name(
     marks.clear()
 
 
+@torch.no_grad()
+def draw_by_name(
+    chunk: torch.nn.Module, parameters: Sequence[Tensor], method: Initialize, seed: int
+) -> None:
+    """Fill some parameters of a model chunk, each by the name of its full tensor.
+
+    Args:
+        chunk: without wrappers; its ``sharded_state_dict`` names the parameters.
+        parameters: to fill.
+        method: fills a full tensor in place.
+        seed: ``--seed``.
+    """
+    wanted = {_memory(parameter) for parameter in parameters}
+    for shard in shards_of(chunk):
+        if _memory(shard.tensor) in wanted:
+            shard.tensor.copy_(shard.cut(_draw(shard, method, seed, None)))
+
+
 def _memory(tensor: Tensor) -> int:
     """What a parameter and its parts have in common."""
     return tensor.untyped_storage().data_ptr()

@@ -3,7 +3,8 @@
 A zero-bubble schedule computes the gradient of a chunk's input first, because the stage before
 waits for it, and the weight gradients later, when the rank would be idle (arXiv:2401.10241). Within
 `DeferredWeightGradients.collect` the backward pass of these layers leaves its weight gradients to
-a later call of `compute`; elsewhere they are megatron-core's layers, bit for bit.
+a later call of `compute`; elsewhere they are megatron-core's layers, bit for bit. A layer may hold
+an adapter (see `models.lora`), whose output it adds to its own.
 """
 
 from __future__ import annotations
@@ -112,10 +113,33 @@ class _LinearWithDeferredWeightGradient(torch.autograd.Function):
         return grad_input, grad_bias, None, None, None, None
 
 
-class _Deferrable:
+class _ParallelLinear:
     """Mixin over megatron-core's parallel linear layers."""
 
     config: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lora: Any = None
+        """The adapter that `models.lora` may put here."""
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """The layer's output, plus the adapter's, and the bias that the caller is to add."""
+        output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
+        return (output if self.lora is None else output + self.lora(input_)), bias
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The layer's shards; the adapter knows how its own are cut."""
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        if self.lora is not None:
+            adapter = self.lora.sharded_state_dict(f"{prefix}lora.", sharded_offsets, metadata)
+            state.update(adapter)
+        return state
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         queue = getattr(self.config, "weight_gradients", None)
@@ -134,9 +158,26 @@ class _Deferrable:
         return result
 
 
-class ColumnParallelLinear(_Deferrable, tensor_parallel.ColumnParallelLinear):  # type: ignore[misc]
+class ColumnParallelLinear(_ParallelLinear, tensor_parallel.ColumnParallelLinear):  # type: ignore[misc]
     """Y = X A with A cut along its columns; see the module."""
 
 
-class RowParallelLinear(_Deferrable, tensor_parallel.RowParallelLinear):  # type: ignore[misc]
+class OutputLayer(ColumnParallelLinear):
+    """The output head, which also gives its weight to losses that make the logits themselves.
+
+    They get it by a call of the module, for whose sake data parallelism waits for the weight.
+    """
+
+    def forward(
+        self, input_: Tensor | None, *args: Any, weight_only: bool = False, **kwargs: Any
+    ) -> Any:
+        """Logits and bias, or with ``weight_only`` this rank's weight ``[v/tp, h]``."""
+        if weight_only:
+            given = kwargs.get("weight")
+            return self.weight if given is None else given
+        assert input_ is not None
+        return super().forward(input_, *args, **kwargs)
+
+
+class RowParallelLinear(_ParallelLinear, tensor_parallel.RowParallelLinear):  # type: ignore[misc]
     """Y = X A with A cut along its rows; see the module."""

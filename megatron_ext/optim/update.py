@@ -2,6 +2,9 @@
 
 megatron-core checks for infinities only under fp16; in bf16 and fp32 one NaN would turn every
 weight into NaN. Here the global gradient norm, which all model-parallel ranks agree on, decides.
+
+A skipped step uses up its samples and counts as an iteration, but the learning rate stays where it
+is: like Megatron-LM, the schedule counts updates only, so that no part of a warm-up is lost.
 """
 
 from __future__ import annotations

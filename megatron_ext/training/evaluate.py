@@ -14,6 +14,12 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean of each loss over the targets of ``num_steps`` global batches.
 
+    Args:
+        runner: of the step.
+        source: the split.
+        num_steps: steps.
+        num_microbatches: of each step, unless the source has a plan of its own.
+
     Returns:
         Losses by name on the last pipeline stage; empty on the others.
     """
@@ -23,8 +29,9 @@ def evaluate(
     try:
         with torch.no_grad():
             for _ in range(num_steps):
-                batches = source.next_step(num_microbatches)
-                reports = runner.forward_backward(batches, num_microbatches, forward_only=True)
+                count = source.num_microbatches(num_microbatches)
+                batches = source.next_step(count)
+                reports = runner.forward_backward(batches, count, forward_only=True)
                 for key, entry in reduce_reports(reports, runner.context).items():
                     totals[key] = totals[key] + entry if key in totals else entry
     finally:
@@ -33,8 +40,8 @@ def evaluate(
     return {key: float(mean_of(entry)) for key, entry in totals.items()}
 
 
-def steps_of_one_epoch(source: BatchSource, batch_size: int, device: torch.device) -> int:
-    """Whole global batches in a split, agreed with the ranks that do not open it."""
-    count = torch.tensor((source.num_samples or 0) // batch_size, device=device)
+def agreed_length(source: BatchSource, device: torch.device) -> int:
+    """Samples of a split, agreed with the ranks that do not open it."""
+    count = torch.tensor(source.num_samples or 0, device=device)
     torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX)
     return int(count)

@@ -14,6 +14,7 @@ from megatron_ext.training.profiling import StepProfiler
 from megatron_ext.training.reporting import EvaluationRecord
 from megatron_ext.training.signals import EXIT_CODE_SIGNAL
 from megatron_ext.training.step import StepResult
+from megatron_ext.training.watch import Verdict, check_watched, exhausted, judge
 from megatron_ext.training.window import LogWindow
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ def train(run: Run) -> int | None:
     Returns:
         None after the last iteration, else the exit code of the early stop.
     """
+    check_watched(run)
+    over = exhausted(run)
+    if over is not None:
+        run.reporters.say(f"nothing to do at iteration {run.progress.iteration} ({over})")
+        return 0
     collect_garbage = _garbage_collector(run)
     window = LogWindow(run)
     profiler = StepProfiler(run.config, run.context.rank)
@@ -36,36 +42,32 @@ def train(run: Run) -> int | None:
             run.save()
             saved_at = run.progress.iteration
         profiler.before_step(run.progress.iteration)
-        batches = run.train_source.next_step(run.batch_size.num_microbatches)
-        coming = run.progress.iteration + 1
-        checked = _due(coming, run.config.training.check_invariants)
-        run.runner.check_zeroed_at = coming if checked else None
-        result = run.runner.train(
-            batches, run.batch_size.num_microbatches, run.progress.consumed_train_samples
-        )
-        run.parameter_gather.switch_on()
-        nan = _advance(run, result)
+        _step(run, window)
         iteration = run.progress.iteration
         profiler.after_step(iteration)
-        window.add(result, nan=nan)
         if iteration == 1:
             window.report(keep=True)
         elif iteration % run.config.logging.log_interval == 0:
             window.report()
         started = time.perf_counter()
         _check_invariants(run)
+        losses = None
         if _due(iteration, run.config.training.eval_interval) and run.evaluates:
-            evaluate_split(run, "validation")
+            losses = evaluate_split(run, "validation")
         collect_garbage(iteration)
         stop = run.stop_requests.check(run.device)
-        due = _due(iteration, run.config.checkpoint.save_interval)
         leave = stop is not None or _due(iteration, run.config.training.exit_interval)
-        if (due or leave) and saved_at != iteration:
-            run.save()
+        due = leave or _due(iteration, run.config.checkpoint.save_interval)
+        verdict = Verdict()
+        if losses is not None:
+            verdict = judge(run, losses, regular=due or iteration == run.num_iterations)
+        if (due or verdict.save or verdict.stop) and saved_at != iteration:
+            run.save(verdict.outdone)
             saved_at = iteration
         window.pause(time.perf_counter() - started)
-        if leave:
-            run.reporters.say(f"exiting at iteration {iteration} ({stop or 'exit interval'})")
+        if leave or verdict.stop:
+            reason = stop or verdict.stop or "exit interval"
+            run.reporters.say(f"exiting at iteration {iteration} ({reason})")
             return EXIT_CODE_SIGNAL if stop == "signal" else 0
     profiler.stop()
     if saved_at != run.progress.iteration:
@@ -73,16 +75,58 @@ def train(run: Run) -> int | None:
     return None
 
 
-def evaluate_split(run: Run, name: str, *, final: bool = False) -> None:
-    """Evaluate the validation or test split and report it."""
+def _step(run: Run, window: LogWindow) -> None:
+    """One training step, counted."""
+    num_microbatches = run.train_source.num_microbatches(run.batch_size.num_microbatches)
+    batches = run.train_source.next_step(num_microbatches)
+    coming = run.progress.iteration + 1
+    checked = _due(coming, run.config.training.check_invariants)
+    run.runner.check_zeroed_at = coming if checked else None
+    result = run.runner.train(
+        batches,
+        num_microbatches,
+        run.progress.consumed_train_samples,
+        run.batch_size.global_batch_size,
+    )
+    run.parameter_gather.switch_on()
+    rows = run.rows_of(num_microbatches)
+    window.add(result, rows, nan=_advance(run, result, rows))
+
+
+def evaluate_at_end(run: Run) -> None:
+    """Evaluate both splits after the last iteration.
+
+    The checkpoint of that iteration is saved already. Where it turns out to be among the best, it
+    is saved anew, so that a run that goes on from it knows.
+    """
+    losses = evaluate_split(run, "validation", final=True)
+    iteration = run.progress.iteration
+    judged = _due(iteration, run.config.training.eval_interval)
+    judged = judged or any(entry.iteration == iteration for entry in run.progress.best_checkpoints)
+    if not run.config.training.skip_train and not judged:
+        check_watched(run)
+        verdict = judge(run, losses, regular=True)
+        if verdict.save:
+            run.save(verdict.outdone)
+    evaluate_split(run, "test", final=True)
+
+
+def evaluate_split(run: Run, name: str, *, final: bool = False) -> list[dict[str, float]]:
+    """Evaluate the validation or test split and report it.
+
+    Returns:
+        The losses of each set by name, empty but on the last pipeline stage.
+    """
+    found = []
     sources = run.valid_sources if name == "validation" else run.test_sources
     for index, source in enumerate(sources):
-        steps = run.evaluation_steps(source)
+        samples = run.evaluation_samples(source)
+        steps = -(-samples // run.evaluation_batch_size)
         with run.parameter_gather.paused():
             losses = evaluate(run.runner, source, steps, run.evaluation_microbatches)
         label = name if len(sources) == 1 else f"{name} set {index}"
         if name == "validation":
-            run.progress.consumed_valid_samples += steps * run.evaluation_batch_size
+            run.progress.consumed_valid_samples += samples
         run.reporters.on_evaluation(
             EvaluationRecord(
                 split=label,
@@ -92,14 +136,16 @@ def evaluate_split(run: Run, name: str, *, final: bool = False) -> None:
                 final=final,
             )
         )
+        found.append(losses)
+    return found
 
 
-def _advance(run: Run, result: StepResult) -> bool:
+def _advance(run: Run, result: StepResult, rows: int) -> bool:
     """Count the step; returns whether it was skipped with a loss that is not finite."""
     progress = run.progress
     progress.iteration += 1
     progress.consumed_train_samples += run.batch_size.global_batch_size
-    progress.floating_point_operations += run.flops_per_sample * run.batch_size.global_batch_size
+    progress.floating_point_operations += run.flops_per_sample * rows
     if result.update.applied:
         return False
     progress.skipped_iterations += 1

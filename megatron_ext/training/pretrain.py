@@ -20,28 +20,32 @@ from megatron_ext.errors import MegatronExtError
 from megatron_ext.layout import Layout, embedding_ranks, init_groups, mtp_rank, seed_everything
 from megatron_ext.training.known_warnings import silence_known_warnings
 from megatron_ext.training.launch import EXIT_CODE_USER_ERROR, launch
-from megatron_ext.training.loop import evaluate_split, train
+from megatron_ext.training.loop import evaluate_at_end, train
 from megatron_ext.training.preflight import preflight
 from megatron_ext.training.reporting import build_reporters
 from megatron_ext.training.setup import build_run
+from megatron_ext.training.task import Task, TaskOrChoice, choose
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
     from megatron_ext.data.tokenizers import Tokenizer
     from megatron_ext.training.setup import Run
-    from megatron_ext.training.task import Task
 
 logger = logging.getLogger(__name__)
 
 
-def main(task: Task, argv: Sequence[str]) -> int:
+def main(task: TaskOrChoice, argv: Sequence[str]) -> int:
     """Parse the flags, check what can be checked, start the ranks, and train.
+
+    Args:
+        task: what to train, or a function that chooses it by the configuration.
+        argv: the words after the program's name.
 
     Returns:
         The exit code of the program; 2 after a user's error, whose sentences are printed.
     """
     try:
-        device, config, tokenizer = _prepare(argv)
+        chosen, device, config, tokenizer = _prepare(task, argv)
     except MegatronExtError as error:
         if int(os.environ.get("RANK", "0")) == 0:
             print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
@@ -49,7 +53,7 @@ def main(task: Task, argv: Sequence[str]) -> int:
     except _NothingToRun:
         return 0
     return launch(
-        lambda: pretrain(task, config, device=device, tokenizer=tokenizer),
+        lambda: pretrain(chosen, config, device=device, tokenizer=tokenizer),
         nproc_per_node=config.parallel.nproc_per_node,
         device=device,
     )
@@ -59,7 +63,7 @@ class _NothingToRun(Exception):
     """The command line asked for something else than a run."""
 
 
-def _prepare(argv: Sequence[str]) -> tuple[Device, RunConfig, Tokenizer]:
+def _prepare(task: TaskOrChoice, argv: Sequence[str]) -> tuple[Task, Device, RunConfig, Tokenizer]:
     """Everything that needs no other rank; the same on all of them."""
     device = select()
     parsed = parse_args(
@@ -75,13 +79,14 @@ def _prepare(argv: Sequence[str]) -> tuple[Device, RunConfig, Tokenizer]:
         raise _NothingToRun
     logging.basicConfig(level=parsed.config.logging.logging_level or logging.WARNING)
     device = select(parsed.config.parallel.distributed_backend)
-    config, tokenizer = preflight(parsed.config)
+    chosen = choose(task, parsed.config)
+    config, tokenizer = preflight(parsed.config, chosen.preflight)
     silence_known_warnings(device.kind)
     if first:
         for note in parsed.notes:
             print(f"> {note}")
         print(f"> the resolved configuration:\n{_as_yaml(config)}", flush=True)
-    return device, config, tokenizer
+    return chosen, device, config, tokenizer
 
 
 def _as_yaml(config: RunConfig) -> str:
@@ -91,9 +96,12 @@ def _as_yaml(config: RunConfig) -> str:
 def stored_config(argv: Sequence[str]) -> dict[str, Any] | None:
     """The configuration in the checkpoint, where ``--use-checkpoint-args`` asks for it."""
     asked = read_words(argv).values.get("checkpoint", {})
-    if not asked.get("use_checkpoint_args") or not asked.get("load"):
+    if not asked.get("use_checkpoint_args"):
         return None
-    return read_run_config(Path(asked["load"]), asked.get("ckpt_step"))
+    if asked.get("load"):
+        return read_run_config(Path(asked["load"]), asked.get("ckpt_step"))
+    pretrained = asked.get("pretrained_checkpoint")
+    return None if pretrained is None else read_run_config(Path(pretrained))
 
 
 def pretrain(
@@ -146,8 +154,7 @@ def pretrain(
                 prepare(run)
             code = None if config.training.skip_train else train(run)
             if code is None and run.evaluates:
-                evaluate_split(run, "validation", final=True)
-                evaluate_split(run, "test", final=True)
+                evaluate_at_end(run)
         return code or 0
     finally:
         context.destroy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from megatron_ext.models.chunks import build_chunks, wrap_chunks
 from megatron_ext.models.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer, build_scheduler
 from megatron_ext.training.batch_size import BatchSize, number_of_iterations
-from megatron_ext.training.evaluate import steps_of_one_epoch
+from megatron_ext.training.evaluate import agreed_length
 from megatron_ext.training.flops import flops_per_sample, peak_flops
 from megatron_ext.training.overlap import ParameterGather
 from megatron_ext.training.params_norm import params_norm
@@ -64,7 +64,7 @@ class Run:
     @property
     def evaluates(self) -> bool:
         """Whether validation is asked for."""
-        return self.config.training.full_validation or self.config.training.eval_iters > 0
+        return self.config.training.evaluates
 
     @property
     def evaluation_batch_size(self) -> int:
@@ -77,18 +77,29 @@ class Run:
         share = micro_batch_size * self.context.layout.data_parallel_size
         return self.evaluation_batch_size // share
 
-    def evaluation_steps(self, source: BatchSource) -> int:
-        """Steps of one evaluation of a split."""
-        if self.config.training.full_validation:
-            return steps_of_one_epoch(source, self.evaluation_batch_size, self.device)
-        return self.config.training.eval_iters
+    def rows_of(self, num_microbatches: int) -> int:
+        """Sequences of a step on all ranks."""
+        replicas = self.context.layout.data_parallel_size
+        return num_microbatches * self.config.training.batch_sizes[0] * replicas
+
+    def evaluation_samples(self, source: BatchSource) -> int:
+        """Samples of one evaluation of a split, whole steps where it has a plan of its own."""
+        if source.plan is not None:
+            return source.plan.steps_per_epoch * self.evaluation_batch_size
+        if source.whole_epochs:
+            return agreed_length(source, self.device)
+        return self.config.training.eval_iters * self.evaluation_batch_size
 
     def params_norm(self) -> float:
         """Global L2 norm of the parameters; all ranks call this together."""
         return params_norm(self.chunks, self.context)
 
-    def save(self) -> None:
-        """Save a checkpoint, where a folder is given."""
+    def save(self, outdone: Collection[int] = ()) -> None:
+        """Save a checkpoint, where a folder is given.
+
+        Args:
+            outdone: iterations of checkpoints that may go, see `CheckpointManager.save`.
+        """
         if self.config.checkpoint.save is None or self.optimizer is None:
             return
         with self.parameter_gather.paused():
@@ -99,6 +110,8 @@ class Run:
                 scheduler=self.scheduler,
                 progress=self.progress.to_dict(),
                 run_config=self.config.to_dict(),
+                best=self.progress.best_checkpoints,
+                outdone=outdone,
             )
 
 
@@ -151,7 +164,22 @@ def build_run(
     resumed = torch.random.fork_rng(devices=[]) if loaded is not None else nullcontext()
     with resumed:
         attach_data(run, task, tokenizer)
+    _note_changed_data(run)
     return run
+
+
+def _note_changed_data(run: Run) -> None:
+    """Say where a run that goes on will not see what it would have seen."""
+    plan = run.train_source.plan
+    if plan is None:
+        return
+    before, run.progress.data_plan = run.progress.data_plan, plan.identity
+    if before not in ("", plan.identity) and run.context.rank == 0:
+        print(
+            "> the conversations, or how they fill batches, are not those of the checkpoint: the "
+            "run goes on at its step of other epochs",
+            flush=True,
+        )
 
 
 def _parameter_gather(

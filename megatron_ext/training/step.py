@@ -16,7 +16,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_ext.data.batch import Batch, iterators_per_chunk
+from megatron_ext.data.batch import Batch
+from megatron_ext.data.step_loader import iterators_per_chunk
 from megatron_ext.losses.contract import LossFunction, Report, StepCounts, checked
 from megatron_ext.models.auto_scaler import AuxiliaryScale
 from megatron_ext.models.dropout import microbatch_masks
@@ -33,14 +34,19 @@ if TYPE_CHECKING:
 
 def count_targets(batches: Sequence[Batch], context: ParallelContext) -> StepCounts:
     """Targets of the step over all micro-batches, data- and context-parallel ranks."""
-    counts = torch.stack(
+    sums = torch.stack(
         [
-            torch.stack([mask.sum() for mask in (batch.loss_mask, *batch.mtp_loss_masks)])
+            torch.stack(
+                [
+                    torch.count_nonzero(batch.loss_mask).float(),
+                    *(mask.sum() for mask in (batch.loss_mask, *batch.mtp_loss_masks)),
+                ]
+            )
             for batch in batches
         ]
     ).sum(dim=0)
-    torch.distributed.all_reduce(counts, group=context.pgs.dp_cp)
-    return StepCounts(main=counts[0], mtp=counts[1:], num_microbatches=len(batches))
+    torch.distributed.all_reduce(sums, group=context.pgs.dp_cp)
+    return StepCounts(main=sums[0], weight=sums[1], mtp=sums[2:], num_microbatches=len(batches))
 
 
 def reduce_reports(reports: Sequence[Report], context: ParallelContext) -> dict[str, Tensor]:
@@ -105,7 +111,6 @@ class StepRunner:
         self._has_auxiliary_losses = (
             transformer_config.num_moe_experts is not None or task.auxiliary_losses
         )
-        self._counts_for_mtp = bool(config.model.mtp_num_layers) and context.is_last_stage
         schedule = config.parallel.pipeline_schedule or ""
         self._engine = None
         if not schedule.startswith("core-"):
@@ -150,6 +155,9 @@ class StepRunner:
         Returns:
             One report for each micro-batch on the last stage, else nothing.
         """
+        prepare = self.task.prepare_window
+        if prepare is not None and batches is not None and self.context.is_last_stage:
+            batches = prepare(self.config, batches, self.context)
         counts = None if forward_only else self._count(batches, num_microbatches)
         masks = self._masks(consumed_samples)
 
@@ -221,26 +229,28 @@ class StepRunner:
         return reports
 
     def _count(self, batches: Sequence[Batch] | None, num_microbatches: int) -> StepCounts | None:
-        """Count the step's targets where something needs them; all ranks call this together."""
-        per_token = self.config.training.calculate_per_token_loss
+        """Count the step's targets on the last stage; all ranks call this together."""
         counts = None
-        needed = self._counts_for_mtp or (
-            self._has_auxiliary_losses and per_token and self.context.is_last_stage
-        )
-        if needed and batches is not None:
+        if batches is not None and self.context.is_last_stage:
             counts = count_targets(batches, self.context)
-        if self._has_auxiliary_losses and not per_token:
+        if not self._has_auxiliary_losses:
+            return counts
+        if not self.config.training.calculate_per_token_loss:
             self._auxiliary.value = self.context.pgs.cp.size() / num_microbatches
-        elif self._has_auxiliary_losses:
-            main = counts.main if counts is not None else torch.zeros((), device=self.device)
-            last = self.context.last_stage_rank
-            torch.distributed.broadcast(main, group=self.context.pgs.pp, group_src=last)
-            replicas = self.context.layout.data_parallel_size
-            self._auxiliary.value = main / (num_microbatches * replicas)
-        return counts if self._counts_for_mtp else None
+            return counts
+        main = counts.main if counts is not None else torch.zeros((), device=self.device)
+        last = self.context.last_stage_rank
+        torch.distributed.broadcast(main, group=self.context.pgs.pp, group_src=last)
+        replicas = self.context.layout.data_parallel_size
+        self._auxiliary.value = main / (num_microbatches * replicas)
+        return counts
 
     def train(
-        self, batches: Sequence[Batch] | None, num_microbatches: int, consumed_samples: int
+        self,
+        batches: Sequence[Batch] | None,
+        num_microbatches: int,
+        consumed_samples: int,
+        num_samples: int,
     ) -> StepResult:
         """One training step: gradients over the global batch, then one update.
 
@@ -248,6 +258,7 @@ class StepRunner:
             batches: None on stages that read no data.
             num_microbatches: number of micro-batches on each data-parallel rank.
             consumed_samples: samples of all training steps before.
+            num_samples: samples of this one, by which the schedule of the learning rate moves on.
         """
         assert self.optimizer is not None and self.scheduler is not None
         for chunk in self.chunks:
@@ -264,9 +275,7 @@ class StepRunner:
         update = update_parameters(self.optimizer, self.config.optimizer.clip_grad)
         self._give_memory_back(1)
         if update.applied:
-            micro_batch_size, _ = self.config.training.batch_sizes
-            replicas = self.context.layout.data_parallel_size
-            self.scheduler.step(increment=num_microbatches * micro_batch_size * replicas)
+            self.scheduler.step(increment=num_samples)
         losses = {key: mean_of(x) for key, x in reduce_reports(reports, self.context).items()}
         if self._core.num_moe_experts is not None:
             losses |= take_auxiliary_losses(self._core, self.context, num_microbatches)

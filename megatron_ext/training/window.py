@@ -27,15 +27,16 @@ class LogWindow:
 
     def _reset(self) -> None:
         self._losses: dict[str, Tensor] = {}
-        self._steps = self._updates = self._skipped = self._nans = 0
+        self._steps = self._updates = self._skipped = self._nans = self._rows = 0
         self._pause = 0.0
         self._last: StepResult | None = None
         self._start = time.perf_counter()
 
-    def add(self, result: StepResult, *, nan: bool) -> None:
-        """One more step."""
+    def add(self, result: StepResult, rows: int, *, nan: bool) -> None:
+        """One more step, of so many sequences on all ranks."""
         self._last = result
         self._steps += 1
+        self._rows += rows
         self._skipped += not result.update.applied
         self._nans += nan
         if result.update.applied:
@@ -75,8 +76,8 @@ class LogWindow:
             losses=losses,
             loss_scale=float(run.optimizer.get_loss_scale()),
             grad_norm=last.update.grad_norm,
-            tokens=batch * (run.config.model.seq_length or 0),
-            flops=run.flops_per_sample * batch,
+            tokens=self._rows / self._steps * (run.config.model.seq_length or 0),
+            flops=run.flops_per_sample * self._rows / self._steps,
             world_size=run.context.layout.world_size,
             skipped=self._skipped,
             nans=self._nans,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,31 @@ def test_quickstart_resumes_in_another_layout(tmp_path: Path) -> None:
     assert (out / "checkpoints" / "iter_0000004").is_dir()
     assert (out / "checkpoints" / "loss.png").read_bytes().startswith(PNG)
     assert shown.rstrip().endswith("loss.png")
+
+
+@pytest.mark.slow
+def test_fine_tuning_quickstart_ends_with_an_accuracy(tmp_path: Path) -> None:
+    """At this size it learns nothing; docs/sft.md says what the whole run reaches."""
+    out = tmp_path / "sft"
+    shown = run_example("sft/quickstart.sh", out, timeout=400)
+    assert re.search(r"held-out exact match: [0-9.]+% \([0-9]+ of [0-9]+\)", shown)
+    rows = metrics(out / "checkpoints")
+    assert [row["iteration"] for row in rows if row["kind"] == "resumed"] == [4]
+    assert "<html" in (out / "preview.html").read_text(encoding="utf-8")
+    assert (out / "hf" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", ["", "4"])
+def test_fine_tuning_starts_from_public_weights(
+    lora: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LORA", lora)
+    out = tmp_path / "qwen"
+    run_example("sft/sft_qwen_8gpu.sh", out)
+    rows = [row for row in metrics(out / "checkpoints") if row["kind"] == "train"]
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
+    assert (out / "checkpoints" / "best_checkpointed_iteration.txt").exists()
 
 
 def test_the_corpus_is_the_same_everywhere(tmp_path: Path) -> None:

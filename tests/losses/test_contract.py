@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.contract import checked, pair
-from megatron_ext.losses.cross_entropy import masked_token_loss
+from megatron_ext.losses.cross_entropy import weighted_token_loss
 
 
 def test_two_values_are_refused() -> None:
@@ -45,8 +45,8 @@ def test_reports_survive_in_place_division_of_the_loss() -> None:
     assert report["lm loss"].tolist() == [3.0, 3.0]
 
 
-def test_masked_token_loss_sums_the_targets_only() -> None:
+def test_weighted_token_loss_sums_the_targets_only() -> None:
     losses = torch.tensor([[1.0, 2.0, 4.0]])
     mask = torch.tensor([[1.0, 0.0, 1.0]])
-    total, count, report = masked_token_loss(losses, loss_mask=mask)
+    total, count, report = weighted_token_loss(losses, weights=mask)
     assert (float(total), int(count), report["lm loss"].tolist()) == (5.0, 2, [5.0, 2.0])

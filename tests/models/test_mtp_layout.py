@@ -150,7 +150,7 @@ def copies_after_three_steps(context: ParallelContext, config: RunConfig) -> Non
     for step in range(3):
         microbatches = run.batch_size.num_microbatches
         batches = run.train_source.next_step(microbatches)
-        result = run.runner.train(batches, microbatches, 16 * step)
+        result = run.runner.train(batches, microbatches, 16 * step, 16)
         assert result.update.applied
     if held is None or before is None:
         return

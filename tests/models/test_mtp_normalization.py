@@ -236,7 +236,7 @@ def step_without_targets(run: Run, first_only: bool) -> None:
             gradients[name] = parameter.main_grad.clone()
 
     run.runner.observer = observe
-    losses = run.runner.train(batches, len(batches), 0).losses
+    losses = run.runner.train(batches, len(batches), 0, len(batches)).losses
     assert [float(losses[key]) for key in LOSSES[1:]] == [0.0, 0.0]
     assert (float(losses["lm loss"]) > 1) == first_only
     for name, grad in gradients.items():

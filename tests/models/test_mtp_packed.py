@@ -14,13 +14,13 @@ from torch import Tensor
 from megatron_ext.config import parse_args
 from megatron_ext.data.batch import (
     Batch,
-    StepLoader,
     document_attention_mask,
     documents_of_lengths,
     documents_of_tokens,
     slice_for_context_parallel,
     with_mtp_targets,
 )
+from megatron_ext.data.step_loader import StepLoader
 from megatron_ext.layout import ParallelContext
 from megatron_ext.models.chunks import build_chunks
 from megatron_ext.models.mtp import MTPTargets

@@ -16,7 +16,7 @@ from megatron_ext.data.batch import Batch, with_mtp_targets
 from megatron_ext.data.gpt import build_gpt_datasets
 from megatron_ext.layout import ParallelContext
 from megatron_ext.losses.contract import LossFunction, StepCounts
-from megatron_ext.losses.cross_entropy import masked_token_loss
+from megatron_ext.losses.cross_entropy import weighted_token_loss
 from megatron_ext.models.chunks import ModelChunk
 from megatron_ext.models.gpt import build_gpt_chunk
 from megatron_ext.models.layers import layer_spec, mtp_block_spec
@@ -81,7 +81,7 @@ def stock_forward_step(
         labels=batch.labels,
         loss_mask=batch.loss_mask,
     )
-    return output, partial(masked_token_loss, loss_mask=batch.loss_mask)
+    return output, partial(weighted_token_loss, weights=batch.loss_mask)
 
 
 STOCK = Task(build_gpt_datasets, stock_chunk, stock_forward_step)

@@ -1,11 +1,13 @@
-"""Criteria 1, 2 and 7 of the losses' specification, by their numbers: gradients of every parameter
-and their norm on many layouts against one rank, from initialization."""
+"""Criteria 1, 2, 3 and 7 of the losses' specification, by their numbers: gradients of every
+parameter and their norm on many layouts against one rank, from initialization."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.training_runs import TINY, mock_data
+from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
 from tools.parity import main
 
 FLAGS = [*(word for word in TINY if word != "--use-cpu-initialization"), *mock_data()]
@@ -14,9 +16,11 @@ OWN_STAGE = "pp4[--pipeline-model-parallel-layout Ett|tt|mm|L]"
 TIED = "--no-untie-embeddings-and-output-weights"
 
 
-def agree(layouts: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """No gradient of two steps differs by more than 1e-5, nor does the norm."""
-    limits = "--steps 2 --loss-tolerance 1e-5 --gradient-tolerance 1e-5".split()
+def agree(
+    layouts: str, words: str, capfd: pytest.CaptureFixture[str], *, limit: float = 1e-5
+) -> None:
+    """No gradient of two steps differs by more than the limit, nor does the norm."""
+    limits = f"--steps 2 --loss-tolerance {limit} --gradient-tolerance {limit}".split()
     code = main(["--layouts", layouts, *limits, "--", *FLAGS, "--eod-mask-loss", *words.split()])
     assert code == 0, capfd.readouterr().out
 
@@ -28,6 +32,25 @@ def test_criterion_1_main_loss_with_ragged_masks(capfd: pytest.CaptureFixture[st
 @pytest.mark.parametrize("words", ["", TIED], ids=["untied", "tied"])
 def test_criterion_2_multi_token_prediction(words: str, capfd: pytest.CaptureFixture[str]) -> None:
     agree(f"{OWN_STAGE},mbs4,pp2vpp2,tp2sp,cp2pp2", f"--mtp-num-layers 2 {words}", capfd)
+
+
+@pytest.mark.parametrize("reduction", ["token", "sample", "square"])
+def test_criterion_3_reductions(reduction: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """To 1e-6, with multi-token prediction; values of the denominators: tests/data."""
+    words = f"--loss-reduction {reduction} --mtp-num-layers 1"
+    agree("mbs4,dp2,pp2,cp2,tp2sp", words, capfd, limit=1e-6)
+
+
+def test_criterion_3_one_sample_per_microbatch_is_the_mean_of_means(tmp_path: Path) -> None:
+    flags = [*FLAGS, "--eod-mask-loss", "--micro-batch-size", "1", "--train-iters", "3"]
+    norms = []
+    for name, words in (
+        ("sample", ["--loss-reduction", "sample"]),
+        ("means", ["--no-calculate-per-token-loss"]),
+    ):
+        _, rows = train_on_ranks([*flags, *words], save=tmp_path / name)
+        norms.append([row["grad_norm"] for row in training_rows(rows)])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
 def test_criterion_7_virtual_chunks_on_two_stages(capfd: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,7 @@ from megatron_ext.models.transformer_config import build_transformer_config
 from tests.numerics.stock import cross_entropy, gpt_chunk, gpt_config, gradients, whole_batch, worst
 from tests.ranks import ranks, run_on_ranks
 from tests.training_runs import TINY, mock_data
+from tools.parity import main as parity
 
 MICROBATCHES = 4
 Loss = Callable[[Tensor], tuple[Any, ...]]
@@ -229,7 +230,16 @@ def test_d24_stock_smooths_labels_over_the_part_of_the_vocabulary(context: Paral
     assert smoothing_error(context.pgs.tp, 0.0) <= 1e-5
 
 
-def test_d24_no_flag_smooths_labels() -> None:
+def test_d24_ours_is_the_same_on_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    """Against torch's smoothing: tests/losses; here through the flags, with the z-loss."""
+    flags = [word for word in TINY if word != "--use-cpu-initialization"] + mock_data()
+    own = "--label-smoothing 0.1 --z-loss-coeff 1e-3".split()
+    limits = "--steps 2 --loss-tolerance 1e-6 --gradient-tolerance 1e-5".split()
+    code = parity(["--layouts", "tp2,tp2sp", *limits, "--", *flags, *own])
+    assert code == 0, capfd.readouterr().out
+
+
+def test_d24_whole_logits_are_not_smoothed() -> None:
     words = [*TINY, *mock_data(), "--train-iters", "1", "--label-smoothing", "0.1"]
-    with pytest.raises(ConfigError, match="`--label-smoothing`"):
-        parse_args(words, world_size=1, device="cpu")
+    with pytest.raises(ConfigError, match="`--label-smoothing` needs `--cross-entropy-impl chun"):
+        parse_args([*words, "--cross-entropy-impl", "eager"], world_size=1, device="cpu")

@@ -48,9 +48,8 @@ ONLY_MTP = "mtp.layers"
 
 
 def step_counts(batch: Batch) -> StepCounts:
-    return StepCounts(
-        batch.loss_mask.sum(), torch.stack([m.sum() for m in batch.mtp_loss_masks]), 1
-    )
+    targets = batch.loss_mask.sum()
+    return StepCounts(targets, targets, torch.stack([m.sum() for m in batch.mtp_loss_masks]), 1)
 
 
 def our_gradients(

@@ -62,7 +62,7 @@ def train_masked(
                     assert bool(torch.isfinite(parameter.main_grad).all()), name  # type: ignore[attr-defined]
 
         run.runner.observer = gradients_are_numbers
-        result = run.runner.train(batches, count, 0)
+        result = run.runner.train(batches, count, 0, 16)
         for chunk in run.chunks:
             for name, parameter in chunk.named_parameters():
                 assert bool(torch.isfinite(parameter).all()), name
@@ -118,6 +118,6 @@ def test_criterion_5_a_run_goes_on_after_a_masked_step(tmp_path: Path) -> None:
     def train_again(run: Run, result: StepResult) -> None:
         learns_nothing(run, result)
         batches = run.train_source.next_step(run.batch_size.num_microbatches)
-        trains(run, run.runner.train(batches, run.batch_size.num_microbatches, 16))
+        trains(run, run.runner.train(batches, run.batch_size.num_microbatches, 16, 16))
 
     train_masked("pp2", lambda run, i: True, train_again)

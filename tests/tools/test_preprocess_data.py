@@ -64,7 +64,7 @@ def test_bad_line_exits_nonzero(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.decode().splitlines()[-1] == (
         "error: standard input line 2 is blank; mend the line, or set bad lines aside with "
-        "`--on-bad-line quarantine`."
+        "`--on-bad-line quarantine` of tools/preprocess_data.py."
     )
     assert list(tmp_path.iterdir()) == []
     done = run(tmp_path, "--on-bad-line=quarantine", source="-", stdin=b'{"text": "a"}\n\n')

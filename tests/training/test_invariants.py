@@ -94,6 +94,7 @@ def test_tensor_parallel_parts_may_differ(tmp_path: Path) -> None:
         (f"--expert-model-parallel-size 2 {EXPERTS}", 4),
         ("--overlap-grad-reduce --overlap-param-gather", 2),
         ("--pipeline-model-parallel-size 2 --pipeline-schedule zb-v", 4),
+        ("--tensor-model-parallel-size 2 --hidden-dropout 0.3", 2),
     ],
 )
 def test_training_keeps_the_invariants(words: str, ranks: int, tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +18,12 @@ from megatron_ext.training.reporting import EvaluationRecord, IterationRecord
 from megatron_ext.training.reporting.line import evaluation_lines, iteration_line
 from megatron_ext.training.reporting.metrics_file import MetricsFile, read_metrics
 from megatron_ext.training.reporting.plot import plot_metrics
-from megatron_ext.training.reporting.servers import evaluation_scalars, iteration_scalars
+from megatron_ext.training.reporting.servers import (
+    TensorBoard,
+    WeightsAndBiases,
+    evaluation_scalars,
+    iteration_scalars,
+)
 from tests.training_runs import TINY, mock_data
 
 
@@ -83,12 +90,26 @@ def test_a_resumed_run_rewrites_what_it_does_again(tmp_path: Path) -> None:
 
 
 def test_every_line_is_json_even_with_a_bad_norm(tmp_path: Path) -> None:
-    metrics = MetricsFile(tmp_path, resumed_at=0)
-    metrics.on_iteration(_record(1, grad_norm=math.nan, skipped=1))
-    metrics.close()
-    row = json.loads((tmp_path / "metrics.jsonl").read_text())
-    assert math.isnan(row["grad_norm"])
-    assert row["skipped_iterations"] == 1
+    """Strict JSON, which knows no NaN; the file's reader, a resumed run and the plot know it."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    path = tmp_path / "metrics.jsonl"
+    norms = [math.nan, math.inf, 0.5]
+    for resumed_at in (0, 3):
+        metrics = MetricsFile(tmp_path, resumed_at=resumed_at)
+        for iteration, norm in enumerate(norms if resumed_at == 0 else (), start=1):
+            metrics.on_iteration(_record(iteration, grad_norm=norm, skipped=1, total_skipped=7))
+        metrics.close()
+        rows = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+        assert [row["grad_norm"] for row in rows[:3]] == ["NaN", "Infinity", 0.5]
+    rows = read_metrics(path)
+    assert math.isnan(rows[0]["grad_norm"]) and rows[1]["grad_norm"] == math.inf
+    assert rows[0]["skipped_iterations"] == 1
+    assert math.isnan(rows[0]["train/grad_norm"]) and rows[0]["train/skipped_iterations"] == 7
+    plot_metrics(rows, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
@@ -114,6 +135,47 @@ def test_tags_are_megatron_lms() -> None:
     }
     tags = evaluation_scalars(EvaluationRecord("validation", 1, {"lm loss": 1.0}), config)
     assert tags == {"lm loss validation": 1.0, "lm loss validation ppl": math.exp(1.0)}
+
+
+COMMON = {
+    "train/loss": 7.422465,
+    "train/lr": 0.0009140577,
+    "train/grad_norm": 0.68417,
+    "train/skipped_iterations": 2.0,
+}
+
+
+def test_common_names_stand_beside_megatron_lms_in_the_file(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path, resumed_at=0)
+    metrics.on_iteration(_record(total_skipped=2))
+    metrics.close()
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert {name: row[name] for name in COMMON} == COMMON
+    assert (row["lm loss"], row["learning_rate"]) == (7.422465, 0.0009140577)
+
+
+def test_common_names_reach_tensorboard_also_when_not_finite(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    sink = TensorBoard(str(tmp_path), LoggingConfig())
+    sink.on_iteration(_record(12, total_skipped=2))
+    sink.on_iteration(_record(13, grad_norm=math.inf))
+    sink.close()
+    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    for name, value in {**COMMON, "lm loss": 7.422465}.items():
+        assert events.Scalars(name)[0].value == pytest.approx(value, rel=1e-6)
+        assert events.Scalars(name)[0].step == 12
+    assert events.Scalars("train/grad_norm")[1].value == math.inf
+
+
+def test_common_names_reach_weights_and_biases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[dict[str, float]] = []
+    server = SimpleNamespace(log=lambda scalars, step: logged.append(scalars))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: server))
+    sink = WeightsAndBiases(LoggingConfig(wandb_project="p"), str(tmp_path), {})
+    sink.on_iteration(_record(total_skipped=2))
+    assert logged[0].items() >= {**COMMON, "grad-norm": 0.68417}.items()
 
 
 def test_flops_of_a_llama_layer_by_hand() -> None:

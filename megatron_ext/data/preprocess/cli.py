@@ -7,10 +7,12 @@ import difflib
 import signal
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from megatron_ext.config.flags import Flag, flags_of
+from megatron_ext.config.sft import SftConfig
 from megatron_ext.data.preprocess.options import PreprocessOptions
-from megatron_ext.data.preprocess.run import run_or_explain, say_to_stderr
+from megatron_ext.data.preprocess.run import Report, preprocess, run_or_explain, say_to_stderr
 from megatron_ext.data.preprocess.sentences import LANGUAGES
 from megatron_ext.data.preprocess.tokenizer_flags import add_tokenizer_flags, tokenizer_flags
 from megatron_ext.errors import ConfigError
@@ -41,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_data_flags(parser)
+    _add_sft_flags(parser)
     _add_runtime_flags(parser)
     add_tokenizer_flags(parser)
     hidden = parser.add_argument_group("known in Megatron-LM, of no effect or not supported here")
@@ -56,7 +59,7 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="jsonl files or globs, plain, gzip or zstd; - reads standard input",
+        help="jsonl or parquet files or globs, plain, gzip or zstd; - reads standard input",
     )
     group.add_argument(
         "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to extract (text)"
@@ -80,6 +83,23 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--lang", default="english", help=f"sentence rules (english): {', '.join(LANGUAGES)}"
     )
+
+
+def _add_sft_flags(parser: argparse.ArgumentParser) -> None:
+    """The trainer's own flags, but for those that concern batches only."""
+    group = parser.add_argument_group("conversations (outputs are PREFIX_sft_document and _mask)")
+    for flag in _sft_flags():
+        if flag.type is bool:
+            group.add_argument(flag.positive[0], action="store_true", help=flag.help)
+        else:
+            group.add_argument(
+                flag.positive[0], default=flag.default, choices=flag.choices, help=flag.help
+            )
+
+
+def _sft_flags() -> list[Flag]:
+    of_batches = ("sft_max_length", "sft_truncation", "sft_batching")
+    return [flag for flag in flags_of("sft", SftConfig) if flag.field not in of_batches]
 
 
 def _add_runtime_flags(parser: argparse.ArgumentParser) -> None:
@@ -151,7 +171,35 @@ def parse_options(argv: Sequence[str]) -> tuple[PreprocessOptions, list[str]]:
     ]
     own = {f.name for f in fields(PreprocessOptions)} - {"inputs", "tokenizer"}
     chosen = {name: values[name] for name in own}
-    return PreprocessOptions(inputs=args.input, tokenizer=tokenizer_flags(args), **chosen), notes
+    chosen["inputs"], chosen["tokenizer"] = args.input, tokenizer_flags(args)
+    sft = SftConfig(**{flag.field: values[flag.field] for flag in _sft_flags()})
+    if sft.sft:
+        return _sft_options(chosen, sft), notes
+    wrong = [
+        f"`{flag.positive[0]}` has an effect only with `--sft`; add it, or leave this out."
+        for flag in _sft_flags()
+        if values[flag.field] != flag.default
+    ]
+    if wrong:
+        raise ConfigError(wrong)
+    return PreprocessOptions(**chosen), notes
+
+
+def _sft_options(chosen: dict[str, Any], sft: SftConfig) -> PreprocessOptions:
+    from megatron_ext.data.sft.preprocess import SftPreprocessOptions
+
+    if chosen["json_keys"] == ["text"]:
+        del chosen["json_keys"]
+    return SftPreprocessOptions(sft=sft, **chosen)
+
+
+def run_options(options: PreprocessOptions) -> Report:
+    """Runs what `parse_options` understood."""
+    from megatron_ext.data.sft.preprocess import SftPreprocessOptions, preprocess_sft
+
+    if isinstance(options, SftPreprocessOptions):
+        return preprocess_sft(options)
+    return preprocess(options)
 
 
 def _dashed(arg: str) -> str:
@@ -181,6 +229,6 @@ def main(argv: Sequence[str]) -> int:
         say_to_stderr(note)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return run_or_explain(options)
+        return run_or_explain(lambda: run_options(options))
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -92,7 +92,7 @@ class Crew:
             line += _lines_before(part) + 1
             return DataError(
                 f"{part.source} line {line} {reason}; mend the line, or set bad lines aside with "
-                "`--on-bad-line quarantine`."
+                "`--on-bad-line quarantine` of tools/preprocess_data.py."
             )
         if message[0] == "inexact":
             return InexactEngine(message[1])

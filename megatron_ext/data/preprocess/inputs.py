@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_ext.data.preprocess.parquet import json_lines
 from megatron_ext.errors import ConfigError, DataError
 
 BLOCK_BYTES = 4 << 20
-_SMALLEST_PART = 4_000_000
 _LARGEST_PART = 256_000_000
 _PARTS_PER_WORKER = 4
-_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-_OTHER_MAGIC = {b"BZh": "bzip2", b"\xfd7zX": "xz", b"PK\x03\x04": "zip", b"PAR1": "parquet"}
+_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
+_OTHER_MAGIC = {b"BZh": "bzip2", b"\xfd7zX": "xz", b"PK\x03\x04": "zip"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Part:
         path: the file to read; a spooled copy for standard input and lone packed files.
         source: the name to show to the user.
         start, end: byte range at line ends; the whole file when it is packed.
-        packing: `plain`, `gzip` or `zstd`.
+        packing: `plain`, `gzip`, `zstd` or `parquet`.
     """
 
     path: str
@@ -68,7 +68,7 @@ def expand(patterns: Sequence[str]) -> list[str]:
 
 
 def packing_of(path: str) -> str:
-    """Tells gzip and zstd by their first bytes.
+    """Tells gzip, zstd and parquet by their first bytes.
 
     Raises:
         DataError: another packed format.
@@ -79,7 +79,7 @@ def packing_of(path: str) -> str:
         if head.startswith(magic):
             raise DataError(
                 f"`--input` ({path}) is a {name} file; give jsonl, plain or packed with gzip or "
-                "zstd."
+                "zstd, or parquet."
             )
     return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), "plain")
 
@@ -104,17 +104,23 @@ def spool(source: str, target: Path) -> None:
     os.replace(temporary, target)
 
 
-def cut(files: Sequence[tuple[str, str]], workers: int, part_megabytes: float | None) -> list[Part]:
+def cut(
+    files: Sequence[tuple[str, str]],
+    workers: int,
+    part_megabytes: float | None,
+    smallest: int = 4_000_000,
+) -> list[Part]:
     """Cuts plain files at line ends into parts; a packed file is one part.
 
     Args:
         files: (path, name to show) in order.
-        part_megabytes: wanted size; None gives each worker a few parts of 4 to 256 MB.
+        part_megabytes: wanted size; None gives each worker a few parts of at most 256 MB.
+        smallest: bytes of a part, at least, where its size is not given.
     """
     sizes = [os.path.getsize(path) for path, _ in files]
     if part_megabytes is None:
         wanted = sum(sizes) // (workers * _PARTS_PER_WORKER)
-        wanted = min(max(wanted, _SMALLEST_PART), _LARGEST_PART)
+        wanted = min(max(wanted, smallest), _LARGEST_PART)
     else:
         wanted = max(1, int(part_megabytes * 1_000_000))
     parts: list[Part] = []
@@ -186,6 +192,9 @@ def _pieces(part: Part) -> Iterator[tuple[bytes, int]]:
 
 def _unpacked(path: str, packing: str) -> Iterator[tuple[bytes, int]]:
     """Yields (unpacked bytes, packed bytes read for them)."""
+    if packing == "parquet":
+        yield from json_lines(path)
+        return
     before = 0
     with open(path, "rb") as raw:
         stream = _gzip(raw) if packing == "gzip" else _zstd(raw, path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megatron_ext.data.preprocess.sentences import LANGUAGES
 from megatron_ext.data.tokenizers import TokenizerSettings
@@ -48,6 +48,7 @@ class PreprocessOptions:
     on_bad_line: Literal["stop", "quarantine"] = "stop"
     log_interval: int = 1000
     part_megabytes: float | None = None
+    smallest_part: ClassVar[int] = 4_000_000
 
     def __post_init__(self) -> None:
         wrong = [*self._wrong_numbers(), *self._wrong_names()]

@@ -151,13 +151,17 @@ def publish_datasets(
     folder: Path,
     parts: Sequence[Part],
     done: Mapping[int, Done],
-    dtype: Any,
+    dtypes: Sequence[Any],
 ) -> list[str]:
-    """Writes and renames all datasets; returns the prefixes of the merged ones."""
+    """Writes and renames all datasets; returns the prefixes of the merged ones.
+
+    Args:
+        dtypes: of the tokens of each key.
+    """
     partitions = segments_of_partitions(options, folder, parts, done)
     datasets: list[Dataset] = []
     prefixes = []
-    for i, key in enumerate(options.json_keys):
+    for i, (key, dtype) in enumerate(zip(options.json_keys, dtypes, strict=True)):
         if options.partitions > 1:
             for p, segments in enumerate(partitions):
                 prefix = options.dataset_prefix(key, p)

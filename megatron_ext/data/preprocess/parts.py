@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -49,13 +49,17 @@ class Done:
 
 
 class PartWriter:
-    """Writes the files of one part; `finish` makes them count."""
+    """Writes the files of one part; `finish` makes them count.
 
-    def __init__(self, folder: Path, number: int, keys: int, streams: int, dtype: Any) -> None:
-        self._folder, self._number, self._dtype = folder, number, dtype
+    Args:
+        dtypes: of the tokens of each key.
+    """
+
+    def __init__(self, folder: Path, number: int, streams: int, dtypes: Sequence[Any]) -> None:
+        self._folder, self._number, self._dtypes = folder, number, dtypes
         self._stem = f"p{number:06}.{os.getpid()}"
         self._files: dict[str, BinaryIO] = {}
-        for key in range(keys):
+        for key in range(len(dtypes)):
             for stream in range(streams):
                 for kind in STREAM_FILES:
                     self._open(f"{self._stem}.k{key}.s{stream}.{kind}")
@@ -68,7 +72,7 @@ class PartWriter:
 
     def write(self, key: int, stream: int, encoded: Encoded) -> None:
         stem = f"{self._stem}.k{key}.s{stream}"
-        self._files[f"{stem}.bin"].write(narrow(encoded.tokens, self._dtype).tobytes())
+        self._files[f"{stem}.bin"].write(narrow(encoded.tokens, self._dtypes[key]).tobytes())
         self._files[f"{stem}.len"].write(encoded.lengths.astype("<i4").tobytes())
         self._files[f"{stem}.doc"].write(encoded.documents.astype("<i4").tobytes())
         self._counts["tokens"] += len(encoded.tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from megatron_ext.data.preprocess.parts import Done, Workplace, read_marker
 from megatron_ext.data.preprocess.progress import Progress
 from megatron_ext.data.preprocess.records import BadLine, parse_line
 from megatron_ext.data.preprocess.sentences import sentence_splitter
+from megatron_ext.data.preprocess.texts import TextEncoder
 from megatron_ext.data.preprocess.worker import Job
 from megatron_ext.data.tokenizers import NO_TOKEN, Tokenizer, build_tokenizer
 from megatron_ext.data.tokenizers.fast import FastEncoder, InexactEngine
@@ -53,6 +54,28 @@ class Report:
     resumed_parts: int
     seconds: float
 
+    @classmethod
+    def of(
+        cls,
+        parts: Sequence[Part],
+        done: Mapping[int, Done],
+        prefixes: Sequence[str],
+        rejected_path: Path | None,
+        resumed_parts: int,
+        start: float,
+    ) -> Report:
+        """From the markers of all parts; ``start`` is when the run began."""
+        return cls(
+            prefixes=prefixes,
+            documents=sum(marker.documents for marker in done.values()),
+            tokens=sum(marker.tokens for marker in done.values()),
+            input_bytes=sum(part.num_bytes for part in parts),
+            rejected=sum(marker.rejected for marker in done.values()),
+            rejected_path=rejected_path,
+            resumed_parts=resumed_parts,
+            seconds=time.monotonic() - start,
+        )
+
 
 def say_to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
@@ -78,37 +101,37 @@ def preprocess(options: PreprocessOptions, say: Say = say_to_stderr) -> Report:
         )
     files = inputs.expand(options.inputs)
     with Workplace(options.output_prefix, resumable=files != ["-"]) as place:
-        parts, done = _plan(options, tokenizer, place, files, say)
+        fingerprint = _fingerprint(options, tokenizer, files)
+        parts, done = plan_parts(options, place, files, fingerprint, say)
         resumed = len(done)
         fast, line = choose_engine(tokenizer, _samples(parts, options.json_keys), options.engine)
         say(line)
-        dtype = optimal_dtype(tokenizer.vocab_size)
         try:
-            _run_parts(options, place, parts, done, _job(options, tokenizer, fast, place, parts))
+            run_parts(options, place, done, _job(options, tokenizer, fast, place, parts))
         except InexactEngine as error:
             say(f"Starting over with {tokenizer.kind}'s own library: {error}.")
             done = _forget(place, done)
             resumed = 0
-            _run_parts(options, place, parts, done, _job(options, tokenizer, None, place, parts))
-        prefixes = publish_datasets(options, place.folder, parts, done, dtype)
+            run_parts(options, place, done, _job(options, tokenizer, None, place, parts))
+        dtypes = [optimal_dtype(tokenizer.vocab_size)] * len(options.json_keys)
+        prefixes = publish_datasets(options, place.folder, parts, done, dtypes)
         rejected_path = publish_rejected(options, place.folder, parts, done)
-    return Report(
-        prefixes=prefixes,
-        documents=sum(marker.documents for marker in done.values()),
-        tokens=sum(marker.tokens for marker in done.values()),
-        input_bytes=sum(part.num_bytes for part in parts),
-        rejected=sum(marker.rejected for marker in done.values()),
-        rejected_path=rejected_path,
-        resumed_parts=resumed,
-        seconds=time.monotonic() - start,
-    )
+    return Report.of(parts, done, prefixes, rejected_path, resumed, start)
 
 
-def _plan(
-    options: PreprocessOptions, tokenizer: Tokenizer, place: Workplace, files: list[str], say: Say
+def plan_parts(
+    options: PreprocessOptions,
+    place: Workplace,
+    files: list[str],
+    fingerprint: dict[str, Any],
+    say: Say,
 ) -> tuple[list[Part], dict[int, Done]]:
-    """Takes over the parts of an interrupted run that did the same, or cuts the input anew."""
-    fingerprint = _fingerprint(options, tokenizer, files)
+    """Takes over the parts of an interrupted run that did the same, or cuts the input anew.
+
+    Args:
+        files: what `inputs.expand` found.
+        fingerprint: all that decides the content of a part.
+    """
     parts = place.resumed_parts(fingerprint)
     if parts is not None:
         done = place.finished(len(parts))
@@ -123,23 +146,27 @@ def _plan(
         target = place.folder / f"unpacked{i}.jsonl"
         inputs.spool(source, target)
         named = [(str(target), shown) if path == source else (path, s) for path, s in named]
-    parts = inputs.cut(named, options.workers, options.part_megabytes)
+    parts = inputs.cut(named, options.workers, options.part_megabytes, options.smallest_part)
     place.begin(fingerprint, parts)
     return parts, {}
+
+
+def identities(files: Sequence[str]) -> list[list[Any]]:
+    """Path, size and modification time of each file; standard input is never the same again."""
+    return [
+        [os.path.abspath(path), os.path.getsize(path), os.stat(path).st_mtime_ns]
+        if path != "-"
+        else ["-", os.getpid(), time.time_ns()]
+        for path in files
+    ]
 
 
 def _fingerprint(
     options: PreprocessOptions, tokenizer: Tokenizer, files: list[str]
 ) -> dict[str, Any]:
     """All that decides the content of a part."""
-    stats = [
-        [os.path.abspath(path), os.path.getsize(path), os.stat(path).st_mtime_ns]
-        if path != "-"
-        else ["-", os.getpid(), time.time_ns()]
-        for path in files
-    ]
     return {
-        "inputs": stats,
+        "inputs": identities(files),
         "keys": list(options.json_keys),
         "append_eod": options.append_eod,
         "streams": _streams(options),
@@ -196,11 +223,14 @@ def _job(
     return Job(
         folder=place.folder,
         parts=parts,
-        keys=options.json_keys,
+        dtypes=[optimal_dtype(tokenizer.vocab_size)] * len(options.json_keys),
         streams=_streams(options),
-        dtype=optimal_dtype(tokenizer.vocab_size),
-        encoder=Encoder(tokenizer, fast, append_eod=options.append_eod),
-        splitter=splitter,
+        encoder=TextEncoder(
+            options.json_keys,
+            _streams(options),
+            Encoder(tokenizer, fast, append_eod=options.append_eod),
+            splitter,
+        ),
         quarantine=options.on_bad_line == "quarantine",
     )
 
@@ -211,14 +241,11 @@ def _forget(place: Workplace, done: dict[int, Done]) -> dict[int, Done]:
     return {}
 
 
-def _run_parts(
-    options: PreprocessOptions,
-    place: Workplace,
-    parts: Sequence[Part],
-    done: dict[int, Done],
-    job: Job,
+def run_parts(
+    options: PreprocessOptions, place: Workplace, done: dict[int, Done], job: Job
 ) -> None:
     """Runs the unfinished parts in worker processes and adds their markers to `done`."""
+    parts = job.parts
     todo = [i for i in range(len(parts)) if i not in done]
     progress = Progress(
         sum(part.num_bytes for part in parts),
@@ -241,10 +268,10 @@ def _run_parts(
         done[i] = marker
 
 
-def run_or_explain(options: PreprocessOptions, say: Say = say_to_stderr) -> int:
+def run_or_explain(run: Callable[[], Report], say: Say = say_to_stderr) -> int:
     """Runs and reports; returns the exit code, each error said in its own sentence."""
     try:
-        report = preprocess(options, say)
+        report = run()
     except MegatronExtError as error:
         for sentence in error.messages:
             say(f"error: {sentence}")

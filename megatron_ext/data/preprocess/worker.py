@@ -7,15 +7,14 @@ import signal
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.data.preprocess.encode import Encoder
 from megatron_ext.data.preprocess.inputs import Part, blocks
 from megatron_ext.data.preprocess.parts import PartWriter
-from megatron_ext.data.preprocess.records import BadLine, parse_line
-from megatron_ext.data.preprocess.sentences import Splitter
+from megatron_ext.data.preprocess.texts import BlockEncoder
 from megatron_ext.data.tokenizers.fast import InexactEngine
 from megatron_ext.errors import MegatronExtError
 
@@ -25,17 +24,16 @@ class Job:
     """What all workers share, built before they are forked.
 
     Attributes:
-        streams: lines go to stream `line number within the part % streams`.
+        dtypes: of the tokens of each key.
+        streams: datasets that the lines are dealt to.
         quarantine: set bad lines aside instead of stopping.
     """
 
     folder: Path
     parts: Sequence[Part]
-    keys: Sequence[str]
+    dtypes: Sequence[Any]
     streams: int
-    dtype: Any
-    encoder: Encoder
-    splitter: Splitter | None
+    encoder: BlockEncoder
     quarantine: bool
 
 
@@ -81,14 +79,15 @@ def serve(job: Job, pipe: Connection, parent: int, inherited: Sequence[Any]) -> 
 
 
 def _run_part(job: Job, number: int, pipe: Connection, parent: int) -> None:
-    writer = PartWriter(job.folder, number, len(job.keys), job.streams, job.dtype)
+    writer = PartWriter(job.folder, number, job.streams, job.dtypes)
     line = 0
     try:
         for block, read in blocks(job.parts[number]):
             lines = block.split(b"\n")
             if not lines[-1]:
                 lines.pop()
-            documents = _encode_block(job, writer, lines, line)
+            refuse = partial(_refuse, job, writer, lines, line)
+            documents = job.encoder.encode(lines, line, refuse, writer.write)
             line += len(lines)
             writer.count(len(lines), documents)
             if os.getppid() != parent:
@@ -100,67 +99,9 @@ def _run_part(job: Job, number: int, pipe: Connection, parent: int) -> None:
     writer.finish()
 
 
-def _encode_block(job: Job, writer: PartWriter, lines: list[bytes], first: int) -> int:
-    """Encodes whole lines of a part, the first of which is number `first`; returns documents."""
-    kept: list[int] = []
-    texts: list[list[list[str]]] = []
-    for i, raw in enumerate(lines):
-        try:
-            texts.append(_texts(job, raw))
-            kept.append(i)
-        except BadLine as bad:
-            _refuse(job, writer, first + i, str(bad), raw)
-    try:
-        _encode_streams(job, writer, texts, [first + i for i in kept])
-    except (ValueError, OverflowError):
-        # The tokenizer refuses some text; only now is it worth asking which.
-        good = [
-            j for j in range(len(kept)) if _accepts(job, writer, texts[j], first, kept[j], lines)
-        ]
-        kept, texts = [kept[j] for j in good], [texts[j] for j in good]
-        _encode_streams(job, writer, texts, [first + i for i in kept])
-    return len(kept)
-
-
-def _texts(job: Job, raw: bytes) -> list[list[str]]:
-    texts = parse_line(raw, job.keys)
-    if job.splitter is None:
-        return texts
-    split = job.splitter
-    return [[sentence for text in document for sentence in split(text)] for document in texts]
-
-
-def _accepts(
-    job: Job,
-    writer: PartWriter,
-    texts: list[list[str]],
-    first: int,
-    i: int,
-    lines: list[bytes],
-) -> bool:
-    try:
-        for document in texts:
-            job.encoder.encodable(document)
-    except BadLine as bad:
-        _refuse(job, writer, first + i, str(bad), lines[i])
-        return False
-    return True
-
-
-def _refuse(job: Job, writer: PartWriter, line: int, reason: str, raw: bytes) -> None:
+def _refuse(
+    job: Job, writer: PartWriter, lines: Sequence[bytes], first: int, line: int, reason: str
+) -> None:
     if not job.quarantine:
         raise StopAtLine(line, reason)
-    writer.reject(line, reason, raw)
-
-
-def _encode_streams(
-    job: Job, writer: PartWriter, texts: list[list[list[str]]], numbers: list[int]
-) -> None:
-    """Encodes first and writes after, so that a refused text leaves nothing behind."""
-    encoded = []
-    for stream in range(job.streams):
-        mine = [t for t, n in zip(texts, numbers, strict=True) if n % job.streams == stream]
-        for key in range(len(job.keys)):
-            encoded.append((key, stream, job.encoder.encode([document[key] for document in mine])))
-    for key, stream, batch in encoded:
-        writer.write(key, stream, batch)
+    writer.reject(line, reason, lines[line - first])

@@ -133,7 +133,7 @@ def build(
         raise ConfigError(
             f"`--tokenizer-type {kind}` needs `--tokenizer-model` with a folder or a hub name."
         )
-    folder = _folder(name)
+    folder = tokenizer_folder(name)
     config = _read_json(folder / "tokenizer_config.json", {})
     direct = (folder / "tokenizer.json").is_file() and not trust_remote_code
     if include_special_tokens and ("add_bos_token" in config or "add_eos_token" in config):
@@ -145,7 +145,12 @@ def build(
     )
 
 
-def _folder(name: str) -> Path:
+def tokenizer_folder(name: str) -> Path:
+    """The folder of a `--tokenizer-model`: itself, a file's, or a download from the hub.
+
+    Raises:
+        DataError: there is none.
+    """
     if Path(name).is_dir():
         return Path(name)
     if Path(name).is_file():
@@ -205,20 +210,31 @@ def _text(token: Any) -> str:
 
 
 def _load_transformers(folder: Path, *, trust_remote_code: bool) -> tuple[Any, dict[str, str]]:
+    loaded = load_pretrained(folder, trust_remote_code=trust_remote_code)
+    named = {key: str(getattr(loaded, key)) for key in _NAMED if getattr(loaded, key, None)}
+    return loaded.backend_tokenizer, named
+
+
+def load_pretrained(folder: Path, *, trust_remote_code: bool) -> Any:
+    """The tokenizer of transformers, with a `backend_tokenizer` and perhaps a chat template.
+
+    Raises:
+        ConfigError: transformers is not installed.
+        DataError: it cannot load the folder.
+    """
     transformers = require_package("transformers", "HuggingFaceTokenizer")
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code
         )
-        backend = loaded.backend_tokenizer
+        loaded.backend_tokenizer  # noqa: B018 - a tokenizer in Python has none
     except Exception as error:  # any library or remote code may raise anything here
         reason = " ".join(str(error).split())[:160]
         raise DataError(
             f"`--tokenizer-model` ({folder}) could not be loaded by transformers "
             f"({type(error).__name__}: {reason}); give a folder with tokenizer.json."
         ) from None
-    named = {key: str(getattr(loaded, key)) for key in _NAMED if getattr(loaded, key, None)}
-    return backend, named
+    return loaded
 
 
 def build_gpt2(

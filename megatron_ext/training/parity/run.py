@@ -15,17 +15,17 @@ from torch import Tensor
 
 from megatron_ext.config import parse_args
 from megatron_ext.device import Device
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.models.shards import shards_of
 from megatron_ext.training.launch import fork_ranks
 from megatron_ext.training.parity.layouts import NamedLayout
 from megatron_ext.training.preflight import preflight
 from megatron_ext.training.pretrain import pretrain
 from megatron_ext.training.reporting.metrics_file import MetricsFile, read_metrics
+from megatron_ext.training.task import TaskOrChoice, choose
 
 if TYPE_CHECKING:
     from megatron_ext.training.setup import Run
-    from megatron_ext.training.task import Task
 
 
 class GradientRecorder:
@@ -83,12 +83,17 @@ class Recording:
 
 
 def record(
-    task: Task, words: Sequence[str], layout: NamedLayout, steps: int, folder: Path, device: Device
+    task: TaskOrChoice,
+    words: Sequence[str],
+    layout: NamedLayout,
+    steps: int,
+    folder: Path,
+    device: Device,
 ) -> Recording:
     """Train ``steps`` steps in a layout.
 
     Args:
-        task: what to train.
+        task: what to train, or a function that chooses it by the configuration.
         words: the flags of the run, without its layout.
         layout: adds its own flags.
         steps: training steps.
@@ -104,8 +109,9 @@ def record(
         if parsed.config.checkpoint.save is not None:
             raise ConfigError("`--save` is given, but a parity run keeps nothing; drop it.")
         with (folder / "log").open("w") as log, redirect_stdout(log):
-            config, tokenizer = preflight(parsed.config)
-    except ConfigError as error:
+            chosen = choose(task, parsed.config)
+            config, tokenizer = preflight(parsed.config, chosen.preflight)
+    except MegatronExtError as error:
         return Recording(layout, folder, [], failure=" ".join(error.messages))
 
     def prepare(run: Run) -> None:
@@ -113,7 +119,7 @@ def record(
         if run.context.is_reporting_rank:
             run.reporters.sinks[:] = [MetricsFile(folder, resumed_at=0)]
 
-    main = partial(pretrain, task, config, device=device, tokenizer=tokenizer, prepare=prepare)
+    main = partial(pretrain, chosen, config, device=device, tokenizer=tokenizer, prepare=prepare)
     code = fork_ranks(main, layout.ranks)
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
     failure = None if code == 0 else f"a rank ended with exit code {code}"

@@ -53,7 +53,10 @@ def plot_metrics(rows: list[Row], path: Path, title: str = "") -> None:
 
 
 def _plot_losses(axes: Axes, train: list[Row], evaluations: list[Row], resumed: list[int]) -> None:
-    names = list(dict.fromkeys(name for row in train for name in row if name.endswith("loss")))
+    # `train/loss` is one of the others under a common name.
+    names = dict.fromkeys(
+        name for row in train for name in row if name.endswith("loss") and "/" not in name
+    )
     for name in names:
         _draw(axes, *_series(train, name), label=f"{name}, training")
     for split in dict.fromkeys(row["split"] for row in evaluations):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,7 +21,7 @@ class IterationRecord:
         losses: mean over the reported steps that had an update, by name.
         loss_scale: of fp16; 1 otherwise.
         grad_norm: of the last step before clipping; not finite when it was skipped.
-        tokens: tokens of one step.
+        tokens: positions of one step, the mean of the steps that are reported.
         flops: floating-point operations of one step on all ranks.
         world_size: ranks.
         skipped: steps without an update since the last report.
@@ -40,7 +41,7 @@ class IterationRecord:
     losses: dict[str, float]
     loss_scale: float
     grad_norm: float
-    tokens: int
+    tokens: float
     flops: float
     world_size: int
     skipped: int = 0
@@ -49,6 +50,19 @@ class IterationRecord:
     num_zeros: float | None = None
     params_norm: float | None = None
     peak_flops: float | None = None
+
+    @property
+    def common(self) -> dict[str, float]:
+        """What fine-tuning tools show, under their names; the loss is the first that is reported.
+
+        ``train/skipped_iterations`` counts from the start of the run.
+        """
+        return {
+            "train/loss": next(iter(self.losses.values()), math.nan),
+            "train/lr": self.learning_rate,
+            "train/grad_norm": self.grad_norm,
+            "train/skipped_iterations": float(self.total_skipped),
+        }
 
     @property
     def tokens_per_second(self) -> float:

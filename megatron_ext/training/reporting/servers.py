@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, under Megatron-LM's tags."""
+"""TensorBoard and Weights & Biases, under Megatron-LM's tags and a few common ones."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def evaluation_scalars(record: EvaluationRecord, config: LoggingConfig) -> dict[
 
 
 class TensorBoard:
-    """Writes event files; every tag also against consumed samples."""
+    """Writes event files; each of Megatron-LM's tags also against consumed samples."""
 
     def __init__(self, folder: str, config: LoggingConfig) -> None:
         try:
@@ -78,6 +78,8 @@ class TensorBoard:
         for tag, value in iteration_scalars(record, self._config).items():
             self._writer.add_scalar(tag, value, record.iteration)
             self._writer.add_scalar(f"{tag} vs samples", value, record.consumed_samples)
+        for tag, value in record.common.items():
+            self._writer.add_scalar(tag, value, record.iteration)
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
         for tag, value in evaluation_scalars(record, self._config).items():
@@ -111,7 +113,8 @@ class WeightsAndBiases:
     def on_iteration(self, record: IterationRecord) -> None:
         scalars = iteration_scalars(record, self._config)
         self._run.log(
-            {"samples vs steps": record.consumed_samples, **scalars}, step=record.iteration
+            {"samples vs steps": record.consumed_samples, **scalars, **record.common},
+            step=record.iteration,
         )
 
     def on_evaluation(self, record: EvaluationRecord) -> None:

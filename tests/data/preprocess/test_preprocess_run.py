@@ -17,7 +17,13 @@ import pytest
 import zstandard
 
 from megatron_ext.data.indexed import check_indexed_dataset
-from megatron_ext.data.preprocess import PreprocessOptions, Report, TokenizerFlags, preprocess
+from megatron_ext.data.preprocess import (
+    PreprocessOptions,
+    Report,
+    TokenizerFlags,
+    preprocess,
+    texts,
+)
 from megatron_ext.data.preprocess import worker as worker_module
 from megatron_ext.data.preprocess.parts import Workplace
 from megatron_ext.data.preprocess.sentences import sentence_splitter
@@ -231,7 +237,7 @@ def test_a_bad_line_stops_the_run_and_is_named(tmp_path: Path, at: int, packed: 
         run(tmp_path, path)
     assert str(caught.value) == (
         f"{path} line {at} has no key 'text'; mend the line, or set bad lines aside with "
-        "`--on-bad-line quarantine`."
+        "`--on-bad-line quarantine` of tools/preprocess_data.py."
     )
     assert time.monotonic() - start < 10
     assert read_pair(tmp_path / "out_text_document") == before
@@ -285,7 +291,7 @@ def test_a_killed_worker_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
     def die(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(worker_module, "_encode_block", die)
+    monkeypatch.setattr(texts.TextEncoder, "encode", die)
     path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(50))
     start = time.monotonic()
     with pytest.raises(
@@ -302,7 +308,7 @@ def test_a_crashing_worker_shows_its_traceback(
     def crash(*_: Any) -> None:
         raise KeyError("a defect")
 
-    monkeypatch.setattr(worker_module, "_encode_block", crash)
+    monkeypatch.setattr(texts.TextEncoder, "encode", crash)
     path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(50))
     with pytest.raises(RuntimeError, match=r"(?s)A worker failed:.*KeyError: 'a defect'"):
         run(tmp_path, path)
@@ -312,7 +318,7 @@ def test_a_worker_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(worker_module, "_encode_block", full)
+    monkeypatch.setattr(texts.TextEncoder, "encode", full)
     path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(50))
     with pytest.raises(DataError, match=r"A worker could not write or read: \[Errno 28\] No space"):
         run(tmp_path, path)

@@ -1,0 +1,286 @@
+"""Extra memory and time of the cross-entropy of a language-model head, forward and backward.
+
+Each way of computing it runs in a fresh forked process. Extra memory is what the peak exceeds the
+inputs by: resident memory on a CPU, torch's allocations on a GPU. All ways give the gradients of
+the hidden states and of the weight (dW), which all must hold; the last columns subtract the bytes
+of dW (by arithmetic, although eager frees logits before it makes its dW, so they flatter eager).
+With ``--tp 2`` two ranks hold half of the vocabulary each; the costs are those of the rank that
+needs more. megatron-core's cross-entropy works in place on float32 logits, and copies 16-bit ones.
+On a machine that others use too, compare the CPU times.
+
+Example: python benchmarks/cross_entropy.py --tokens 1024 --hidden 512 --vocab 50000 --tp 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from torch import Tensor
+
+from megatron_ext.device import select
+from megatron_ext.layout import Layout, ParallelContext, init_groups
+from megatron_ext.losses.linear_cross_entropy import (
+    linear_cross_entropy,
+    weighted_linear_cross_entropy,
+)
+from megatron_ext.losses.vocabulary import VocabularyHead
+from megatron_ext.training.launch import fork_ranks
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Cost(NamedTuple):
+    """Extra bytes, and of the shortest pass: seconds, this process's CPU seconds, loss."""
+
+    extra: float
+    seconds: float
+    cpu_seconds: float
+    loss: float
+
+
+class Setting(NamedTuple):
+    """Tokens of a chunk, None for the default, and the ranks that share the vocabulary."""
+
+    chunk_size: int | None
+    context: ParallelContext
+
+    @property
+    def options(self) -> dict[str, Any]:
+        group = self.context.pgs.tp
+        return {"chunk_size": self.chunk_size, "tp_group": group, "sequence_parallel": False}
+
+
+Way = Callable[[Inputs, Setting], Tensor]
+
+
+def eager(inputs: Inputs, setting: Setting) -> Tensor:
+    """Whole logits under autograd; no name holds them longer than torch needs them."""
+    hidden, weight, labels, weights = inputs
+    if setting.context.pgs.tp.size() > 1:
+        head = VocabularyHead(weight, setting.context.pgs.tp)
+        entered = copy_to_tensor_model_parallel_region(hidden)[:, 0]
+        return torch.dot(-head.log_prob(head.logits(entered), labels[0]), weights[0])
+    losses = F.cross_entropy(
+        (hidden[:, 0] @ weight.t()).float(), labels[0], reduction="none", ignore_index=-100
+    )
+    return torch.dot(losses, weights[0])
+
+
+def core(inputs: Inputs, setting: Setting) -> Tensor:
+    hidden, weight, labels, weights = inputs
+    entered = copy_to_tensor_model_parallel_region(hidden)
+    losses = vocab_parallel_cross_entropy((entered @ weight.t()).float(), labels.t())
+    return torch.dot(losses[:, 0], weights[0])
+
+
+def per_token(inputs: Inputs, setting: Setting) -> Tensor:
+    hidden, weight, labels, weights = inputs
+    losses = linear_cross_entropy(hidden, weight, labels, **setting.options)
+    return (losses * weights).sum()
+
+
+def weighted(inputs: Inputs, setting: Setting) -> Tensor:
+    return weighted_linear_cross_entropy(*inputs, **setting.options)[1]
+
+
+_compiled = torch.compile(eager, dynamic=True)
+
+
+def compiled(inputs: Inputs, setting: Setting) -> Tensor:
+    result: Tensor = _compiled(inputs, setting)
+    return result
+
+
+def liger(inputs: Inputs, _: Setting) -> Tensor:
+    """Sum over the tokens: this package takes no token weights."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    hidden, weight, labels, _weights = inputs
+    loss = LigerFusedLinearCrossEntropyLoss(reduction="sum")
+    result: Tensor = loss(weight, hidden[:, 0], labels[0]) / labels.numel()
+    return result
+
+
+WAYS: dict[str, Way] = {
+    "eager": eager,
+    "megatron-core": core,
+    "torch.compile": compiled,
+    "Liger": liger,
+    "per token": per_token,
+    "weighted": weighted,
+}
+
+CHUNKED = ("per token", "weighted")
+
+
+def make_inputs(
+    tokens: int, hidden: int, vocab: int, parts: int, kind: torch.dtype, place: str
+) -> Inputs:
+    """Inputs of one rank, made in place so that their making leaves no peak of memory."""
+    generator = torch.Generator(place).manual_seed(0)
+    like: dict[str, Any] = {"device": place, "dtype": kind}
+    states = torch.empty(tokens, 1, hidden, **like).normal_(generator=generator)
+    weight = torch.empty(vocab // parts, hidden, **like).normal_(0, 0.02, generator=generator)
+    labels = torch.randint(0, vocab, (1, tokens), generator=generator, device=place)
+    weights = torch.full((1, tokens), 1 / tokens, device=place)
+    return states.requires_grad_(), weight.requires_grad_(), labels, weights
+
+
+def peak_bytes(place: str) -> int:
+    """The most memory this process has held."""
+    if place == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def one_pass(way: Way, inputs: Inputs, setting: Setting) -> tuple[float, float, float]:
+    """Seconds, CPU seconds and loss of a forward and a backward pass."""
+    inputs[0].grad = inputs[1].grad = None
+    start, cpu_start = time.perf_counter(), time.process_time()
+    loss = way(inputs, setting)
+    loss.backward()  # type: ignore[no-untyped-call]
+    if loss.is_cuda:
+        torch.cuda.synchronize()
+    taken = time.perf_counter() - start, time.process_time() - cpu_start
+    return *taken, float(loss.detach())
+
+
+def measure(way: Way, args: argparse.Namespace, setting: Setting) -> Cost:
+    """Extra memory and time of one way on this rank."""
+    place, kind = select().kind, getattr(torch, args.dtype)
+    # Compilers and libraries set up their buffers here, on too small a problem to leave a peak.
+    for tokens, vocab in ((24, 1000), (40, 1500)):
+        one_pass(way, make_inputs(tokens, args.hidden, vocab, args.tp, kind, place), setting)
+    inputs = make_inputs(args.tokens, args.hidden, args.vocab, args.tp, kind, place)
+    before = peak_bytes(place)
+    best = min(one_pass(way, inputs, setting) for _ in range(args.repeats))
+    return Cost(peak_bytes(place) - before, *best)
+
+
+def measure_apart(way: Way, args: argparse.Namespace, chunk_size: int | None) -> Cost | None:
+    """`measure` on fresh ranks, the dearest of each figure; None where it fails."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+
+        def rank() -> int:
+            layout = Layout(world_size=args.tp, tensor_model_parallel_size=args.tp)
+            context = init_groups(layout, select())
+            cost = measure(way, args, Setting(chunk_size, context))
+            (folder / str(context.rank)).write_text(" ".join(map(repr, cost)))
+            context.destroy()
+            return 0
+
+        if fork_ranks(rank, args.tp) != 0:
+            return None
+        found = [[float(x) for x in file.read_text().split()] for file in folder.iterdir()]
+    return Cost(*map(max, zip(*found, strict=True)))
+
+
+HEAD = (
+    "| cross-entropy | chunk | loss | extra memory (MB) | time (s) | CPU time (s) | memory / eager "
+    "| time / eager | CPU time / eager | without dW (MB) | without dW / eager |"
+)
+
+
+def cells(found: Cost, whole: Cost, weight_bytes: int) -> list[str]:
+    """What a way costs, beside eager."""
+    rest, base = found.extra - weight_bytes, whole.extra - weight_bytes
+    return [
+        f"{found.loss:.5f}",
+        f"{found.extra / 1e6:.0f}",
+        f"{found.seconds:.2f}",
+        f"{found.cpu_seconds:.2f}",
+        f"{found.extra / whole.extra:.3f}",
+        f"{found.seconds / whole.seconds:.2f}",
+        f"{found.cpu_seconds / whole.cpu_seconds:.2f}",
+        f"{rest / 1e6:.0f}",
+        f"{rest / base:.3f}",
+    ]
+
+
+def candidates(args: argparse.Namespace) -> list[tuple[str, int]]:
+    """What to measure; eager first, since all else is compared with it."""
+    plain = [(name, 0) for name in ("eager", "megatron-core") if name in args.ways]
+    if args.tp > 1:
+        print(
+            "torch.compile and Liger are left out: they do not cut the vocabulary", file=sys.stderr
+        )
+        return plain + [(n, size) for size in args.chunk_size for n in CHUNKED if n in args.ways]
+    if "torch.compile" in args.ways:
+        plain.append(("torch.compile", 0))
+    if "Liger" in args.ways:
+        if importlib.util.find_spec("liger_kernel") and select().kind == "cuda":
+            plain.append(("Liger", 0))
+        else:
+            print("Liger is left out: not installed, or no GPU", file=sys.stderr)
+    chunked = [name for name in CHUNKED if name in args.ways]
+    return plain + [(name, size) for size in args.chunk_size for name in chunked]
+
+
+def table(args: argparse.Namespace) -> list[str]:
+    """The lines of the table, printed as they come."""
+    lines = [HEAD, "|---" * HEAD.count(" | ") + "|---|"]
+    print("\n".join(lines), flush=True)
+    weight_bytes = args.vocab // args.tp * args.hidden * getattr(torch, args.dtype).itemsize
+    whole: Cost | None = None
+    for name, chunk_size in candidates(args):
+        label = str(chunk_size or "default") if name in CHUNKED else "-"
+        found = measure_apart(WAYS[name], args, chunk_size or None)
+        row = [name, label, "failed"]
+        if found is not None:
+            whole = whole or found
+            row = [name, label, *cells(found, whole, weight_bytes)]
+        lines.append("| " + " | ".join(row) + " |")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def main(argv: list[str]) -> int:
+    """Print the table; with --save also write it beside this script."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share the vocabulary")
+    parser.add_argument("--chunk-size", type=int, nargs="+", default=[0], help="0: default")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--repeats", type=int, default=1, help="the shortest counts")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    args = parser.parse_args(argv)
+    where = torch.cuda.get_device_name() if select().kind == "cuda" else "CPU"
+    lines = [
+        f"{date.today()}  python {platform.python_version()}  torch {torch.__version__}  {where}  "
+        f"{torch.get_num_threads()} thread(s)",
+        f"python benchmarks/cross_entropy.py {' '.join(argv)}".rstrip(),
+        "",
+    ]
+    print("\n".join(lines), flush=True)
+    lines += table(args)
+    if args.save:
+        path = Path(__file__).parent / "results" / f"cross_entropy_tp{args.tp}_{date.today()}.md"
+        path.write_text("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

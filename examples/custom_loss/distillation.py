@@ -1,0 +1,102 @@
+"""Distillation (Hinton et al. 2015, arXiv:1503.02531) against cached teacher logits.
+
+    l = alpha T^2 KL(teacher || student, both at temperature T) + (1 - alpha) cross-entropy
+
+The teacher's k largest logits of every token lie in two files, written once by the teacher
+(`write_cache`): row ``offsets[sample] + position`` of ``values.npy`` and ``ids.npy``, each
+``[tokens, k]``.
+The KL is over those k tokens, with both distributions normalized over them.
+
+    python pretrain_gpt.py --sft --data-path chats.jsonl ... \\
+        --loss examples/custom_loss/distillation.py:DistillationConfig --loss-args cache=teacher/
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_ext.data.batch import Batch
+from megatron_ext.errors import DataError
+from megatron_ext.layout import ParallelContext
+from megatron_ext.losses.custom import LossInputs, TokenLoss, TokenLossConfig
+from megatron_ext.losses.vocabulary import VocabularyHead
+
+
+def write_cache(folder: Path, logits: Sequence[Tensor], k: int) -> None:
+    """Keep the k largest logits of each token.
+
+    Args:
+        logits: of each sample in the order of the dataset, ``[positions, v]``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    largest = [sample.float().topk(k) for sample in logits]
+    lengths = [sample.shape[0] for sample in logits]
+    np.save(folder / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]))
+    np.save(folder / "values.npy", torch.cat([found.values for found in largest]).numpy())
+    np.save(folder / "ids.npy", torch.cat([found.indices for found in largest]).numpy())
+
+
+class Distillation(TokenLoss["DistillationConfig"]):
+    """KL to the teacher, mixed with cross-entropy."""
+
+    name = "distillation loss"
+
+    def __init__(self, config: DistillationConfig) -> None:
+        super().__init__(config)
+        self._offsets = self._open("offsets")
+        self._values = self._open("values")
+        self._ids = self._open("ids")
+
+    def _open(self, name: str) -> NDArray[np.int64]:
+        path = Path(self.config.cache) / f"{name}.npy"
+        if not path.exists():
+            raise DataError(f"cache ({self.config.cache}) must hold {path.name}; see write_cache.")
+        found: NDArray[np.int64] = np.load(path, mmap_mode="r")
+        return found
+
+    def build(self, batches: Sequence[Batch], context: ParallelContext) -> list[LossInputs]:
+        """Each token's teacher logits ``[b, s, k]``, found by its sample and its position."""
+        return [self._inputs(batch) for batch in batches]
+
+    def _inputs(self, batch: Batch) -> LossInputs:
+        if batch.sample_ids is None:
+            raise DataError("The distillation cache is by sample, which only `--sft` data names.")
+        samples = batch.sample_ids.cpu().numpy()
+        rows = self._offsets[samples.clip(0)] + batch.position_ids.cpu().numpy()
+        rows = np.where(samples < 0, 0, rows)
+        device = batch.labels.device
+        tensors = {
+            "labels": batch.labels,
+            "teacher": torch.from_numpy(self._values[rows]).to(device),
+            "ids": torch.from_numpy(self._ids[rows]).to(device),
+        }
+        return LossInputs(batch.loss_mask, tensors)
+
+    def token_losses(
+        self, hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Losses ``[C]``; see `TokenLoss.token_losses`."""
+        temperature, alpha = self.config.temperature, self.config.alpha
+        logits = head.logits(hidden)
+        student = (head.at(logits, inputs["ids"]) / temperature).log_softmax(dim=1)
+        teacher = (inputs["teacher"].float() / temperature).log_softmax(dim=1)
+        divergence = (teacher.exp() * (teacher - student)).sum(dim=1)
+        cross_entropy = -head.log_prob(logits, inputs["labels"])
+        return alpha * temperature**2 * divergence + (1 - alpha) * cross_entropy
+
+
+@dataclass(frozen=True)
+class DistillationConfig(TokenLossConfig):
+    """cache: folder of `write_cache`; temperature T; alpha: weight of the teacher."""
+
+    loss_class = Distillation
+    cache: str = "teacher"
+    temperature: float = 2.0
+    alpha: float = 0.9

@@ -1,0 +1,86 @@
+"""Checkpoints and adapters: a model may start new ones on weights that were saved without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from megatron_ext.checkpoint.fit import LENIENT
+from megatron_ext.errors import CheckpointError
+
+_MARK = ".lora."
+
+
+def adapters_among(names: Iterable[str]) -> list[str]:
+    """The names that are matrices of adapters."""
+    return sorted(name for name in names if _MARK in name and "optimizer." not in name)
+
+
+def stored_adapters(path: Path) -> list[str]:
+    """Global names of the adapters in a checkpoint."""
+    return adapters_among(FileSystemReader(str(path)).read_metadata().state_dict_metadata)
+
+
+def leave_out_new_adapters(
+    path: Path, state: dict[str, Any], chunks: Iterable[str]
+) -> dict[str, dict[str, Tensor]]:
+    """Take adapters that a checkpoint lacks out of what is asked of it.
+
+    Args:
+        state: sharded state of the run, changed in place.
+        chunks: keys of the model chunks in it.
+
+    Returns:
+        Present values of what was taken out, by chunk and name.
+    """
+    stored = set(stored_adapters(path))
+    new: dict[str, dict[str, Tensor]] = {}
+    for chunk in chunks:
+        for name, entry in list(state.get(chunk, {}).items()):
+            is_adapter = isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and (
+                _MARK in entry.key
+            )
+            if is_adapter and entry.key not in stored:
+                new.setdefault(chunk, {})[name] = entry.data
+                del state[chunk][name]
+    return new
+
+
+def check_adapters(
+    path: Path, state: dict[str, Any], chunks: Iterable[str], strictness: str
+) -> None:
+    """Refuse adapters that would be dropped, and a resumed run whose adapters are not there.
+
+    Args:
+        state: sharded state that is asked of the checkpoint.
+        chunks: keys of the model chunks in it.
+        strictness: ``--dist-ckpt-strictness``; the lenient ones let names differ.
+
+    Raises:
+        CheckpointError: adapters on one side only.
+    """
+    if strictness in LENIENT:
+        return
+    entries = [entry for chunk in chunks for entry in state.get(chunk, {}).values()]
+    # A stage whose layers have none, such as one without layers, knows nothing of the others.
+    wanted = adapters_among(getattr(entry, "key", "") for entry in entries)
+    stored = stored_adapters(path)
+    layers = [getattr(entry, "key", "").rpartition(".")[0] for entry in entries]
+    dropped = [x for x in stored if x.partition(_MARK)[0] in layers and x not in wanted]
+    missing = [name for name in wanted if name not in stored]
+    if dropped:
+        raise CheckpointError(
+            f"{path} holds the adapter `{dropped[0]}`, which the model would drop; give the "
+            "`--lora-rank` and `--lora-target-modules` that it was saved with, or merge the "
+            "adapters first with `tools/lora.py merge`."
+        )
+    if missing:
+        raise CheckpointError(
+            f"{path} holds no adapter `{missing[0]}`, which the model needs; give `--finetune` to "
+            "start new adapters on its weights."
+        )

@@ -1,0 +1,310 @@
+"""A config.json of transformers as our flags, and the other way round.
+
+Sources: the configuration classes and ``modeling_rope_utils.py`` of transformers, and the
+RotaryEmbedding of megatron-core.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config.flags import flags_of
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.errors import CheckpointError
+
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""Kinds of model that are understood, and transformers' class of each."""
+LLAMA3_CONSTANTS = {
+    "low_freq_factor": 1,
+    "high_freq_factor": 4,
+    "original_max_position_embeddings": 8192,
+}
+"""What megatron-core's ``--use-rope-scaling`` has built in; only the factor is free."""
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel:
+    """What a config.json says.
+
+    Attributes:
+        family: its ``model_type``.
+        raw: the content of the file.
+        fields: values of `ModelConfig` that describe the model.
+        vocab_size: rows of its embedding.
+    """
+
+    family: str
+    raw: dict[str, Any]
+    fields: dict[str, Any]
+    vocab_size: int
+
+
+def read_model(folder: Path) -> HuggingFaceModel:
+    """Read the config.json of a folder.
+
+    Raises:
+        CheckpointError: no such file, or a model that our flags cannot describe.
+    """
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); give a folder of a Hugging Face model."
+        ) from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} must hold names and values; give another folder.")
+    return understand(raw, path)
+
+
+def understand(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
+    """What the content of a config.json says.
+
+    Args:
+        raw: the content.
+        path: where it stands, for messages.
+
+    Raises:
+        CheckpointError: a model that our flags cannot describe.
+    """
+    family = raw.get("model_type")
+    if family not in FAMILIES:
+        raise CheckpointError(
+            f"{path} says `model_type` {family!r}, which cannot be converted; use one of "
+            f"{', '.join(FAMILIES)}."
+        )
+    values = _with_defaults(path, raw)
+    _refuse_what_is_not_here(path, raw, values)
+    return HuggingFaceModel(
+        family=family,
+        raw=raw,
+        fields=_fields(path, family, values),
+        vocab_size=int(values["vocab_size"]),
+    )
+
+
+def _with_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """The values that transformers would use, with those that the file leaves out."""
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise CheckpointError(
+            "Hugging Face models need transformers; install `megatron-ext[hf]`."
+        ) from error
+    try:
+        config = AutoConfig.for_model(**raw)
+    # Each version of transformers has its own kinds of error for a bad entry.
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".:")
+        raise CheckpointError(f"{path} is refused by transformers ({reason}); mend it.") from error
+    return dict(config.to_dict())
+
+
+def _refuse_what_is_not_here(path: Path, raw: dict[str, Any], values: dict[str, Any]) -> None:
+    """Refuse parts of a model that would be lost or computed differently.
+
+    Raises:
+        CheckpointError: naming the entry.
+    """
+    family = raw["model_type"]
+    architectures = raw.get("architectures") or [FAMILIES[family]]
+    unusual = {
+        "architectures": architectures if architectures != [FAMILIES[family]] else None,
+        "quantization_config": raw.get("quantization_config"),
+        "hidden_act": values["hidden_act"] if values["hidden_act"] != "silu" else None,
+        "attention_bias": values.get("attention_bias"),
+        "mlp_bias": values.get("mlp_bias"),
+        "sliding_window": _window(values),
+    }
+    for name, value in unusual.items():
+        if value:
+            raise CheckpointError(
+                f"{path} says `{name}` {value!r}, which the converted model would not have; use a "
+                "dense model without it."
+            )
+
+
+def _window(values: Mapping[str, Any]) -> int | None:
+    """Tokens that a sliding window leaves visible; None where it hides none."""
+    if not values.get("use_sliding_window", True):
+        return None
+    window = values.get("sliding_window")
+    return window if window and window < values["max_position_embeddings"] else None
+
+
+def _fields(path: Path, family: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    heads = int(values["num_attention_heads"])
+    groups = int(values.get("num_key_value_heads") or heads)
+    return {
+        "num_layers": int(values["num_hidden_layers"]),
+        "hidden_size": int(values["hidden_size"]),
+        "ffn_hidden_size": int(values["intermediate_size"]),
+        "num_attention_heads": heads,
+        "group_query_attention": groups != heads,
+        "num_query_groups": groups if groups != heads else None,
+        "kv_channels": int(values.get("head_dim") or values["hidden_size"] // heads),
+        "max_position_embeddings": int(values["max_position_embeddings"]),
+        "position_embedding_type": "rope",
+        **_rotary_fields(path, values),
+        "normalization": "RMSNorm",
+        "norm_epsilon": float(values["rms_norm_eps"]),
+        "swiglu": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": family == "qwen2",
+        "qk_layernorm": family == "qwen3",
+        "untie_embeddings_and_output_weights": not values["tie_word_embeddings"],
+        "attention_dropout": float(values.get("attention_dropout") or 0.0),
+        "hidden_dropout": 0.0,
+    }
+
+
+def _rotary_fields(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Positions; transformers 4 keeps the base beside the scaling, transformers 5 in it.
+
+    Raises:
+        CheckpointError: a scaling that megatron-core does not compute alike.
+    """
+    scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    base = scaling.get("rope_theta", values.get("rope_theta"))
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    partial = scaling.get("partial_rotary_factor", values.get("partial_rotary_factor")) or 1.0
+    if base is None or int(base) != base or partial != 1:
+        raise CheckpointError(
+            f"{path} says `rope_theta` {base!r} with `partial_rotary_factor` {partial!r}, but "
+            "`--rotary-base` must be an integer and whole heads rotate; use another model."
+        )
+    fields: dict[str, Any] = {"rotary_base": int(base)}
+    if kind == "default":
+        return fields
+    factor = float(scaling.get("factor") or 1.0)
+    same = all(scaling.get(name) == value for name, value in LLAMA3_CONSTANTS.items())
+    if kind == "llama3" and same:
+        return {**fields, "use_rope_scaling": True, "rope_scaling_factor": factor}
+    if kind == "linear" and factor.is_integer():
+        return {**fields, "rotary_seq_len_interpolation_factor": int(factor)}
+    known = ", ".join(f"{name} {value}" for name, value in LLAMA3_CONSTANTS.items())
+    shown = {name: value for name, value in scaling.items() if name != "rope_theta"}
+    raise CheckpointError(
+        f"{path} says `rope_scaling` {shown}, which our flags cannot describe; linear with an "
+        f"integer factor, and llama3 with {known}, can be converted."
+    )
+
+
+def words_of(fields: Mapping[str, Any]) -> list[str]:
+    """The flags of some `ModelConfig` values, as words of a command line; defaults are left out."""
+    words: list[str] = []
+    for flag in flags_of("model", ModelConfig):
+        value = fields.get(flag.field, flag.default)
+        if value == flag.default:
+            continue
+        words.append(flag.shown)
+        if flag.type is not bool:
+            words.append(str(value))
+    return words
+
+
+def config_json(
+    model: ModelConfig, *, vocab_size: int, dtype: str, like: HuggingFaceModel | None
+) -> dict[str, Any]:
+    """The config.json of one of our models.
+
+    Args:
+        model: the resolved model.
+        vocab_size: rows of the embedding to write.
+        dtype: of the tensors to write.
+        like: a model whose family, token ids and other entries are kept.
+
+    Raises:
+        CheckpointError: a model that is no llama, mistral, qwen2 or qwen3, or not like ``like``.
+    """
+    family = _family(model, like)
+    rotary: dict[str, Any] = {"rope_theta": float(model.rotary_base), "rope_scaling": None}
+    if model.use_rope_scaling:
+        factor = model.rope_scaling_factor
+        rotary["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **LLAMA3_CONSTANTS}
+    elif model.rotary_seq_len_interpolation_factor:
+        factor = float(model.rotary_seq_len_interpolation_factor)
+        rotary["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    longest = like.fields["max_position_embeddings"] if like is not None else 0
+    # The form of rope_theta that all versions of transformers read.
+    dropped = ("rope_parameters", "dtype")
+    base = {k: v for k, v in like.raw.items() if k not in dropped} if like is not None else {}
+    # transformers' own defaults are token ids of the first Llama.
+    ids = {} if like is not None else {"bos_token_id": None, "eos_token_id": None}
+    return {
+        **base,
+        **ids,
+        **({"sliding_window": None} if family == "mistral" else {}),
+        "architectures": [FAMILIES[family]],
+        "model_type": family,
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_query_groups or model.num_attention_heads,
+        "head_dim": model.kv_channels,
+        "hidden_act": "silu",
+        "max_position_embeddings": max(model.max_position_embeddings or 0, longest),
+        "rms_norm_eps": model.norm_epsilon,
+        **rotary,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "vocab_size": vocab_size,
+        "torch_dtype": dtype,
+    }
+
+
+_ALIKE = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
+    "add_qkv_bias qk_layernorm"
+).split()
+
+
+def _family(model: ModelConfig, like: HuggingFaceModel | None) -> str:
+    """The kind of model to export as.
+
+    Raises:
+        CheckpointError: none has all that the model has, or ``like`` is another model.
+    """
+    wanted = {
+        "position_embedding_type": "rope",
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "normalization": "RMSNorm",
+        "apply_layernorm_1p": False,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "mtp_num_layers": None,
+    }
+    for name, value in wanted.items():
+        if getattr(model, name) != value:
+            flag = f"--{name.replace('_', '-')}"
+            raise CheckpointError(
+                f"The checkpoint's `{flag}` is {getattr(model, name)!r}, but Hugging Face's "
+                f"{', '.join(FAMILIES)} have {value!r}; it cannot be exported as one of them."
+            )
+    if like is not None:
+        for name in _ALIKE:
+            ours, theirs = getattr(model, name), like.fields[name]
+            if ours != theirs:
+                raise CheckpointError(
+                    f"The checkpoint's `--{name.replace('_', '-')}` is {ours!r}, but `--hf-like` "
+                    f"is a model with {theirs!r}; give the folder that the checkpoint began with."
+                )
+        return like.family
+    if model.add_qkv_bias and model.qk_layernorm:
+        raise CheckpointError(
+            "The checkpoint has both `--add-qkv-bias` and `--qk-layernorm`, but Hugging Face's "
+            f"{', '.join(FAMILIES)} have at most one of them; it cannot be exported."
+        )
+    if model.qk_layernorm:
+        return "qwen3"
+    return "qwen2" if model.add_qkv_bias else "llama"

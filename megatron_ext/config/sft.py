@@ -1,0 +1,184 @@
+"""Supervised fine-tuning: the rows of the data, their template, and how they fill batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.config.flags import flag
+
+if TYPE_CHECKING:
+    from megatron_ext.config.run import RunConfig
+
+_ROW_FORMATS = ("messages", "prompt-response", "sharegpt")
+_BATCHING = ("packed", "padded", "token-budget")
+
+_NOT_WITH_SFT: tuple[tuple[str, str, str], ...] = (
+    ("training", "rampup_batch_size", "its steps would not add up to epochs"),
+    ("training", "step_batch_size_schedule", "its steps would not add up to epochs"),
+    ("training", "decrease_batch_size_if_needed", "its steps would not add up to epochs"),
+    ("data", "mock_data", "conversations are read, not made up"),
+    ("data", "dataloader_type", "every epoch is shuffled anew"),
+    ("data", "data_args_path", "files are named by --data-path"),
+    ("data", "per_split_data_args_path", "files are named by --train-data-path and its likes"),
+    ("data", "per_dataset_sequences_path", "lengths are read from the data"),
+    ("data", "mmap_bin_files", "tokens are always mapped into memory"),
+    ("data", "multiple_validation_sets", "the validation files are one split"),
+    ("data", "data_sharding", "samples are dealt to replicas by their cost"),
+    ("data", "reset_position_ids", "positions always start anew with each conversation"),
+    ("data", "reset_attention_mask", "attention always stays within a conversation"),
+    ("data", "eod_mask_loss", "the mask of the conversation says what is trained"),
+    ("data", "num_dataset_builder_threads", "there is no blend to build"),
+    ("data", "mid_level_dataset_surplus", "there is no blend to build"),
+    ("data", "allow_ambiguous_pad_tokens", "padding is known by its place"),
+)
+"""Section, field and reason: flags that --sft leaves without a meaning."""
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """Supervised fine-tuning on conversations.
+
+    Lengths: a conversation of n tokens takes n - 1 positions of a row, since its labels are its
+    tokens shifted by one; ``sft_max_length`` counts tokens, ``--seq-length`` positions.
+    """
+
+    sft: bool = flag(False, "fine-tune on conversations: jsonl, parquet or preprocessed")
+    sft_row_format: str = flag("messages", "what holds a row's conversation", choices=_ROW_FORMATS)
+    sft_messages_key: str = flag("messages", "column of messages, each with role and content")
+    sft_prompt_key: str = flag("question", "column of the prompt (prompt-response)")
+    sft_response_key: str = flag("answer", "column of the response (prompt-response)")
+    sft_conversations_key: str = flag("conversations", "column of from/value pairs (sharegpt)")
+    sft_system_key: str = flag("system", "optional column of the system text (sharegpt)")
+    sft_tools_key: str = flag("tools", "optional column of tool schemas")
+    sft_enable_thinking_key: str = flag("enable_thinking", "optional column of booleans")
+    sft_chat_template: str | None = flag(
+        None, "a Jinja file; default: the chat template of the tokenizer"
+    )
+    sft_template_kwargs: str | None = flag(
+        None, 'JSON object for the template, such as {"enable_thinking": false}'
+    )
+    sft_on_mismatch: str = flag(
+        "error",
+        "a turn that the template writes otherwise once messages follow is refused or looked for",
+        choices=("error", "realign"),
+    )
+    sft_max_length: int | None = flag(
+        None, "longest conversation; default: --seq-length", unit="tokens"
+    )
+    sft_truncation: str = flag(
+        "error",
+        "refuse longer ones, or keep their last (left) or first tokens (right)",
+        choices=("error", "left", "right"),
+    )
+    sft_batching: str = flag(
+        "packed",
+        "rows of several conversations, one conversation in each row, or as many micro-batches of "
+        "--seq-length tokens as the conversations of a step need",
+        choices=_BATCHING,
+    )
+
+    def resolved(self, seq_length: int | None) -> SftConfig:
+        """With the longest conversation settled."""
+        if self.sft_max_length is not None or not self.sft:
+            return self
+        return dataclasses.replace(self, sft_max_length=seq_length)
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What ``sft_template_kwargs`` holds, in a configuration without errors."""
+        return dict(json.loads(self.sft_template_kwargs or "{}"))
+
+    def errors(self, run: RunConfig) -> list[str]:
+        """What cannot be run, one sentence each."""
+        if not self.sft:
+            return self._without_sft(run)
+        found = [
+            f"`{_spelled(run, section, name)}` does not go with `--sft`: {reason}; leave it out."
+            for section, name, reason in _NOT_WITH_SFT
+            if _changed(getattr(run, section), name)
+        ]
+        if run.data.data_path is not None:
+            found += [
+                f"`{_dashed(name)}` goes with `--train-data-path`, not with `--data-path`, which "
+                "`--split` shares out; give one of the two."
+                for name in ("valid_data_path", "test_data_path")
+                if getattr(run.data, name) is not None
+            ]
+        return [*found, *self.row_errors(), *self._length_errors(run), *self._batch_errors(run)]
+
+    def row_errors(self) -> list[str]:
+        """What the tool and the trainer refuse alike."""
+        found = []
+        if self.sft_row_format not in _ROW_FORMATS:
+            found.append(
+                f"`--sft-row-format` ({self.sft_row_format}) must be one of "
+                f"{', '.join(_ROW_FORMATS)}."
+            )
+        try:
+            kwargs = json.loads(self.sft_template_kwargs or "{}")
+        except ValueError:
+            kwargs = None
+        if not isinstance(kwargs, dict):
+            found.append(
+                f"`--sft-template-kwargs` ({self.sft_template_kwargs}) must be a JSON object; "
+                """use '{"enable_thinking": false}'."""
+            )
+        return found
+
+    def _without_sft(self, run: RunConfig) -> list[str]:
+        names = [f.name for f in dataclasses.fields(self) if _changed(self, f.name)]
+        found = [
+            f"`{_dashed(name)}` has an effect only with `--sft`; add it, or leave this out."
+            for name in names
+        ]
+        if run.training.train_epochs is not None:
+            found.append("`--train-epochs` needs `--sft`; give `--train-iters`.")
+        return found
+
+    def _length_errors(self, run: RunConfig) -> list[str]:
+        seq_length, longest = run.model.seq_length, self.sft_max_length
+        if seq_length is None or longest is None:
+            return []
+        if 2 <= longest <= seq_length + 1:
+            return []
+        return [
+            f"`--sft-max-length` ({longest}) must be from 2 to `--seq-length` + 1 "
+            f"({seq_length + 1}), since n tokens take n - 1 positions; change either."
+        ]
+
+    def _batch_errors(self, run: RunConfig) -> list[str]:
+        if self.sft_batching not in _BATCHING:
+            return [
+                f"`--sft-batching` ({self.sft_batching}) must be one of {', '.join(_BATCHING)}."
+            ]
+        found = []
+        if run.model.deterministic_dropout and self.sft_batching != "padded":
+            found.append(
+                "`--deterministic-dropout` numbers the samples of a step by their place, which "
+                f"`--sft-batching {self.sft_batching}` changes with the layout; use padded."
+            )
+        if self.sft_batching == "token-budget" and run.training.micro_batch_size not in (None, 1):
+            found.append(
+                f"`--micro-batch-size` ({run.training.micro_batch_size}) must be 1 with "
+                "`--sft-batching token-budget`, whose micro-batches are rows of --seq-length "
+                "tokens; give `--micro-batch-size 1`."
+            )
+        return found
+
+
+def _changed(section: Any, name: str) -> bool:
+    default = next(f.default for f in dataclasses.fields(section) if f.name == name)
+    return bool(getattr(section, name) != default)
+
+
+def _dashed(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _spelled(run: RunConfig, section: str, name: str) -> str:
+    """The spelling that changes the default."""
+    value = getattr(getattr(run, section), name)
+    return _dashed(f"no_{name}" if value is False else name)

@@ -1,0 +1,298 @@
+"""A row of a jsonl or parquet file to a conversation, every field checked.
+
+Three layouts of a row are read: a column of messages as `apply_chat_template` of transformers
+takes them, one prompt and one response column, and ShareGPT's column of `from`/`value` pairs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
+
+import numpy as np
+
+from megatron_ext.errors import ConfigError, DataError
+
+ASSISTANT = "assistant"
+Layout = Literal["messages", "prompt-response", "sharegpt"]
+Message = dict[str, Any]
+
+SHAREGPT_ROLES: Mapping[str, str] = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": ASSISTANT,
+    "assistant": ASSISTANT,
+    "tool": "tool",
+    "observation": "tool",
+    "function_call": ASSISTANT,
+}
+
+
+class Place(NamedTuple):
+    """Where a row comes from: its file and its number there, counted from 1."""
+
+    file: str
+    row: int
+
+    def __str__(self) -> str:
+        return f"{self.file}, row {self.row}"
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """Layout of the rows and the names of their columns.
+
+    Attributes:
+        layout: which of the columns below hold the conversation.
+        messages: column of messages (layout "messages").
+        prompt: column of the user's text (layout "prompt-response"; gsm8k's name).
+        response: column of the assistant's text, likewise.
+        conversations: column of from/value pairs (layout "sharegpt").
+        system: optional column of the system text (layout "sharegpt").
+        tools: optional column of tool schemas, a list or JSON text.
+        enable_thinking: optional column of booleans for the chat template.
+
+    Raises:
+        ConfigError: an unknown layout.
+    """
+
+    layout: Layout = "messages"
+    messages: str = "messages"
+    prompt: str = "question"
+    response: str = "answer"
+    conversations: str = "conversations"
+    system: str = "system"
+    tools: str = "tools"
+    enable_thinking: str = "enable_thinking"
+
+    def __post_init__(self) -> None:
+        if self.layout not in get_args(Layout):
+            raise ConfigError(
+                f"Row layout ({self.layout!r}) must be one of {', '.join(get_args(Layout))}."
+            )
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One checked conversation.
+
+    Attributes:
+        messages: as the chat template gets them: no `loss_mask`, no keys that are null.
+        trained: for each message, whether it is an assistant's whose tokens are trained.
+        tools: tool schemas, if any.
+        enable_thinking: the row's own choice; None leaves it to the run's.
+        place: the row's, for errors.
+    """
+
+    messages: tuple[Message, ...]
+    trained: tuple[bool, ...]
+    tools: tuple[Any, ...] | None
+    enable_thinking: bool | None
+    place: Place
+
+
+def read_conversation(
+    row: Mapping[str, Any], place: Place, row_format: RowFormat | None = None
+) -> Conversation:
+    """Checks a row and gives its conversation.
+
+    Raises:
+        DataError: a column that is missing or of a wrong kind, or no assistant message.
+    """
+    row_format = row_format or RowFormat()
+    listed = _MESSAGES_OF[row_format.layout](row, place, row_format)
+    column = getattr(row_format, _COLUMN_OF[row_format.layout])
+    messages: list[Message] = []
+    trained: list[bool] = []
+    for index, message in enumerate(listed):
+        field = f"{column}[{index}]"
+        _check_message(message, field, place)
+        trained.append(_is_trained(message, field, place))
+        # Parquet fills the keys that a message lacks with null; templates test for presence.
+        messages.append({k: v for k, v in message.items() if k != "loss_mask" and v is not None})
+    if not any(message["role"] == ASSISTANT for message in messages):
+        _refuse(place, column, "has no message of the assistant, so nothing to train; drop the row")
+    return Conversation(
+        messages=tuple(messages),
+        trained=tuple(trained),
+        tools=_tools(row, place, row_format.tools),
+        enable_thinking=_enable_thinking(row, place, row_format.enable_thinking),
+        place=place,
+    )
+
+
+def plain(value: Any) -> Any:
+    """Numpy arrays, as parquet readers nest them, to lists; numpy scalars to Python's."""
+    if isinstance(value, np.ndarray):
+        return [plain(item) for item in value.tolist()]
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+def _refuse(place: Place, field: str, rule: str) -> NoReturn:
+    raise DataError(f"{place}: `{field}` {rule}.")
+
+
+def _column(row: Mapping[str, Any], place: Place, name: str) -> Any:
+    if name not in row:
+        has = ", ".join(map(str, row)) or "none"
+        _refuse(place, name, f"is not a column of this row (it has {has}); name the column it has")
+    return plain(row[name])
+
+
+def _list_of(row: Mapping[str, Any], place: Place, name: str) -> list[Any]:
+    value = _column(row, place, name)
+    if not isinstance(value, list) or not value:
+        shown = "an empty list" if value == [] else type(value).__name__
+        _refuse(place, name, f"must be a list of at least one message, not {shown}")
+    for index, item in enumerate(value):
+        if not isinstance(item, dict):
+            _refuse(place, f"{name}[{index}]", f"must be an object, not {type(item).__name__}")
+    return value
+
+
+def _from_messages(row: Mapping[str, Any], place: Place, names: RowFormat) -> list[Message]:
+    return _list_of(row, place, names.messages)
+
+
+def _from_sharegpt(row: Mapping[str, Any], place: Place, names: RowFormat) -> list[Message]:
+    turns = _list_of(row, place, names.conversations)
+    messages = _system_column(row, place, names, turns)
+    for index, turn in enumerate(turns):
+        field = f"{names.conversations}[{index}]"
+        speaker = turn.get("from")
+        if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+            known = ", ".join(SHAREGPT_ROLES)
+            _refuse(place, f"{field}.from", f"must be one of {known}, not {speaker!r}")
+        if not isinstance(turn.get("value"), str):
+            kind = type(turn.get("value")).__name__
+            _refuse(place, f"{field}.value", f"must be a text, not {kind}")
+        rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
+        spoken = {"content": turn["value"]}
+        if speaker == "function_call":
+            spoken = _calls(turn["value"], f"{field}.value", place)
+        messages.append({"role": SHAREGPT_ROLES[speaker], **spoken, **rest})
+    return messages
+
+
+def _system_column(
+    row: Mapping[str, Any], place: Place, names: RowFormat, turns: list[Any]
+) -> list[Message]:
+    """The system message of a column of its own, which some ShareGPT files have."""
+    text = plain(row.get(names.system))
+    if text is None or text == "":
+        return []
+    if not isinstance(text, str):
+        _refuse(place, names.system, f"must be a text, not {type(text).__name__}")
+    if turns[0].get("from") == "system":
+        _refuse(
+            place,
+            names.system,
+            f"is given, but `{names.conversations}` begins with a system turn too; keep one",
+        )
+    return [{"role": "system", "content": text}]
+
+
+def _calls(text: str, field: str, place: Place) -> Message:
+    """The assistant's calls of tools from their JSON text, one or a list of them."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        _refuse(place, field, f"is a function call that is not JSON ({error})")
+    calls = value if isinstance(value, list) else [value]
+    if not calls or not all(isinstance(call, dict) and call.get("name") for call in calls):
+        _refuse(place, field, "is a function call, so it must be an object with name and arguments")
+    return {
+        "content": "",
+        "tool_calls": [
+            {
+                "type": "function",
+                "function": {"name": call["name"], "arguments": call.get("arguments", {})},
+            }
+            for call in calls
+        ],
+    }
+
+
+def _from_prompt_response(row: Mapping[str, Any], place: Place, names: RowFormat) -> list[Message]:
+    messages = []
+    for name, role in ((names.prompt, "user"), (names.response, ASSISTANT)):
+        text = _column(row, place, name)
+        if not isinstance(text, str):
+            _refuse(place, name, f"must be a text, not {type(text).__name__}")
+        messages.append({"role": role, "content": text})
+    return messages
+
+
+_MESSAGES_OF = {
+    "messages": _from_messages,
+    "sharegpt": _from_sharegpt,
+    "prompt-response": _from_prompt_response,
+}
+_COLUMN_OF = {
+    "messages": "messages",
+    "sharegpt": "conversations",
+    "prompt-response": "response",
+}
+
+
+def _check_message(message: Message, field: str, place: Place) -> None:
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        _refuse(place, f"{field}.role", f"must be a text such as user or assistant, not {role!r}")
+    content = message.get("content")
+    if content is None and not message.get("tool_calls"):
+        _refuse(place, f"{field}.content", "is missing; only a message with tool_calls needs none")
+    if content is not None and not isinstance(content, (str, list)):
+        kind = type(content).__name__
+        _refuse(place, f"{field}.content", f"must be a text or a list of parts, not {kind}")
+    calls = message.get("tool_calls")
+    if calls is not None and not isinstance(calls, list):
+        _refuse(place, f"{field}.tool_calls", f"must be a list, not {type(calls).__name__}")
+
+
+def _is_trained(message: Message, field: str, place: Place) -> bool:
+    mask = message.get("loss_mask")
+    if mask is not None and mask not in (0, 1):
+        _refuse(place, f"{field}.loss_mask", f"must be 0 or 1, not {mask!r}")
+    if message["role"] == ASSISTANT:
+        return mask is None or bool(mask)
+    if mask:
+        role = message["role"]
+        _refuse(
+            place,
+            f"{field}.loss_mask",
+            f"is 1 in a message of role {role!r}, but only the assistant's are trained; "
+            "leave it out or set it to 0",
+        )
+    return False
+
+
+def _tools(row: Mapping[str, Any], place: Place, name: str) -> tuple[Any, ...] | None:
+    """The schemas; JSON text too, since parquet merges the fields of unlike schemas."""
+    tools = plain(row.get(name))
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError as error:
+            _refuse(place, name, f"is a text that is not JSON ({error})")
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        _refuse(place, name, "must be a list of objects (tool schemas), or JSON text of one")
+    return tuple(tools) or None
+
+
+def _enable_thinking(row: Mapping[str, Any], place: Place, name: str) -> bool | None:
+    value = plain(row.get(name))
+    if value is not None and not isinstance(value, bool):
+        _refuse(place, name, f"must be true or false, not {value!r}")
+    return value

@@ -1,0 +1,172 @@
+"""Conversations tokenized once: two indexed datasets, and a JSON file with what made them.
+
+``PREFIX_sft_document.bin/.idx`` holds the token ids, one document for each conversation, uncut;
+``PREFIX_sft_mask.bin/.idx`` holds 1 for each trained token, else 0 (uint8); ``PREFIX_sft.json``
+says what decided the content, and is written last: without it the others do not count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_ext.data.indexed import bin_path, check_indexed_dataset, id_range, read_index
+from megatron_ext.errors import DataError
+
+FORMAT = 1
+_SUFFIX = "_sft_document"
+_VOCABULARY_SAMPLE = 1 << 24
+
+
+def about_path(prefix: str | os.PathLike[str]) -> Path:
+    """The JSON file of a store."""
+    return Path(f"{os.fspath(prefix)}_sft.json")
+
+
+def prefix_of(name: str) -> str:
+    """The prefix of a store, which may be given with the ending of its token files."""
+    return name.removesuffix(_SUFFIX)
+
+
+def write_about(prefix: str, identity: Mapping[str, Any], files: Sequence[tuple[str, int]]) -> None:
+    """Publishes a store whose datasets are in place.
+
+    Args:
+        identity: what decided the content.
+        files: input files and the number of conversations of each, in order.
+    """
+    path = about_path(prefix)
+    temporary = Path(f"{path}.writing.{os.getpid()}")
+    about = {"format": FORMAT, **identity, "files": [list(file) for file in files]}
+    with open(temporary, "w", encoding="utf-8") as stream:
+        json.dump(about, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """A store, mapped into memory; n conversations, t tokens.
+
+    Attributes:
+        begins: first token of each conversation, and the end of the last, ``[n + 1]`` int64.
+        tokens: ids, ``[t]``.
+        mask: 1 at trained tokens, ``[t]`` uint8.
+    """
+
+    begins: NDArray[np.int64]
+    tokens: NDArray[Any]
+    mask: NDArray[np.uint8]
+
+
+class SftStore:
+    """Conversations of one prefix, in the order of their rows.
+
+    Args:
+        prefix: without ``_sft_document`` and the like.
+
+    Raises:
+        DataError: a part is missing, damaged, or does not belong to the others.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.about = _read_about(prefix)
+        infos = [check_indexed_dataset(f"{prefix}_sft_{key}") for key in ("document", "mask")]
+        indices = [read_index(info.prefix) for info in infos]
+        same = np.array_equal(indices[0].lengths, indices[1].lengths)
+        if not same or infos[0].num_sequences != infos[0].num_documents:
+            raise DataError(
+                f"{prefix}_sft_document and {prefix}_sft_mask do not hold the same conversations; "
+                "make both again with tools/preprocess_data.py --sft."
+            )
+        self.num_tokens = infos[0].num_tokens
+        self.lengths: NDArray[np.int64] = indices[0].lengths.astype(np.int64)
+        self._arrays: Arrays | None = None
+
+    def __len__(self) -> int:
+        """Number of conversations."""
+        return len(self.lengths)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the mapped arrays, which a loader's process maps itself."""
+        return {**self.__dict__, "_arrays": None}
+
+    @property
+    def arrays(self) -> Arrays:
+        """The content, mapped at the first use."""
+        if self._arrays is None:
+            begins = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
+            tokens, mask = (self._map(key) for key in ("document", "mask"))
+            self._arrays = Arrays(begins, tokens, mask)
+        return self._arrays
+
+    def _map(self, key: str) -> NDArray[Any]:
+        prefix = f"{self.prefix}_sft_{key}"
+        dtype = read_index(prefix).dtype
+        if not self.num_tokens:
+            return np.zeros(0, dtype)
+        return np.memmap(bin_path(prefix), dtype=dtype, mode="r")
+
+    def conversation(self, number: int) -> tuple[NDArray[Any], NDArray[np.uint8]]:
+        """Ids and mask of one conversation, uncut, each ``[s]``."""
+        arrays = self.arrays
+        kept = slice(arrays.begins[number], arrays.begins[number + 1])
+        return arrays.tokens[kept], arrays.mask[kept]
+
+    def source_of(self, number: int) -> str:
+        """The input file that a conversation came from."""
+        for path, count in self.about["files"]:
+            if number < count:
+                return str(path)
+            number -= count
+        raise IndexError(number)
+
+    def check(self, identity: Mapping[str, Any], vocab_size: int) -> None:
+        """Compares the store with the tokenizer and template of a run.
+
+        Raises:
+            DataError: it was made with others, or holds ids beyond the vocabulary.
+        """
+        for name, flag in (("tokenizer", "--tokenizer-model"), ("template", "--sft-chat-template")):
+            if self.about.get(name) != identity[name]:
+                raise DataError(
+                    f"{about_path(self.prefix)} was made with another {name} than this run's; give "
+                    f"the one of the data with `{flag}`, or preprocess the data again."
+                )
+        given = identity["template_kwargs"]
+        if given and self.about.get("template_kwargs") != given:
+            raise DataError(
+                f"{about_path(self.prefix)} was made with `--sft-template-kwargs` "
+                f"({json.dumps(self.about.get('template_kwargs'))}), but this run has "
+                f"({json.dumps(given)}); leave it out, or preprocess the data again."
+            )
+        ids = id_range(f"{self.prefix}{_SUFFIX}", _VOCABULARY_SAMPLE)
+        if ids is not None and ids[1] >= vocab_size:
+            raise DataError(
+                f"{self.prefix}{_SUFFIX}.bin holds the token id {ids[1]}, but the vocabulary has "
+                f"{vocab_size} entries; use the tokenizer that the data was preprocessed with."
+            )
+
+
+def _read_about(prefix: str) -> dict[str, Any]:
+    path = about_path(prefix)
+    advice = "make it with tools/preprocess_data.py --sft"
+    try:
+        about = json.loads(path.read_bytes())
+        found, files = about["format"], about["files"]
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist, so the store is not whole; {advice}.") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} cannot be read ({error!r}); {advice} again.") from None
+    if found != FORMAT or not isinstance(files, list):
+        raise DataError(f"{path} has format {found}, but {FORMAT} is read here; {advice} again.")
+    return dict(about)

@@ -1,0 +1,132 @@
+"""From dataset samples to the batches of one training step on one rank.
+
+The first tensor-parallel rank of a pipeline stage reads the samples of a step, and all its
+tensor-parallel peers receive them by one broadcast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_ext.data.batch import (
+    Batch,
+    document_attention_mask,
+    documents_of_positions,
+    documents_of_tokens,
+    slice_for_context_parallel,
+    with_mtp_targets,
+)
+from megatron_ext.data.reduction import with_reduced_weights
+
+if TYPE_CHECKING:
+    from megatron_ext.layout import ParallelContext
+
+
+class StepLoader:
+    """Gives, step by step, the micro-batches that this rank's pipeline stage needs.
+
+    Args:
+        samples: iterator over collated samples with ``tokens``, ``labels``, ``position_ids``
+            (``[b, s]`` int64) and ``loss_mask`` (``[b, s]`` float32), and ``sample_ids`` where
+            they are wanted; None on tensor-parallel ranks other than the first, which receive by
+            broadcast.
+        context: the parallel layout of this rank.
+        shape: ``(micro_batch_size, seq_length)``.
+        device: where the batches go.
+        mask_documents_at: end-of-document id where neither attention nor multi-token prediction
+            may cross documents.
+        documents_by_position: neither may cross from one document into the next, and a document
+            begins wherever a position is 0.
+        mtp_depths: number of multi-token-prediction depths.
+        with_sample_ids: the samples name themselves.
+        reduction: what weighs alike in the loss; see `data.reduction`.
+    """
+
+    def __init__(
+        self,
+        samples: Iterator[dict[str, Tensor]] | None,
+        context: ParallelContext,
+        shape: tuple[int, int],
+        device: torch.device,
+        *,
+        mask_documents_at: int | None = None,
+        documents_by_position: bool = False,
+        mtp_depths: int = 0,
+        with_sample_ids: bool = False,
+        reduction: str = "token",
+    ) -> None:
+        self.samples = samples
+        self.context = context
+        self.shape = shape
+        self.device = device
+        self.mask_documents_at = mask_documents_at
+        self.documents_by_position = documents_by_position
+        self.mtp_depths = mtp_depths
+        self.reduction = reduction
+        self.keys = ("tokens", "labels", "position_ids", *(("sample_ids",) * with_sample_ids))
+
+    def next_step(self, num_microbatches: int) -> list[Batch]:
+        """The micro-batches of the next step, in order.
+
+        Raises:
+            StopIteration: the data is at its end.
+        """
+        ids, masks = self._receive(num_microbatches)
+        batches = []
+        for stacked, mask in zip(ids.unbind(0), masks.unbind(0), strict=True):
+            named = dict(zip(self.keys, stacked.unbind(0), strict=True))
+            batch = Batch(
+                tokens=named["tokens"],
+                labels=named["labels"],
+                loss_mask=mask,
+                position_ids=named["position_ids"],
+                sample_ids=named.get("sample_ids"),
+            )
+            documents = self._documents(batch)
+            if documents is not None:
+                batch = replace(batch, attention_mask=document_attention_mask(documents))
+            batch = with_mtp_targets(batch, self.mtp_depths, documents)
+            batch = with_reduced_weights(batch, documents, self.reduction)
+            batches.append(slice_for_context_parallel(batch, self.context.pgs.cp))
+        return batches
+
+    def _documents(self, batch: Batch) -> Tensor | None:
+        """Number of each position's document ``[b, s]``; None where documents do not end."""
+        if self.documents_by_position:
+            return documents_of_positions(batch.position_ids)
+        if self.mask_documents_at is not None:
+            return documents_of_tokens(batch.tokens, self.mask_documents_at)
+        return None
+
+    def _receive(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
+        """Ids ``[m, keys, b, s]`` and loss masks ``[m, b, s]`` on the device, after broadcast."""
+        if self.samples is not None:
+            drawn = [next(self.samples) for _ in range(num_microbatches)]
+            ids = torch.stack([torch.stack([sample[k] for k in self.keys]) for sample in drawn])
+            masks = torch.stack([sample["loss_mask"] for sample in drawn]).float()
+            ids = ids.to(self.device, non_blocking=True)
+            masks = masks.to(self.device, non_blocking=True)
+        else:
+            ids = torch.empty(
+                (num_microbatches, len(self.keys), *self.shape),
+                dtype=torch.int64,
+                device=self.device,
+            )
+            masks = torch.empty((num_microbatches, *self.shape), device=self.device)
+        group = self.context.pgs.tp
+        if group.size() > 1:
+            for tensor in (ids, masks):
+                torch.distributed.broadcast(tensor, group=group, group_src=0)
+        return ids, masks
+
+
+def iterators_per_chunk(
+    batches: Sequence[Batch] | None, num_chunks: int
+) -> list[Iterator[Batch] | None]:
+    """One iterator over the same batches for each model chunk; None where a stage reads none."""
+    return [None if batches is None else iter(batches) for _ in range(num_chunks)]

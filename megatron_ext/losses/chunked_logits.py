@@ -1,0 +1,226 @@
+"""Logits of a vocabulary-parallel linear head, chunk by chunk; see `linear_cross_entropy`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    _gather_along_first_dim,
+    _reduce_scatter_along_first_dim,
+)
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+from megatron_ext.errors import ConfigError, DataError
+
+MAX_DEFAULT_CHUNK_SIZE = 1024
+# Products of 16-bit matrices added to float32: on GPUs, from torch 2.8 on. Rounding each chunk's
+# product to 16 bits instead would cost a quarter more error than whole logits have.
+MIXED_ADDMM = hasattr(torch.ops.aten.addmm, "dtype_out")
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head but for its weight, and how its tensors lie on the tensor-parallel ranks."""
+
+    chunk_size: int | None
+    tp_group: ProcessGroup | None
+    sequence_parallel: bool
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    main_grad: bool
+
+    def __post_init__(self) -> None:
+        size = 1 if self.chunk_size is None else self.chunk_size
+        for name, value, rule, fits in (
+            ("chunk_size", size, "at least 1 token", size >= 1),
+            ("label_smoothing", self.label_smoothing, "in [0, 1)", 0 <= self.label_smoothing < 1),
+            ("z_loss_coefficient", self.z_loss, "0 or more", self.z_loss >= 0),
+        ):
+            if not fits:
+                raise ConfigError(
+                    f"`{name}` ({value}) must be {rule}; leave it out to get the default."
+                )
+
+    @property
+    def tp_size(self) -> int:
+        return 1 if self.tp_group is None else self.tp_group.size()
+
+    @property
+    def tp_rank(self) -> int:
+        return 0 if self.tp_group is None else self.tp_group.rank()
+
+    def rows(self, num_tokens: int) -> int:
+        """Tokens of a chunk; by default few enough beside eager, enough for efficient products."""
+        size = self.chunk_size or min(-(-num_tokens // 8), MAX_DEFAULT_CHUNK_SIZE)
+        return max(1, min(size, num_tokens))
+
+    def check(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+        """Refuse tensors that do not fit each other; looks at shapes and types only."""
+        if hidden.dtype != weight.dtype:
+            raise ConfigError(
+                f"The hidden states are {hidden.dtype} and the head weight is {weight.dtype}, but "
+                "both must have one type; cast one of them."
+            )
+        s, b, _ = hidden.shape
+        wanted = (b, s * self.tp_size if self.sequence_parallel else s)
+        if tuple(labels.shape) != wanted:
+            raise DataError(
+                f"The labels have shape {tuple(labels.shape)}, but hidden states of shape "
+                f"{tuple(hidden.shape)} at tensor-parallel size {self.tp_size} with "
+                f"sequence_parallel={self.sequence_parallel} need [b, s] = {wanted}; pass the "
+                "labels of the whole sequence."
+            )
+
+    def tokens(self, hidden: Tensor) -> Tensor:
+        """All tokens of the hidden states, ``[s * b, h]``; gathered under sequence parallelism."""
+        if self.sequence_parallel and self.tp_size > 1:
+            hidden = _gather_along_first_dim(hidden, self.tp_group)
+        return hidden.reshape(-1, hidden.shape[-1])
+
+    def reduce(self, gradient: Tensor, like: Tensor) -> Tensor:
+        """Sum a gradient ``[s * b, h]`` over the parts of the vocabulary, in ``like``'s shape."""
+        gradient = gradient.view(-1, *like.shape[1:])
+        if self.sequence_parallel and self.tp_size > 1:
+            gradient = _reduce_scatter_along_first_dim(gradient, self.tp_group)
+        else:
+            self.all_reduce(gradient, ReduceOp.SUM)
+        return gradient
+
+    def all_reduce(self, tensor: Tensor, op: Any) -> None:
+        if self.tp_size > 1:
+            torch.distributed.all_reduce(tensor, op=op, group=self.tp_group)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The logits of some tokens, and where their labels are.
+
+    Attributes:
+        span: the tokens' place among all, flattened.
+        hidden: ``[C, h]``.
+        logits: ``[C, v/tp]`` float32, overwritten by what is computed from them and by the next
+            chunk.
+        column: ``[C, 1]`` column of each token's label, 0 where this rank does not own it.
+        owned: ``[C, 1]`` float32, 1 where this rank owns the label of a token that counts.
+        valid: ``[C]`` float32, 0 at ``ignore_index``.
+    """
+
+    span: slice
+    hidden: Tensor
+    logits: Tensor
+    column: Tensor
+    owned: Tensor
+    valid: Tensor
+
+
+def chunks(head: Head, hidden: Tensor, weight: Tensor, labels: Tensor) -> Iterator[Chunk]:
+    """Compute the logits of ``[s * b, h]`` with labels ``[b, s]`` chunk by chunk, in one buffer."""
+    labels, num_tokens, vocabulary = flat(labels), hidden.shape[0], weight.shape[0]
+    rows = head.rows(num_tokens)
+    buffer = hidden.new_empty((rows, vocabulary), dtype=torch.float32)
+    column = labels - head.tp_rank * vocabulary
+    valid = labels != head.ignore_index
+    owned = (column >= 0) & (column < vocabulary) & valid
+    column = (column * owned).unsqueeze(1)
+    for start in range(0, num_tokens, rows):
+        span = slice(start, min(start + rows, num_tokens))
+        part = hidden[span]
+        logits = buffer[: part.shape[0]]
+        if part.dtype == torch.float32:
+            torch.mm(part, weight.t(), out=logits)
+        else:
+            logits.copy_(torch.mm(part, weight.t()))
+        mine = owned[span].unsqueeze(1).float()
+        yield Chunk(span, part, logits, column[span], mine, valid[span].float())
+
+
+def exponentiate(head: Head, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses of a chunk, whose logits become exp(z - max z); two collectives.
+
+    Returns:
+        losses, log-sum-exp and sum of exponentials, each ``[C]`` float32.
+    """
+    logits, smoothing = chunk.logits, head.label_smoothing
+    highest = logits.amax(dim=1, keepdim=True)
+    head.all_reduce(highest, ReduceOp.MAX)
+    target = (logits.gather(1, chunk.column) - highest) * chunk.owned
+    logits.sub_(highest)
+    parts = [target.squeeze(1)]
+    if smoothing:
+        parts.append(logits.sum(dim=1))
+    parts.append(logits.exp_().sum(dim=1))
+    sums = torch.stack(parts)
+    head.all_reduce(sums, ReduceOp.SUM)
+    logarithm = sums[-1].log()
+    lse = logarithm + highest.squeeze(1)
+    losses = logarithm - (1 - smoothing) * sums[0]
+    if smoothing:
+        losses -= smoothing / (logits.shape[1] * head.tp_size) * sums[1]
+    if head.z_loss:
+        losses += head.z_loss * lse.square()
+    return losses * chunk.valid, lse, sums[-1]
+
+
+def differentiate(
+    head: Head, chunk: Chunk, incoming: Tensor, lse: Tensor, total: Tensor | None = None
+) -> None:
+    """Turn exponentials into the gradient of the logits, in place.
+
+    Args:
+        incoming: gradient of each token's loss, ``[C]`` float32.
+        lse: ``[C]``.
+        total: sum of the exponentials ``[C]``; None where they are those of z - lse.
+    """
+    logits, smoothing = chunk.logits, head.label_smoothing
+    incoming = incoming * chunk.valid
+    scale = incoming * (1 + 2 * head.z_loss * lse)
+    logits.mul_((scale if total is None else scale / total).unsqueeze(1))
+    at_label = (smoothing - 1) * incoming.unsqueeze(1) * chunk.owned
+    logits.scatter_add_(1, chunk.column, at_label)
+    if smoothing:
+        vocabulary = logits.shape[1] * head.tp_size
+        logits.sub_((smoothing / vocabulary * incoming).unsqueeze(1))
+
+
+class Gradients:
+    """Gradients of the tokens ``[s * b, h]``, in their type, and of the weight, in float32.
+
+    Either is None where it is not wanted. The weight's goes straight into ``main`` where it can.
+    """
+
+    def __init__(
+        self, wanted: tuple[bool, ...], tokens: Tensor, weight: Tensor, main: Tensor | None = None
+    ) -> None:
+        self.hidden = torch.empty_like(tokens) if wanted[0] else None
+        self.weight: Tensor | None = None
+        if wanted[1]:
+            direct = main is not None and main.dtype == torch.float32
+            self.weight = main if direct else torch.zeros_like(weight, dtype=torch.float32)
+
+    def add(self, chunk: Chunk, weight: Tensor) -> None:
+        """Add what a chunk, whose logits now are their gradient, gives."""
+        tokens, total = chunk.hidden, self.weight
+        gradient = chunk.logits.to(tokens.dtype)
+        if self.hidden is not None:
+            torch.mm(gradient, weight, out=self.hidden[chunk.span])
+        if total is None:
+            return
+        if total.is_cuda and gradient.dtype != total.dtype and MIXED_ADDMM:
+            torch.addmm(total, gradient.t(), tokens, out_dtype=total.dtype, out=total)
+        else:
+            total.addmm_(chunk.logits.t(), tokens.to(total.dtype))
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """``[b, s]`` in the order of the hidden states' tokens, ``[s * b]``."""
+    return tensor.t().reshape(-1)
+
+
+def unflat(tensor: Tensor, labels: Tensor) -> Tensor:
+    """``[s * b]`` in the order of the labels, ``[b, s]``."""
+    return tensor.view(labels.shape[1], labels.shape[0]).t().contiguous()

@@ -1,0 +1,164 @@
+"""Losses of the user's own: ``--loss my_module:MyLossConfig``.
+
+A loss is two classes in a file of the user's: a frozen dataclass, whose fields are its options
+(``--loss-args gamma=2.0``) and which names its loss class, and the loss class, which says what a
+token's loss is. Chunking, tensor and sequence parallelism, reduction, normalization over the global
+batch and logging are done by the caller::
+
+    class FocalLoss(TokenLoss["FocalLossConfig"]):
+        name = "focal loss"
+
+        def token_losses(self, hidden, head, inputs):
+            log_p = head.log_prob(head.logits(hidden), inputs["labels"])
+            return -((1 - log_p.exp()) ** self.config.gamma) * log_p
+
+    @dataclass(frozen=True)
+    class FocalLossConfig(TokenLossConfig):
+        loss_class = FocalLoss
+        gamma: float = 2.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+import yaml
+from torch import Tensor
+
+from megatron_ext.data.batch import Batch
+from megatron_ext.errors import ConfigError
+from megatron_ext.losses.vocabulary import VocabularyHead
+
+if TYPE_CHECKING:
+    from megatron_ext.layout import ParallelContext
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss needs of one micro-batch on one rank; s is this rank's part of the sequence.
+
+    Attributes:
+        weights: of the tokens, 0 where there is no target, ``[b, s]``; the loss of a step is the
+            mean with these weights over all micro-batches, data- and context-parallel ranks.
+        tensors: by name, ``[b, s, ...]`` or scalars; chunks of them reach `TokenLoss.token_losses`.
+    """
+
+    weights: Tensor
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class TokenLossConfig:
+    """Options of a loss; subclass it, frozen, and name the class of the loss."""
+
+    loss_class: ClassVar[type[TokenLoss[Any]]]
+
+
+Config = TypeVar("Config", bound=TokenLossConfig)
+
+
+class TokenLoss(Generic[Config]):
+    """A loss of single tokens; subclass it and write `token_losses`.
+
+    Attributes:
+        name: in the log.
+        config: the options.
+    """
+
+    name: ClassVar[str] = "loss"
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def build(self, batches: Sequence[Batch], context: ParallelContext) -> list[LossInputs]:
+        """Inputs of all micro-batches of a step, before its first forward pass.
+
+        Override it to add tensors, or weights whose denominators need the whole step (sum them
+        over ``context.pgs.dp_cp``). Called on all ranks of the last stage, in evaluation as well.
+        """
+        return [LossInputs(batch.loss_mask, {"labels": batch.labels}) for batch in batches]
+
+    def token_losses(
+        self, hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Losses ``[C]`` of a chunk of C tokens.
+
+        Args:
+            hidden: ``[C, h]``.
+            head: the output head; its methods hide how the vocabulary lies on the ranks.
+            inputs: chunks of the tensors that `build` gave.
+        """
+        raise NotImplementedError
+
+
+@functools.lru_cache(maxsize=8)
+def load_loss(spec: str, arguments: tuple[str, ...] = ()) -> TokenLoss[Any]:
+    """The loss that ``--loss`` and ``--loss-args`` name; the same object for the whole run.
+
+    Args:
+        spec: ``module:Class`` or ``path/to/file.py:Class``, the class of its options.
+        arguments: ``field=value``, the values as YAML.
+
+    Raises:
+        ConfigError: what cannot be found, or does not fit.
+    """
+    kind = _config_class(spec)
+    names = {field.name: field for field in dataclasses.fields(kind)}
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        if not equals or name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            known = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'none'}."
+            raise ConfigError(f"`--loss-args` ({argument}) must be FIELD=VALUE of {spec}; {known}")
+        values[name] = yaml.safe_load(text)
+    try:
+        return kind.loss_class(kind(**values))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"`--loss` ({spec}) cannot be built from {values}: {error}; correct `--loss-args`."
+        ) from error
+
+
+def _config_class(spec: str) -> type[TokenLossConfig]:
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise ConfigError(
+            f"`--loss` ({spec}) must be module:Class or file.py:Class; name the class of its "
+            "options."
+        )
+    found = getattr(_module(place, spec), name, None)
+    is_config = isinstance(found, type) and issubclass(found, TokenLossConfig)
+    if not is_config or not issubclass(getattr(found, "loss_class", object), TokenLoss):
+        raise ConfigError(
+            f"`--loss` ({spec}) must name a subclass of megatron_ext.losses.custom.TokenLossConfig "
+            "with a `loss_class`."
+        )
+    return found  # type: ignore[return-value]
+
+
+def _module(place: str, spec: str) -> Any:
+    try:
+        if not place.endswith(".py"):
+            return importlib.import_module(place)
+        path = Path(place).resolve()
+        file_spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert file_spec is not None and file_spec.loader is not None
+        module = importlib.util.module_from_spec(file_spec)
+        # Dataclasses look their module up by name.
+        sys.modules.setdefault(path.stem, module)
+        file_spec.loader.exec_module(module)
+        return module
+    except (ImportError, OSError, SyntaxError) as error:
+        raise ConfigError(
+            f"`--loss` ({spec}) cannot be imported: {error}; give a module on PYTHONPATH or a file."
+        ) from error

@@ -1,0 +1,140 @@
+"""Tiny random models of transformers, and what our model makes of their checkpoints."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_ext.checkpoint import CheckpointManager
+from megatron_ext.checkpoint.huggingface.importing import Import, import_model
+from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.models.chunks import build_chunks
+from megatron_ext.models.gpt import build_gpt_chunk
+from megatron_ext.models.transformer_config import build_transformer_config
+from megatron_ext.training.launch import fork_ranks
+
+LENGTH = 24
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rope_theta": 50000.0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama 3.1 tied": {
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "rope_scaling": LLAMA3,
+        "max_position_embeddings": 32768,
+        "rope_theta": 500000.0,
+    },
+    "mistral without groups": {
+        "model_type": "mistral",
+        "sliding_window": None,
+        "head_dim": 32,
+        "num_key_value_heads": 4,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
+    "qwen2 tied": {"model_type": "qwen2", "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
+    "qwen3": {"model_type": "qwen3", "head_dim": 32},
+}
+
+
+def make(name: str, folder: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Path:
+    """Save a random model; norms and biases are random too, so that none can be mixed up."""
+    torch.manual_seed(len(name))
+    config = AutoConfig.for_model(**{**SIZES, **MODELS[name]})
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.copy_(0.3 * torch.randn_like(parameter) + (1 if "norm" in key else 0))
+    model.to(dtype).save_pretrained(folder, **save)
+    return folder
+
+
+def tokens() -> Tensor:
+    """``[b, s]``."""
+    return torch.randint(0, 300, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+
+
+def theirs(folder: Path) -> Tensor:
+    """Logits ``[b, s, v]`` of transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits: Tensor = model(tokens()).logits
+    return logits
+
+
+def in_child(function: Callable[[], Any], scratch: Path) -> Any:
+    """The result of a function that builds process groups, which pytest's process must not."""
+
+    def main() -> int:
+        scratch.write_bytes(pickle.dumps(function()))
+        return 0
+
+    assert fork_ranks(main, 1) == 0
+    return pickle.loads(scratch.read_bytes())
+
+
+def imported(source: Path, target: Path, **options: Any) -> list[str]:
+    """Import in a child; returns the flags of a launch script."""
+    order = Import(source, target, **options)
+    return list(in_child(lambda: import_model(order), target.with_suffix(".words")))
+
+
+def run_config(context: Any, words: list[str], stored: dict[str, Any] | None = None) -> RunConfig:
+    """The configuration of a run on the ranks of the context."""
+    layout = context.layout
+    sizes = {
+        "--tensor-model-parallel-size": layout.tensor_model_parallel_size,
+        "--pipeline-model-parallel-size": layout.pipeline_model_parallel_size,
+    }
+    flags = [str(word) for pair in sizes.items() for word in pair]
+    words = [*words, *flags, *"--micro-batch-size 1 --skip-train".split()]
+    return parse_args(
+        words, world_size=layout.world_size, device="cpu", checkpoint_config=stored
+    ).config
+
+
+def check_logits(context: Any, config: RunConfig, expected: Tensor) -> None:
+    """Our model, loaded as a run loads it, gives the logits ``[b, s, v]`` on the last stage."""
+    core = build_transformer_config(config)
+    (chunk,) = build_chunks(build_gpt_chunk, config, core, context)
+    CheckpointManager(config.checkpoint, context).load(
+        model=[chunk], optimizer=None, scheduler=None
+    )
+    ids, group = tokens(), context.pgs.pp
+    if not context.is_first_stage:
+        hidden = torch.empty(LENGTH, len(ids), config.model.hidden_size or 0)
+        torch.distributed.recv(hidden, group=group, group_src=context.pp_rank - 1)
+        chunk.set_input_tensor(hidden)
+    with torch.no_grad():
+        output = chunk(ids, torch.arange(LENGTH).expand_as(ids), None)
+    if not context.is_last_stage:
+        torch.distributed.send(output, group=group, group_dst=context.pp_rank + 1)
+        return
+    parts = [torch.empty_like(output) for _ in range(context.pgs.tp.size())]
+    torch.distributed.all_gather(parts, output, group=context.pgs.tp)
+    logits = torch.cat(parts, dim=-1)
+    assert logits.shape[-1] == config.model.padded_vocab_size
+    vocabulary = expected.shape[-1]
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(logits[..., :vocabulary], expected, rtol=0, atol=1e-5 * scale)

@@ -1,0 +1,175 @@
+"""config.json and our flags; frequencies against transformers' own; each refusal by its text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from megatron_ext.checkpoint.huggingface.config import (
+    HuggingFaceModel,
+    config_json,
+    read_model,
+    words_of,
+)
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.errors import CheckpointError
+from tests.checkpoint.huggingface.models import LLAMA3, MODELS, SIZES
+
+
+def read(folder: Path, **changed: Any) -> HuggingFaceModel:
+    content = {"model_type": "llama", **SIZES, **changed}
+    (folder / "config.json").write_text(json.dumps(content))
+    return read_model(folder)
+
+
+def resolved(fields: dict[str, Any]) -> ModelConfig:
+    return dataclasses.replace(ModelConfig(), **fields).resolved(has_te=False)
+
+
+def test_flags_of_a_model(tmp_path: Path) -> None:
+    model = read(tmp_path, model_type="qwen2", rms_norm_eps=1e-6)
+    assert (model.family, model.vocab_size) == ("qwen2", 300)
+    assert " ".join(words_of(model.fields)) == (
+        "--num-layers 2 --hidden-size 64 --ffn-hidden-size 112 --num-attention-heads 4 "
+        "--kv-channels 16 --group-query-attention --num-query-groups 2 "
+        "--max-position-embeddings 64 --position-embedding-type rope --rotary-base 50000 "
+        "--normalization RMSNorm --norm-epsilon 1e-06 --swiglu --disable-bias-linear "
+        "--add-qkv-bias --untie-embeddings-and-output-weights --attention-dropout 0.0 "
+        "--hidden-dropout 0.0"
+    )
+
+
+def test_both_spellings_of_positions(tmp_path: Path) -> None:
+    old = read(tmp_path, rope_theta=1e6, rope_scaling={**LLAMA3, "factor": 32})
+    sizes = {name: value for name, value in SIZES.items() if name != "rope_theta"}
+    new = AutoConfig.for_model("llama", **sizes, rope_parameters={**LLAMA3, "rope_theta": 1e6})
+    new.rope_parameters["factor"] = 32.0
+    new.save_pretrained(tmp_path / "new")
+    assert read_model(tmp_path / "new").fields == old.fields
+    assert old.fields["rotary_base"] == 1000000
+    assert (old.fields["use_rope_scaling"], old.fields["rope_scaling_factor"]) == (True, 32)
+
+
+@pytest.mark.parametrize("scaling", [None, LLAMA3, {"rope_type": "linear", "factor": 4.0}])
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+def test_frequencies_are_those_of_transformers(
+    tmp_path: Path, scaling: dict[str, Any] | None, theta: float
+) -> None:
+    """megatron-core's angles, to 1e-6 relative."""
+    sizes = {"rope_theta": theta, "max_position_embeddings": 32768, "head_dim": 128}
+    model = resolved(read(tmp_path, rope_scaling=scaling, **sizes).fields)
+    ours = RotaryEmbedding(
+        kv_channels=model.kv_channels or 0,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        use_cpu_initialization=True,
+    ).get_freqs_non_repeated(2)[1]
+    theirs = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path)).inv_freq
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    plain = theta ** (-torch.arange(0, 128, 2) / 128)
+    assert torch.allclose(theirs, plain, rtol=1e-2) == (scaling is None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"model_type": "gpt2"}, "`model_type` 'gpt2', which cannot be converted; use one of"),
+        ({"model_type": "mixtral"}, "`model_type` 'mixtral', which cannot be converted"),
+        ({"model_type": None}, "`model_type` None, which cannot be converted"),
+        ({"model_type": "mistral"}, ""),
+        (
+            {"model_type": "mistral", "max_position_embeddings": 8192, "sliding_window": 4096},
+            "`sliding_window` 4096, which the converted model would not have",
+        ),
+        ({"model_type": "mistral", "max_position_embeddings": 8192}, "`sliding_window` 4096"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32},
+            "`sliding_window` 32",
+        ),
+        ({"model_type": "qwen2", "sliding_window": 32}, ""),
+        ({"attention_bias": True}, "`attention_bias` True"),
+        ({"mlp_bias": True}, "`mlp_bias` True"),
+        ({"hidden_act": "gelu"}, "`hidden_act` 'gelu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "`quantization_config` {'quant_method"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "`architectures` ['LlamaForSequenceClassification']",
+        ),
+        ({"rope_theta": 10000.5}, "`rope_theta` 10000.5 with `partial_rotary_factor` 1.0"),
+        ({"partial_rotary_factor": 0.5}, "with `partial_rotary_factor` 0.5"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "which our flags cannot describe; linear with an integer factor, and llama3 with "
+            "low_freq_factor 1, high_freq_factor 4, original_max_position_embeddings 8192",
+        ),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "'rope_type': 'dynamic'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.5}}, "'factor': 2.5"),
+        (
+            {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 32}},
+            "'original_max_position_embeddings': 32}, which our flags cannot describe",
+        ),
+        ({"num_attention_heads": "four"}, "config.json is refused by transformers"),
+    ],
+)
+def test_what_our_flags_cannot_describe(tmp_path: Path, changed: dict[str, Any], text: str) -> None:
+    if not text:
+        assert read(tmp_path, **changed).fields["num_layers"] == 2
+        return
+    with pytest.raises(CheckpointError) as caught:
+        read(tmp_path, **changed)
+    assert str(tmp_path / "config.json") in str(caught.value)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config.json cannot be read .*; give a folder of"):
+        read_model(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match=r"config.json must hold names and values"):
+        read_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back(tmp_path: Path, name: str) -> None:
+    """What is written is understood as the same model, with and without the original."""
+    first = read(tmp_path, **MODELS[name], bos_token_id=7)
+    model = resolved(first.fields)
+    for like in (first, None):
+        content = config_json(model, vocab_size=300, dtype="float16", like=like)
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        again = read_model(tmp_path)
+        assert (again.fields, again.vocab_size) == (first.fields, 300)
+        assert content["torch_dtype"] == "float16"
+        assert content["bos_token_id"] == (None if like is None else 7)
+    assert again.family == first.family.replace("mistral", "llama")
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"normalization": "LayerNorm"}, "`--normalization` is 'LayerNorm', but Hugging Face's"),
+        ({"position_embedding_type": "none"}, "`--position-embedding-type` is 'none'"),
+        ({"rotary_percent": 0.5}, "`--rotary-percent` is 0.5"),
+        ({"swiglu": False}, "`--swiglu` is False"),
+        ({"add_bias_linear": True}, "`--add-bias-linear` is True"),
+        ({"mtp_num_layers": 1}, "`--mtp-num-layers` is 1"),
+        ({"add_qkv_bias": True, "qk_layernorm": True}, "both `--add-qkv-bias` and"),
+    ],
+)
+def test_models_that_have_no_family(tmp_path: Path, changed: dict[str, Any], text: str) -> None:
+    model = dataclasses.replace(resolved(read(tmp_path).fields), **changed)
+    with pytest.raises(CheckpointError) as caught:
+        config_json(model, vocab_size=300, dtype="float32", like=None)
+    assert text in str(caught.value)

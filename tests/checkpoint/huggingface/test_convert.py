@@ -1,0 +1,298 @@
+"""Models of transformers' own classes in our layouts, and back, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from megatron_ext.checkpoint import CheckpointManager, read_run_config
+from megatron_ext.checkpoint.huggingface import exporting
+from megatron_ext.checkpoint.huggingface.exporting import Export, export_model
+from megatron_ext.checkpoint.huggingface.importing import Import, import_model
+from megatron_ext.checkpoint.huggingface.single_rank import build_bare, one_rank
+from megatron_ext.config import parse_args
+from megatron_ext.errors import CheckpointError
+from megatron_ext.layout import Layout
+from tests.checkpoint.huggingface.models import (
+    MODELS,
+    check_logits,
+    imported,
+    in_child,
+    make,
+    run_config,
+    theirs,
+)
+from tests.checkpoint.tiny import whole_tensors
+from tests.ranks import run_on_ranks
+from tests.training_runs import train_on_ranks
+
+TP2_PP2 = Layout(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+
+
+def by_flags(context: Any, words: list[str], expected: torch.Tensor) -> None:
+    check_logits(context, run_config(context, words), expected)
+
+
+def by_checkpoint(context: Any, root: Path, expected: torch.Tensor) -> None:
+    words = ["--load", str(root), "--finetune", "--use-checkpoint-args", "--hidden-dropout", "0"]
+    config = run_config(context, [*words, "--attention-dropout", "0"], read_run_config(root))
+    check_logits(context, config, expected)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found.update(load_file(path))
+    return found
+
+
+def assert_same_tensors(a: Path, b: Path) -> None:
+    before, after = tensors_of(a), tensors_of(b)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype
+        assert torch.equal(tensor, after[name]), name
+
+
+def exported(load: Path, target: Path, **options: Any) -> list[str]:
+    order = Export(load, target, **options)
+    return list(in_child(lambda: export_model(order), target.with_suffix(".notes")))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_the_way_back(tmp_path: Path, name: str) -> None:
+    """Largest difference of a logit in fp32: 1e-5 of the largest logit."""
+    source, root = make(name, tmp_path / "hf"), tmp_path / "ours"
+    words = ["--pretrained-checkpoint", str(root), *imported(source, root)]
+    expected = theirs(source)
+    run_on_ranks(by_flags, Layout(1), {"words": words, "expected": expected})
+    run_on_ranks(by_checkpoint, TP2_PP2, {"root": root, "expected": expected})
+    assert exported(root, tmp_path / "back") == []
+    assert_same_tensors(source, tmp_path / "back")
+    assert torch.equal(theirs(tmp_path / "back"), expected)
+    kinds = [json.loads((x / "config.json").read_text()) for x in (source, tmp_path / "back")]
+    assert kinds[0]["model_type"] == kinds[1]["model_type"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_source_keeps_its_dtype_and_its_files(tmp_path: Path, dtype: torch.dtype) -> None:
+    source = make("qwen2 tied", tmp_path / "hf", dtype, max_shard_size="40KB")
+    (source / "tokenizer_config.json").write_text("{}")
+    assert len(list(source.glob("*.safetensors"))) > 2
+    words = imported(source, tmp_path / "ours", make_vocab_size_divisible_by=8)
+    assert {torch.bfloat16: "--bf16", torch.float16: "--fp16"}[dtype] in words
+    assert words[words.index("--padded-vocab-size") + 1] == "304"
+    assert words[words.index("--tokenizer-model") + 1] == str(source)
+    options = {"like": source, "max_shard_size": "40KB"}
+    exported(tmp_path / "ours", tmp_path / "back", **options)
+    assert_same_tensors(source, tmp_path / "back")
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 2
+    assert (tmp_path / "back" / "tokenizer_config.json").read_text() == "{}"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "back").dtype == dtype
+
+
+def test_padding_is_zero_and_follows_the_target_layout(tmp_path: Path) -> None:
+    source = make("llama", tmp_path / "hf")
+    imported(source, tmp_path / "ours", tensor_parallel_size=4, dtype="bfloat16", seq_length=32)
+    stored = read_run_config(tmp_path / "ours")
+    assert (stored["model"]["padded_vocab_size"], stored["model"]["seq_length"]) == (512, 32)
+    assert stored["precision"]["bf16"] is True
+    tensors = whole_tensors(tmp_path / "ours" / "iter_0000000", tmp_path / "whole.pt")
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        assert tensors[name].shape == (512, 64) and tensors[name].dtype == torch.bfloat16
+        assert tensors[name][300:].count_nonzero() == 0
+        assert tensors[name][299].count_nonzero() > 0
+
+
+def test_another_padding_and_another_precision_load_it(tmp_path: Path) -> None:
+    source, root = make("llama", tmp_path / "hf", torch.bfloat16), tmp_path / "ours"
+    words = ["--pretrained-checkpoint", str(root), *imported(source, root)]
+    words[words.index("--padded-vocab-size") + 1] = "512"
+    words.remove("--bf16")
+    run_on_ranks(by_flags, TP2_PP2, {"words": words, "expected": theirs(source)})
+
+
+def test_a_trained_checkpoint_of_any_layout_is_exported(tmp_path: Path) -> None:
+    source, root, trained = make("qwen3", tmp_path / "hf"), tmp_path / "ours", tmp_path / "trained"
+    words = [*imported(source, root, seq_length=32), "--pretrained-checkpoint", str(root)]
+    flags = (
+        "--tensor-model-parallel-size 2 --mock-data --tokenizer-type NullTokenizer "
+        "--vocab-size 200 --micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-3 "
+        "--use-distributed-optimizer --num-workers 0 --eval-iters 0 --log-interval 1"
+    )
+    code, _ = train_on_ranks([*words, *flags.split()], ranks=2, save=trained)
+    assert code == 0
+    notes = exported(trained, tmp_path / "back")
+    assert notes == ["The padding of the vocabulary is exported too; `--vocab-size` leaves it out."]
+    assert exported(trained, tmp_path / "cut", like=source, step=2) == []
+    expected = theirs(tmp_path / "cut")
+    assert not torch.allclose(expected, theirs(source), atol=1e-3)
+    assert torch.equal(theirs(tmp_path / "back")[..., :300], expected)
+    run_on_ranks(by_checkpoint, TP2_PP2, {"root": trained, "expected": expected})
+
+
+# -------------------------------------------------------------------------------------- refusals
+
+
+def refusal(source: Path, target: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        import_model(Import(source, target))
+    assert not target.exists()
+    return str(caught.value)
+
+
+def change(folder: Path, **changed: torch.Tensor | None) -> None:
+    """Replace tensors, or with None remove them; the first name part is the key, dotted."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in changed.items():
+        tensors.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            tensors[name.replace("__", ".")] = tensor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def child_refusal(source: Path, target: Path) -> str:
+    return str(in_child(lambda: refusal(source, target), target.with_suffix(".refusal")))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = make("llama", tmp_path_factory.mktemp("llama"))
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def source(tmp_path: Path, llama: dict[str, bytes]) -> Path:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for name, content in llama.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_missing_and_damaged_files(source: Path, tmp_path: Path) -> None:
+    weights = source / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-10])
+    assert f"{weights} cannot be read" in refusal(source, tmp_path / "x")
+    weights.unlink()
+    assert "holds neither model.safetensors nor" in refusal(source, tmp_path / "x")
+    index = source / "model.safetensors.index.json"
+    index.write_text("[]")
+    assert f"{index} is damaged" in refusal(source, tmp_path / "x")
+    weights.write_bytes(content)
+    index.write_text(json.dumps({"weight_map": {"y": "model.safetensors"}}))
+    assert "does not hold `y`" in refusal(source, tmp_path / "x")
+
+
+def test_dtypes_that_cannot_be_kept(source: Path, tmp_path: Path) -> None:
+    change(source, model__norm__weight=torch.ones(64, dtype=torch.bfloat16))
+    assert "tensors in bfloat16 and float32, but a checkpoint has one dtype" in refusal(
+        source, tmp_path / "x"
+    )
+    change(source, model__norm__weight=torch.ones(64, dtype=torch.int8))
+    assert "holds `model.norm.weight` as I8" in refusal(source, tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"score__weight": torch.ones(2, 64)}, "holds `score.weight`, which a model of its"),
+        ({"model__norm__weight": None}, "holds no `model.norm.weight`, which its config.json"),
+        ({"lm_head__weight": torch.ones(299, 64)}, "with shape [299, 64], but its config.json"),
+        (
+            {"model__layers__1__self_attn__q_proj__weight": torch.ones(48, 64)},
+            "`self_attn.q_proj` has 48 rows, but the shape of the model gives 64",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit(
+    source: Path, tmp_path: Path, changed: dict[str, Any], text: str
+) -> None:
+    change(source, **changed)
+    assert text in child_refusal(source, tmp_path / "x")
+
+
+def test_a_tied_model_with_another_head(source: Path, tmp_path: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    assert "holds a `lm_head.weight` of its own" in child_refusal(source, tmp_path / "x")
+    change(source, lm_head__weight=load_file(source / "model.safetensors")[
+        "model.embed_tokens.weight"])  # fmt: skip
+    assert "--untie-embeddings-and-output-weights" not in imported(source, tmp_path / "y")
+
+
+def test_nothing_is_written_over(source: Path, tmp_path: Path) -> None:
+    root, full = tmp_path / "ours", tmp_path / "full"
+    imported(source, root)
+    with pytest.raises(CheckpointError, match=r"`--save` \(.*\) holds checkpoints; give a new"):
+        import_model(Import(source, root))
+    full.mkdir()
+    (full / "thesis.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"`--hf` \(.*\) holds something already"):
+        export_model(Export(root, full))
+    assert [path.name for path in full.iterdir()] == ["thesis.txt"]
+    with pytest.raises(
+        CheckpointError, match=r"vocabulary to export \(400\) must be at least 1 and at most"
+    ):
+        export_model(Export(root, tmp_path / "new", vocab_size=400))
+    other = make("qwen3", tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"`--kv-channels` is 16, but `--hf-like` is a model"):
+        export_model(Export(root, tmp_path / "new", like=other))
+    assert not (tmp_path / "new").exists()
+
+
+def test_one_process_only(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "Models are converted on one rank, but 2 were started" in refusal(source, tmp_path / "x")
+
+
+def save_with_one_more(root: Path, target: Path) -> Path:
+    """Save an imported model again, with a weight that transformers' class does not have."""
+    words = ["--load", str(root), "--save", str(target), "--no-save-optim", "--no-save-rng"]
+    stored = read_run_config(root)
+    words += "--finetune --micro-batch-size 1 --skip-train".split()
+    config = parse_args(words, world_size=1, device="cpu", checkpoint_config=stored).config
+    with one_rank(config) as context:
+        chunk = build_bare(config, context)
+        chunk.output_layer.register_parameter("adapter", torch.nn.Parameter(torch.ones(3)))
+        return CheckpointManager(config.checkpoint, context).save(
+            7,
+            model=[chunk],
+            optimizer=None,
+            scheduler=None,
+            progress={},
+            run_config=config.to_dict(),
+        )
+
+
+def test_weights_are_not_lost_in_silence(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, more = tmp_path / "ours", tmp_path / "more"
+    imported(source, root)
+    path = in_child(lambda: save_with_one_more(root, more), tmp_path / "path")
+
+    def refused() -> str:
+        with pytest.raises(CheckpointError) as caught:
+            export_model(Export(more, tmp_path / "back"))
+        return str(caught.value)
+
+    assert in_child(refused, tmp_path / "text") == (
+        f"{path} holds `output_layer.adapter`, which the exported model would not have; export a "
+        "checkpoint of the plain model."
+    )
+    monkeypatch.setattr(exporting, "read_run_config", lambda *_: {"moe": {"num_experts": 8}})
+    assert "holds a model with `--num-experts`, which cannot be exported" in refused()
+    assert not (tmp_path / "back").exists()
+
+
+def test_no_ranks_for_the_vocabulary(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"`--target-tensor-parallel-size` \(0\) must be at"):
+        import_model(Import(source, tmp_path / "x", tensor_parallel_size=0))

@@ -1,0 +1,233 @@
+"""Adapters in checkpoints: resumed in another layout, started anew, merged, and given to peft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_ext.checkpoint import CheckpointManager
+from megatron_ext.checkpoint.lora_export import export_adapters
+from megatron_ext.config import RunConfig
+from megatron_ext.config.checkpoint import CheckpointConfig
+from megatron_ext.errors import CheckpointError
+from megatron_ext.layout import ParallelContext
+from megatron_ext.models.chunks import build_chunks
+from megatron_ext.models.gpt import build_gpt_chunk
+from megatron_ext.models.transformer_config import build_transformer_config
+from megatron_ext.training.launch import fork_ranks
+from tests.models import plain
+from tests.numerics.stock import LENGTH, VOCABULARY, gpt_config, whole_batch
+from tests.ranks import ranks
+from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
+from tools.lora import main
+
+LORA = "--lora-rank 4 --lora-alpha 8".split()
+MODEL = [word for word in TINY if word != "--use-cpu-initialization"]
+MODEL += "--global-batch-size 4".split()
+KEYS = ("iteration", "lm loss", "grad_norm")
+
+
+def train(save: Path, *words: str, ranks: int = 1, steps: int = 4) -> list[float]:
+    """Loss and gradient norm of each step."""
+    flags = [*MODEL, *mock_data(), "--train-iters", str(steps), *words]
+    code, rows = train_on_ranks(flags, ranks=ranks, save=save)
+    assert code == 0
+    return [row[key] for row in training_rows(rows) for key in KEYS]
+
+
+def tool(*words: str | Path) -> int:
+    """The exit code of tools/lora.py in a process of its own: ranks cannot be forked from it."""
+    return fork_ranks(lambda: main([str(word) for word in words]), 1)
+
+
+def test_goes_on_in_another_layout(tmp_path: Path) -> None:
+    """One rank for two steps, then two tensor-parallel ones with sequence parallelism."""
+    truth = train(tmp_path / "truth", *LORA)
+    saved = tmp_path / "saved"
+    first = train(saved, *LORA, "--exit-interval", "2")
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel".split()
+    more = train(tmp_path / "more", *LORA, "--load", str(saved), *layout, ranks=2)
+    assert [*first, *more] == pytest.approx(truth, rel=1e-6)
+
+
+def test_starts_on_weights_saved_without_adapters(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "base"
+    losses = train(base, "--exit-interval", "2")
+    pretrained = ["--pretrained-checkpoint", str(base)]
+    # The first step of either sees the same model and the same samples.
+    plain_first = train(tmp_path / "plain", *pretrained)[1]
+    assert train(tmp_path / "new", *LORA, *pretrained)[1] == plain_first != losses[1]
+    flags = [*MODEL, *mock_data(), *LORA, "--train-iters", "4", "--load", str(base)]
+    assert train_on_ranks(flags, save=tmp_path / "resumed")[0] != 0
+    assert "give `--finetune` to start new adapters" in capfd.readouterr().err
+
+
+def test_adapters_are_not_dropped(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / "saved", *LORA, "--exit-interval", "2")
+    flags = [*MODEL, *mock_data(), "--train-iters", "4", "--load", str(tmp_path / "saved")]
+    assert train_on_ranks([*flags, "--finetune"], save=tmp_path / "more")[0] != 0
+    assert "which the model would drop; give the `--lora-rank`" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("precision", [[], ["--bf16"]])
+def test_merged_checkpoint_evaluates_like_the_adapters(
+    precision: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    much = "--tensor-model-parallel-size 2 --lr 1 --lr-warmup-iters 0 --lora-alpha 64".split()
+    saved, merged = tmp_path / "saved", tmp_path / "merged"
+    train(saved, *LORA, *precision, *much, ranks=2)
+    assert tool("merge", "--load", saved, "--save", merged) == 0
+    flags = [*MODEL, *mock_data(), *precision, "--eval-iters", "2", "--skip-train"]
+
+    def evaluated(name: str, *words: str) -> float:
+        code, rows = train_on_ranks([*flags, *words, "--train-iters", "4"], save=tmp_path / name)
+        assert code == 0
+        return float(rows[-1]["lm loss"])
+
+    base = evaluated("base")
+    want = evaluated("adapters", *LORA, "--lora-alpha", "64", "--load", str(saved))
+    tolerance = 1e-5 if precision else 2e-6
+    assert evaluated("whole", "--load", str(merged)) == pytest.approx(want, rel=tolerance)
+    assert abs(want / base - 1) > 5 * tolerance
+    config = json.loads((merged / "iter_0000004" / "run_config.json").read_text())
+    assert config["lora"]["lora_rank"] is None
+    assert tool("merge", "--load", merged, "--save", tmp_path / "again") == 1
+    assert "there is nothing to merge" in capfd.readouterr().err
+    assert tool("merge", "--load", saved, "--save", saved) == 1
+    assert "must be another folder than `--load`" in capfd.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------ peft
+
+HEADS, GROUPS, HIDDEN = 4, 2, 32
+
+
+def hugging_face_llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        max_position_embeddings=LENGTH,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def in_megatrons_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The whole weights of a Hugging Face model as our model names and orders them."""
+    ours = {
+        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": state["model.norm.weight"],
+        "output_layer.weight": state["lm_head.weight"],
+    }
+    for layer in range(2):
+        theirs = f"model.layers.{layer}."
+        own = f"decoder.layers.{layer}."
+        query, key, value = (state[f"{theirs}self_attn.{x}_proj.weight"] for x in "qkv")
+        rows = []
+        for group in range(GROUPS):
+            for part in (query, key, value):
+                rows.append(part.chunk(GROUPS)[group])
+        ours[f"{own}self_attention.linear_qkv.weight"] = torch.cat(rows)
+        ours[f"{own}self_attention.linear_proj.weight"] = state[f"{theirs}self_attn.o_proj.weight"]
+        ours[f"{own}mlp.linear_fc1.weight"] = torch.cat(
+            [state[f"{theirs}mlp.gate_proj.weight"], state[f"{theirs}mlp.up_proj.weight"]]
+        )
+        ours[f"{own}mlp.linear_fc2.weight"] = state[f"{theirs}mlp.down_proj.weight"]
+        ours[f"{own}input_layernorm.weight"] = state[f"{theirs}input_layernorm.weight"]
+        ours[f"{own}pre_mlp_layernorm.weight"] = state[f"{theirs}post_attention_layernorm.weight"]
+    return ours
+
+
+def llama_like(run: RunConfig, context: ParallelContext, weights: dict[str, Tensor]) -> Any:
+    """Our model of this rank with given weights, and adapters that follow from their names."""
+    (chunk,) = build_chunks(build_gpt_chunk, run, build_transformer_config(run), context)
+    gated = (".linear_fc1.weight", ".linear_fc1.lora.b")
+    with torch.no_grad():
+        for name, parameter in chunk.named_parameters():
+            shard = plain.shard_of(name, parameter, context)
+            full = weights.get(name)
+            if full is None:
+                full = plain.full_weight(name, shard.shape).float()
+            halves = full.chunk(2) if name.endswith(gated) else [full]
+            parameter.copy_(torch.cat([shard.of(half) for half in halves]))
+    return chunk
+
+
+def save(run: RunConfig, context: ParallelContext, chunk: MegatronModule, folder: Path) -> None:
+    manager = CheckpointManager(CheckpointConfig(save=str(folder)), context)
+    manager.save(
+        7, model=[chunk], optimizer=None, scheduler=None, progress={}, run_config=run.to_dict()
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("rslora", [[], ["--lora-rslora"]])
+@ranks(tp=2)
+def test_peft_gives_the_same_logits(
+    context: ParallelContext, tmp_path: Path, rslora: list[str]
+) -> None:
+    peft = pytest.importorskip("peft")
+    llama = hugging_face_llama()
+    grouped = f"--group-query-attention --num-query-groups {GROUPS}".split()
+    words = [*LORA, *rslora, *grouped, "--tensor-model-parallel-size", "2"]
+    run = gpt_config(*words, world_size=2)
+    chunk = llama_like(run, context, in_megatrons_names(llama.state_dict())).eval()
+    save(run, context, chunk, tmp_path / "run")
+    batch = whole_batch(run)
+    with torch.no_grad():
+        ours = chunk(batch.tokens, batch.position_ids, None)
+        base = llama(batch.tokens).logits
+        output = tmp_path / f"adapter{context.rank}"
+        assert export_adapters(tmp_path / "run", output, base_model="tiny") == []
+        theirs = peft.PeftModel.from_pretrained(llama, output).eval()(batch.tokens).logits
+    assert (theirs - base).norm() > 0.1 * base.norm()
+    want = theirs.chunk(2, dim=-1)[context.tp_rank]
+    assert (ours - want).abs().max() <= 1e-5 * want.abs().max()
+    with pytest.raises(CheckpointError, match=r"`--output` \(.*\) is not empty; give a new folder"):
+        export_adapters(tmp_path / "run", output)
+
+
+@ranks()
+def test_adapters_without_a_place_in_peft_are_named(
+    context: ParallelContext, tmp_path: Path
+) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    run = gpt_config(*LORA, "--mtp-num-layers", "1")
+    save(run, context, llama_like(run, context, {}), tmp_path / "run")
+    left_out = export_adapters(tmp_path / "run", tmp_path / "adapter")
+    assert len(left_out) == 8 and all(name.startswith("mtp.") for name in left_out)
+    with safetensors.safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
+        assert len(file.keys()) == 2 * 7 * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "holds a model without adapters; give a run with `--lora-rank`"),
+        ([*LORA, "--no-swiglu"], "adapters on an MLP without `--swiglu`"),
+    ],
+)
+@ranks()
+def test_what_cannot_be_exported_is_a_sentence(
+    context: ParallelContext, tmp_path: Path, words: list[str], message: str
+) -> None:
+    run = gpt_config(*words)
+    save(run, context, llama_like(run, context, {}), tmp_path / "run")
+    with pytest.raises(CheckpointError, match=message):
+        export_adapters(tmp_path / "run", tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()

@@ -1,0 +1,71 @@
+"""Flags of adapters: what is derived, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.errors import ConfigError
+from tests.training_runs import TINY, mock_data
+
+WORDS = [*TINY, *mock_data(), "--train-iters", "1"]
+
+
+def config(*words: str) -> RunConfig:
+    return parse_args([*WORDS, *words], world_size=1, device="cpu").config
+
+
+def test_alpha_over_rank() -> None:
+    assert config("--lora-rank", "16").lora.scale == 2
+    assert config("--lora-rank", "16", "--lora-rslora").lora.scale == 8
+    assert config().lora.lora_alpha is None
+
+
+def test_the_checkpoints_adapters_are_taken_with_its_shape() -> None:
+    stored = config("--lora-rank", "4", "--lora-target-modules", "linear_qkv")
+    words = [*WORDS, "--use-checkpoint-args", "--load", "x"]
+
+    def read(*more: str) -> RunConfig:
+        given = [*words, *more]
+        return parse_args(
+            given, world_size=1, device="cpu", checkpoint_config=stored.to_dict()
+        ).config
+
+    assert read().lora == stored.lora
+    assert read("--lora-rank", "8").lora.lora_rank == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--lora-rank 0", r"`--lora-rank` \(0\) must be at least 1; leave it out"),
+        ("--lora-alpha 4", "`--lora-alpha` needs `--lora-rank`; give a rank"),
+        ("--lora-dropout 0.1", "`--lora-dropout` needs `--lora-rank`"),
+        ("--lora-rank 2 --lora-alpha -1", r"`--lora-alpha` \(-1\) must be above 0"),
+        ("--lora-rank 2 --lora-dropout 1", r"`--lora-dropout` \(1\) must be at least 0 and below"),
+        (
+            "--lora-rank 2 --lora-target-modules linear_qkv q_proj",
+            r"`--lora-target-modules` \(q_proj\) must be names among linear_qkv, linear_proj",
+        ),
+        (
+            "--lora-rank 2 --transformer-impl transformer_engine",
+            "`--lora-rank` needs our torch layers",
+        ),
+        (
+            "--lora-rank 2 --num-experts 2",
+            r"`--lora-target-modules` \(linear_fc1 linear_fc2\) does not go with `--num-experts`",
+        ),
+        (
+            "--lora-rank 2 --num-experts 2 --moe-router-enable-expert-bias",
+            "`--moe-router-enable-expert-bias` would change the frozen model",
+        ),
+        (
+            "--lora-rank 2 --lora-dropout 0.1 --deterministic-dropout",
+            "`--lora-dropout` does not go with `--deterministic-dropout`",
+        ),
+        ("--lora-rank 2 --decoupled-lr 1", "`--decoupled-lr` is for the embedding and the output"),
+    ],
+)
+def test_what_cannot_be_run_is_a_sentence(words: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(*words.split())

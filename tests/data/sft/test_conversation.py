@@ -1,0 +1,195 @@
+"""Rows to conversations: three layouts, and every rule by the text of its error."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_ext.data.sft import Place, RowFormat, read_conversation
+from megatron_ext.errors import ConfigError, DataError
+
+PLACE = Place("a.jsonl", 12)
+USER = {"role": "user", "content": "Hi"}
+ASSISTANT = {"role": "assistant", "content": "Hello"}
+
+
+def test_messages() -> None:
+    row = {
+        "messages": [USER, {**ASSISTANT, "loss_mask": 0}, USER, {**ASSISTANT, "loss_mask": 1}],
+        "id": 4,
+    }
+    read = read_conversation(row, PLACE)
+    assert read.messages == (USER, ASSISTANT, USER, ASSISTANT)
+    assert read.trained == (False, False, False, True)
+    assert read.tools is None and read.enable_thinking is None and read.place == PLACE
+
+
+def test_prompt_and_response_columns() -> None:
+    row = {"question": "Hi", "answer": "Hello", "q": "Moin", "a": "Tach"}
+    read = read_conversation(row, PLACE, RowFormat(layout="prompt-response"))
+    assert read.messages == (USER, ASSISTANT)
+    assert read.trained == (False, True)
+    named = read_conversation(row, PLACE, RowFormat("prompt-response", prompt="q", response="a"))
+    assert [message["content"] for message in named.messages] == ["Moin", "Tach"]
+
+
+def test_sharegpt() -> None:
+    turns = [
+        {"from": "system", "value": "S"},
+        {"from": "human", "value": "Hi"},
+        {"from": "gpt", "value": "Hello", "loss_mask": 0},
+        {"from": "observation", "value": "42"},
+        {"from": "gpt", "value": "Bye"},
+    ]
+    read = read_conversation({"conversations": turns}, PLACE, RowFormat(layout="sharegpt"))
+    roles = [message["role"] for message in read.messages]
+    assert roles == ["system", "user", "assistant", "tool", "assistant"]
+    assert read.messages[2] == ASSISTANT
+    assert read.trained == (False, False, False, False, True)
+
+
+def test_sharegpt_with_a_column_of_its_own_for_the_system() -> None:
+    turns = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
+    names = RowFormat(layout="sharegpt", system="sys")
+    read = read_conversation({"conversations": turns, "sys": "be kind"}, PLACE, names)
+    assert read.messages[0] == {"role": "system", "content": "be kind"}
+    assert read.trained == (False, False, True)
+    for empty in (None, ""):
+        read = read_conversation({"conversations": turns, "sys": empty}, PLACE, names)
+        assert [message["role"] for message in read.messages] == ["user", "assistant"]
+    with pytest.raises(DataError, match="`sys` must be a text, not int"):
+        read_conversation({"conversations": turns, "sys": 3}, PLACE, names)
+    twice = [{"from": "system", "value": "z"}, *turns]
+    with pytest.raises(DataError, match="`sys` is given, but `conversations` begins with a system"):
+        read_conversation({"conversations": twice, "sys": "be kind"}, PLACE, names)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_sharegpt_function_calls_are_the_assistants(several: bool) -> None:
+    call = {"name": "add", "arguments": {"a": 1}}
+    value = json.dumps([call, {"name": "stop"}] if several else call)
+    turns = [
+        {"from": "human", "value": "x"},
+        {"from": "function_call", "value": value},
+        {"from": "observation", "value": "2"},
+        {"from": "gpt", "value": "two"},
+    ]
+    read = read_conversation({"conversations": turns}, PLACE, RowFormat(layout="sharegpt"))
+    assert [message["role"] for message in read.messages] == [
+        "user", "assistant", "tool", "assistant",
+    ]  # fmt: skip
+    calls = [{"type": "function", "function": call}]
+    if several:
+        calls.append({"type": "function", "function": {"name": "stop", "arguments": {}}})
+    assert read.messages[1]["tool_calls"] == calls
+    assert read.trained == (False, True, False, True)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("add(1)", r"`conversations\[0\].value` is a function call that is not JSON \("),
+        ("[]", "is a function call, so it must be an object with name and arguments"),
+        ('{"arguments": {}}', "is a function call, so it must be an object with name and arg"),
+    ],
+)
+def test_wrong_function_calls(value: str, text: str) -> None:
+    turns = [{"from": "function_call", "value": value}]
+    with pytest.raises(DataError, match=text):
+        read_conversation({"conversations": turns}, PLACE, RowFormat(layout="sharegpt"))
+
+
+def test_nested_numpy_arrays_become_lists() -> None:
+    call = {"function": {"name": "add", "arguments": {"terms": np.array([1, 2])}}}
+    message = {"role": "assistant", "content": None, "tool_calls": np.array([call], dtype=object)}
+    row = {
+        "messages": np.array([USER, message], dtype=object),
+        "tools": np.array([{"type": "function"}], dtype=object),
+        "enable_thinking": np.bool_(False),
+    }
+    read = read_conversation(row, PLACE)
+    plain_call = {"function": {"name": "add", "arguments": {"terms": [1, 2]}}}
+    assert read.messages == (USER, {"role": "assistant", "tool_calls": [plain_call]})
+    assert type(read.messages[1]["tool_calls"]) is list
+    assert read.tools == ({"type": "function"},)
+    assert read.enable_thinking is False
+
+
+@pytest.mark.parametrize("tools", [None, [], "", "[]", "null"])
+def test_no_tools(tools: Any) -> None:
+    assert read_conversation({"messages": [USER, ASSISTANT], "tools": tools}, PLACE).tools is None
+
+
+def with_message(**changes: Any) -> dict[str, Any]:
+    return {"messages": [USER, {**ASSISTANT, **changes}]}
+
+
+GOOD: dict[str, Any] = {"messages": [USER, ASSISTANT]}
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no column": ({"text": "x"}, "`messages` is not a column of this row (it has text); name"),
+    "not a list": ({"messages": "Hi"}, "`messages` must be a list of at least one message, not st"),
+    "empty": (
+        {"messages": []},
+        "`messages` must be a list of at least one message, not an empty l",
+    ),
+    "not an object": ({"messages": ["Hi"]}, "`messages[0]` must be an object, not str."),
+    "no assistant": (
+        {"messages": [USER]},
+        "`messages` has no message of the assistant, so nothing",
+    ),
+    "role": (
+        with_message(role=3),
+        "`messages[1].role` must be a text such as user or assistant, n",
+    ),
+    "no content": (
+        with_message(content=None),
+        "`messages[1].content` is missing; only a message w",
+    ),
+    "content": (with_message(content=3), "`messages[1].content` must be a text or a list of parts"),
+    "calls": (with_message(tool_calls="x"), "`messages[1].tool_calls` must be a list, not str."),
+    "loss_mask": (with_message(loss_mask=2), "`messages[1].loss_mask` must be 0 or 1, not 2."),
+    "trained user": (
+        {"messages": [{**USER, "loss_mask": 1}, ASSISTANT]},
+        "`messages[0].loss_mask` is 1 in a message of role 'user', but only the assistant's are",
+    ),
+    "tools": ({**GOOD, "tools": [3]}, "`tools` must be a list of objects (tool schemas), or JSON"),
+    "tools text": ({**GOOD, "tools": "[{"}, "`tools` is a text that is not JSON (Expecting"),
+    "thinking": ({**GOOD, "enable_thinking": "no"}, "`enable_thinking` must be true or false, not"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_rows(case: str) -> None:
+    row, begin = WRONG[case]
+    with pytest.raises(DataError) as caught:
+        read_conversation(row, PLACE)
+    assert str(caught.value).startswith(f"a.jsonl, row 12: {begin}")
+
+
+@pytest.mark.parametrize(
+    ("turn", "text"),
+    [
+        ({"from": "bot", "value": "x"}, "`conversations[0].from` must be one of system, human, us"),
+        ({"from": "gpt", "value": None}, "`conversations[0].value` must be a text, not NoneType."),
+    ],
+)
+def test_wrong_sharegpt_turns(turn: dict[str, Any], text: str) -> None:
+    with pytest.raises(DataError) as caught:
+        read_conversation({"conversations": [turn]}, PLACE, RowFormat(layout="sharegpt"))
+    assert f"row 12: {text}" in str(caught.value)
+
+
+def test_wrong_prompt_and_response() -> None:
+    row_format = RowFormat(layout="prompt-response")
+    with pytest.raises(DataError, match="`answer` must be a text, not NoneType"):
+        read_conversation({"question": "Hi", "answer": None}, PLACE, row_format)
+    with pytest.raises(DataError, match="`question` is not a column of this row"):
+        read_conversation({"answer": "Hi"}, PLACE, row_format)
+
+
+def test_unknown_layout() -> None:
+    with pytest.raises(ConfigError, match=r"Row layout \('alpaca'\) must be one of messages, prom"):
+        RowFormat(layout="alpaca")  # type: ignore[arg-type]

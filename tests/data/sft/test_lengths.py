@@ -1,0 +1,137 @@
+"""Cuts, the shift and padding; cases worked by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ext.data.sft import (
+    Place,
+    SftRow,
+    TokenizedConversation,
+    Truncation,
+    lay_out,
+    pad_id_of,
+    read_conversation,
+    shift,
+    tokenize_conversation,
+    truncate,
+)
+from megatron_ext.errors import ConfigError, DataError
+from tests.data.sft import tiny
+
+PLACE = Place("chats.parquet", 3)
+EOS = 9
+TOKENS = TokenizedConversation([10, 11, 12, 20, EOS], [0, 0, 0, 1, 1])  # p0 p1 p2 r0 r1
+
+
+def test_criterion_11_prompt_of_3_and_response_of_2_train_the_response() -> None:
+    inputs, labels, weights = shift(*TOKENS)
+    assert inputs.tolist() == [10, 11, 12, 20]
+    assert labels.tolist() == [11, 12, 20, EOS]
+    assert labels[weights > 0].tolist() == [20, EOS]
+    assert weights.dtype == np.float32
+
+
+def test_the_same_case_from_a_row() -> None:
+    tokenizer = tiny.tokenizer("chatml", template="{% for m in messages %}{{ m.content }}"
+        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}")  # fmt: skip
+    row = {"messages": [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "d"}]}
+    _, labels, weights = shift(*tokenize_conversation(tokenizer, read_conversation(row, PLACE)))
+    assert tokenizer.decode(labels[weights > 0]) == "d<|im_end|>"
+    assert weights.tolist() == [0, 0, 1, 1]
+
+
+def test_shift_needs_two_tokens_and_a_mask_of_the_same_length() -> None:
+    with pytest.raises(DataError, match=r"ids \(shape \(1,\)\) and mask \(shape \(1,\)\) must be"):
+        shift([1], [1])
+    with pytest.raises(DataError, match=r"mask \(shape \(2,\)\) must be of one length"):
+        shift([1, 2, 3], [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("truncation", "ids", "mask"),
+    [("left", [12, 20, EOS], [0, 1, 1]), ("right", [10, 11, 12], [0, 0, 0])],
+)
+def test_criterion_12_truncation_keeps_exact_slices(
+    truncation: Truncation, ids: list[int], mask: list[int]
+) -> None:
+    assert truncate(TOKENS, 3, truncation, PLACE) == (ids, mask)
+
+
+@pytest.mark.parametrize("truncation", ["error", "left", "right"])
+def test_what_fits_is_left_alone(truncation: Truncation) -> None:
+    assert truncate(TOKENS, 5, truncation, PLACE) == TOKENS
+
+
+def test_criterion_12_error_names_the_row_and_both_lengths() -> None:
+    with pytest.raises(DataError) as caught:
+        truncate(TOKENS, 4, "error", PLACE)
+    assert str(caught.value) == (
+        "chats.parquet, row 3: the conversation has 5 tokens, more than max_length (4); raise "
+        "max_length, set truncation to left or right, or drop the row."
+    )
+
+
+def test_truncation_options_are_checked() -> None:
+    with pytest.raises(ConfigError, match=r"truncation \('middle'\) must be one of error, left,"):
+        truncate(TOKENS, 5, "middle", PLACE)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"max_length \(1\) must be at least 2"):
+        truncate(TOKENS, 1, "left", PLACE)
+
+
+def test_padding_with_the_end_token_trains_the_end_token_once() -> None:
+    row = lay_out([shift(*TOKENS)], 7, pad_id=EOS)
+    assert row.inputs.tolist() == [10, 11, 12, 20, EOS, EOS, EOS]
+    assert row.labels.tolist() == [11, 12, 20, EOS, EOS, EOS, EOS]
+    assert row.weights.tolist() == [0, 0, 1, 1, 0, 0, 0]
+    assert row.position_ids.tolist() == [0, 1, 2, 3, 0, 0, 0]
+    assert row.cu_seqlens.tolist() == [0, 4]
+
+
+def test_packed_conversations_share_no_label() -> None:
+    # A second conversation cut from the left begins with a trained token, which is never a label.
+    second = TokenizedConversation([21, 22, EOS], [1, 1, 1])
+    row = lay_out([shift(*TOKENS), shift(*second)], 7, pad_id=0)
+    assert row.inputs.tolist() == [10, 11, 12, 20, 21, 22, 0]
+    assert row.labels.tolist() == [11, 12, 20, EOS, 22, EOS, 0]
+    assert row.weights.tolist() == [0, 0, 1, 1, 1, 1, 0]
+    assert row.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 0]
+    assert row.cu_seqlens.tolist() == [0, 4, 6]
+
+
+def test_criterion_12_padded_and_packed_rows_give_the_same_summed_loss() -> None:
+    generator = np.random.default_rng(0)
+    samples = []
+    for length in (5, 9, 2):
+        ids = generator.integers(0, 16, length)
+        samples.append(shift(ids, generator.integers(0, 2, length)))
+    table = torch.randn(16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def summed(rows: list[SftRow]) -> float:
+        total = 0.0
+        for row in rows:
+            logits = table[torch.from_numpy(row.inputs)]
+            labels = torch.from_numpy(row.labels)
+            losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+            total += float((losses * torch.from_numpy(row.weights)).sum())
+        return total
+
+    padded = summed([lay_out([sample], 8, 0) for sample in samples])
+    packed = summed([lay_out(samples, 16, 0)])
+    assert packed == pytest.approx(padded, rel=1e-12)
+    assert packed > 0
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    sample = shift(*TOKENS)
+    with pytest.raises(DataError, match="2 conversations of 8 positions together must fit a row o"):
+        lay_out([sample, sample], 7, 0)
+
+
+def test_pad_id() -> None:
+    tokenizer = tiny.tokenizer("chatml")
+    assert pad_id_of(tokenizer) == tokenizer.eos_token_id != 0
+    tokenizer.pad_token = None
+    assert pad_id_of(tokenizer) == 0

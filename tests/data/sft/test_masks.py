@@ -1,0 +1,340 @@
+"""The trained text of ten model families' chat templates, turn by turn, is written out here."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megatron_ext.data.sft import (
+    Conversation,
+    Place,
+    TemplateOptions,
+    read_conversation,
+    tokenize_conversation,
+)
+from megatron_ext.errors import ConfigError, DataError
+from tests.data.sft import tiny
+
+PLACE = Place("chats.jsonl", 7)
+SYSTEM: dict[str, Any] = {"role": "system", "content": "Be kind."}
+TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello, you."},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "Zwei, 二 🙂"},
+]
+REALIGN = TemplateOptions(on_mismatch="realign")
+
+
+def conversation(messages: list[dict[str, Any]], **more: Any) -> Conversation:
+    return read_conversation({"messages": messages, **more}, PLACE)
+
+
+def trained_text(
+    family: str,
+    messages: list[dict[str, Any]],
+    options: TemplateOptions | None = None,
+    *,
+    merges: tuple[tuple[str, str], ...] = (),
+    template: str | None = None,
+    **more: Any,
+) -> str:
+    tokenizer = tiny.tokenizer(family, merges=merges, template=template)
+    tokenized = tokenize_conversation(tokenizer, conversation(messages, **more), options)
+    return tiny.shown(tokenizer, tokenized)
+
+
+EXPECTED = {
+    "chatml": "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    "<|im_start|>assistant\n[[Hello, you.<|im_end|>\n]]<|im_start|>user\n1+1?<|im_end|>\n"
+    "<|im_start|>assistant\n[[Zwei, 二 🙂<|im_end|>\n]]",
+    "chatml_generation": "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    "<|im_start|>assistant\n[[Hello, you.<|im_end|>]]\n<|im_start|>user\n1+1?<|im_end|>\n"
+    "<|im_start|>assistant\n[[Zwei, 二 🙂<|im_end|>]]\n",
+    "llama2": "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nHi [/INST][[ Hello, you. </s>]]"
+    "<s>[INST] 1+1? [/INST][[ Zwei, 二 🙂 </s>]]",
+    "llama3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe kind.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n[[Hello, you.<|eot_id|>]]"
+    "<|start_header_id|>user<|end_header_id|>\n\n1+1?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n[[Zwei, 二 🙂<|eot_id|>]]",
+    "mistral": "<s> [INST] Be kind.\n\nHi [/INST][[ Hello, you.</s>]]"
+    " [INST] 1+1? [/INST][[ Zwei, 二 🙂</s>]]",
+    "gemma": "<bos><start_of_turn>user\nHi<end_of_turn>\n"
+    "<start_of_turn>model\n[[Hello, you.<end_of_turn>\n]]<start_of_turn>user\n1+1?<end_of_turn>\n"
+    "<start_of_turn>model\n[[Zwei, 二 🙂<end_of_turn>\n]]",
+    "phi3": "<|system|>\nBe kind.<|end|>\n<|user|>\nHi<|end|>\n"
+    "<|assistant|>\n[[Hello, you.<|end|>\n]]<|user|>\n1+1?<|end|>\n"
+    "<|assistant|>\n[[Zwei, 二 🙂<|end|>\n<|endoftext|>]]",
+    "deepseek": "<｜begin▁of▁sentence｜>Be kind.<｜User｜>Hi"
+    "<｜Assistant｜>[[Hello, you.<｜end▁of▁sentence｜>]]<｜User｜>1+1?"
+    "<｜Assistant｜>[[Zwei, 二 🙂<｜end▁of▁sentence｜>]]",
+    "zephyr": "<|system|>\nBe kind.</s>\n<|user|>\nHi</s>\n"
+    "<|assistant|>\n[[Hello, you.</s>\n]]<|user|>\n1+1?</s>\n"
+    "<|assistant|>\n[[Zwei, 二 🙂</s>\n]]",
+    "hermes": "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    "<|im_start|>assistant\n[[Hello, you.<|im_end|>\n]]<|im_start|>user\n1+1?<|im_end|>\n"
+    "<|im_start|>assistant\n[[Zwei, 二 🙂<|im_end|>\n]]",
+}
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_criterion_11_trained_text_is_the_assistants_turns(family: str) -> None:
+    messages = TALK if family == "gemma" else [SYSTEM, *TALK]
+    assert trained_text(family, messages) == EXPECTED[family]
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_realigning_changes_nothing_where_every_turn_is_exact(family: str) -> None:
+    messages = TALK if family == "gemma" else [SYSTEM, *TALK]
+    assert trained_text(family, messages, REALIGN) == EXPECTED[family]
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_criterion_11_loss_mask_0_removes_a_turn(family: str) -> None:
+    first = {**TALK[1], "loss_mask": 0}
+    messages = [TALK[0], first, TALK[2], {**TALK[3], "loss_mask": 1}]
+    messages = messages if family == "gemma" else [SYSTEM, *messages]
+    begin, end = EXPECTED[family].split("[[", 1)
+    expected = begin + end.replace("]]", "", 1)
+    assert expected.count("[[") == 1
+    assert trained_text(family, messages) == expected
+
+
+def test_loss_mask_0_everywhere_trains_nothing() -> None:
+    messages = [TALK[0], {**TALK[1], "loss_mask": 0}]
+    for family in ("chatml", "chatml_generation"):
+        assert "[[" not in trained_text(family, messages)
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+TOOL_TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": "1+1 and 2+2?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+    },
+    {"role": "tool", "content": "2"},
+    {"role": "tool", "content": "4"},
+    {"role": "assistant", "content": "2 and 4."},
+]
+TOOL_HEAD = (
+    "<|im_start|>system\nYou are a function calling AI model. Here are the available tools: <tools>"
+    '\n{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}'
+    "\n</tools><|im_end|>\n<|im_start|>user\n1+1 and 2+2?<|im_end|>\n<|im_start|>assistant\n"
+)
+TOOL_TAIL = (
+    "<|im_start|>tool\n<tool_response>\n2\n</tool_response>\n<tool_response>\n4\n</tool_response>"
+    "\n<|im_end|>\n<|im_start|>assistant\n[[2 and 4.<|im_end|>\n]]"
+)
+TOOL_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n'
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["list", "json"])
+def test_criterion_11_tools_once_and_merged_tool_messages(tools: Any) -> None:
+    text = trained_text("hermes", TOOL_TALK, tools=tools)
+    assert text == f"{TOOL_HEAD}[[{TOOL_CALL}]]{TOOL_TAIL}"
+    assert text.count("<tools>") == 1
+
+
+THINKS: list[dict[str, Any]] = [
+    TALK[0],
+    {"role": "assistant", "content": "<think>\nA greeting.\n</think>\n\nHello."},
+    TALK[2],
+    {"role": "assistant", "content": "<think>\nSum.\n</think>\n\n2"},
+]
+THINKS_HEAD = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+THINKS_TAIL = (
+    "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    "[[<think>\nSum.\n</think>\n\n2<|im_end|>\n]]"
+)
+
+
+def test_thinking_in_a_single_turn_is_trained() -> None:
+    text = trained_text("qwen3", THINKS[:2])
+    assert text == f"{THINKS_HEAD}[[<think>\nA greeting.\n</think>\n\nHello.<|im_end|>\n]]"
+
+
+def test_criterion_11_a_turn_that_is_written_otherwise_is_an_error() -> None:
+    with pytest.raises(DataError) as caught:
+        trained_text("qwen3", THINKS)
+    assert str(caught.value) == (
+        "chats.jsonl, row 7: messages[1] (assistant) is written differently once messages follow: "
+        "templating the messages up to it does not give the beginning of the whole conversation; "
+        "set its loss_mask to 0, give a template that does, or set on_mismatch to realign."
+    )
+
+
+def test_a_removed_turn_may_mismatch() -> None:
+    messages = [THINKS[0], {**THINKS[1], "loss_mask": 0}, *THINKS[2:]]
+    assert trained_text("qwen3", messages) == f"{THINKS_HEAD}Hello.<|im_end|>\n{THINKS_TAIL}"
+
+
+def test_realign_finds_the_turn_in_the_whole() -> None:
+    expected = f"{THINKS_HEAD}[[Hello.<|im_end|>\n]]{THINKS_TAIL}"
+    assert trained_text("qwen3", THINKS, REALIGN) == expected
+
+
+def test_realign_is_not_led_astray_by_a_later_turn_of_the_same_text() -> None:
+    messages = [THINKS[0], {**THINKS[3]}, THINKS[2], THINKS[3]]
+    expected = f"{THINKS_HEAD}[[2<|im_end|>\n]]{THINKS_TAIL}"
+    assert trained_text("qwen3", messages, REALIGN) == expected
+
+
+def test_realign_is_not_led_astray_by_a_question_that_quotes_the_turn() -> None:
+    quote = {"role": "user", "content": "You said\nHello.<|im_end|>\n?"}
+    text = trained_text("qwen3", [*THINKS[:2], quote, THINKS[3]], REALIGN)
+    assert text.startswith(f"{THINKS_HEAD}[[Hello.<|im_end|>\n]]<|im_start|>user\nYou said\nHello.")
+    assert text.count("[[") == 2
+
+
+@pytest.mark.parametrize("run", [True, False])
+def test_enable_thinking_of_a_row_goes_before_the_run_s(run: bool) -> None:
+    options = TemplateOptions(template_kwargs={"enable_thinking": run})
+    empty = "<think>\n\n</think>\n\n"
+    off = f"{THINKS_HEAD}{empty}[[Hello.<|im_end|>\n]]"
+    on = f"{THINKS_HEAD}[[{empty}Hello.<|im_end|>\n]]"
+    messages = [TALK[0], {"role": "assistant", "content": "Hello."}]
+    assert trained_text("qwen3", messages, options) == (on if run else off)
+    assert trained_text("qwen3", messages, options, enable_thinking=False) == off
+    assert trained_text("qwen3", messages, options, enable_thinking=True) == on
+
+
+def test_a_generation_prompt_that_the_turn_does_not_repeat() -> None:
+    messages = [TALK[0], {"role": "assistant", "content": "Hello."}, *TALK[2:]]
+    with pytest.raises(DataError, match=r"messages\[1\] \(assistant\) does not begin with the gen"):
+        trained_text("qwen3", messages, enable_thinking=False)
+    expected = (
+        f"{THINKS_HEAD}[[Hello.<|im_end|>\n]]<|im_start|>user\n1+1?<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n[[Zwei, 二 🙂<|im_end|>\n]]"
+    )
+    assert trained_text("qwen3", messages, REALIGN, enable_thinking=False) == expected
+
+
+def test_a_system_text_that_moves_to_the_last_question() -> None:
+    with pytest.raises(DataError, match=r"messages\[2\] \(assistant\) does not begin with the gen"):
+        trained_text("mistral_system_last", [SYSTEM, *TALK])
+    expected = (
+        "<s>[INST] Hi[/INST][[ Hello, you.</s>]][INST] Be kind.\n\n1+1?[/INST][[ Zwei, 二 🙂</s>]]"
+    )
+    assert trained_text("mistral_system_last", [SYSTEM, *TALK], REALIGN) == expected
+
+
+def test_a_token_across_the_edge_of_a_turn() -> None:
+    merged = (("Ċ", "Ċ"),)
+    messages = [TALK[0], {"role": "assistant", "content": "\nHello."}]
+    with pytest.raises(DataError, match=r"messages\[1\] \(assistant\) does not begin with the gen"):
+        trained_text("chatml", messages, merges=merged)
+    expected = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant[[\n\nHello.<|im_end|>\n]]"
+    assert trained_text("chatml", messages, REALIGN, merges=merged) == expected
+
+
+def test_consecutive_assistant_messages_are_two_turns() -> None:
+    messages = [TALK[0], TALK[1], {"role": "assistant", "content": "More."}]
+    assert trained_text("chatml", messages) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[Hello, you.<|im_end|>\n]]"
+        "<|im_start|>assistant\n[[More.<|im_end|>\n]]"
+    )
+
+
+def test_template_kwargs_reach_the_template() -> None:
+    template = "{{ greeting }}{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+    options = TemplateOptions(template_kwargs={"greeting": "Moin", "chat_template": template})
+    assert (
+        trained_text("chatml", TALK[:2], options) == "Moin<|im_start|>Hi[[<|im_start|>Hello, you.]]"
+    )
+
+
+def test_a_conversation_that_begins_with_the_assistant() -> None:
+    with pytest.raises(DataError, match=r"messages\[0\] \(assistant\) has no message before it"):
+        trained_text("chatml", TALK[1:])
+    messages = [{**TALK[1], "loss_mask": 0}, *TALK[2:]]
+    assert trained_text("chatml", messages).count("[[") == 1
+
+
+def test_a_turn_without_tokens() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    messages = [TALK[0], {"role": "assistant", "content": ""}]
+    for options in (None, REALIGN):
+        with pytest.raises(DataError, match=r"messages\[1\] \(assistant\) adds no token"):
+            trained_text("chatml", messages, options, template=template)
+
+
+def test_a_template_that_drops_turns_cannot_be_realigned() -> None:
+    template = (
+        "{% for m in messages[-1:] %}{{ m.content }}{% if m.role == 'user' %}<|im_end|>"
+        "{% endif %}{% endfor %}"
+    )
+    with pytest.raises(DataError, match=r"messages\[1\] .*cannot be found in the whole"):
+        trained_text("chatml", TALK[:3], REALIGN, template=template)
+
+
+def test_what_the_template_refuses_names_the_row() -> None:
+    with pytest.raises(DataError, match=r"chats.jsonl, row 7: .*System role not supported"):
+        trained_text("gemma", [SYSTEM, *TALK])
+
+
+def test_a_tokenizer_without_template() -> None:
+    tokenizer = tiny.tokenizer("chatml")
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="has no chat template"):
+        tokenize_conversation(tokenizer, conversation(TALK))
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ConfigError, match=r"on_mismatch \('ignore'\) must be one of error, real"):
+        TemplateOptions(on_mismatch="ignore")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"apply_chat_template_kwargs \(tokenize\) must not"):
+        TemplateOptions(template_kwargs={"tokenize": False})
+
+
+ONE_MARK = (
+    "{% for m in messages %}<|im_start|>{% if m.role == 'assistant' and loop.last %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+    "<|im_end|>{% endfor %}"
+)
+
+
+def test_generation_marks_that_miss_a_turn() -> None:
+    with pytest.raises(DataError, match="give 1 runs of trained tokens for 2 assistant messages"):
+        trained_text("chatml", TALK, template=ONE_MARK)
+    text = trained_text("chatml", TALK, REALIGN, template=ONE_MARK)
+    assert text.count("[[") == 1 and "[[Zwei, 二 🙂]]<|im_end|>" in text
+    removed = [{**message, "loss_mask": 0} for message in TALK]
+    for options in (None, REALIGN):
+        with pytest.raises(DataError, match="give 1 runs"):
+            trained_text("chatml", removed, options, template=ONE_MARK)
+
+
+def test_generation_marks_that_hit_nothing_are_an_error_even_when_realigning() -> None:
+    with pytest.raises(DataError, match="generation marks of the chat template train nothing"):
+        trained_text("chatml", TALK[:3], REALIGN, template=ONE_MARK)
+
+
+def test_generation_marks_whose_last_character_has_no_token() -> None:
+    # transformers then trains all that follows.
+    template = (
+        "{% for m in messages %}<|im_start|>{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content + '\n' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer = tiny.tokenizer("chatml", template=template, drop="\n")
+    with pytest.raises(DataError, match="train the end of a message that is not the assistant's"):
+        tokenize_conversation(tokenizer, conversation(TALK[:3]))
+    with pytest.raises(DataError, match="give 1 runs of trained tokens for 2 assistant messages"):
+        tokenize_conversation(tokenizer, conversation(TALK))
+
+
+def test_a_slow_tokenizer_goes_by_prefixes() -> None:
+    tokenizer = tiny.tokenizer("chatml_generation")
+
+    class Slow:
+        is_fast = False
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+    tokenized = tokenize_conversation(Slow(), conversation([SYSTEM, *TALK]))
+    assert tiny.shown(tokenizer, tokenized) == EXPECTED["chatml"]

@@ -1,0 +1,282 @@
+"""Packing against slow definitions, hand-made rows, and a log-normal mix of lengths."""
+
+from __future__ import annotations
+
+import time
+from itertools import chain, combinations, product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from megatron_ext.data.sft.epochs import PackedEpochs, shuffled
+from megatron_ext.data.sft.packing import (
+    CostModel,
+    Ints,
+    Row,
+    balance,
+    boundaries,
+    cost,
+    pack,
+    padded_lengths,
+    small_ends,
+    token_budget,
+)
+from megatron_ext.errors import ConfigError, DataError
+
+MODEL = CostModel.of_sizes(
+    4096, 14336, 32, num_query_groups=8, gated=True, num_layers=32, vocab_size=128256
+)
+RANKS = 4
+
+
+def log_normal(count: int, median: float, sigma: float, longest: int) -> Ints:
+    """Lengths of instruction data: a log-normal, cut at the sequence length."""
+    drawn = np.random.default_rng(7).lognormal(np.log(median), sigma, count)
+    lengths: Ints = np.clip(drawn.astype(np.int64), 1, longest)
+    return lengths
+
+
+MIXES = {
+    "chat 8k": (log_normal(50_000, 600, 1.0, 8192), 8192),
+    "long 32k": (log_normal(50_000, 2000, 1.3, 32768), 32768),
+}
+
+
+def imbalances(lengths: Ints, plan: list[list[list[Row]]]) -> NDArray[np.float64]:
+    """Highest cost of a rank over the mean of ranks, minus 1, for each step."""
+    loads = np.array(
+        [[sum(cost(lengths[row], MODEL) for row in rank) for rank in step] for step in plan], float
+    )
+    above: NDArray[np.float64] = loads.max(axis=1) / loads.mean(axis=1) - 1
+    return above
+
+
+def first_fit_decreasing(lengths: list[int], capacity: int) -> list[Row]:
+    """By its definition, O(samples * rows)."""
+    rows: list[Row] = []
+    for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        for row in rows:
+            if sum(lengths[i] for i in row) + lengths[sample] <= capacity:
+                row.append(sample)
+                break
+        else:
+            rows.append([sample])
+    return rows
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 40), max_size=60), st.integers(40, 90))
+def test_pack_is_first_fit_decreasing(lengths: list[int], capacity: int) -> None:
+    assert pack(lengths, capacity) == first_fit_decreasing(lengths, capacity)
+
+
+def test_pack_names_a_sample_that_does_not_fit() -> None:
+    with pytest.raises(DataError, match=r"Sample 1 has 9 tokens, but a packed row holds 8; cut"):
+        pack([3, 9], 8)
+    with pytest.raises(DataError, match=r"Sample 2 has 0 tokens, but a packed sample needs at"):
+        pack([3, 8, 0], 8)
+
+
+def test_cost_of_the_textbook_layer_doubles_at_twelve_times_its_width() -> None:
+    model = CostModel.of_sizes(64, 256, 4)
+    alone = 768 * model.linear  # 12 h tokens without attention
+    assert cost([768], model) == 2 * alone
+    assert cost([384, 384], model) * 2 == 3 * alone  # half the pairs of positions
+    assert cost([], model) == 0
+
+
+def test_cost_counts_matrix_products() -> None:
+    h, f, n, g, d, layers, v = 32, 80, 4, 2, 16, 3, 100
+    model = CostModel.of_sizes(
+        h, f, n, num_query_groups=g, kv_channels=d, gated=True, num_layers=layers, vocab_size=v
+    )
+    shapes = [(h, n * d), (h, g * d), (h, g * d), (n * d, h), (h, f), (h, f), (f, h)]
+    linear = layers * sum(a * b for a, b in shapes) + h * v
+    per_pair = layers * n * d  # scores and values: 2 n d, of which the causal half
+    assert model.linear * per_pair == model.quadratic * linear
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 1000), min_size=6, max_size=6))
+def test_balance_finds_the_best_of_all_deals(costs: list[int]) -> None:
+    # Any three of six are one swap away from any other three or from the rest.
+    halves = [sum(three) for three in combinations(costs, 3)]
+    best = min(max(half, sum(costs) - half) for half in halves)
+    ranks = balance(costs, 2)
+    assert sorted(chain(*ranks)) == list(range(6)) and [len(rank) for rank in ranks] == [3, 3]
+    assert max(sum(costs[i] for i in rank) for rank in ranks) <= best * 1.001
+
+
+def test_balance_swaps_where_the_greedy_deal_is_uneven() -> None:
+    # Greedy deals 900 + 500 + 100 and 700 + 600 + 400; 500 and 600 change places.
+    costs = [900, 700, 600, 500, 400, 100]
+    loads = [sum(costs[i] for i in rank) for rank in balance(costs, 2)]
+    assert loads == [1600, 1600]
+
+
+def test_balance_refuses_an_uneven_number_of_rows() -> None:
+    with pytest.raises(ConfigError, match=r"step \(6\) must be a positive multiple of .* \(4\)"):
+        balance([1] * 6, 4)
+
+
+def test_small_rows_come_first_and_last() -> None:
+    weights = np.array([50, 10, 40, 20, 30])
+    assert [int(weights[i]) for i in small_ends(range(5), weights)] == [10, 30, 50, 40, 20]
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.integers(1, 64), min_size=1, max_size=200),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_an_epoch_holds_every_sample_once(
+    lengths: list[int], ranks: int, rows: int, similar: bool
+) -> None:
+    epochs = PackedEpochs(lengths, 64, rows * ranks, ranks, MODEL, 1, similar_rows=similar)
+    for epoch in (0, 1):
+        steps = [epochs.step(epoch, step) for step in range(epochs.steps_per_epoch)]
+        assert all([len(rank) for rank in step] == [rows] * ranks for step in steps)
+        packed = [row for step in steps for rank in step for row in rank]
+        assert sorted(chain(*packed)) == list(range(len(lengths)))
+        assert max(sum(lengths[i] for i in row) for row in packed) <= 64
+        full = [row for step in steps[:-1] for rank in step for row in rank]
+        assert all(full)  # empty rows only fill the last step
+
+
+def test_a_step_depends_on_seed_epoch_and_number_only() -> None:
+    lengths = MIXES["chat 8k"][0][:2000]
+    first, resumed, other = (PackedEpochs(lengths, 8192, 16, RANKS, MODEL, s) for s in (1, 1, 2))
+    run = [first.step(e, s) for e, s in product((0, 1), range(first.steps_per_epoch))]
+    number = first.steps_per_epoch + 2
+    assert resumed.step(1, 2) == run[number]
+    assert resumed.step(0, 0) == run[0] == first.step(0, 0)
+    assert other.step(0, 0) != run[0]
+    assert run[first.steps_per_epoch] != run[0]
+    with pytest.raises(DataError, match=r"Step 99 must be one of the \d+ steps of an epoch"):
+        first.step(0, 99)
+
+
+def test_epochs_exchange_samples_of_equal_length() -> None:
+    epochs = PackedEpochs([4] * 20, 8, 10, 1, MODEL, 1)
+    pairs = [{frozenset(row) for row in epochs.step(epoch, 0)[0]} for epoch in (0, 1)]
+    assert pairs[0] != pairs[1]
+
+
+@pytest.mark.parametrize("similar", [True, False])
+def test_the_row_that_is_not_full_is_in_the_last_step(similar: bool) -> None:
+    for seed in range(5):
+        epochs = PackedEpochs([8] * 7 + [1], 8, 2, 2, MODEL, seed, similar_rows=similar)
+        assert [7] in chain(*epochs.step(0, 3))
+
+
+def test_the_shuffle_is_the_same_on_every_machine() -> None:
+    assert shuffled(8, 1234, 0).tolist() == [5, 6, 3, 7, 4, 1, 2, 0]
+    assert sorted(shuffled(1000, 3, 1).tolist()) == list(range(1000))
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_rows_are_filled(mix: str) -> None:
+    lengths, capacity = MIXES[mix]
+    fill = lengths.sum() / (len(pack(lengths, capacity)) * capacity)
+    print(f"{mix}: {100 * fill:.3f}% of positions filled")
+    assert fill >= 0.97
+    padded = padded_lengths(lengths, 8)  # for four context-parallel ranks
+    assert lengths.sum() / (len(pack(padded, capacity)) * capacity) >= 0.97
+
+
+@pytest.mark.parametrize(
+    ("rows_per_rank", "similar"), [(1, True), (2, True), (4, True), (8, False), (16, False)]
+)
+@pytest.mark.parametrize("mix", MIXES)
+def test_ranks_are_even_in_every_step_but_the_last(
+    mix: str, rows_per_rank: int, similar: bool
+) -> None:
+    lengths, capacity = MIXES[mix]
+    epochs = PackedEpochs(
+        lengths, capacity, rows_per_rank * RANKS, RANKS, MODEL, 5, similar_rows=similar
+    )
+    found = imbalances(lengths, [epochs.step(0, s) for s in range(epochs.steps_per_epoch - 1)])
+    print(f"{mix}, {rows_per_rank} rows: mean {found.mean():.5f}, worst {found.max():.5f}")
+    assert found.max() <= 0.02
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_four_random_rows_for_each_rank_are_even_on_average(mix: str) -> None:
+    lengths, capacity = MIXES[mix]
+    epochs = PackedEpochs(lengths, capacity, 4 * RANKS, RANKS, MODEL, 5)
+    found = imbalances(lengths, [epochs.step(0, s) for s in range(epochs.steps_per_epoch - 1)])
+    print(f"{mix}, 4 random rows: mean {found.mean():.5f}, worst {found.max():.5f}")
+    assert found.mean() <= 0.02
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=60), st.integers(1, 5))
+def test_budget_gives_all_ranks_as_many_micro_batches(lengths: list[int], ranks: int) -> None:
+    plan = token_budget(lengths, 64, ranks, MODEL)
+    assert len({len(rank) for rank in plan}) == 1 and len(plan) == ranks
+    batches = [batch for rank in plan for batch in rank]
+    assert sorted(chain(*batches)) == list(range(len(lengths)))
+    assert max(sum(lengths[i] for i in batch) for batch in batches) <= 64
+
+
+def test_budget_falls_back_to_packed_rows_where_even_ones_are_too_long() -> None:
+    # Dealt by cost: 6 + 3 and 4 + 4 + 3, which is 11 of at most 10 tokens.
+    lengths = [6, 4, 4, 3, 3]
+    (rank,) = token_budget(lengths, 10, 1, CostModel(1, 0))
+    assert sorted(sorted(lengths[i] for i in batch) for batch in rank) == [[3, 3, 4], [4, 6]]
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_budget_deals_even_costs(mix: str) -> None:
+    lengths, budget = MIXES[mix]
+    steps = shuffled(len(lengths), 3)[: 80 * 256].reshape(80, 256)
+    plans = [
+        [[[int(step[i]) for i in batch] for batch in rank] for rank in plan]
+        for step in steps
+        for plan in [token_budget(lengths[step], budget, RANKS, MODEL)]
+    ]
+    found = imbalances(lengths, plans)
+    micro_batches = np.array([len(plan[0]) for plan in plans])
+    needed = np.array([-(-int(lengths[step].sum()) // (RANKS * budget)) for step in steps])
+    print(f"{mix}, budget: mean {found.mean():.5f}, worst {found.max():.5f}")
+    print(f"micro-batches over the fewest possible: {micro_batches.sum() / needed.sum():.3f}")
+    assert found.max() <= 0.02
+    assert (micro_batches - needed).max() <= 1
+
+
+def test_boundaries_by_hand() -> None:
+    row = boundaries([3, 4], multiple=4, row_length=12)
+    assert row.cu_seqlens.tolist() == [0, 3, 7, 7]
+    assert row.cu_seqlens_padded.tolist() == [0, 4, 8, 12]
+    assert row.position_ids.tolist() == [[0, 1, 2, 3] * 3]
+    assert row.documents.tolist() == [[0, 0, 0, -1, 1, 1, 1, 1, -1, -1, -1, -1]]
+    assert row.cu_seqlens.dtype == row.cu_seqlens_padded.dtype == torch.int32
+    tight = boundaries([3, 1])
+    assert tight.cu_seqlens.tolist() == tight.cu_seqlens_padded.tolist() == [0, 3, 4]
+    assert tight.position_ids.tolist() == [[0, 1, 2, 0]]
+
+
+def test_an_empty_row_is_padding_only() -> None:
+    row = boundaries([], row_length=4)
+    assert (row.cu_seqlens.tolist(), row.cu_seqlens_padded.tolist()) == ([0, 0], [0, 4])
+    assert row.position_ids.tolist() == [[0, 1, 2, 3]]
+    assert row.documents.tolist() == [[-1] * 4]
+
+
+def test_boundaries_refuse_a_row_that_is_too_short() -> None:
+    with pytest.raises(DataError, match=r"have 12 tokens \(in multiples of 4\), but the row hol"):
+        boundaries([5, 4], multiple=4, row_length=10)
+
+
+def test_print_the_time_of_a_million_samples() -> None:
+    lengths = log_normal(1_000_000, 600, 1.0, 8192)
+    begin = time.perf_counter()
+    rows = pack(lengths, 8192)
+    print(f"1M samples into {len(rows)} rows in {time.perf_counter() - begin:.2f} s")
+    assert sum(map(len, rows)) == 1_000_000

@@ -1,0 +1,271 @@
+"""Files of conversations to stores, by the command line, against tokenizing row by row."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+import zstandard
+from pyarrow import parquet
+
+from megatron_ext.config.sft import SftConfig
+from megatron_ext.data.preprocess.cli import main
+from megatron_ext.data.preprocess.tokenizer_flags import TokenizerFlags
+from megatron_ext.data.sft import Place, read_conversation, tokenize_conversation
+from megatron_ext.data.sft.chat import build_chat
+from megatron_ext.data.sft.store import SftStore, about_path
+from megatron_ext.data.tokenizers import build_tokenizer
+from megatron_ext.errors import ConfigError, DataError
+from tests.data.sft import tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("tokenizer"))
+
+
+def preprocess(folder: Path, *words: Any) -> int:
+    kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder)]
+    return main(["--sft", *kind, *map(str, words)])
+
+
+def assert_holds(store: SftStore, rows: list[dict[str, Any]]) -> None:
+    """Ids and masks are those of each row by itself."""
+    assert len(store) == len(rows)
+    tokenizer = tiny.tokenizer("chatml")
+    for number, row in enumerate(rows):
+        wanted = tokenize_conversation(tokenizer, read_conversation(row, Place("f", number)))
+        ids, mask = store.conversation(number)
+        assert ids.tolist() == wanted.ids
+        assert mask.tolist() == wanted.mask
+        assert 0 < sum(wanted.mask) < len(wanted.mask)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_files_of_every_kind_keep_their_order(workers: int, folder: Path, tmp_path: Path) -> None:
+    rows = tiny.chats(40)
+    plain = tiny.write_jsonl(tmp_path / "a.jsonl", rows[:20])
+    packed = tmp_path / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress(tiny.write_jsonl(tmp_path / "b", rows[20:25]).read_bytes()))
+    other = tmp_path / "c.jsonl.zst"
+    text = tiny.write_jsonl(tmp_path / "c", rows[25:30]).read_bytes()
+    other.write_bytes(zstandard.compress(text))
+    table = tmp_path / "d.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows[30:]), table)
+    words = ["--part-megabytes", 0.001, "--workers", workers]
+    prefix = tmp_path / "out"
+    code = preprocess(
+        folder, "--input", plain, packed, other, table, "--output-prefix", prefix, *words
+    )
+    assert code == 0
+    store = SftStore(str(prefix))
+    assert_holds(store, rows)
+    sources = [Path(store.source_of(number)).name for number in (0, 19, 20, 25, 30, 39)]
+    assert sources == ["a.jsonl"] * 2 + ["b.jsonl.gz", "c.jsonl.zst"] + ["d.parquet"] * 2
+    assert not list(tmp_path.glob("*.parts"))
+
+
+def test_tools_of_a_parquet_file_have_no_keys_of_other_rows(tmp_path: Path) -> None:
+    from megatron_ext.data.preprocess.parquet import json_lines
+
+    rows = [
+        {"messages": [{"role": "user", "content": "x", "args": {"a": 1}}], "tools": None},
+        {"messages": [{"role": "user", "content": "y", "args": {"b": [2]}}], "tools": "[]"},
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "f.parquet")
+    pieces = list(json_lines(str(tmp_path / "f.parquet")))
+    lines = b"".join(piece for piece, _ in pieces).splitlines()
+    assert [json.loads(line) for line in lines] == rows
+    assert sum(read for _, read in pieces) == (tmp_path / "f.parquet").stat().st_size
+
+
+def test_a_damaged_parquet_file_is_named(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "f.parquet").write_bytes(b"PAR1 and no more")
+    assert preprocess(folder, "--input", tmp_path / "f.parquet", "--output-prefix", "o") == 1
+    assert "f.parquet is not a whole parquet file (" in capfd.readouterr().err
+
+
+BAD = [
+    ("{", "is not valid JSON (unexpected end of data: line 1 column 2 (char 1))"),
+    ("[]", "is not a JSON object"),
+    ("", "is blank"),
+    (
+        '{"text": "x"}',
+        "is refused: `messages` is not a column of this row (it has text); name the column it has",
+    ),
+    (
+        '{"messages": [{"role": "user", "content": "x"}]}',
+        "is refused: `messages` has no message of the assistant, so nothing to train; drop the row",
+    ),
+    (
+        '{"messages": [{"role": "user", "content": "\\ud800"}, '
+        '{"role": "assistant", "content": "x"}]}',
+        "is refused: the tokenizer refuses the text of the conversation (TypeError: ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD)
+def test_a_bad_row_stops_the_run_or_is_set_aside(
+    line: str, reason: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = tiny.chats(9)
+    path = tiny.write_jsonl(tmp_path / "f.jsonl", rows)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:4], line, *lines[4:]]) + "\n")
+    words = ["--input", path, "--output-prefix", tmp_path / "o", "--part-megabytes", 0.0005]
+    assert preprocess(folder, *words) == 1
+    assert f"f.jsonl line 5 {reason}" in capfd.readouterr().err
+    assert not about_path(tmp_path / "o").exists()
+    assert preprocess(folder, *words, "--on-bad-line", "quarantine", "--workers", 2) == 0
+    assert_holds(SftStore(str(tmp_path / "o")), rows)
+    rejected = json.loads((tmp_path / "o.rejected.jsonl").read_text())
+    assert rejected["line"] == 5
+    assert rejected["text"] == line
+    assert rejected["reason"].startswith(reason)
+
+
+def test_no_conversation_is_an_error(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "f.jsonl").write_text("")
+    words = ["--input", tmp_path / "f.jsonl", "--output-prefix", tmp_path / "o"]
+    assert preprocess(folder, *words) == 1
+    assert "f.jsonl holds no conversation; give files that do." in capfd.readouterr().err
+
+
+def test_other_columns_and_template(folder: Path, tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{{ mark }}{% endfor %}"
+        "{% if add_generation_prompt %}a{% endif %}"
+    )
+    path = tiny.write_jsonl(tmp_path / "f.jsonl", [{"q": "xy", "r": "zzz"}])
+    words = "--sft-row-format prompt-response --sft-prompt-key q --sft-response-key r".split()
+    kwargs = ["--sft-chat-template", template, "--sft-template-kwargs", '{"mark": "!"}']
+    assert (
+        preprocess(folder, "--input", path, "--output-prefix", tmp_path / "o", *words, *kwargs) == 0
+    )
+    ids, mask = SftStore(str(tmp_path / "o")).conversation(0)
+    assert tiny.tokenizer("chatml").decode(ids.tolist()) == "uxy!azzz!"
+    assert mask.tolist() == [0] * 5 + [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--append-eod", "`--append-eod` does not go with `--sft`: the chat template ends"),
+        ("--partitions 2", "`--partitions` does not go with `--sft`: all conversations"),
+        ("--json-keys a", "`--json-keys` does not go with `--sft`, whose columns have flags"),
+        ("--engine native", "`--engine` does not go with `--sft`: the chat template"),
+        ("--sft-template-kwargs 3", "`--sft-template-kwargs` (3) must be a JSON object; use"),
+    ],
+)
+def test_flags_without_a_meaning_are_refused(
+    words: str, sentence: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert preprocess(folder, "--input", "f", "--output-prefix", "o", *words.split()) == 2
+    assert sentence in capfd.readouterr().err
+
+
+def test_flags_of_conversations_need_sft(capfd: pytest.CaptureFixture[str]) -> None:
+    words = "--input f --output-prefix o --tokenizer-type NullTokenizer --sft-tools-key t".split()
+    assert main(words) == 2
+    sentence = "`--sft-tools-key` has an effect only with `--sft`; add it, or leave this out."
+    assert sentence in capfd.readouterr().err
+
+
+@pytest.fixture
+def store(folder: Path, tmp_path: Path) -> SftStore:
+    path = tiny.write_jsonl(tmp_path / "f.jsonl", tiny.chats(5))
+    assert preprocess(folder, "--input", path, "--output-prefix", tmp_path / "o") == 0
+    return SftStore(str(tmp_path / "o"))
+
+
+def identity(folder: Path, **flags: Any) -> dict[str, Any]:
+    settings = TokenizerFlags("HuggingFaceTokenizer", str(folder))
+    return build_chat(build_tokenizer(settings), settings, SftConfig(sft=True, **flags)).identity
+
+
+def test_a_store_knows_its_tokenizer_and_template(
+    store: SftStore, folder: Path, tmp_path: Path
+) -> None:
+    store.check(identity(folder), 1000)
+    store.check(identity(tiny.save(tmp_path / "moved")), 1000)
+    with pytest.raises(DataError, match="o_sft.json was made with another tokenizer than this run"):
+        store.check(identity(tiny.save(tmp_path / "hermes", "hermes")), 1000)
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ messages }}")
+    with pytest.raises(DataError, match="with another template than this run's; give the one of"):
+        store.check(identity(folder, sft_chat_template=str(template)), 1000)
+    with pytest.raises(DataError, match=r"`--sft-template-kwargs` \(\{\}\), but this run has"):
+        store.check(identity(folder, sft_template_kwargs='{"a": 1}'), 1000)
+    with pytest.raises(DataError, match=r"holds the token id \d+, but the vocabulary has 9 entr"):
+        store.check(identity(folder), 9)
+
+
+def test_a_store_that_is_not_whole_is_refused(store: SftStore) -> None:
+    prefix = store.prefix
+    about = json.loads(about_path(prefix).read_bytes())
+    about_path(prefix).write_text(json.dumps({**about, "format": 9}))
+    with pytest.raises(DataError, match="has format 9, but 1 is read here; make it with tools/"):
+        SftStore(prefix)
+    about_path(prefix).write_text("{")
+    with pytest.raises(DataError, match="cannot be read"):
+        SftStore(prefix)
+    about_path(prefix).unlink()
+    with pytest.raises(DataError, match="does not exist, so the store is not whole; make it"):
+        SftStore(prefix)
+
+
+def test_masks_of_other_conversations_are_refused(store: SftStore, tmp_path: Path) -> None:
+    for kind in ("bin", "idx"):
+        other = Path(f"{store.prefix}_sft_document.{kind}").read_bytes()
+        Path(f"{store.prefix}_sft_mask.{kind}").write_bytes(other)
+    index = Path(f"{store.prefix}_sft_mask.idx")
+    lengths = np.frombuffer(index.read_bytes(), "<i4", 5, 34).copy()
+    lengths[:2] += [1, -1]
+    raw = bytearray(index.read_bytes())
+    raw[34 : 34 + 20] = lengths.tobytes()
+    raw[62:70] = (int(lengths[0]) * 2).to_bytes(8, "little")
+    index.write_bytes(raw)
+    with pytest.raises(DataError, match="do not hold the same conversations; make both again"):
+        SftStore(store.prefix)
+
+
+def test_tokenizers_without_templates_are_refused(tmp_path: Path) -> None:
+    settings = TokenizerFlags("NullTokenizer", vocab_size=9)
+    with pytest.raises(ConfigError, match=r"`--tokenizer-type` \(NullTokenizer\) has no chat temp"):
+        build_chat(build_tokenizer(settings), settings, SftConfig(sft=True))
+    folder = tiny.save(tmp_path / "t")
+    for path in folder.glob("chat_template*"):
+        path.unlink()
+    settings = TokenizerFlags("HuggingFaceTokenizer", str(folder))
+    with pytest.raises(ConfigError, match="has no chat template, so conversations cannot be tok"):
+        build_chat(build_tokenizer(settings), settings, SftConfig(sft=True))
+    with pytest.raises(DataError, match=r"`--sft-chat-template` \(none\) cannot be read"):
+        build_chat(
+            build_tokenizer(settings), settings, SftConfig(sft=True, sft_chat_template="none")
+        )
+
+
+def test_further_special_tokens_have_the_ids_of_the_trainer(tmp_path: Path) -> None:
+    folder = tiny.save(tmp_path / "t")
+    settings = TokenizerFlags(
+        "HuggingFaceTokenizer", str(folder), tokenizer_special_tokens=["<|one|>", "<|two|>"]
+    )
+    tokenizer = build_tokenizer(settings)
+    chat = build_chat(tokenizer, settings, SftConfig(sft=True))
+    row = {
+        "messages": [{"role": "user", "content": "<|two|>"}, {"role": "assistant", "content": "x"}]
+    }
+    ids = tokenize_conversation(chat.tokenizer, read_conversation(row, Place("f", 1))).ids
+    assert tokenizer.vocab_size - 1 in ids
+    assert tokenizer.tokenize("<|two|>") == [tokenizer.vocab_size - 1]

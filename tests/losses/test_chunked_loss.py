@@ -1,0 +1,162 @@
+"""Losses written for a chunk against the same formula on whole logits in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.layout import ParallelContext
+from megatron_ext.losses.chunked_loss import TokenLosses, chunked_loss
+from megatron_ext.losses.vocabulary import VocabularyHead
+from tests.ranks import ranks
+
+S, B, H, V, K = 12, 2, 8, 20, 3
+TOLERANCE = 1e-5
+
+
+def focal(hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]) -> Tensor:
+    log_p = head.log_prob(head.logits(hidden), inputs["labels"])
+    return -((1 - log_p.exp()) ** inputs["gamma"]) * log_p
+
+
+def dense_focal(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    log_p = logits.log_softmax(-1).gather(2, inputs["labels"].clamp(0).unsqueeze(2)).squeeze(2)
+    return -((1 - log_p.exp()) ** inputs["gamma"]) * log_p
+
+
+def teacher(hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]) -> Tensor:
+    student = head.at(head.log_softmax(head.logits(hidden)), inputs["ids"])
+    return -(inputs["share"] * student).sum(dim=1)
+
+
+def dense_teacher(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    student = logits.log_softmax(-1).gather(2, inputs["ids"])
+    return -(inputs["share"] * student).sum(dim=2)
+
+
+def entropy(hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]) -> Tensor:
+    log_p = head.log_softmax(head.logits(hidden))
+    return -head.sum(log_p.exp() * log_p)
+
+
+def dense_entropy(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    log_p = logits.log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+FORMULAS = {
+    "focal": (focal, dense_focal),
+    "teacher": (teacher, dense_teacher),
+    "entropy": (entropy, dense_entropy),
+}
+
+
+def values() -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(S, B, H, generator=generator)
+    weight = torch.randn(V, H, generator=generator)
+    weights = torch.rand(B, S, generator=generator)
+    weights[0, 2:5] = 0
+    labels = torch.randint(0, V, (B, S), generator=generator)
+    labels[0, 2:5] = -100
+    inputs = {
+        "labels": labels,
+        "gamma": torch.tensor(2.0),
+        "ids": torch.randint(0, V, (B, S, K), generator=generator),
+        "share": torch.rand(B, S, K, generator=generator),
+    }
+    return hidden, weight, weights, inputs
+
+
+def truth(name: str) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight, weights, inputs = values()
+    h, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    losses = FORMULAS[name][1]((h @ w.t()).transpose(0, 1), inputs)
+    total = (losses * weights)[weights > 0].sum()
+    of_hidden, of_weight = torch.autograd.grad(total, (h, w))
+    return total.detach(), of_hidden, of_weight
+
+
+def close(found: Tensor, want: Tensor) -> bool:
+    return float((found.detach().double() - want).norm() / want.norm()) <= TOLERANCE
+
+
+def check(
+    loss: TokenLosses, name: str, chunk_size: int | None, group: ProcessGroup | None, *, sp: bool
+) -> None:
+    hidden, weight, weights, inputs = values()
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    if sp:
+        hidden = hidden.chunk(size)[rank]
+    h = hidden.clone().requires_grad_()
+    w = weight.chunk(size)[rank].clone().requires_grad_()
+    losses, total = chunked_loss(
+        loss, h, w, weights, inputs, tp_group=group, sequence_parallel=sp, chunk_size=chunk_size
+    )
+    want, of_hidden, of_weight = truth(name)
+    assert close(total, want) and close((losses * weights).sum(), want)
+    found = torch.autograd.grad(3 * total, (h, w))
+    assert close(found[0], 3 * (of_hidden.chunk(size)[rank] if sp else of_hidden))
+    assert close(found[1], 3 * of_weight.chunk(size)[rank])
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("chunk_size", [1, 7, None, 1000])
+def test_equals_dense(name: str, chunk_size: int | None) -> None:
+    check(FORMULAS[name][0], name, chunk_size, None, sp=False)
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("sp", [False, True])
+@ranks(tp=2)
+def test_equals_dense_on_two_ranks(context: ParallelContext, name: str, sp: bool) -> None:
+    check(FORMULAS[name][0], name, 7, context.pgs.tp, sp=sp)
+
+
+def test_frozen_parts_take_no_gradient() -> None:
+    hidden, weight, weights, inputs = values()
+    alone = {"tp_group": None, "sequence_parallel": False}
+    h = hidden.requires_grad_()
+    _, total = chunked_loss(focal, h, weight, weights, inputs, **alone)  # type: ignore[arg-type]
+    assert close(torch.autograd.grad(total, h)[0], truth("focal")[1])
+    with torch.no_grad():
+        _, total = chunked_loss(focal, h, weight, weights, inputs, **alone)  # type: ignore[arg-type]
+    assert not total.requires_grad and close(total, truth("focal")[0])
+
+
+def test_a_loss_of_a_wrong_shape_is_refused() -> None:
+    hidden, weight, weights, inputs = values()
+
+    def mean(hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]) -> Tensor:
+        return focal(hidden, head, inputs).mean()
+
+    with pytest.raises(ConfigError, match=r"returned shape \(\) for a chunk of 3 tokens"):
+        chunked_loss(mean, hidden, weight, weights, inputs, tp_group=None, sequence_parallel=False)
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    hidden, weight, weights, inputs = values()
+    inputs["ids"] = inputs["ids"].transpose(0, 1)
+    with pytest.raises(DataError, match=r"loss input `ids` has shape \(12, 2, 3\)"):
+        chunked_loss(focal, hidden, weight, weights, inputs, tp_group=None, sequence_parallel=False)
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    hidden, weight, weights, inputs = values()
+    _, total = chunked_loss(
+        focal,
+        hidden.requires_grad_(),
+        weight,
+        weights,
+        inputs,
+        tp_group=None,
+        sequence_parallel=False,
+    )
+    total.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match="compute the loss again"):
+        total.backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,266 @@
+"""Adapters: plain arithmetic on one rank, and every layout trains as one rank does."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from megatron_ext.config import RunConfig
+from megatron_ext.config.lora import TARGETS
+from megatron_ext.device import select
+from megatron_ext.errors import ConfigError
+from megatron_ext.layout import ParallelContext, seed_everything
+from megatron_ext.models.chunks import build_chunks, wrap_chunks
+from megatron_ext.models.gpt import build_gpt_chunk
+from megatron_ext.models.lora import merge_adapters
+from megatron_ext.models.transformer_config import build_transformer_config
+from megatron_ext.optim.builder import build_optimizer, build_scheduler
+from megatron_ext.training.parity.compare import Tolerances, compare
+from megatron_ext.training.parity.layouts import parse_layout
+from megatron_ext.training.parity.run import Recording, read_gradients, record
+from pretrain_gpt import GPT
+from tests.models import plain
+from tests.numerics.stock import gpt_chunk, gpt_config, whole_batch
+from tests.ranks import ranks
+from tests.training_runs import TINY, mock_data
+
+LORA = "--lora-rank 4 --lora-alpha 8".split()
+CONSTANT = "--lr 1e-2 --min-lr 1e-2 --lr-decay-style constant --clip-grad 0".split()
+STEPS = 3
+
+
+def bare_chunk(run: RunConfig, context: ParallelContext) -> Any:
+    """The whole model on this rank, the weights (but not A and B) following from their names."""
+    (chunk,) = build_chunks(build_gpt_chunk, run, build_transformer_config(run), context)
+    with torch.no_grad():
+        for name, parameter in chunk.named_parameters():
+            if ".lora." not in name:
+                parameter.copy_(plain.full_weight(name, tuple(parameter.shape)))
+    return chunk
+
+
+def loss_of(model: Any, run: RunConfig) -> Tensor:
+    batch = whole_batch(run)
+    return model(batch.tokens, batch.position_ids, None, labels=batch.labels).mean()
+
+
+class PlainLora:
+    """LoRA in plain torch: full weights ``W + scale * B A`` of a model without adapters.
+
+    The gradients of A and B are autograd's through that sum.
+    """
+
+    def __init__(self, base: Any, adapters: dict[str, Tensor], scale: float) -> None:
+        self.base, self.scale = base, scale
+        self.adapters = {k: v.detach().clone().requires_grad_() for k, v in adapters.items()}
+
+    def __call__(self, *inputs: Any, **named: Any) -> Tensor:
+        weights = {name: weight.detach() for name, weight in self.base.named_parameters()}
+        for name in [n.removesuffix("lora.a") for n in self.adapters if n.endswith("lora.a")]:
+            product = self.adapters[f"{name}lora.b"] @ self.adapters[f"{name}lora.a"]
+            weights[f"{name}weight"] = weights[f"{name}weight"] + self.scale * product
+        output: Tensor = functional_call(self.base, weights, inputs, named)
+        return output
+
+
+def near(got: Tensor, want: Tensor, name: str, tolerance: float = 1e-5) -> None:
+    error = (got - want).norm() / want.norm().clamp(min=1e-20)
+    assert error <= tolerance, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("targets", [list(TARGETS), ["linear_qkv", "linear_fc2"]])
+@ranks()
+def test_three_steps_are_those_of_plain_torch(context: ParallelContext, targets: list[str]) -> None:
+    run = gpt_config(*LORA, "--lora-target-modules", *targets, *CONSTANT)
+    core = build_transformer_config(run)
+    chunk = bare_chunk(run, context)
+    before = {k: v.clone() for k, v in chunk.named_parameters() if ".lora." not in k}
+    own = dict(chunk.named_parameters())
+    truth = PlainLora(gpt_chunk(gpt_config(), context), {k: own[k] for k in own if "lora" in k}, 2)
+    assert len(truth.adapters) == 2 * 2 * len(targets)
+    reference = torch.optim.AdamW(
+        truth.adapters.values(), lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01
+    )
+    (ddp,) = wrap_chunks([chunk], run, core, context, torch.device("cpu"))
+    optimizer = build_optimizer(run, [ddp])
+    build_scheduler(run, optimizer)  # sets the learning rate
+    for step in range(STEPS):
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = loss_of(ddp, run)
+        loss.backward()
+        reference.zero_grad()
+        expected = loss_of(truth, run)
+        expected.backward()
+        near(loss, expected, f"loss of step {step}", 1e-6)
+        for name, want in truth.adapters.items():
+            assert want.grad is not None
+            near(own[name].main_grad, want.grad, f"{name} of step {step}")
+        optimizer.step()
+        reference.step()
+    for name, want in truth.adapters.items():
+        near(own[name], want, name)
+    assert all(torch.equal(own[name], value) for name, value in before.items())
+    assert not any(hasattr(own[name], "main_grad") for name in before)
+
+
+@ranks()
+def test_starts_as_the_model_without_adapters_bit_for_bit(context: ParallelContext) -> None:
+    run = gpt_config(*LORA)
+    with_adapters, without = bare_chunk(run, context), gpt_chunk(gpt_config(), context)
+    assert torch.equal(loss_of(with_adapters, run), loss_of(without, run))
+
+
+@ranks(tp=2)
+def test_merged_weights_give_the_output_of_the_adapters(context: ParallelContext) -> None:
+    run = gpt_config(*LORA, "--tensor-model-parallel-size", "2", world_size=2)
+    (chunk,) = build_chunks(build_gpt_chunk, run, build_transformer_config(run), context)
+    start = loss_of(chunk, run)
+    with torch.no_grad():
+        for name, parameter in chunk.named_parameters():
+            if name.endswith("lora.b"):
+                parameter.normal_(std=0.1)
+    torch.distributed.barrier()
+    for parameter in chunk.parameters():
+        if not getattr(parameter, "tensor_model_parallel", False):
+            torch.distributed.broadcast(parameter.detach(), src=0)
+    want = loss_of(chunk, run)
+    assert (want - start).abs() > 1e-3
+    assert merge_adapters([chunk]) == 2 * len(TARGETS)
+    assert not any("lora" in name for name, _ in chunk.named_parameters())
+    near(loss_of(chunk, run), want, "loss", 1e-6)
+
+
+@ranks()
+def test_dropout_is_for_training_only(context: ParallelContext) -> None:
+    run = gpt_config(*LORA, "--lora-dropout", "0.5")
+    chunk = bare_chunk(run, context)
+    with torch.no_grad():
+        for name, parameter in chunk.named_parameters():
+            if name.endswith("lora.b"):
+                parameter.normal_(std=0.1)
+    assert loss_of(chunk, run) != loss_of(chunk, run)
+    chunk.eval()
+    assert torch.equal(loss_of(chunk, run), loss_of(chunk, run))
+
+
+MODEL = [word for word in TINY if word != "--use-cpu-initialization"]
+UNTIE = "--untie-embeddings-and-output-weights"
+TIED = [word for word in MODEL if word != UNTIE]
+MTP = "--mtp-num-layers 1".split()
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+LAYOUTS = [
+    "tp2",
+    "tp2sp",
+    "pp2",
+    "cp2",
+    "dp2",
+    "dp2do",
+    "pp2vpp2",
+    "pp2zbh1",
+    "pp2zbv",
+    "pp2core1f1b",
+    f"pp2[{RECOMPUTE}]",
+    "pp4[--pipeline-model-parallel-layout E|tt|tt|L]",
+]
+
+
+def run_layout(layout: str, words: list[str], folder: Path) -> Recording:
+    words = [word for word in words if word != "--use-distributed-optimizer"]
+    flags = [*words, *mock_data(), *LORA]
+    return record(GPT, flags, parse_layout(layout), STEPS, folder, select())
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    truth = run_layout("dp1", MODEL, tmp_path_factory.mktemp("one") / "run")
+    assert truth.failure is None
+    return truth
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_trains_as_one_rank(layout: str, one_rank: Recording, tmp_path: Path) -> None:
+    found = compare(run_layout(layout, MODEL, tmp_path / "run"), one_rank, Tolerances())
+    assert found.problem is None, found.problem
+    assert found.first is None, found.first
+    last = read_gradients(found.recording.folder, STEPS)
+    assert len(last) == 4 * len(TARGETS) * 2 and all(gradient.any() for gradient in last.values())
+
+
+@pytest.mark.parametrize("layout", ["pp2", "tp2sp"])
+def test_tied_embeddings_and_mtp(layout: str, tmp_path: Path) -> None:
+    """megatron-core's sums over copies of the embedding meet weights without gradients."""
+    truth = run_layout("dp1", [*TIED, *MTP], tmp_path / "truth")
+    found = compare(run_layout(layout, [*TIED, *MTP], tmp_path / "run"), truth, Tolerances())
+    assert found.problem is None, found.problem
+    assert found.first is None, found.first
+
+
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
+    "--moe-token-dispatcher-type alltoall --lora-target-modules linear_qkv linear_proj"
+).split()
+
+
+@pytest.mark.parametrize("layout", ["tp2sp", "ep2"])
+def test_attention_beside_experts(layout: str, tmp_path: Path) -> None:
+    truth = run_layout("dp1", [*MODEL, *EXPERTS], tmp_path / "truth")
+    found = compare(run_layout(layout, [*MODEL, *EXPERTS], tmp_path / "run"), truth, Tolerances())
+    assert found.problem is None, found.problem
+    assert found.first is None, found.first
+    last = read_gradients(found.recording.folder, STEPS)
+    assert len(last) == 4 * 2 * 2
+
+
+def gradients_with_dropout(context: ParallelContext, *words: str) -> dict[str, Tensor]:
+    run = gpt_config(
+        *LORA, "--lora-dropout", "0.3", "--tensor-model-parallel-size", "2", *words, world_size=2
+    )
+    (chunk,) = build_chunks(build_gpt_chunk, run, build_transformer_config(run), context)
+    plain.fill(chunk, context)
+    seed_everything(context, 1234)
+    loss_of(chunk, run).backward()
+    return {name: p.grad for name, p in chunk.named_parameters() if p.grad is not None}
+
+
+@ranks(tp=2)
+def test_masks_of_whole_inputs_agree_between_tensor_parallel_ranks(
+    context: ParallelContext,
+) -> None:
+    """So that the whole matrices, which each rank updates by itself, stay alike."""
+    whole = [
+        gradient
+        for name, gradient in gradients_with_dropout(context).items()
+        if name.endswith(("qkv.lora.a", "fc1.lora.a", "proj.lora.b", "fc2.lora.b"))
+    ]
+    assert len(whole) == 2 * len(TARGETS)
+    for gradient in whole:
+        theirs = gradient.clone()
+        torch.distributed.broadcast(theirs, src=0)
+        assert torch.equal(gradient, theirs) and gradient.any()
+
+
+@pytest.mark.parametrize("more", [[], ["--sequence-parallel"]])
+@ranks(tp=2)
+def test_recomputed_layers_drop_the_same(context: ParallelContext, more: list[str]) -> None:
+    truth = gradients_with_dropout(context, *more)
+    recomputed = gradients_with_dropout(context, *more, *RECOMPUTE.split())
+    assert len(truth) == 2 * 2 * len(TARGETS)
+    assert recomputed.keys() == truth.keys()
+    for name, gradient in recomputed.items():
+        assert torch.equal(gradient, truth[name]), name
+
+
+@ranks()
+def test_targets_that_a_model_lacks(context: ParallelContext) -> None:
+    run = gpt_config(*LORA)
+    lora = dataclasses.replace(run.lora, lora_target_modules=["linear_q"])
+    with pytest.raises(ConfigError, match=r"`--lora-target-modules` \(linear_q\) names no linear"):
+        bare_chunk(dataclasses.replace(run, lora=lora), context)

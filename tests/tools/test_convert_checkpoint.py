@@ -1,0 +1,54 @@
+"""convert_checkpoint.py as a user runs it."""
+
+from __future__ import annotations
+
+import io
+import runpy
+import shlex
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from megatron_ext.config import parse_args
+from tests.checkpoint.huggingface.models import in_child, make
+
+TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
+
+
+def in_fork(scratch: Path, *argv: str | Path) -> tuple[int, str, str]:
+    """Exit code, output and errors, without another import of torch."""
+
+    def main() -> tuple[int, str, str]:
+        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+            code = runpy.run_path(str(TOOL))["main"]([str(word) for word in argv])
+        return code, out.getvalue(), err.getvalue()
+
+    return tuple(in_child(main, scratch))  # type: ignore[return-value]
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    source, root, back = make("qwen3", tmp_path / "hf"), tmp_path / "ours", tmp_path / "back"
+    flags = ["import", "--hf", source, "--save", root, "--seq-length", "32"]
+    command = [sys.executable, str(TOOL), *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    words = shlex.split(done.stdout.splitlines()[-1])
+    assert words[:2] == ["--pretrained-checkpoint", str(root)]
+    words += "--micro-batch-size 1 --train-iters 1 --lr 1".split()
+    model = parse_args(words, world_size=1, device="cpu").config.model
+    assert (model.seq_length, model.padded_vocab_size) == (32, 384)
+    export = ["export", "--load", root, "--hf", back]
+    assert in_fork(tmp_path / "1", *export, "--dtype", "bfloat16") == (0, f"{root} -> {back}\n", "")
+    before, after = (load_file(x / "model.safetensors") for x in (source, back))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor.bfloat16(), after[name]), name
+    assert in_fork(tmp_path / "2", *export) == (
+        2,
+        "",
+        f"error: `--hf` ({back}) holds something already; give a new folder.\n",
+    )

@@ -1,0 +1,340 @@
+"""tools/preview_batch.py end to end: what is marked, what is counted, and the batches of a run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ext.config import parse_args
+from megatron_ext.data.batch import Batch
+from megatron_ext.data.indexed_writer import IndexedWriter
+from megatron_ext.device import select
+from megatron_ext.training.launch import fork_ranks
+from megatron_ext.training.preflight import preflight
+from megatron_ext.training.pretrain import pretrain
+from megatron_ext.training.preview.collect import Row, Step, collect
+from megatron_ext.training.setup import Run
+from pretrain_gpt import task_of
+from tests.data.sft.tiny import tokenizer
+from tools.preview_batch import main
+
+MODEL = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 16 "
+    "--position-embedding-type rope --lr 1e-3 --eval-iters 0 --num-workers 0 --log-interval 100 "
+    "--no-gradient-accumulation-fusion --micro-batch-size 1"
+).split()
+
+HELLO = [("user", "Hi"), ("assistant", "Hö <b>\nok")]
+SUM = [("system", "Be kind."), ("user", "2+2?"), ("assistant", "4"), ("user", "so?"),
+       ("assistant", "\tno\x1b")]  # fmt: skip
+
+
+def line(turns: Sequence[tuple[str, str]], **more: Any) -> str:
+    messages = [{"role": role, "content": text, **more} for role, text in turns]
+    return json.dumps({"messages": messages}) + "\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of conversations, tokenized by the first test that reads them."""
+    folder = tmp_path_factory.mktemp("conversations")
+    tokenizer("chatml").save_pretrained(folder / "tokenizer")
+    (folder / "a.jsonl").write_text(line(HELLO) + line(SUM))
+    (folder / "b.jsonl").write_text(line(HELLO))
+    (folder / "masked.jsonl").write_text(line(HELLO, loss_mask=0))
+    many = [line([("user", "x" * n), *SUM[1:]]) for n in range(9)]
+    (folder / "many.jsonl").write_text("".join(many))
+    return folder
+
+
+def words_of(folder: Path, *files: str) -> list[str]:
+    return [
+        *MODEL,
+        *"--sft --train-epochs 2 --global-batch-size 1 --seq-length 200".split(),
+        *"--max-position-embeddings 200 --tokenizer-type HuggingFaceTokenizer".split(),
+        *("--tokenizer-model", str(folder / "tokenizer")),
+        *("--train-data-path", *(str(folder / file) for file in files)),
+    ]
+
+
+@pytest.fixture
+def sft(folder: Path) -> list[str]:
+    """Two files, three conversations, one step of one row."""
+    return words_of(folder, "a.jsonl", "b.jsonl")
+
+
+def run(words: Sequence[str], *own: str, ranks: int = 1) -> int:
+    """The tool in a process of its own, as its groups must not outlive a test."""
+    argv = ["--no-color", "--world-size", str(ranks), *own, "--", *words]
+    return fork_ranks(lambda: main(argv), 1)
+
+
+MARKED = """\
+      0 │ <|im_start|>user↵
+      6 │ Hi<|im_end|>↵
+     10 │ <|im_start|>assistant↵
+     21 │ ⟦Hö <b>↵⟧
+     29 │ ⟦ok<|im_end|>↵⟧
+"""
+MARKED_SUM = """\
+      0 │ <|im_start|>system↵
+      8 │ Be kind.<|im_end|>↵
+     18 │ <|im_start|>user↵
+     24 │ 2+2?<|im_end|>↵
+     30 │ <|im_start|>assistant↵
+     41 │ ⟦4<|im_end|>↵⟧
+     44 │ <|im_start|>user↵
+     50 │ so?<|im_end|>↵
+     55 │ <|im_start|>assistant↵
+     66 │ ⟦⇥no\\x1b<|im_end|>↵⟧
+"""
+
+
+def test_the_trained_tokens_are_marked_and_counted(
+    sft: list[str], folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """HELLO has 33 tokens, 12 of them trained; SUM 72, of them 3 and 6."""
+    assert run(sft, "--strict") == 0
+    shown = capfd.readouterr().out
+    assert shown.count(MARKED) == 2 and shown.count(MARKED_SUM) == 1
+    assert "⟦" not in shown.replace(MARKED, "").replace(MARKED_SUM, "")
+    assert "columns" in shown and f"{folder}/a.jsonl:2" in shown
+    cells = [re.findall(r"[^│\s]+", text) for text in shown.splitlines() if text[:1] == "│"]
+    assert sorted(row[1:] for row in cells[-3:]) == [
+        ["1", "12", "20", "37.5", "12"],
+        ["2", "21", "82", "20.4", "21"],
+        ["3", "33", "102", "24.4", "33"],
+    ]
+    assert "1 rows, 0 of them empty; 200 positions, 67.5% filled, 65 padding" in shown
+    assert "step 1: N = 33 targets, D = 33 weight, 1 micro-batches on each rank" in shown
+
+
+def test_reduced_weights_and_mtp(sft: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert run([*sft, "--loss-reduction", "sample", "--mtp-num-layers", "1"], "--strict") == 0
+    shown = capfd.readouterr().out
+    assert "│ ⟦0.111|4<|im_end|>↵⟧" in shown
+    assert shown.count("MTP 1 │ ⟦0.111|4<|im_end|>↵⟧") == 1
+    assert shown.count("MTP 1 │ ∅∅") == 3
+    assert "D = 3 weight, 1 micro-batches on each rank; of the MTP depths 3" in shown
+
+
+class Spans(HTMLParser):
+    """The tokens of a page: ids, weight, position, text, title."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tokens: list[dict[str, Any]] = []
+        self._inside = False
+        self.text = ""
+        self.addresses: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = dict(attrs)
+        self._inside = tag == "span" and "data-ids" in named
+        if self._inside:
+            self.tokens.append({**named, "text": ""})
+        self.addresses += [v for k, v in attrs if k in ("src", "href") and v]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = False
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self._inside:
+            self.tokens[-1]["text"] += data
+
+
+def test_the_page_shows_the_same_tokens_and_weights(
+    sft: list[str], folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "page.html"
+    assert run([*sft, "--mtp-num-layers", "1"], "--html", str(path)) == 0
+    page = path.read_text(encoding="utf-8")
+    found = Spans(page)
+    loaded: Any = tokenizer("chatml")
+    conversations = {}
+    for turns in (HELLO, SUM):
+        messages = [{"role": role, "content": text} for role, text in turns]
+        conversations[len(turns)] = loaded.apply_chat_template(messages, return_dict=True)
+    ids = [int(i) for token in found.tokens for i in token["data-ids"].split(",")]
+    begins = [i for i, token in enumerate(found.tokens) if token["data-weight"] == ""]
+    assert len(begins) == 3
+    want = [list(conversations[n]["input_ids"]) for n in (2, 2, 5)]
+    parts = [found.tokens[a:b] for a, b in zip(begins, [*begins[1:], None], strict=True)]
+    got = [[int(i) for token in part for i in token["data-ids"].split(",")] for part in parts]
+    assert sorted(got) == sorted(want) and len(ids) == sum(map(len, want))
+    texts = sorted("".join(t["text"] for t in part if t["data-weight"] == "1") for part in parts)
+    assert texts == ["4<|im_end|>↵⇥no\\x1b<|im_end|>↵", *["Hö <b>↵ok<|im_end|>↵"] * 2]
+    assert {t["data-weight"] for t in found.tokens} == {"", "0", "1"}
+    four = next(token for token in found.tokens if token["text"] == "4")
+    assert four["data-position"] == "41"
+    assert four["title"].splitlines()[2:] == [
+        "weight 1",
+        four["title"].splitlines()[3],
+        f"sample 1, {folder}/a.jsonl, conversation 2",
+        "MTP 1: “↵” (198), weight 1",
+    ]
+    assert "<script" not in page and "<b>ok" not in page and not found.addresses
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_suspicious_data_fails_with_strict_only(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = words_of(folder, "a.jsonl", "masked.jsonl")
+    assert run(words) == 0
+    assert run(words, "--strict") == 1
+    shown = capfd.readouterr().out
+    sentence = "warning: 1 conversations have no trained token (the first: "
+    assert shown.count(f"{sentence}{folder}/masked.jsonl, sample 2, conversation 1)") == 2
+
+
+@pytest.mark.parametrize(
+    ("own", "more", "sentence"),
+    [
+        ("--step 9", "", "`--step` (9) and `--steps` (1) must lie within the 2 steps of the run"),
+        ("--rank 1", "", "`--rank` (1) must be one of the 1 data-parallel ranks"),
+        ("--html /nowhere/x.html", "", "`--html` (/nowhere/x.html) cannot be written"),
+        ("", "--sft-max-length 20", "are longer than `--sft-max-length` (20)"),
+        ("", "--micro-batch-sizes 2", "--micro-batch-size"),
+    ],
+)
+def test_bad_flags_end_with_a_sentence(
+    sft: list[str], own: str, more: str, sentence: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*sft, *more.split()], *own.split()) == 2
+    assert sentence in capfd.readouterr().err
+
+
+def test_a_launched_rank_beyond_the_first_is_silent(
+    sft: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert main(sft) == 0
+    assert capfd.readouterr().out == ""
+
+
+# ------------------------------------------------------------------- the batches of a training run
+
+
+def trained(words: Sequence[str], ranks: int, folder: Path) -> dict[int, list[list[Batch]]]:
+    """The steps of a run by data-parallel rank, as its last stage gets them."""
+    device = select()
+    config, made = preflight(
+        (parsed := parse_args(words, world_size=ranks, device=device.kind).config),
+        task_of(parsed).preflight,
+    )
+
+    def prepare(run: Run) -> None:
+        draw, steps = run.train_source.next_step, []
+
+        def keep(num_microbatches: int) -> list[Batch] | None:
+            batches = draw(num_microbatches)
+            steps.append(batches)
+            torch.save(steps, folder / f"{run.context.dp_rank}.pt")
+            return batches
+
+        run.train_source.next_step = keep  # type: ignore[method-assign]
+
+    main = partial(
+        pretrain, task_of(config), config, device=device, tokenizer=made, prepare=prepare
+    )
+    assert fork_ranks(main, ranks) == 0
+    return {int(p.stem): torch.load(p, weights_only=False) for p in folder.glob("*.pt")}
+
+
+def previewed(words: Sequence[str], ranks: int, folder: Path, first: int, count: int) -> list[Step]:
+    def draw() -> None:
+        parsed = parse_args(words, world_size=ranks, device=select().kind).config
+        task = task_of(parsed)
+        config, made = preflight(parsed, task.preflight)
+        torch.save(collect(config, task, made, first=first, count=count), folder / "steps")
+
+    assert fork_ranks(draw, 1) == 0
+    steps: list[Step] = torch.load(folder / "steps", weights_only=False)
+    return steps
+
+
+def assert_same(row: Row, batch: Batch) -> None:
+    i = row.number
+    pairs = [
+        (row.tokens, batch.tokens), (row.labels, batch.labels), (row.weights, batch.loss_mask),
+        (row.positions, batch.position_ids),
+    ]  # fmt: skip
+    for mine, theirs in pairs:
+        np.testing.assert_array_equal(mine, theirs[i].numpy())
+    assert len(row.mtp_labels) == len(batch.mtp_labels)
+    for k, (labels, masks) in enumerate(zip(batch.mtp_labels, batch.mtp_loss_masks, strict=True)):
+        np.testing.assert_array_equal(row.mtp_labels[k], labels[i].numpy())
+        np.testing.assert_array_equal(row.mtp_weights[k], masks[i].numpy())
+    if row.samples is not None:
+        assert batch.sample_ids is not None
+        np.testing.assert_array_equal(row.samples, batch.sample_ids[i].numpy())
+
+
+def compare(words: Sequence[str], folder: Path, first: int, count: int) -> list[Step]:
+    """Train on two replicas and preview; every row is the run's. Returns the previewed steps."""
+    theirs = trained(words, 2, folder)
+    steps = previewed(words, 2, folder, first, count)
+    assert len(steps) == count and set(theirs) == {0, 1}
+    for step in steps:
+        batches = {rank: drawn[step.iteration - 1] for rank, drawn in theirs.items()}
+        size = batches[0][0].tokens.size(0)
+        assert len(step.rows) == size * sum(map(len, batches.values()))
+        for row in step.rows:
+            assert_same(row, batches[row.dp_rank][row.microbatch])
+        masks = torch.cat([b.loss_mask for drawn in batches.values() for b in drawn]).double()
+        assert step.targets == int(masks.count_nonzero())
+        assert step.weight == pytest.approx(float(masks.sum()), rel=1e-6)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("batching", "epochs"), [("packed", 3), ("padded", 1), ("token-budget", 1)]
+)
+def test_the_rows_are_those_of_a_run_on_conversations(
+    folder: Path, tmp_path: Path, batching: str, epochs: int
+) -> None:
+    words = f"--global-batch-size 4 --sft-batching {batching} --train-epochs {epochs}".split()
+    more = "--loss-reduction square --mtp-num-layers 2".split()
+    words = [*words_of(folder, "many.jsonl"), *words, *more]
+    steps = compare(words, tmp_path, 2, 2)
+    assert all(row.samples is not None for step in steps for row in step.rows)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--rampup-batch-size 4 4 8 --reset-position-ids --reset-attention-mask --eod-mask-loss "
+        "--mtp-num-layers 1 --loss-reduction sample",
+        "--dataloader-type cyclic",
+    ],
+)
+def test_the_rows_are_those_of_a_run_on_a_blend(tmp_path: Path, more: str) -> None:
+    for index, name in enumerate(("one", "two")):
+        with IndexedWriter(tmp_path / name, np.dtype(np.uint16)) as writer:
+            for length in (9, 5, 14, 3, 30, 17) * 5:
+                document = [*range(100 * index, 100 * index + length - 1), 500]
+                writer.add_document(np.array(document), [length])
+    flags = (
+        f"--data-path 0.7 {tmp_path / 'one'} 0.3 {tmp_path / 'two'} --split 100,0,0 "
+        "--data-cache-path cache --tokenizer-type NullTokenizer --vocab-size 500 "
+        "--seq-length 16 --max-position-embeddings 16 --global-batch-size 8 "
+    ).replace("cache ", f"{tmp_path / 'cache'} ")
+    iterations = "--train-samples 28" if "rampup" in more else "--train-iters 4"
+    words = [*MODEL, *flags.split(), *more.split(), *iterations.split()]
+    steps = compare(words, tmp_path, 2, 2)
+    for row in (row for step in steps for row in step.rows):
+        assert row.origin is not None
+        high = bool((row.tokens[row.tokens < 500] >= 100).all())
+        assert row.origin.source == str(tmp_path / ("two" if high else "one"))

@@ -1,0 +1,86 @@
+"""Suspicions about rows written by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_ext.training.preview.checks import warnings_of
+from megatron_ext.training.preview.collect import Row
+from megatron_ext.training.preview.pieces import Pieces
+from tests.training.preview.rows import packed, step_of, stream
+from tests.training.preview.test_pieces import chatml
+
+GOOD = ([65, 66, 67, 256], [0.0, 1, 1])  # 256 is <|im_end|>, 257 <|im_start|>
+
+
+@pytest.fixture
+def pieces(tmp_path: Path) -> Pieces:
+    return Pieces(chatml(tmp_path))
+
+
+def found(pieces: Pieces, *rows: Row) -> list[str]:
+    return warnings_of([step_of(*rows)], pieces, eod=0)
+
+
+def test_good_rows_raise_no_suspicion(pieces: Pieces) -> None:
+    assert not found(pieces, packed([GOOD, GOOD], 8), packed([], 8))
+    assert not found(pieces, stream([5, 6, 0, 7, 8], [1, 1, 1, 1]))
+
+
+def test_a_conversation_without_trained_tokens(pieces: Pieces) -> None:
+    (sentence,) = found(pieces, packed([GOOD, ([5, 6, 7], [0, 0])], 8))
+    assert sentence.startswith(
+        "1 conversations have no trained token (the first: a.jsonl, sample 1, conversation 2)"
+    )
+
+
+def test_a_row_without_trained_tokens(pieces: Pieces) -> None:
+    sentences = found(pieces, packed([([5, 6, 7], [0, 0])], 8), packed([GOOD], 8))
+    assert sentences[0].startswith(
+        "1 rows train no token at all (the first: step 1, rank 0, micro-batch 1, row 1)"
+    )
+    (alone,) = found(pieces, stream([5, 6, 7], [0, 0]))
+    assert "train no token at all" in alone
+
+
+def test_a_mask_of_ones(pieces: Pieces) -> None:
+    ones = ([65, 66, 256], [1.0, 1])
+    (whole,) = found(pieces, packed([ones, ones], 8))
+    assert whole.startswith("every token of all 2 conversations is trained, prompts included;")
+    (some,) = found(pieces, packed([ones, GOOD], 8))
+    assert some.startswith("1 conversations are trained from end to end")
+
+
+def test_an_end_of_turn_that_is_not_trained(pieces: Pieces) -> None:
+    bad = ([65, 66, 67, 256, 198], [0.0, 1, 0, 0])
+    (sentence,) = found(pieces, packed([bad], 8))
+    assert sentence.startswith("<|im_end|> (256) follows what is trained, but is never trained")
+    assert not found(pieces, packed([bad, GOOD], 8))
+
+
+def test_the_start_of_the_next_turn_is_no_end_of_turn(pieces: Pieces) -> None:
+    """As ChatML trains the newline after the end of a turn."""
+    assert not found(pieces, packed([([65, 66, 256, 198, 257, 65], [0.0, 1, 1, 0, 0])], 8))
+
+
+def test_conversations_that_were_cut(pieces: Pieces) -> None:
+    (sentence,) = found(pieces, packed([GOOD, GOOD], 8, cut=3))
+    assert sentence.startswith(
+        "2 conversations are cut to `--sft-max-length`, 6 tokens in all are lost"
+    )
+
+
+def test_targets_and_attention_that_cross_documents(pieces: Pieces) -> None:
+    inside = [(67, 1.0), (256, 1.0), (0, 0), (0, 0)]
+    assert not found(pieces, packed([GOOD], 4, depth_1=inside))
+    beyond = [(67, 1.0), (256, 1.0), (9, 1.0), (0, 0)]
+    (sentence,) = found(pieces, packed([GOOD], 4, depth_1=beyond))
+    assert "crosses into another document" in sentence
+    row = packed([GOOD, GOOD], 8)
+    joined = dataclasses.replace(row, reaches=np.arange(8) > 0)
+    (sentence,) = found(pieces, joined)
+    assert "crosses into another document" in sentence

@@ -1,0 +1,161 @@
+"""Best checkpoints and early stops, decided alike on every rank and kept over a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ext.checkpoint.best import BEST_TRACKER, BestCheckpoint, with_candidate
+from megatron_ext.checkpoint.paths import published
+from megatron_ext.checkpoint.publish import doomed
+from megatron_ext.training import loop
+from megatron_ext.training.watch import mean_validation_loss
+from tests.training.test_criteria import LAYOUTS, NULL, documents, without
+from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
+
+Rows = list[dict[str, Any]]
+
+
+def script(monkeypatch: pytest.MonkeyPatch, losses: Sequence[float]) -> None:
+    """Let the evaluations of the coming runs report these losses, on the last stage only."""
+    coming = iter(losses)
+
+    def evaluate(runner: Any, *_: Any) -> dict[str, float]:
+        loss = next(coming)
+        return {"lm loss": loss} if runner.context.is_last_stage else {}
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+
+
+def train(save: Path, words: str, layout: str = "one", data: Sequence[str] | None = None) -> Rows:
+    ranks, more = LAYOUTS[layout]
+    flags = without(TINY, "--eval-iters", "--eval-interval", "--split")
+    flags += [*(data or [*mock_data(), "--split", "90,10,0"]), "--eval-interval", "2"]
+    flags += ["--resume-mode", "auto", *words.split(), *more.split()]
+    code, rows = train_on_ranks(flags, ranks=ranks, save=save)
+    assert code == 0
+    return training_rows(rows)
+
+
+KEEP = "--eval-iters 1 --train-iters 12 --save-interval 4 --keep-best 2 --keep-last 1"
+
+
+@pytest.mark.parametrize(
+    ("layout", "parts"), [("one", (12,)), ("one", (4, 10, 12)), ("tp2pp2", (6, 12))]
+)
+def test_the_best_stay_and_what_they_outdo_goes(
+    layout: str, parts: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the run was broken; 2, 6 and 8 are gone, 10 is the best, 12 the newest."""
+    losses = {2: 5.0, 4: 3.0, 6: 4.0, 8: 6.0, 10: 2.0, 12: 7.0}
+    start = 0
+    for end in parts:
+        coming = [losses[i] for i in range(start + 2, end + 1, 2)]
+        script(monkeypatch, [*coming, *[9.0] * 2])
+        rows = train(tmp_path, f"{KEEP} --exit-interval {end}", layout)
+        assert rows[-1]["iteration"] == end
+        start = end
+    assert published(tmp_path) == [4, 10, 12]
+    assert (tmp_path / BEST_TRACKER).read_text() == "10 2.0\n"
+
+
+def test_a_best_loss_after_the_last_step_is_known_to_a_later_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = "--eval-iters 1 --keep-best 1 --keep-last 1 --lr-decay-iters 12"
+    script(monkeypatch, [3.0, 2.0, 9.0])
+    train(tmp_path, f"{keep} --train-iters 3 --override-opt-param-scheduler")
+    assert (tmp_path / BEST_TRACKER).read_text() == "3 2.0\n"
+    script(monkeypatch, [2.5, 2.5, 9.0, 9.0])
+    train(tmp_path, f"{keep} --train-iters 6 --override-opt-param-scheduler")
+    assert published(tmp_path) == [3, 6]
+    assert (tmp_path / BEST_TRACKER).read_text() == "3 2.0\n"
+
+
+STOP = "--eval-iters 1 --train-iters 20 --early-stop-patience 2"
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2pp2"])
+def test_an_early_stop_saves_and_says_so_on_one_line(
+    layout: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A loss that falls by less than the least amount, and one that is no number, do not count."""
+    script(monkeypatch, [5.0, 4.0, 3.95, float("nan")])
+    rows = train(tmp_path, f"{STOP} --early-stop-min-delta 0.1", layout)
+    assert rows[-1]["iteration"] == 8
+    assert published(tmp_path) == [8]
+    said = [line for line in capfd.readouterr().out.splitlines() if "early stop" in line]
+    assert said == [
+        "> exiting at iteration 8 (early stop: the validation loss has not fallen below "
+        "4.000000E+00 by more than 0.1 in 2 evaluations)"
+    ]
+
+
+def test_patience_is_kept_over_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script(monkeypatch, [3.0, 4.0])
+    assert train(tmp_path, f"{STOP} --exit-interval 5")[-1]["iteration"] == 5
+    script(monkeypatch, [4.0])
+    assert train(tmp_path, STOP)[-1]["iteration"] == 6
+    capfd.readouterr()
+    assert train(tmp_path, STOP)[-1]["iteration"] == 6
+    assert "nothing to do at iteration 6 (early stop: the validation" in capfd.readouterr().out
+    script(monkeypatch, [2.0, 3.0, 4.0, 5.0])
+    assert train(tmp_path, STOP.replace("patience 2", "patience 3"))[-1]["iteration"] == 14
+
+
+def test_weights_that_do_not_change_stop_a_real_run(tmp_path: Path) -> None:
+    """Whole-split evaluation of unchanged weights gives the same loss to the bit."""
+    data = [*NULL, "--data-path", documents(tmp_path / "docs", 40), "--split", "70,30,0"]
+    words = "--full-validation --eval-iters 0 --train-iters 20 --lr 0 --min-lr 0"
+    rows = train(tmp_path / "save", f"{words} --early-stop-patience 2", "dp2", data)
+    assert rows[-1]["iteration"] == 6
+
+
+@pytest.mark.parametrize("flag", ["--keep-best", "--early-stop-patience"])
+def test_a_watched_loss_needs_a_validation_split(
+    flag: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = without(TINY, "--split", "--eval-iters")
+    flags += [*NULL, "--data-path", documents(tmp_path / "docs", 20), "--split", "100,0,0"]
+    flags += f"--train-iters 2 --eval-iters 1 {flag} 2".split()
+    assert train_on_ranks(flags, ranks=2, save=tmp_path / "save")[0] == 2
+    assert f"`{flag}` (2) needs a validation split, but this run has none" in capfd.readouterr().err
+
+
+def test_the_mean_over_sets_is_of_the_first_loss() -> None:
+    assert mean_validation_loss([{"lm loss": 1.0, "mtp": 7.0}, {"lm loss": 2.0}]) == 1.5
+    for empty in ([], [{}]):
+        assert mean_validation_loss(empty) != mean_validation_loss(empty)  # NaN
+
+
+def test_of_equal_losses_the_earlier_stays() -> None:
+    first, second = BestCheckpoint(2, 1.0, False), BestCheckpoint(4, 1.0, False)
+    assert with_candidate([first], second, 1) == ([first], [])
+    better = BestCheckpoint(6, 0.5, True)
+    assert with_candidate([first, second], better, 1) == ([better], [first, second])
+
+
+@pytest.mark.parametrize(
+    ("retain", "keep", "best", "outdone", "gone"),
+    [
+        (None, None, {2}, {4}, [4]),
+        (None, 1, {2}, {6}, [4, 6, 8]),
+        (None, 3, {8}, set(), [2]),
+        (4, None, {2}, {6}, [6]),
+        (4, None, {2}, {4}, []),
+        (3, None, {8}, set(), []),
+    ],
+)
+def test_what_goes_when_ten_is_saved(
+    retain: int | None, keep: int | None, best: set[int], outdone: set[int], gone: list[int]
+) -> None:
+    older = [2, 4, 6, 8]
+    assert doomed(older, retain=retain, keep=keep, best=best, outdone=outdone) == gone

@@ -1,0 +1,69 @@
+"""Criterion 14: what unequal micro-batches weigh, against one micro-batch of all their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.config import parse_args
+from megatron_ext.data.batch import Batch
+from megatron_ext.device import select
+from megatron_ext.training.launch import fork_ranks
+from megatron_ext.training.preflight import preflight
+from megatron_ext.training.pretrain import pretrain
+from megatron_ext.training.setup import Run
+from pretrain_gpt import GPT
+from tests.training_runs import TINY, mock_data
+
+FLAGS = [*TINY, *mock_data(), *"--micro-batch-size 1 --global-batch-size 2 --train-iters 1".split()]
+TARGETS = (8, 2)
+
+
+def with_targets(batch: Batch, count: int) -> Batch:
+    mask = torch.zeros_like(batch.loss_mask)
+    mask[:, :count] = 1
+    return replace(batch, loss_mask=mask)
+
+
+def joined(batches: list[Batch]) -> Batch:
+    names = ("tokens", "labels", "loss_mask", "position_ids")
+    return Batch(*(torch.cat([getattr(batch, name) for batch in batches]) for name in names))
+
+
+def gradient(run: Run, batches: list[Batch]) -> Tensor:
+    """All gradients of a step in one vector."""
+    for chunk in run.chunks:
+        chunk.zero_grad_buffer()
+    run.runner.forward_backward(batches, len(batches), forward_only=False)
+    return torch.cat([p.main_grad.flatten() for chunk in run.chunks for p in chunk.parameters()])
+
+
+def compare(words: list[str], fits: Callable[[float], bool]) -> None:
+    """The relative difference between the gradients of two micro-batches and of one fits."""
+    device = select()
+    words = [*FLAGS, *words, "--nproc-per-node", "1"]
+    config, tokenizer = preflight(parse_args(words, world_size=0, device=device.kind).config)
+
+    def prepare(run: Run) -> None:
+        drawn = run.train_source.next_step(2)
+        assert drawn is not None
+        apart = [with_targets(b, n) for b, n in zip(drawn, TARGETS, strict=True)]
+        truth = gradient(run, [joined(apart)]).clone()
+        assert fits(float((gradient(run, apart) - truth).norm() / truth.norm()))
+
+    run = partial(pretrain, GPT, config, device=device, tokenizer=tokenizer, prepare=prepare)
+    assert fork_ranks(run, 1) == 0
+
+
+@pytest.mark.parametrize("impl", ["chunked", "eager"])
+def test_criterion_14_unequal_micro_batches_equal_one(impl: str) -> None:
+    compare(["--cross-entropy-impl", impl], lambda error: error <= 1e-6)
+
+
+def test_criterion_14_the_mean_of_means_does_not() -> None:
+    compare(["--no-calculate-per-token-loss"], lambda error: error > 0.1)

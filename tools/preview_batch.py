@@ -1,0 +1,87 @@
+#!/usr/bin/env python3
+"""Shows the batches of a run before it starts: what is trained, token by token.
+
+Takes the flags of pretrain_gpt.py, and draws the batches with the trainer's own code, on one
+process and without a model; put it in place of pretrain_gpt.py in a launch script:
+
+    python tools/preview_batch.py --steps 2 --html batch.html -- <flags of pretrain_gpt.py>
+
+A token is green by the weight with which it is predicted; the totals are those of all data-parallel
+ranks. Exit code 0: shown; 1: something looks wrong, with --strict; 2: what the run itself would
+refuse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from rich.console import Console
+
+from megatron_ext.errors import MegatronExtError
+from megatron_ext.training.preview.main import Options, preview
+from pretrain_gpt import task_of
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show what is asked for; returns the exit code."""
+    if int(os.environ.get("RANK", "0")):
+        return 0  # a launcher started many, but one can show all
+    args, words = split(argv)
+    console = Console(
+        no_color=True if args.no_color else None,
+        width=None if sys.stdout.isatty() else 120,
+        highlight=False,
+    )
+    options = Options(
+        step=args.step,
+        steps=args.steps,
+        rank=args.rank,
+        max_rows=args.max_rows,
+        world_size=args.world_size,
+        html=args.html,
+    )
+    try:
+        warnings = preview(task_of, words, options, console)
+    except MegatronExtError as error:
+        print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
+        return 2
+    return int(args.strict and bool(warnings))
+
+
+def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The tool's own flags, and those of the run; without ``--`` all are the run's."""
+    own, words = [], list(argv)
+    if "--" in words:
+        own, words = words[: words.index("--")], words[words.index("--") + 1 :]
+    elif not words or words[0] in ("-h", "--help"):
+        own = ["--help"]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--step", type=int, default=1, help="the first step to show (1)")
+    parser.add_argument("--steps", type=int, default=1, help="number of steps (1)")
+    parser.add_argument("--rank", type=int, default=0, help="data-parallel rank to show (0)")
+    parser.add_argument("--max-rows", type=int, default=4, help="rows to show of a step (4)")
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        default=0,
+        help="ranks of the run, where torchrun starts them (WORLD_SIZE, else --nproc-per-node)",
+    )
+    parser.add_argument("--html", type=Path, help="also write a page for a browser")
+    parser.add_argument("--no-color", action="store_true", help="mark what is trained with ⟦ ⟧")
+    parser.add_argument(
+        "--strict", action="store_true", help="exit code 1 where there is a warning"
+    )
+    return parser.parse_args(own), words
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
