@@ -46,7 +46,7 @@ def answers(model: Any, tokenizer: Any, prompts: list[list[dict[str, Any]]]) -> 
         )
         for i, row in zip(members, output[:, length:].tolist(), strict=True):
             end = row.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in row else len(row)
-            found[i] = tokenizer.decode(row[:end]).replace(" ", "")
+            found[i] = tokenizer.decode(row[:end])
     return found
 
 

@@ -16,7 +16,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 DIGITS = 5
@@ -41,6 +41,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {word: i for i, word in enumerate([*special, *words])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unknown|>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("[0-9]|[a-z]+| "), "isolated")
+    backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<|im_end|>",
