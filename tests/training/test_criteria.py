@@ -192,8 +192,7 @@ def digest_data(run: Run, folder: Path) -> None:
     observe(run, folder, lambda applied: {"data": digests[-1]})
 
 
-@pytest.mark.parametrize("loader", ["single", "cyclic"])
-@pytest.mark.parametrize("layout", ["dp2", "tp2pp2"])
+@pytest.mark.parametrize(("layout", "loader"), [("dp2", "cyclic"), ("tp2pp2", "single")])
 def test_criterion_15_a_resumed_run_repeats_order_rate_and_loss(
     layout: str, loader: str, tmp_path: Path
 ) -> None:
