@@ -13,10 +13,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-
-def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
-    """The optimizers of a chain (dense and expert weights have their own)."""
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+from megatron_ext.optim.update import parts_of
 
 
 def is_distributed(optimizer: MegatronOptimizer | None) -> bool:
