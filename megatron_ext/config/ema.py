@@ -19,7 +19,7 @@ class EmaConfig:
     ema_decay: float | None = flag(
         None, "keep an average of the weights that retains this share at each update"
     )
-    ema_start: int = flag(1, "first step that is averaged; until then it is the weights", unit="N")
+    ema_start: int = flag(1, "first step that is averaged; until then it is the weights")
     eval_ema: bool = flag(False, "evaluate with the averaged weights too")
 
     def keeps_average(self, *, trains: bool) -> bool:

@@ -225,7 +225,7 @@ def _in_batches(parts: Sequence[_Part]) -> Iterator[tuple[list[Tensor], list[Ten
     mains: list[Tensor] = []
     averages: list[Tensor] = []
     size = 0
-    for part in parts:
+    for part in (part for part in parts if part.main.numel()):
         if mains and size + part.main.numel() > _BATCH:
             yield mains, averages
             mains, averages, size = [], [], 0

@@ -93,6 +93,7 @@ def test_trap_2_an_average_of_16_bit_weights_moves_from_the_first_step(
 ) -> None:
     decay = 0.9999
     tiny = build(context, precision=precision, distributed=distributed)
+    tiny.scheduler.step(1)  # The first learning rate of its warm-up is 0.
     start = _weights(tiny)
     ema = _ema(tiny, decay=decay)
     mains = _ema(tiny, start=2)  # After its first step these are the optimizer's own weights.
@@ -105,9 +106,10 @@ def test_trap_2_an_average_of_16_bit_weights_moves_from_the_first_step(
         torch.testing.assert_close(main.to(first.dtype), _weights(tiny)[name], rtol=0, atol=0)
         wanted = first.double() + (1 - decay) * (main.double() - first.double())
         torch.testing.assert_close(moved[name].double(), wanted, rtol=1e-7, atol=1e-9)
-        in_16_bits = (decay * first + (1 - decay) * main.to(first.dtype)).to(first.dtype)
         assert (moved[name] != first.float()).float().mean() > 0.95, name
-        assert torch.equal(in_16_bits, first) or precision == "fp16", name
+        if precision == "bf16" and first.any():
+            in_16_bits = decay * first + (1 - decay) * main.to(first.dtype)
+            assert (in_16_bits == first).float().mean() > 0.95, name
 
 
 def _save_averages(context: ParallelContext, folder: Path, precision: str) -> None:
