@@ -228,3 +228,11 @@ def test_finetuning_averages_its_own_weights_only(tmp_path: Path) -> None:
     for name, weight in weights.items():
         wanted = DECAY * weight + (1 - DECAY) * after[name]
         torch.testing.assert_close(average[name], wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_of_a_model_with_adapters_only_they_are_averaged(tmp_path: Path) -> None:
+    flags = [*EMA, *"--lora-rank 2 --ema-start 2 --save-interval 1".split()]
+    _train(tmp_path, *flags, "--exit-interval", "2", ranks=2)
+    _train(tmp_path, *flags, "--load", str(tmp_path), "--exit-interval", "3")
+    _assert_closed_form(tmp_path, [1, 2, 3])
+    assert all(".lora." in name for name in _stored(tmp_path, 3)[1])
