@@ -74,6 +74,9 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vocab-size", type=int, help="rows of the vocabulary to write (those of --hf-like)"
     )
+    parser.add_argument(
+        "--ema", action="store_true", help="the averaged weights of a run with --ema-decay"
+    )
     parser.add_argument("--max-shard-size", default="5GB", help="of one file (5GB)")
 
 
@@ -102,6 +105,7 @@ def _export(args: argparse.Namespace) -> None:
             dtype=args.dtype,
             vocab_size=args.vocab_size,
             max_shard_size=args.max_shard_size,
+            ema=args.ema,
         )
     )
     for note in notes:

@@ -10,6 +10,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from megatron_ext.checkpoint.ema import PREFIX
 from megatron_ext.checkpoint.fit import LENIENT
 from megatron_ext.errors import CheckpointError
 
@@ -18,7 +19,8 @@ _MARK = ".lora."
 
 def adapters_among(names: Iterable[str]) -> list[str]:
     """The names that are matrices of adapters."""
-    return sorted(name for name in names if _MARK in name and "optimizer." not in name)
+    weights = (n for n in names if "optimizer." not in n and not n.startswith(PREFIX))
+    return sorted(name for name in weights if _MARK in name)
 
 
 def stored_adapters(path: Path) -> list[str]:

@@ -17,6 +17,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_ext.checkpoint.adapters import check_adapters, leave_out_new_adapters
 from megatron_ext.checkpoint.agreement import together
 from megatron_ext.checkpoint.best import BEST_TRACKER, BestCheckpoint, write_best
+from megatron_ext.checkpoint.ema import (
+    EMA,
+    averages_to_load,
+    averages_to_save,
+    goes_on_averaging,
+    load_averages,
+)
 from megatron_ext.checkpoint.fit import check_model, check_optimizer, same_model_ranks
 from megatron_ext.checkpoint.manifest import checksum_fault, read_manifest
 from megatron_ext.checkpoint.optimizer_state import is_distributed
@@ -42,6 +49,7 @@ from megatron_ext.checkpoint.writing import (
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layout import ParallelContext
+from megatron_ext.optim.ema import ShardedEMA
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,7 @@ class CheckpointManager:
         scheduler: OptimizerParamScheduler | None,
         progress: dict[str, Any],
         run_config: dict[str, Any],
+        ema: ShardedEMA | None = None,
         best: Sequence[BestCheckpoint] = (),
         outdone: Collection[int] = (),
     ) -> Path:
@@ -87,6 +96,7 @@ class CheckpointManager:
         Args:
             progress: counters that JSON can hold.
             run_config: the resolved configuration, sections of plain values.
+            ema: averaged weights, where the run keeps any.
             best: the checkpoints of the lowest validation loss, lowest first; the tracker of the
                 best names the first, and none is removed.
             outdone: iterations that are no longer among them and have no other reason to stay.
@@ -103,7 +113,7 @@ class CheckpointManager:
         root = Path(config.save)
         on_first_rank(lambda: prepare(root, iteration), f"`--save` ({root}) cannot be written")
         temporary = temporary_folder_of(root, iteration)
-        state = self._state(model, optimizer, scheduler, run_config)
+        state = self._state(model, optimizer, scheduler, run_config, ema)
         state.update(common_state(iteration, progress, run_config))
         strategy = save_strategy(
             config.ckpt_format,
@@ -138,6 +148,7 @@ class CheckpointManager:
         optimizer: MegatronOptimizer | None,
         scheduler: OptimizerParamScheduler | None,
         run_config: dict[str, Any],
+        ema: ShardedEMA | None,
     ) -> dict[str, Any]:
         """What a checkpoint holds besides counters and configuration."""
         config = self._config
@@ -151,6 +162,8 @@ class CheckpointManager:
             metadata={**metadata, "dp_cp_group": self._context.pgs.dp_cp},
             is_loading=False,
         )
+        if ema is not None:
+            state[EMA] = averages_to_save(ema, {key: state[key] for key in chunk_keys(model)})
         state["content_metadata"] = metadata
         if scheduler is not None and not config.no_save_optim:
             state["opt_param_scheduler"] = scheduler.state_dict()
@@ -165,10 +178,13 @@ class CheckpointManager:
         model: Chunks,
         optimizer: MegatronOptimizer | None,
         scheduler: OptimizerParamScheduler | None,
+        ema: ShardedEMA | None = None,
     ) -> LoadedCheckpoint | None:
         """Load what ``--load`` (or ``--pretrained-checkpoint``) asks for.
 
         Nothing of the model is changed before the checkpoint has been verified and found to fit.
+        Averaged weights start from the loaded ones where the checkpoint has none, or only its
+        weights are wanted.
 
         Returns:
             None when there is nothing to load.
@@ -184,8 +200,14 @@ class CheckpointManager:
         common = dict(dist_checkpointing.load_common_state_dict(str(path)))
         arguments = common.get("args", Namespace())
         with_optimizer = self._loads_optimizer(found, arguments, notes)
+        with_averages = not found.weights_only and goes_on_averaging(path, ema, notes)
         state, new = self._requested_state(
-            found, model, optimizer if with_optimizer else None, common, arguments
+            found,
+            model,
+            optimizer if with_optimizer else None,
+            ema if with_averages else None,
+            common,
+            arguments,
         )
         if self._loads_random(found, arguments, notes):
             apart = getattr(arguments, "data_parallel_random_init", False)
@@ -194,6 +216,8 @@ class CheckpointManager:
         for chunk, adapters in new.items():
             loaded[chunk].update(adapters)
         apply_state(loaded, model, optimizer, scheduler, with_optimizer=with_optimizer)
+        if ema is not None:
+            load_averages(ema, loaded[EMA]) if with_averages else ema.restart()
         if "rng_state" in state:
             restore_random_state(self._context, loaded["rng_state"])
         run_config = read_json(path / RUN_CONFIG)
@@ -253,6 +277,7 @@ class CheckpointManager:
         found: Found,
         model: Chunks,
         optimizer: MegatronOptimizer | None,
+        ema: ShardedEMA | None,
         common: dict[str, Any],
         arguments: Namespace,
     ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
@@ -271,6 +296,8 @@ class CheckpointManager:
             if found.weights_only:
                 leave_out_new_adapters(path, bare, keys)
             check_adapters(path, bare, keys, strictness)
+            if ema is not None:
+                bare[EMA] = averages_to_load(ema, {key: bare[key] for key in keys})
             check_model(path, bare, arguments, layout, strictness)
             if optimizer is not None:
                 check_optimizer(
@@ -280,6 +307,8 @@ class CheckpointManager:
         together(check, f"{path} cannot be compared with the model")
         state = sharded_state(model, optimizer, metadata=metadata, is_loading=True)
         assert all(key in state for key in keys)
+        if ema is not None:
+            state[EMA] = averages_to_load(ema, {key: state[key] for key in keys})
         return state, leave_out_new_adapters(path, state, keys) if found.weights_only else {}
 
     def _read(self, path: Path, state: dict[str, Any], notes: list[str]) -> dict[str, Any]:

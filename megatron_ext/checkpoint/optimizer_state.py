@@ -1,7 +1,7 @@
 """Three things that megatron-core's distributed optimizer lacks.
 
-With torch's own Adam it cannot list its state before the first update, and reading fully
-reshardable state trips over the step count that torch keeps for each parameter. And it writes wrong
+With torch's own Adam it cannot list its state before the first update, and reading the state trips
+over the step count that torch keeps for each parameter, or resets it. And it writes wrong
 values where a gradient buffer has padding between its buckets.
 """
 
@@ -13,10 +13,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-
-def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
-    """The optimizers of a chain (dense and expert weights have their own)."""
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+from megatron_ext.optim.update import parts_of
 
 
 def is_distributed(optimizer: MegatronOptimizer | None) -> bool:
@@ -95,14 +92,19 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
 
 
 def _load_part(part: Any, state: dict[str, Any]) -> None:
-    torch_adam = isinstance(getattr(part, "optimizer", None), torch.optim.Adam)
-    if not torch_adam or state.get("param_state_sharding_type") != "fully_reshardable":
+    loaders = {
+        "fully_reshardable": part.load_parameter_state_from_fully_reshardable,
+        "dp_reshardable": part.load_parameter_state_from_dp_reshardable,
+    }
+    load = loaders.get(state.get("param_state_sharding_type", ""))
+    if load is None or not isinstance(getattr(part, "optimizer", None), torch.optim.Adam):
         part.load_state_dict(state)
         return
     part.load_state_dict({k: v for k, v in state.items() if k != "param_state"})
     inner = part.optimizer.state
-    # Core copies every entry of the state, and the checkpoint holds the step for all at once.
+    # Core copies every entry of the state, but the checkpoint holds the step for all at once: one
+    # format lacks the entry, the other has this rank's own step from before the load.
     steps = {p: entry.pop("step") for p, entry in inner.items() if "step" in entry}
-    part.load_parameter_state_from_fully_reshardable(state["param_state"])
+    load(state["param_state"])
     for parameter, step in steps.items():
         inner[parameter]["step"] = step.clone()

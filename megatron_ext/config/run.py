@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.config.data import DataConfig
+from megatron_ext.config.ema import EmaConfig
 from megatron_ext.config.logs import LoggingConfig
 from megatron_ext.config.lora import LoraConfig
 from megatron_ext.config.loss import LossConfig
@@ -38,6 +39,7 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
     data: DataConfig = field(default_factory=DataConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -92,6 +94,7 @@ class RunConfig:
             *self.training.errors(self.parallel.data_parallel_size),
             *self.loss.errors(per_token=self.training.calculate_per_token_loss, has_te=has_te),
             *self.optimizer.errors(self.training),
+            *self.ema.errors(self.training),
             *self.data.errors(full_validation=self.training.full_validation),
             *self.sft.errors(self),
             *self.checkpoint.errors(evaluates=self.training.evaluates),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -55,7 +56,7 @@ def update_parameters(optimizer: MegatronOptimizer, clip_grad: float) -> UpdateR
     return UpdateResult(applied, grad_norm, num_zeros)
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
     """The optimizers of a chain: one for the dense parameters, one for the experts."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
@@ -68,7 +69,7 @@ def global_grad_norm(optimizer: MegatronOptimizer) -> float:
     one and eight ranks for a model of 0.4 million parameters.
     """
     total = 0.0
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         grads = part.get_main_grads_for_grad_norm()
         device = grads[0].device if grads else torch.device("cuda", torch.cuda.current_device())
         square = torch.zeros((), dtype=torch.float64, device=device)
@@ -93,7 +94,7 @@ def _square(grad: torch.Tensor, piece: int = 1024) -> torch.Tensor:
 
 
 def _clip(optimizer: MegatronOptimizer, clip_grad: float, grad_norm: float) -> None:
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
         if parameters:
             clip_grad_by_total_norm_fp32(

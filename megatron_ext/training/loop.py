@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 from megatron_ext.training.evaluate import evaluate
 from megatron_ext.training.invariants import check_replicas
 from megatron_ext.training.profiling import StepProfiler
-from megatron_ext.training.reporting import EvaluationRecord
+from megatron_ext.training.reporting import AVERAGED, EvaluationRecord
 from megatron_ext.training.signals import EXIT_CODE_SIGNAL
 from megatron_ext.training.step import StepResult
 from megatron_ext.training.watch import Verdict, check_watched, exhausted, judge
 from megatron_ext.training.window import LogWindow
 
 if TYPE_CHECKING:
+    from megatron_ext.data.loader import BatchSource
     from megatron_ext.training.setup import Run
 
 
@@ -91,6 +92,8 @@ def _step(run: Run, window: LogWindow) -> None:
     run.parameter_gather.switch_on()
     rows = run.rows_of(num_microbatches)
     window.add(result, rows, nan=_advance(run, result, rows))
+    if run.ema is not None and result.update.applied:
+        run.ema.update(run.progress.iteration)
 
 
 def evaluate_at_end(run: Run) -> None:
@@ -117,19 +120,29 @@ def evaluate_split(run: Run, name: str, *, final: bool = False) -> list[dict[str
     Returns:
         The losses of each set by name, empty but on the last pipeline stage.
     """
-    found = []
     sources = run.valid_sources if name == "validation" else run.test_sources
+    with run.parameter_gather.paused():
+        found = _evaluate_sources(run, name, sources, final=final)
+        if run.ema is not None and name in run.ema_sources:
+            with run.ema.swapped_in(run.chunks):
+                _evaluate_sources(run, name, run.ema_sources[name], final=final, mark=AVERAGED)
+    if name == "validation":
+        run.progress.consumed_valid_samples += sum(map(run.evaluation_samples, sources))
+    return found
+
+
+def _evaluate_sources(
+    run: Run, name: str, sources: list[BatchSource], *, final: bool, mark: str = ""
+) -> list[dict[str, float]]:
+    """Evaluate and report each set of a split, whose name in the report ends with ``mark``."""
+    found = []
     for index, source in enumerate(sources):
-        samples = run.evaluation_samples(source)
-        steps = -(-samples // run.evaluation_batch_size)
-        with run.parameter_gather.paused():
-            losses = evaluate(run.runner, source, steps, run.evaluation_microbatches)
+        steps = -(-run.evaluation_samples(source) // run.evaluation_batch_size)
+        losses = evaluate(run.runner, source, steps, run.evaluation_microbatches)
         label = name if len(sources) == 1 else f"{name} set {index}"
-        if name == "validation":
-            run.progress.consumed_valid_samples += samples
         run.reporters.on_evaluation(
             EvaluationRecord(
-                split=label,
+                split=label + mark,
                 iteration=run.progress.iteration,
                 losses=losses,
                 consumed_samples=run.progress.consumed_train_samples,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from megatron_ext.data.loader import BatchSource, build_source, reads_dataset
 from megatron_ext.models.chunks import build_chunks, wrap_chunks
 from megatron_ext.models.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer, build_scheduler
+from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.training.batch_size import BatchSize, number_of_iterations
 from megatron_ext.training.evaluate import agreed_length
 from megatron_ext.training.flops import flops_per_sample, peak_flops
@@ -57,6 +58,8 @@ class Run:
     train_source: BatchSource = field(default_factory=lambda: BatchSource(None, None))
     valid_sources: list[BatchSource] = field(default_factory=list)
     test_sources: list[BatchSource] = field(default_factory=list)
+    ema: ShardedEMA | None = None
+    ema_sources: dict[str, list[BatchSource]] = field(default_factory=dict)
     reporters: Reporters = field(default_factory=lambda: Reporters([]))
     flops_per_sample: float = 0.0
     peak_flops: float | None = None
@@ -110,6 +113,7 @@ class Run:
                 scheduler=self.scheduler,
                 progress=self.progress.to_dict(),
                 run_config=self.config.to_dict(),
+                ema=self.ema,
                 best=self.progress.best_checkpoints,
                 outdone=outdone,
             )
@@ -131,8 +135,9 @@ def build_run(
     if not config.training.skip_train:
         optimizer = build_optimizer(config, chunks)
         scheduler = build_scheduler(config, optimizer)
+    ema = _average(config, chunks, optimizer)
     checkpoints = CheckpointManager(config.checkpoint, context)
-    loaded = checkpoints.load(model=chunks, optimizer=optimizer, scheduler=scheduler)
+    loaded = checkpoints.load(model=chunks, optimizer=optimizer, scheduler=scheduler, ema=ema)
     progress = Progress()
     if loaded is not None:
         progress = Progress.from_dict({**loaded.progress, "iteration": loaded.iteration})
@@ -153,6 +158,7 @@ def build_run(
         parameter_gather=_parameter_gather(config, core, chunks),
         checkpoints=checkpoints,
         progress=progress,
+        ema=ema,
         stop_requests=StopRequests(config, started),
         flops_per_sample=flops_per_sample(config),
         peak_flops=peak_flops(
@@ -180,6 +186,17 @@ def _note_changed_data(run: Run) -> None:
             "run goes on at its step of other epochs",
             flush=True,
         )
+
+
+def _average(
+    config: RunConfig,
+    chunks: list[DistributedDataParallel],
+    optimizer: MegatronOptimizer | None,
+) -> ShardedEMA | None:
+    if not config.ema.keeps_average(trains=optimizer is not None):
+        return None
+    decay, start = config.ema.ema_decay, config.ema.ema_start
+    return ShardedEMA(chunks, optimizer, decay=decay or 0.0, start=start)
 
 
 def _parameter_gather(
@@ -228,16 +245,30 @@ def attach_data(run: Run, task: Task, tokenizer: Tokenizer) -> None:
     remaining = run.num_iterations - run.progress.iteration
     if not config.training.skip_train and remaining > 0:
         run.train_source = source(datasets.train, run.progress.consumed_train_samples)
+    run.valid_sources, run.test_sources = _evaluation_sources(run, datasets, source)
+    if config.ema.eval_ema:
+        # The same samples once more, for which torch's generator must not be asked again.
+        with torch.random.fork_rng(devices=[]):
+            valid, test = _evaluation_sources(run, datasets, source)
+        run.ema_sources = {"validation": valid, "test": test}
+
+
+def _evaluation_sources(
+    run: Run, datasets: Datasets, source: Callable[..., BatchSource]
+) -> tuple[list[BatchSource], list[BatchSource]]:
+    """Sources of the validation sets and of the test set, from where the run is in them."""
+    training, valid, test = run.config.training, list[BatchSource](), list[BatchSource]()
     if run.evaluates:
-        full = config.training.full_validation
-        consumed = 0 if full or config.training.skip_train else run.progress.consumed_valid_samples
-        run.valid_sources = [
+        full = training.full_validation
+        consumed = 0 if full or training.skip_train else run.progress.consumed_valid_samples
+        valid = [
             source(dataset, consumed, full_epoch=full)
             for dataset in validation_sets(datasets)
             if _exists(dataset, run.device)
         ]
-    if config.training.eval_iters > 0 and _exists(datasets.test, run.device):
-        run.test_sources = [source(datasets.test, 0)]
+    if training.eval_iters > 0 and _exists(datasets.test, run.device):
+        test = [source(datasets.test, 0)]
+    return valid, test
 
 
 def _exists(dataset: Any, device: torch.device) -> bool:

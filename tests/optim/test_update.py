@@ -25,14 +25,16 @@ class _Net(MegatronModule):  # type: ignore[misc]
         self.bias = torch.nn.Parameter(torch.randn(6, generator=generator))
 
 
-def _optimizer(context: ParallelContext, *, distributed: bool) -> tuple[Any, Any]:
+def _optimizer(context: ParallelContext, *, distributed: bool, **options: Any) -> tuple[Any, Any]:
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
     model = DistributedDataParallel(
         config=config,
         ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=distributed),
         module=_Net(config),
     )
-    core = AdamOptimizerConfig(lr=0.1, use_distributed_optimizer=distributed, clip_grad=1.0)
+    core = AdamOptimizerConfig(
+        lr=0.1, use_distributed_optimizer=distributed, clip_grad=1.0, **options
+    )
     optimizer = get_megatron_optimizer(core, [model])
     for group in optimizer.param_groups:
         group["lr"] = 0.1
@@ -102,3 +104,34 @@ def test_the_update_is_torchs_adam_on_the_clipped_gradient(context: ParallelCont
         assert math.isclose(result.grad_norm, float(norm), rel_tol=1e-6)
     for mine, want in zip(model.parameters(), reference, strict=True):
         torch.testing.assert_close(mine, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.05, 3.0])
+@ranks(dp=2)
+def test_criterion_11_a_tiny_epsilon_and_the_norm_before_clipping(
+    context: ParallelContext, value: float
+) -> None:
+    """One step with the published eps of 1e-15 and betas: torch's AdamW on min(norm, 1)."""
+    betas, eps, decay = (0.9, 0.95), 1e-15, 0.01
+    model, optimizer = _optimizer(
+        context, distributed=True, adam_beta1=betas[0], adam_beta2=betas[1], adam_eps=eps
+    )
+    for group in optimizer.param_groups:
+        group["weight_decay"] = decay
+    reference = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    plain = torch.optim.AdamW(reference, lr=0.1, betas=betas, eps=eps, weight_decay=decay)
+    generator = torch.Generator().manual_seed(1)
+    grads = [value * torch.randn(p.shape, generator=generator) for p in model.parameters()]
+    grads[0][0] *= 1e-12  # With the usual eps of 1e-8 these would hardly move.
+    model.zero_grad_buffer()
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        parameter.main_grad.copy_(grad)
+    model.finish_grad_sync()
+    norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))
+    result = update_parameters(optimizer, clip_grad=1.0)
+    assert math.isclose(result.grad_norm, norm, rel_tol=1e-6)
+    for parameter, grad in zip(reference, grads, strict=True):
+        parameter.grad = grad * min(1.0, 1.0 / norm)
+    plain.step()
+    for mine, want in zip(model.parameters(), reference, strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-6, atol=1e-6)

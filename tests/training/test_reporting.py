@@ -66,6 +66,8 @@ def test_on_a_gpu_throughput_and_mfu_are_shown() -> None:
 
 
 def test_evaluation_lines_are_framed() -> None:
+    lines = evaluation_lines(EvaluationRecord("validation ema", 5, {"lm loss": 2.0}))
+    assert " at iteration 5 with averaged weights | lm loss value: 2.000000E+00 |" in lines[1]
     lines = evaluation_lines(EvaluationRecord("test", 12, {"lm loss": 2.0}, final=True))
     assert lines[1] == (
         " validation loss at iteration 12 on test set | lm loss value: 2.000000E+00 | "

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_ext.checkpoint.ema import PREFIX, holds_averages
 from megatron_ext.checkpoint.huggingface.config import (
     HuggingFaceModel,
     config_json,
@@ -33,10 +35,12 @@ from megatron_ext.checkpoint.paths import standing_folder_of
 from megatron_ext.checkpoint.stored import choose, read_run_config
 from megatron_ext.config import RunConfig, parse_args
 from megatron_ext.errors import CheckpointError
+from megatron_ext.layout import ParallelContext
 from megatron_ext.models.shards import shards_of
 from megatron_ext.models.transformer_config import params_dtype
+from megatron_ext.optim.ema import ShardedEMA
 
-_NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state")
+_NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", PREFIX)
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Export:
         vocab_size: rows of the vocabulary to write; None takes those of ``like``, then those of the
             model that was imported, then all, with padding.
         max_shard_size: of one file, in bytes or such as ``"5GB"``.
+        ema: the averaged weights (``--ema-decay``), in place of the last ones.
     """
 
     load: Path
@@ -61,6 +66,7 @@ class Export:
     dtype: str | None = None
     vocab_size: int | None = None
     max_shard_size: int | str = "5GB"
+    ema: bool = False
 
 
 def export_model(order: Export) -> list[str]:
@@ -88,11 +94,8 @@ def export_model(order: Export) -> list[str]:
     with one_rank(config) as context:
         chunk = build_bare(config, context)
         _check_nothing_is_lost(order, chunk)
-        manager = CheckpointManager(config.checkpoint, context)
-        manager.load(model=[chunk], optimizer=None, scheduler=None)
-        exported = Exported(
-            dict(chunk.named_parameters()), row_shape(config), vocab_size=vocab_size, dtype=dtype
-        )
+        weights = _load(order, config, context, chunk)
+        exported = Exported(weights, row_shape(config), vocab_size=vocab_size, dtype=dtype)
         write_folder(
             order.target,
             exported,
@@ -101,6 +104,17 @@ def export_model(order: Export) -> list[str]:
             max_shard_size=order.max_shard_size,
         )
     return notes
+
+
+def _load(
+    order: Export, config: RunConfig, context: ParallelContext, chunk: Any
+) -> dict[str, Tensor]:
+    """The weights to export by name; averaged ones in fp32, whatever the model's dtype."""
+    ema = ShardedEMA([chunk], None) if order.ema else None
+    manager = CheckpointManager(config.checkpoint, context)
+    manager.load(model=[chunk], optimizer=None, scheduler=None, ema=ema)
+    averages = {} if ema is None else dict(ema.gathered())
+    return {name: averages.get(weight, weight) for name, weight in chunk.named_parameters()}
 
 
 def _stored_run(order: Export, stored: dict[str, Any]) -> RunConfig:
@@ -112,7 +126,9 @@ def _stored_run(order: Export, stored: dict[str, Any]) -> RunConfig:
         )
     precision = stored.get("precision") or {}
     words = [f"--{name}" for name in ("bf16", "fp16") if precision.get(name)]
-    words += [*NO_TRAINING, "--load", str(order.load), "--finetune"]
+    words += [*NO_TRAINING, "--load", str(order.load)]
+    # Averages belong to what a run goes on with, not to the weights that another starts from.
+    words += ["--no-load-optim", "--no-load-rng"] if order.ema else ["--finetune"]
     words += [] if order.step is None else ["--ckpt-step", str(order.step)]
     return parse_args(words, world_size=1, device="cpu", checkpoint_config=stored).config
 
@@ -147,6 +163,11 @@ def _check_nothing_is_lost(order: Export, chunk: Any) -> None:
     iteration = choose(order.load, order.step)
     assert iteration is not None
     path = standing_folder_of(order.load, iteration)
+    if order.ema and not holds_averages(path):
+        raise CheckpointError(
+            f"{path} holds no averaged weights, which only a run with `--ema-decay` saves; leave "
+            "out `--ema`."
+        )
     known = {shard.name.split("[")[0] for shard in shards_of(chunk)}
     for name, entry in FileSystemReader(str(path)).read_metadata().state_dict_metadata.items():
         is_weight = isinstance(entry, TensorStorageMetadata) and not name.startswith(_NOT_WEIGHTS)

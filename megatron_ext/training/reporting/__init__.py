@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from megatron_ext.training.reporting.build import Reporters, build_reporters
-from megatron_ext.training.reporting.records import EvaluationRecord, IterationRecord
+from megatron_ext.training.reporting.records import (
+    AVERAGED,
+    EvaluationRecord,
+    IterationRecord,
+)
 
-__all__ = ["EvaluationRecord", "IterationRecord", "Reporters", "build_reporters"]
+__all__ = ["AVERAGED", "EvaluationRecord", "IterationRecord", "Reporters", "build_reporters"]

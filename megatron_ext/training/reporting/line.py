@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from datetime import datetime, timedelta
 
-from megatron_ext.training.reporting.records import EvaluationRecord, IterationRecord
+from megatron_ext.training.reporting.records import (
+    AVERAGED,
+    EvaluationRecord,
+    IterationRecord,
+)
 
 
 def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> str:
@@ -43,6 +47,8 @@ def evaluation_lines(record: EvaluationRecord) -> list[str]:
     where = f"iteration {record.iteration}"
     if record.final:
         where += f" on {record.split} set"
+    elif record.split.endswith(AVERAGED):
+        where += " with averaged weights"
     text = f" validation loss at {where} | "
     for name, value in record.losses.items():
         text += f"{name} value: {value:.6E} | {name} PPL: {math.exp(min(20, value)):.6E} | "

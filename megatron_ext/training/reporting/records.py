@@ -87,12 +87,16 @@ class IterationRecord:
         return (self.num_iterations - self.iteration) * self.seconds
 
 
+AVERAGED = " ema"
+"""Ends the name of a split that was evaluated with the averaged weights."""
+
+
 @dataclass(frozen=True)
 class EvaluationRecord:
     """One evaluation.
 
     Attributes:
-        split: ``validation`` or ``test`` (with a number where there are several).
+        split: ``validation`` or ``test`` (with a number where there are several), and `AVERAGED`.
         iteration: training steps done.
         losses: by name.
         consumed_samples: training samples used so far.

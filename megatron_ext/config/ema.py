@@ -1,0 +1,51 @@
+"""The average of the weights that a run keeps beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_ext.config.flags import flag
+
+if TYPE_CHECKING:
+    from megatron_ext.config.training import TrainingConfig
+
+
+@dataclass(frozen=True)
+class EmaConfig:
+    """Exponential moving average: ``average = decay * average + (1 - decay) * weights``."""
+
+    ema_decay: float | None = flag(
+        None, "keep an average of the weights that retains this share at each update"
+    )
+    ema_start: int = flag(1, "first step that is averaged; until then it is the weights")
+    eval_ema: bool = flag(False, "evaluate with the averaged weights too")
+
+    def keeps_average(self, *, trains: bool) -> bool:
+        """Whether the run holds averaged weights: to go on with, or only to evaluate."""
+        return self.ema_decay is not None if trains else self.eval_ema
+
+    def errors(self, training: TrainingConfig) -> list[str]:
+        """What cannot be run, one sentence each."""
+        found = []
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            found.append(
+                f"`--ema-decay` ({self.ema_decay:g}) must be above 0 and below 1; use 0.9999."
+            )
+        if self.ema_start < 1:
+            found.append(f"`--ema-start` ({self.ema_start}) must be at least 1, the first step.")
+        if self.ema_decay is None and self.ema_start != _DEFAULT_START:
+            found.append(
+                f"`--ema-start` ({self.ema_start}) needs `--ema-decay`; give one such as 0.9999."
+            )
+        if self.eval_ema and not self.keeps_average(trains=not training.skip_train):
+            found.append("`--eval-ema` needs `--ema-decay`; give one such as 0.9999.")
+        if self.eval_ema and not training.evaluates:
+            found.append(
+                "`--eval-ema` needs evaluation, but `--eval-iters` is 0; give a number of batches."
+            )
+        return found
+
+
+_DEFAULT_START = next(f.default for f in dataclasses.fields(EmaConfig) if f.name == "ema_start")

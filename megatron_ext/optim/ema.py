@@ -1,0 +1,236 @@
+"""Exponential moving average of the weights: fp32, one shard beside each shard of the optimizer.
+
+After each applied update
+
+    average <- average + (1 - decay) * (weight - average),
+
+where the weight is the fp32 one that the optimizer updates, so that the average of a bf16 model
+moves from the first step on. Each operation rounds once: neither the place of a number in its shard
+nor the number of ranks changes a bit of the average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Module, Parameter
+
+from megatron_ext.optim.update import parts_of
+
+_BATCH = 2**26  # elements that are updated at a time, which bounds the memory for differences
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The part of one parameter that this rank averages.
+
+    Attributes:
+        parameter: of the model, as this rank holds it.
+        main: what the optimizer updates of it on this rank: a piece of the flattened parameter,
+            which is empty where other ranks update all of it; or the whole.
+        average: like ``main``, in fp32.
+        start: where the piece begins.
+        group: ranks that hold the other pieces, in order; None where this one holds the whole.
+    """
+
+    parameter: Parameter
+    main: Tensor
+    average: Tensor
+    start: int = 0
+    group: ProcessGroup | None = None
+
+    def whole(self) -> Tensor:
+        """The average in the parameter's shape; all ranks of the group call this together."""
+        if self.group is None:
+            return self.average.view(self.parameter.shape)
+        bits = torch.zeros(self.parameter.numel(), dtype=torch.int32, device=self.parameter.device)
+        bits[self._piece] = self.average.view(torch.int32)
+        # As integers, because a sum with the zeros of other ranks then keeps the sign of -0.0 too.
+        torch.distributed.all_reduce(bits, group=self.group)
+        return bits.view(torch.float32).view(self.parameter.shape)
+
+    def put(self, whole: Tensor) -> None:
+        """Take this rank's piece of a whole average."""
+        self.average.copy_(whole.reshape(-1)[self._piece].view(self.average.shape))
+
+    @property
+    def _piece(self) -> slice:
+        return slice(self.start, self.start + self.average.numel())
+
+
+class ShardedEMA:
+    """The averaged weights of a rank's model chunks.
+
+    Parameters that are not trained are not averaged. All methods but `update` communicate: all
+    ranks call them together.
+
+    Args:
+        chunks: of the model; only looked at where there is no optimizer.
+        optimizer: megatron-core's, of any kind; None averages nothing, but holds what a checkpoint
+            gives, whole.
+        decay: share of the average that an update leaves.
+        start: first training step, counted from 1, that is averaged. After the steps before it the
+            average is the weights.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Module],
+        optimizer: MegatronOptimizer | None,
+        *,
+        decay: float = 0.0,
+        start: int = 1,
+    ) -> None:
+        self.decay = decay
+        self.start = start
+        if optimizer is None:
+            parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
+            self._parts = [_whole_part(parameter, parameter) for parameter in parameters]
+        else:
+            self._parts = [x for part in parts_of(optimizer) for x in _parts_beside(part)]
+        self._batches = list(_in_batches(self._parts))
+        self._swapped = False
+        self.restart()
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Let the average be the weights."""
+        for part in self._parts:
+            part.average.copy_(part.main)
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Average the weights that a step has left; to be called after applied updates only.
+
+        Args:
+            step: training steps done, this one and skipped ones included.
+        """
+        if self._swapped:
+            raise RuntimeError("The averaged weights are in the model; put the others back first.")
+        if step < self.start:
+            self.restart()
+            return
+        for mains, averages in self._batches:
+            change = torch._foreach_sub(mains, averages)
+            torch._foreach_mul_(change, 1.0 - self.decay)
+            torch._foreach_add_(averages, change)
+
+    @torch.no_grad()
+    def gathered(self) -> Iterator[tuple[Parameter, Tensor]]:
+        """Each trained parameter with its average, fp32, in the shape that this rank holds.
+
+        One at a time is gathered from the data-parallel ranks. All ranks consume all of them.
+        """
+        for part in self._parts:
+            yield part.parameter, part.whole()
+
+    @torch.no_grad()
+    def load(self, averages: Sequence[Tensor]) -> None:
+        """Take other averages, whole, in the order of `gathered`."""
+        for part, average in zip(self._parts, averages, strict=True):
+            part.put(average)
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """The trained parameters, in the order of `gathered`."""
+        return [part.parameter for part in self._parts]
+
+    @contextmanager
+    def swapped_in(self, chunks: Iterable[Module]) -> Iterator[None]:
+        """Averaged weights in the model inside of the block, and then the others, bit for bit.
+
+        The others wait in the host's memory, so that no rank needs another one to bring them back,
+        also after an error. Forward hooks that gather parameters must be off
+        (`training.overlap.ParameterGather.paused`).
+
+        Args:
+            chunks: whose parameters are exchanged; wrapped ones will do.
+
+        Raises:
+            RuntimeError: already swapped in, or hooks are on.
+        """
+        chunks = list(chunks)
+        if self._swapped or any(getattr(x, "remove_forward_pre_hook_handles", ()) for x in chunks):
+            raise RuntimeError(
+                "The weights cannot be exchanged twice, nor while hooks gather them."
+            )
+        wanted = {parameter for chunk in chunks for parameter in chunk.parameters()}
+        originals: list[tuple[Parameter, Tensor]] = []
+        self._swapped = True
+        try:
+            for parameter, average in self.gathered():
+                if parameter in wanted:
+                    originals.append((parameter, parameter.detach().to("cpu", copy=True)))
+                    parameter.data.copy_(average)
+            yield
+        finally:
+            for parameter, original in originals:
+                parameter.data.copy_(original)
+            self._swapped = False
+
+
+def _whole_part(parameter: Parameter, main: Tensor) -> _Part:
+    return _Part(parameter, main, torch.empty_like(main, dtype=torch.float32, requires_grad=False))
+
+
+def _parts_beside(optimizer: Any) -> Iterator[_Part]:
+    """A part for each parameter of one optimizer, in an order that its replicas share."""
+    if getattr(optimizer, "is_stub_optimizer", False):
+        return
+    if isinstance(optimizer, DistributedOptimizer):
+        yield from _shards_beside(optimizer)
+    elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        models = [*optimizer.float16_groups, *optimizer.fp32_from_fp32_groups]
+        mains = [*optimizer.fp32_from_float16_groups, *optimizer.fp32_from_fp32_groups]
+        for parameter, main in _pairs(models, mains):
+            yield _whole_part(parameter, main)
+    else:
+        for parameter in optimizer.get_parameters():
+            yield _whole_part(parameter, parameter)
+
+
+def _shards_beside(optimizer: Any) -> Iterator[_Part]:
+    """Parameters lie in the buffers in the same order on all ranks, also those of other ranks."""
+    models = [*optimizer.model_float16_groups, *optimizer.model_fp32_groups]
+    mains = [*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups]
+    main_of = dict(_pairs(models, mains))
+    group = optimizer.data_parallel_group
+    for buffer in optimizer.buffers:
+        for parameter in buffer.param_index_map:
+            main, start = main_of.get(parameter), 0
+            if main is None:
+                main = torch.empty(0, dtype=torch.float32, device=parameter.device)
+            else:
+                start = optimizer._get_model_param_range_map(parameter)["param"].start
+            average = torch.empty_like(main, requires_grad=False)
+            yield _Part(parameter, main, average, start, group)
+
+
+def _pairs(models: Any, mains: Any) -> Iterator[tuple[Parameter, Tensor]]:
+    for model_group, main_group in zip(models, mains, strict=True):
+        yield from zip(model_group, main_group, strict=True)
+
+
+def _in_batches(parts: Sequence[_Part]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Weights and averages, so many at a time that their differences stay small."""
+    mains: list[Tensor] = []
+    averages: list[Tensor] = []
+    size = 0
+    for part in (part for part in parts if part.main.numel()):
+        if mains and size + part.main.numel() > _BATCH:
+            yield mains, averages
+            mains, averages, size = [], [], 0
+        mains.append(part.main)
+        averages.append(part.average)
+        size += part.main.numel()
+    if mains:
+        yield mains, averages
