@@ -30,7 +30,8 @@ from megatron_ext.models.mmdit.tokens import LatentShape, tokens_per_frame
 
 Normalization = Literal["per_token", "per_sample"]
 _REDUCTIONS: dict[Normalization, str] = {"per_token": "token", "per_sample": "sample"}
-QUARTERS = ("t 0-1/4", "t 1/4-1/2", "t 1/2-3/4", "t 3/4-1")
+QUARTERS = ("t_q1", "t_q2", "t_q3", "t_q4")
+"""Names in the log of the quarters of [0, 1]; clips of all sizes share them, whatever the shift."""
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,8 @@ class _Guide:
         self._velocity = velocity
         self._sampling = sampling
         self._num_frames, self._tokens = t, tokens_per_frame((t, h, w), patch_size)
-        without = pack(condition(torch.zeros_like(noise), noise.new_zeros(len(noise), t).bool()),
-                       patch_size)  # fmt: skip
+        nothing = torch.zeros(len(noise), t, dtype=torch.bool)
+        without = pack(condition(noise, nothing), patch_size)
         empty = null_like(null, text)
         texts, conditions = [text, empty], [without, without]
         if references is not None and bool(references.masks.any()):

@@ -1,4 +1,4 @@
-"""Which latent frames of a clip are given to the model as references, and what the loss makes of it.
+"""Which latent frames of a clip are given to the model as references, and which it is to learn.
 
 A mode is drawn for each clip (Open-Sora 2.0, ``condition_config``): nothing is given (t2v), the
 first, the last or both frames (i2v), or a longer piece at one end (v2v). References are encoded by
