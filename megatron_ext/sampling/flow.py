@@ -98,10 +98,11 @@ def sample(
         DataError: captions, noise and references that do not fit each other.
     """
     _check(text, noise, references)
+    noise = noise.float()
     _, _, t, h, w = noise.shape
     guide = _Guide(velocity, text, null, noise, patch_size, sampling, references)
     steps = times(flow, sampling.num_steps, (t, h, w), patch_size).tolist()
-    x = pack(noise.float(), patch_size)
+    x = pack(noise, patch_size)
     for step, (now, after) in enumerate(zip(steps, steps[1:], strict=False)):
         x = x + (after - now) * guide(x, now, step)
     latents = unpack(x, (t, h, w), patch_size)
