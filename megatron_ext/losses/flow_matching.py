@@ -1,0 +1,241 @@
+"""Flow matching on latent videos: timesteps, what is noised, what is learned, and the loss.
+
+Rectified flow (arXiv:2209.03003, arXiv:2210.02747) with the logit-normal timesteps and the shift
+of arXiv:2403.03206, the latter as Open-Sora 2.0 (arXiv:2503.09642) makes it grow with the size and
+the length of a clip. At t = 1 there is only noise, at t = 0 (almost) only data:
+
+    x_t = (1 - t) * x0 + (t + sigma_min * (1 - t)) * x1
+    v   = d x_t / d t = (1 - sigma_min) * x1 - x0
+
+Times, x_t and v are made in float32 even where the network runs in 16 bits, in which 1000 * t
+would be known to 4 and sigma_min would vanish.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from megatron_ext.data.reduction import reduced_weights
+from megatron_ext.data.video.conditions import MODES
+from megatron_ext.errors import ConfigError
+from megatron_ext.losses.contract import Report, pair
+from megatron_ext.losses.cross_entropy import number_of_targets
+from megatron_ext.models.mmdit.tokens import LatentShape, tokens_per_frame
+
+Normalization = Literal["per_token", "per_sample"]
+_REDUCTIONS: dict[Normalization, str] = {"per_token": "token", "per_sample": "sample"}
+QUARTERS = ("t_q1", "t_q2", "t_q3", "t_q4")
+"""Names in the log of the quarters of [0, 1]; clips of all sizes share them, whatever the shift."""
+
+
+@dataclass(frozen=True)
+class FlowConfig:
+    """The path between noise and data, and how often its times are trained.
+
+    Attributes:
+        sigma_min: noise that is left at t = 0.
+        timestep_mean, timestep_std: of u in t = shift(sigmoid(u)).
+        base_tokens, base_shift: tokens of a latent frame at which the shift is ``base_shift``.
+        max_tokens, max_shift: tokens at which it is ``max_shift``; linear in between and beyond.
+        length_shift: multiply the shift by the square root of the number of latent frames.
+        flow_shift: one shift for clips of any size instead.
+        loss_normalization: every token counts alike, or every clip does.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    sigma_min: float = 1e-5
+    timestep_mean: float = 0.0
+    timestep_std: float = 1.0
+    base_tokens: int = 256
+    base_shift: float = 1.0
+    max_tokens: int = 4096
+    max_shift: float = 3.0
+    length_shift: bool = True
+    flow_shift: float | None = None
+    loss_normalization: Normalization = "per_token"
+
+    def __post_init__(self) -> None:
+        tokens, shift = self.max_tokens - self.base_tokens, self.max_shift - self.base_shift
+        # The shift of a frame without tokens; all others must be positive as well.
+        rises = tokens > 0 and shift >= 0 and self.base_shift * tokens > self.base_tokens * shift
+        fixed = self.flow_shift
+        for name, rule, fits in (
+            ("sigma_min", "in [0, 1)", 0 <= self.sigma_min < 1),
+            ("timestep_mean", "finite", math.isfinite(self.timestep_mean)),
+            ("timestep_std", "finite and above 0", 0 < self.timestep_std < math.inf),
+            ("base_tokens", "0 or more", self.base_tokens >= 0),
+            ("max_shift", "such that the shift rises and is above 0 for any tokens", rises),
+            ("flow_shift", "finite and above 0", fixed is None or 0 < fixed < math.inf),
+            (
+                "loss_normalization",
+                f"one of {', '.join(get_args(Normalization))}",
+                self.loss_normalization in get_args(Normalization),
+            ),
+        ):
+            if not fits:
+                raise ConfigError(
+                    f"`{name}` ({getattr(self, name)}) must be {rule}; leave it out to get the "
+                    "default."
+                )
+
+
+def shift_factor(config: FlowConfig, shape: LatentShape, patch_size: int) -> float:
+    """The shift a of the times of clips of a size, in training and in sampling.
+
+    It follows the tokens of a latent frame, whatever the patch size.
+
+    Args:
+        config: see `FlowConfig`.
+        shape: (t, h, w) of the latents.
+        patch_size: p.
+
+    Raises:
+        DataError: latents that patches do not fill.
+    """
+    if config.flow_shift is not None:
+        return config.flow_shift
+    slope = (config.max_shift - config.base_shift) / (config.max_tokens - config.base_tokens)
+    excess = tokens_per_frame(shape, patch_size) - config.base_tokens
+    length = math.sqrt(shape[0]) if config.length_shift else 1.0
+    return (config.base_shift + slope * excess) * length
+
+
+def shift(times: Tensor, factor: float) -> Tensor:
+    """Move times towards the noise, a * s / (1 + (a - 1) * s); 0 and 1 stay."""
+    return factor * times / (1 + (factor - 1) * times)
+
+
+def timesteps(config: FlowConfig, normals: Tensor, factor: float) -> Tensor:
+    """Training times of samples.
+
+    Args:
+        config: see `FlowConfig`.
+        normals: u, standard normal, ``[b]``.
+        factor: of `shift_factor`.
+
+    Returns:
+        t in [0, 1], ``[b]`` float32.
+    """
+    u = config.timestep_mean + config.timestep_std * normals.float()
+    return shift(torch.sigmoid(u), factor)
+
+
+def noised(x0: Tensor, x1: Tensor, times: Tensor, sigma_min: float) -> tuple[Tensor, Tensor]:
+    """Points of the paths between data and noise, and their velocities.
+
+    Args:
+        x0: data, ``[b, ...]``.
+        x1: noise, of the same shape.
+        times: ``[b]``.
+        sigma_min: see `FlowConfig`.
+
+    Returns:
+        x_t and v in the shape of ``x0``, float32 (float64 where ``x0`` is).
+    """
+    dtype = torch.promote_types(x0.dtype, torch.float32)
+    x0, x1 = x0.to(dtype), x1.to(dtype)
+    t = times.to(dtype).view(-1, *[1] * (x0.dim() - 1))
+    # Not 1 - (1 - sigma_min) * (1 - t), whose rounding would be of the size of sigma_min.
+    return (1 - t) * x0 + (t + sigma_min * (1 - t)) * x1, (1 - sigma_min) * x1 - x0
+
+
+def token_weights(mask: Tensor, normalization: Normalization) -> Tensor:
+    """Weights of the tokens of whole clips in the loss, to be cut over context-parallel ranks.
+
+    Args:
+        mask: 1 where a token counts, ``[b, n]`` float32.
+        normalization: see `FlowConfig`.
+
+    Returns:
+        ``[b, n]`` float32; a clip without tokens that count weighs nothing.
+    """
+    return reduced_weights(mask, None, _REDUCTIONS[normalization])
+
+
+def token_losses(prediction: Tensor, velocity: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Mean squared error of each token.
+
+    Args:
+        prediction: ``[b, n, d]`` in any float type.
+        velocity: ``[b, n, d]`` float32.
+        weights: ``[b, n]``; where they are 0 the loss is 0, and so is the gradient, whatever the
+            prediction.
+
+    Returns:
+        ``[b, n]`` float32.
+
+    Raises:
+        ConfigError: a prediction of another shape.
+    """
+    if prediction.shape != velocity.shape:
+        raise ConfigError(
+            f"The model predicted {tuple(prediction.shape)}, but the velocity of its tokens is "
+            f"{tuple(velocity.shape)}; return [b, n, d] for the image tokens only."
+        )
+    error = prediction.float() - velocity.float()
+    if weights is not None:
+        error = torch.where(weights[:, :, None] != 0, error, 0.0)
+    return error.square().mean(dim=2)
+
+
+@dataclass(frozen=True)
+class FlowTargets:
+    """What the loss needs of one micro-batch on one rank; n is its part of the image tokens.
+
+    Attributes:
+        velocity: v of the tokens, ``[b, n, d]`` float32.
+        weights: of `token_weights`, ``[b, n]`` float32.
+        times: t, ``[b]``.
+        modes: indices into `data.video.conditions.MODES`, ``[b]``.
+    """
+
+    velocity: Tensor
+    weights: Tensor
+    times: Tensor
+    modes: Tensor
+
+
+def flow_matching_loss(
+    prediction: Tensor,
+    *,
+    targets: FlowTargets,
+    share: Tensor | float = 1.0,
+    reported_modes: Sequence[str] = ("t2v",),
+) -> tuple[Tensor, Tensor, Report]:
+    """Weighted sum of the tokens' losses, number of tokens that count, and what to log.
+
+    Args:
+        prediction: velocity of the image tokens, ``[b, n, d]``.
+        targets: see `FlowTargets`.
+        share: see `losses.cross_entropy.share_of_step`.
+        reported_modes: condition modes that get an entry in the log; the same on all ranks and in
+            all micro-batches.
+
+    Raises:
+        ConfigError: see `token_losses`.
+    """
+    weights = targets.weights
+    losses = token_losses(prediction, targets.velocity, weights) * weights
+    total = losses.sum()
+    sums = torch.stack([losses.detach().sum(dim=1), weights.sum(dim=1)], dim=1)
+    quarter = (targets.times * len(QUARTERS)).long().clamp(max=len(QUARTERS) - 1)
+    by_time = _grouped(sums, quarter, range(len(QUARTERS)))
+    by_mode = _grouped(sums, targets.modes, [MODES.index(mode) for mode in reported_modes])
+    names = [*QUARTERS, *reported_modes]
+    report = {"loss": pair(total, weights.sum())}
+    report |= {f"loss {name}": x for name, x in zip(names, [*by_time, *by_mode], strict=True)}
+    return total * share, number_of_targets(weights), report
+
+
+def _grouped(sums: Tensor, groups: Tensor, numbers: Sequence[int]) -> list[Tensor]:
+    """Sums ``[b, 2]`` of the samples, added up for each number of a group, ``[2]`` each."""
+    of_groups = groups.to(sums.device)
+    return [torch.where((of_groups == i)[:, None], sums, 0.0).sum(dim=0) for i in numbers]

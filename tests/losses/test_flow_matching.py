@@ -1,0 +1,318 @@
+"""Times, paths and losses of flow matching against plain arithmetic."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.data.video.conditions import MODES, ConditionConfig, frame_masks, loss_mask
+from megatron_ext.errors import ConfigError
+from megatron_ext.losses.contract import StepCounts, checked
+from megatron_ext.losses.cross_entropy import share_of_step
+from megatron_ext.losses.flow_matching import (
+    QUARTERS,
+    FlowConfig,
+    FlowTargets,
+    Normalization,
+    flow_matching_loss,
+    noised,
+    shift,
+    shift_factor,
+    timesteps,
+    token_losses,
+    token_weights,
+)
+
+FLOW = FlowConfig()
+B, FRAMES, TOKENS, D = 4, 5, 6, 16
+N = FRAMES * TOKENS
+NAMES = ("i2v_head", "t2v", "i2v_loop", "i2v_tail")
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def modes(*names: str) -> Tensor:
+    return torch.tensor([MODES.index(name) for name in names])
+
+
+def mask_of(*names: str) -> Tensor:
+    return loss_mask(frame_masks(modes(*names), FRAMES, ConditionConfig()), TOKENS, "masked")
+
+
+def targets(mask: Tensor, normalization: Normalization = "per_token") -> FlowTargets:
+    return FlowTargets(
+        velocity=random(B, N, D, seed=1),
+        weights=token_weights(mask, normalization),
+        times=torch.tensor([0.1, 0.3, 0.9, 1.0]),
+        modes=modes(*NAMES),
+    )
+
+
+@pytest.mark.parametrize(
+    ("pixels", "frames", "factor"),
+    [
+        ((256, 256), 1, 1.0),
+        ((1024, 1024), 1, 3.0),
+        ((576, 1024), 33, 11.872),
+        ((576, 1024), 1, 2.067),
+        ((192, 336), 1, 0.998),
+        ((192, 336), 5, 2.231),
+        ((192, 336), 33, 5.733),
+    ],
+)
+def test_criterion_3_shift_of_sizes_and_lengths(
+    pixels: tuple[int, int], frames: int, factor: float
+) -> None:
+    shape = (frames, pixels[0] // 8, pixels[1] // 8)
+    assert shift_factor(FLOW, shape, 2) == pytest.approx(factor, abs=1e-3)
+
+
+def test_criterion_3_a_shift_of_1_changes_nothing() -> None:
+    s = torch.linspace(0, 1, 11)
+    assert torch.equal(shift(s, 1.0), s)
+    assert shift(torch.tensor([0.0, 1.0]), 11.872).tolist() == [0.0, 1.0]
+    assert float(shift(torch.tensor(0.5), 3.0)) == pytest.approx(0.75)
+
+
+def test_criterion_3_medians_of_drawn_times() -> None:
+    normals = random(100_000, seed=11)
+    for factor, median, mean in ((1.0, 0.5, 0.5), (5.733, 0.852, 0.813), (11.872, 0.922, 0.892)):
+        t = timesteps(FLOW, normals, factor)
+        assert float(t.median()) == pytest.approx(factor / (1 + factor), abs=0.01)
+        assert float(t.median()) == pytest.approx(median, abs=0.01)
+        assert float(t.mean()) == pytest.approx(mean, abs=0.005)
+
+
+def test_mean_and_spread_of_times_and_a_fixed_shift_are_used() -> None:
+    config = FlowConfig(timestep_mean=-1.0, timestep_std=0.5, flow_shift=2.0, length_shift=False)
+    s = 1 / (1 + math.exp(0.25))
+    u = torch.tensor([1.5])
+    assert float(timesteps(config, u, 2.0)) == pytest.approx(2 * s / (1 + s), rel=1e-6)
+    assert shift_factor(config, (33, 72, 128), 2) == 2.0
+    assert shift_factor(FlowConfig(length_shift=False), (33, 32, 32), 2) == 1.0
+
+
+def test_criterion_2_ends_of_the_path() -> None:
+    x0, x1 = random(2, 4, 3, 8, 8), random(2, 4, 3, 8, 8, seed=1)
+    start, _ = noised(x0, x1, torch.zeros(2), 1e-5)
+    assert torch.equal(start, x0 + 1e-5 * x1)
+    end, _ = noised(x0, x1, torch.ones(2), 1e-5)
+    assert torch.equal(end, x1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "step", "tolerance"), [(torch.float32, 2**-8, 1e-4), (torch.float64, 2**-8, 1e-9)]
+)
+def test_criterion_2_velocity_is_the_derivative(
+    dtype: torch.dtype, step: float, tolerance: float
+) -> None:
+    x0, x1 = random(3, 4, 6, dtype=dtype), random(3, 4, 6, seed=1, dtype=dtype)
+    t = torch.tensor([0.25, 0.5, 0.875], dtype=dtype)
+    after, v = noised(x0, x1, t + step, 1e-5)
+    before, _ = noised(x0, x1, t - step, 1e-5)
+    assert v.dtype == dtype
+    difference = (after - before) / (2 * step)
+    assert torch.allclose(difference, v, rtol=0, atol=tolerance)
+    assert torch.allclose(v, (1 - 1e-5) * x1 - x0, rtol=0, atol=1e-6)
+
+
+def test_trap_5_times_and_paths_are_float32_for_16_bit_latents() -> None:
+    x0, x1 = torch.zeros(2, 3, 4).bfloat16(), torch.ones(2, 3, 4)
+    t = timesteps(FLOW, torch.tensor([0.0, 2.0]).bfloat16(), 5.733)
+    assert t.dtype == torch.float32
+    # In bfloat16 both would be 1000 * 0.9766.
+    near = timesteps(FLOW, torch.tensor([2.0, 2.001]), 5.733)
+    assert float(near[0]) != float(near[1])
+    x_t, v = noised(x0, x1, torch.tensor([0.0, 0.5]), 1e-5)
+    assert x_t.dtype == v.dtype == torch.float32
+    assert float(x_t[0, 0, 0]) == pytest.approx(1e-5)
+    assert float(v[0, 0, 0]) == pytest.approx(1 - 1e-5, abs=1e-7)
+
+
+def test_criterion_6_the_masked_loss_is_the_mean_over_tokens_that_count() -> None:
+    prediction, mask = random(B, N, D), mask_of(*NAMES)
+    wanted = targets(mask)
+    total, count, report = checked(lambda x: flow_matching_loss(x, targets=wanted))(prediction)
+    errors = []
+    for i, frames in enumerate(([1, 2, 3, 4], [0, 1, 2, 3, 4], [1, 2, 3], [0, 1, 2, 3])):
+        for frame in frames:
+            here = slice(frame * TOKENS, (frame + 1) * TOKENS)
+            errors.append((prediction[i, here] - wanted.velocity[i, here]).double().square())
+    assert int(count) == (4 + 5 + 3 + 4) * TOKENS
+    assert not count.is_floating_point()
+    mean = torch.cat(errors).mean()
+    assert float(total / count) == pytest.approx(mean.item(), rel=1e-6)
+    assert report["loss"].tolist() == [float(total), float(count)]
+
+
+def test_criterion_6_without_a_mask_it_is_the_mean_squared_error() -> None:
+    prediction, wanted = random(B, N, D), targets(torch.ones(B, N))
+    total, count, _ = flow_matching_loss(prediction, targets=wanted)
+    plain = torch.nn.functional.mse_loss(prediction.double(), wanted.velocity.double())
+    assert int(count) == B * N
+    assert float(total / count) == pytest.approx(float(plain), rel=1e-6)
+
+
+@pytest.mark.parametrize("normalization", ["per_token", "per_sample"])
+def test_criterion_6_nothing_to_learn_gives_0(normalization: Normalization) -> None:
+    prediction = random(B, N, D).requires_grad_()
+    wanted = targets(torch.zeros(B, N), normalization)
+    counts = StepCounts(torch.zeros(()), torch.zeros(()), torch.zeros(0), 1)
+    share = share_of_step(wanted.weights, counts, per_token=True)
+    total, count, report = flow_matching_loss(prediction, targets=wanted, share=share)
+    total.backward()  # type: ignore[no-untyped-call]
+    assert total.item() == 0 and int(count) == 0 and report["loss"].tolist() == [0.0, 0.0]
+    assert prediction.grad is not None and not prediction.grad.any()
+
+
+@pytest.mark.parametrize("normalization", ["per_token", "per_sample"])
+@pytest.mark.parametrize("change", [5.0, math.inf, math.nan])
+def test_criterion_6_masked_tokens_change_nothing(
+    normalization: Normalization, change: float
+) -> None:
+    mask = mask_of(*NAMES)
+    wanted, found = targets(mask, normalization), []
+    for added in (0.0, change):
+        base = random(B, N, D)
+        prediction = torch.where(mask[:, :, None] == 0, base + added, base).requires_grad_()
+        total, _, _ = flow_matching_loss(prediction, targets=wanted)
+        total.backward()  # type: ignore[no-untyped-call]
+        assert prediction.grad is not None
+        assert not prediction.grad[mask == 0].any()
+        assert (prediction.grad[mask == 1] != 0).all()
+        found.append((total.detach(), prediction.grad[mask == 1]))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("kind", ["masked", "trimmed"])
+@pytest.mark.parametrize("normalization", ["per_token", "per_sample"])
+def test_trap_1_two_frames_in_a_loop_are_finite(kind: str, normalization: Normalization) -> None:
+    """The mean over the tokens of such a clip would be one over none."""
+    masks = frame_masks(modes("i2v_loop", "i2v_head"), 2, ConditionConfig())
+    weights = token_weights(loss_mask(masks, TOKENS, kind), normalization)  # type: ignore[arg-type]
+    prediction = random(2, 2 * TOKENS, D).requires_grad_()
+    velocity = random(2, 2 * TOKENS, D, seed=1)
+    wanted = FlowTargets(velocity, weights, torch.tensor([0.2, 0.3]), modes("i2v_loop", "i2v_head"))
+    total, count, _ = flow_matching_loss(prediction, targets=wanted)
+    total.backward()  # type: ignore[no-untyped-call]
+    assert int(count) == TOKENS
+    assert prediction.grad is not None and bool(prediction.grad.isfinite().all())
+    half = slice(TOKENS, 2 * TOKENS)
+    mean = (prediction[1, half] - velocity[1, half]).square().mean()
+    assert (total / weights.sum()).item() == pytest.approx(mean.item(), rel=1e-6)
+
+
+def test_trap_1_references_change_the_loss() -> None:
+    """The masked loss is alive: conditions decide which tokens are learned."""
+    prediction = random(B, N, D)
+    some, _, _ = flow_matching_loss(prediction, targets=targets(mask_of(*NAMES)))
+    all_, _, _ = flow_matching_loss(prediction, targets=targets(mask_of(*["t2v"] * 4)))
+    assert float(all_) - float(some) > 1
+
+
+def mean_of_clips(prediction: Tensor, velocity: Tensor, mask: Tensor) -> Tensor:
+    means = [
+        (prediction[i][mask[i] == 1] - velocity[i][mask[i] == 1]).square().mean()
+        for i in range(len(mask))
+    ]
+    return torch.stack(means).mean()
+
+
+def mean_of_tokens(prediction: Tensor, velocity: Tensor, mask: Tensor) -> Tensor:
+    return (prediction[mask == 1] - velocity[mask == 1]).square().mean()
+
+
+@pytest.mark.parametrize("normalization", ["per_token", "per_sample"])
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_criterion_17_accumulation_is_one_large_batch(
+    normalization: Normalization, cp_size: int
+) -> None:
+    """Four micro-batches of one clip, also with the sequence cut, against one batch of four."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(D, 8), torch.nn.SiLU(), torch.nn.Linear(8, D))
+    x, mask = random(B, N, D, seed=2), mask_of(*NAMES)
+    wanted = targets(mask, normalization)
+    mean = mean_of_tokens if normalization == "per_token" else mean_of_clips
+    whole = mean(model(x), wanted.velocity, mask)
+    expected = torch.autograd.grad(whole, list(model.parameters()))
+
+    counts = StepCounts(
+        main=mask.sum(), weight=wanted.weights.sum(), mtp=torch.zeros(0), num_microbatches=B
+    )
+    totals, tokens = torch.zeros(()), 0
+    for i in range(B):
+        for rank in range(cp_size):
+            here = slice(rank * N // cp_size, (rank + 1) * N // cp_size)
+            part = FlowTargets(
+                wanted.velocity[i : i + 1, here],
+                wanted.weights[i : i + 1, here],
+                wanted.times[i : i + 1],
+                wanted.modes[i : i + 1],
+            )
+            share = share_of_step(part.weights, counts, per_token=True)
+            loss, count, _ = flow_matching_loss(
+                model(x[i : i + 1, here]), targets=part, share=share
+            )
+            totals, tokens = totals + loss, tokens + int(count)
+    assert tokens == int(mask.sum())
+    assert (totals / tokens).item() == pytest.approx(whole.item(), rel=1e-6)
+    found = torch.autograd.grad(totals / tokens, list(model.parameters()))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-6, atol=1e-6 * float(other.abs().max()))
+
+
+def test_reports_by_quarter_and_mode_add_up() -> None:
+    prediction, wanted = random(B, N, D), targets(mask_of(*NAMES))
+    names = ("t2v", "i2v_head", "i2v_tail", "i2v_loop")
+    _, _, report = flow_matching_loss(prediction, targets=wanted, reported_modes=names)
+    assert set(report) == {"loss", *(f"loss {name}" for name in (*QUARTERS, *names))}
+    each = token_losses(prediction, wanted.velocity, wanted.weights).sum(dim=1)
+    counts = wanted.weights.sum(dim=1)
+    members = {
+        "t_q1": [0], "t_q2": [1], "t_q3": [], "t_q4": [2, 3],
+        "t2v": [1], "i2v_head": [0], "i2v_tail": [3], "i2v_loop": [2],
+    }  # fmt: skip
+    for name, clips in members.items():
+        want = torch.stack([each[clips].sum(), counts[clips].sum()])
+        assert torch.allclose(report[f"loss {name}"], want, rtol=1e-6)
+    for group in (QUARTERS, names):
+        together = torch.stack([report[f"loss {name}"] for name in group]).sum(dim=0)
+        assert torch.allclose(together, report["loss"], rtol=1e-6)
+
+
+def test_16_bit_predictions_are_compared_in_float32() -> None:
+    prediction = torch.full((1, 2, 3), 1.0).bfloat16()
+    velocity = torch.full((1, 2, 3), 1.001)
+    losses = token_losses(prediction, velocity)
+    assert losses.dtype == torch.float32
+    assert torch.allclose(losses, torch.full((1, 2), 1e-6), rtol=1e-3)
+
+
+def test_a_prediction_of_another_shape_is_refused() -> None:
+    """Broadcasting would take it."""
+    with pytest.raises(ConfigError, match=r"predicted \(4, 30, 1\), but .* \(4, 30, 16\)"):
+        flow_matching_loss(random(B, N, 1), targets=targets(torch.ones(B, N)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sigma_min", 1.0),
+        ("timestep_mean", math.nan),
+        ("timestep_std", 0.0),
+        ("base_tokens", -1),
+        ("max_shift", 0.5),
+        ("max_shift", 100.0),
+        ("flow_shift", 0.0),
+        ("loss_normalization", "per_element"),
+    ],
+)
+def test_values_out_of_range_are_refused(name: str, value: float | str) -> None:
+    with pytest.raises(ConfigError, match=rf"`{name}` \({value}\) must be .*; leave it out"):
+        FlowConfig(**{name: value})  # type: ignore[arg-type]

@@ -1,0 +1,211 @@
+"""Sampling with models whose flow is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.data.video.conditions import MODES, ConditionConfig, condition, frame_masks
+from megatron_ext.data.video.text_dropout import Text
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.losses.flow_matching import FlowConfig, noised, shift_factor, timesteps
+from megatron_ext.models.mmdit.tokens import condition_width, pack
+from megatron_ext.sampling.flow import References, SamplingConfig, initial_noise, sample, times
+from megatron_ext.sampling.guidance import GuidanceConfig
+
+B, C, T, H, W = 2, 4, 3, 8, 8
+FLOW = FlowConfig()
+PLAIN = GuidanceConfig(
+    text_scale=1.0,
+    image_scale=1.0,
+    oscillate_text=False,
+    oscillate_image=False,
+    scale_image_by_frame=False,
+)
+Model = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def text(seed: int = 0) -> Text:
+    random = torch.Generator().manual_seed(seed)
+    return Text(torch.randn(B, 8, 6, generator=random), torch.randn(B, 5, generator=random))
+
+
+NULL = Text(torch.zeros(1, 1, 6), torch.zeros(1, 5))
+NOISE = initial_noise(3, B, (C, T, H, W))
+
+
+def references(mode: str) -> References:
+    masks = frame_masks(torch.tensor([MODES.index(mode)] * B), T, ConditionConfig())
+    return References(torch.randn(B, C, T, H, W), masks)
+
+
+def run(
+    velocity: Model,
+    guidance: GuidanceConfig = PLAIN,
+    num_steps: int = 6,
+    noise: Tensor = NOISE,
+    given: References | None = None,
+    prompts: Text | None = None,
+) -> Tensor:
+    return sample(
+        velocity,
+        text() if prompts is None else prompts,
+        NULL,
+        noise,
+        patch_size=2,
+        flow=FLOW,
+        sampling=SamplingConfig(num_steps=num_steps, guidance=guidance),
+        references=given,
+    )
+
+
+def toy(x: Tensor, t: Tensor, words: Tensor, pooled: Tensor, cond: Tensor) -> Tensor:
+    """A smooth function of all its inputs; the references of some frames count in all frames."""
+    of_text = words.mean(dim=(1, 2))[:, None, None] + pooled.mean(dim=1)[:, None, None]
+    scale = t[:, None, None] + of_text
+    of_references = cond.square().mean(dim=1, keepdim=True) + 0.3 * cond
+    return torch.sin(scale * x) + of_references[:, :, : x.size(2)]
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 7, 50])
+def test_criterion_5_a_constant_velocity_is_followed_to_its_end(num_steps: int) -> None:
+    x0 = torch.randn(B, C, T, H, W, generator=torch.Generator().manual_seed(5))
+    _, v = noised(x0, NOISE, torch.ones(B), FLOW.sigma_min)
+
+    def exact(x: Tensor, t: Tensor, words: Tensor, pooled: Tensor, cond: Tensor) -> Tensor:
+        return pack(v, 2).repeat(len(x) // B, 1, 1)
+
+    found = run(exact, GuidanceConfig(), num_steps)
+    assert torch.allclose(found, x0 + FLOW.sigma_min * NOISE, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "patch_size", "tokens"), [((5, 8, 8), 1, 64), ((5, 24, 42), 2, 252)]
+)
+def test_trap_9_training_and_sampling_shift_alike(
+    shape: tuple[int, int, int], patch_size: int, tokens: int
+) -> None:
+    """A uniform step s of the sampler and a training draw with sigmoid(u) = s are one time."""
+    factor = (1 + (tokens - 256) * 2 / 3840) * math.sqrt(5)
+    sampled = times(FLOW, 8, shape, patch_size)
+    for i in range(1, 8):
+        s = 1 - i / 8
+        assert float(sampled[i]) == pytest.approx(factor * s / (1 + (factor - 1) * s), rel=1e-5)
+        u = torch.tensor([math.log(s / (1 - s))])
+        trained = timesteps(FLOW, u, shift_factor(FLOW, shape, patch_size))
+        assert float(trained) == pytest.approx(float(sampled[i]), rel=1e-5)
+    assert float(sampled[0]) == 1 and float(sampled[-1]) == 0
+
+
+def test_a_fixed_shift_is_used() -> None:
+    steps = times(FlowConfig(flow_shift=3.0), 2, (5, 24, 42), 2)
+    assert steps.tolist() == pytest.approx([1.0, 0.75, 0.0])
+
+
+def test_trap_5_the_model_gets_exact_times() -> None:
+    seen: list[Tensor] = []
+
+    def watching(x: Tensor, t: Tensor, words: Tensor, pooled: Tensor, cond: Tensor) -> Tensor:
+        assert x.dtype == t.dtype == torch.float32
+        seen.append(t)
+        return torch.zeros_like(x).bfloat16()
+
+    found = run(watching, num_steps=5, noise=NOISE.bfloat16())
+    assert found.dtype == torch.float32
+    assert torch.equal(torch.stack([t[0] for t in seen]), times(FLOW, 5, (T, H, W), 2)[:-1])
+
+
+def test_criterion_21_sampling_is_seeded_and_reproducible() -> None:
+    guidance = GuidanceConfig()
+    first = run(toy, guidance)
+    torch.rand(3)
+    assert torch.equal(run(toy, guidance, noise=initial_noise(3, B, (C, T, H, W))), first)
+    assert not torch.allclose(run(toy, guidance, noise=initial_noise(4, B, (C, T, H, W))), first)
+    assert torch.equal(initial_noise(3, 1, (C, T, H, W))[0], NOISE[0])
+    assert not torch.equal(NOISE[0], NOISE[1])
+
+
+@pytest.mark.parametrize("mode", ["t2v", "i2v_head"])
+def test_criterion_21_scales_of_1_follow_the_conditional_prediction(mode: str) -> None:
+    given, prompts = references(mode), text()
+    x = pack(NOISE, 2)
+    cond = pack(condition(given.latents, given.masks), 2)
+    steps = times(FLOW, 6, (T, H, W), 2).tolist()
+    for now, after in zip(steps, steps[1:], strict=False):
+        t = torch.full((B,), now)
+        x = x + (after - now) * toy(x, t, prompts.sequence, prompts.pooled, cond)
+    found = pack(run(toy, given=given), 2)
+    free = pack(~given.masks[:, None, :, None, None].expand(NOISE.shape), 2)
+    assert torch.equal(found[free], x[free])
+
+
+@pytest.mark.parametrize("mode", ["i2v_head", "i2v_tail", "i2v_loop"])
+def test_criterion_21_reference_frames_are_the_given_ones(mode: str) -> None:
+    given = references(mode)
+    given.latents[~given.masks[:, None, :, None, None].expand_as(given.latents)] = math.nan
+    found = run(toy, GuidanceConfig(), given=given)
+    for frame in range(T):
+        same = torch.equal(found[:, :, frame], given.latents[:, :, frame])
+        assert same == bool(given.masks[0, frame])
+    assert bool(found.isfinite().all())
+
+
+def test_trap_10_every_input_and_scale_counts() -> None:
+    given = references("i2v_loop")
+    base = GuidanceConfig(oscillate_text=False, oscillate_image=False, scale_image_by_frame=False)
+    first = run(toy, base, 12, given=given)
+    others = [
+        GuidanceConfig(5.0, 3.0, False, False, 10, False),
+        GuidanceConfig(7.5, 2.0, False, False, 10, False),
+        GuidanceConfig(7.5, 3.0, True, False, 10, False),
+        GuidanceConfig(7.5, 3.0, False, True, 10, False),
+        GuidanceConfig(7.5, 3.0, False, False, 10, True),
+    ]
+    free = ~given.masks[0]
+    for other in others:
+        found = run(toy, other, 12, given=given)
+        assert not torch.allclose(found[:, :, free], first[:, :, free], atol=1e-4)
+    assert not torch.allclose(run(toy, base, 12, given=given, prompts=text(1)), first)
+    with pytest.raises(TypeError, match="guidence"):
+        SamplingConfig(guidence=PLAIN)  # type: ignore[call-arg]
+
+
+def test_guidance_is_by_frame_text_and_references() -> None:
+    """One step against the formula of the three predictions, frame by frame."""
+    given, prompts = references("i2v_head"), text()
+    guidance = GuidanceConfig(text_scale=2.0, image_scale=3.0)
+    tokens, n = pack(NOISE, 2), T * H * W // 4
+    one = torch.ones(B)
+    cond = pack(condition(given.latents, given.masks), 2)
+    empty, pooled = torch.zeros(B, 8, 6), torch.zeros(B, 5)
+    c = toy(tokens, one, prompts.sequence, prompts.pooled, cond)
+    u = toy(tokens, one, empty, pooled, cond)
+    u2 = toy(tokens, one, empty, pooled, torch.zeros(B, n, condition_width(C, 2)))
+    by_frame = torch.tensor([1.0, 2.0, 3.0]).repeat_interleave(n // T)[:, None]
+    want = tokens - (u2 + by_frame * (u - u2) + 2.0 * (c - u))
+    found = pack(run(toy, guidance, 1, given=given), 2)
+    later = slice(n // T, n)
+    assert torch.allclose(found[:, later], want[:, later], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("mode", "parts"), [(None, 2), ("t2v", 2), ("i2v_head", 3)])
+def test_predictions_that_are_alike_are_made_once(mode: str | None, parts: int) -> None:
+    def counting(x: Tensor, t: Tensor, words: Tensor, pooled: Tensor, cond: Tensor) -> Tensor:
+        assert len(x) == len(t) == len(words) == len(pooled) == len(cond) == parts * B
+        return x
+
+    run(counting, given=None if mode is None else references(mode))
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(DataError, match=r"noise is for 1 clip\(s\), but there are 2 text"):
+        run(toy, noise=NOISE[:1])
+    given = references("i2v_head")
+    with pytest.raises(DataError, match=r"masks of \(2, 2\), but the clips are \(2, 4, 3, 8, 8\)"):
+        run(toy, given=References(given.latents, given.masks[:, :2]))
+    with pytest.raises(ConfigError, match=r"`num_steps` \(0\) must be 1 or more"):
+        SamplingConfig(num_steps=0)
