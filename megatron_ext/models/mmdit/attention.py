@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.mmdit.modulation import EPSILON
 from megatron_ext.models.mmdit.rope import rotate
+from megatron_ext.models.mmdit.sizes import EPSILON
 from megatron_ext.models.norm import RMSNorm
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -33,8 +33,9 @@ class QKNorm(MegatronModule):  # type: ignore[misc]
     ``qk_layernorm``): each rank sees all tokens of its chunk, but only its own heads.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, tp_group: ProcessGroup) -> None:
         super().__init__(config=config)
+        self.tp_group = tp_group
         self.q_layernorm = RMSNorm(config.kv_channels, EPSILON, zero_centered=False)
         self.k_layernorm = RMSNorm(config.kv_channels, EPSILON, zero_centered=False)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,8 @@ from megatron_ext.models.mmdit.sequence import LocalTokens, TokenRange
 from megatron_ext.models.mmdit.sizes import MMDiTSizes
 
 Table = tuple[Tensor, Tensor]
-Layer = Callable[[Tensor], Tensor]
+Pair = tuple[Tensor, Tensor]
+"""Of text and image."""
 
 
 class Stream(MegatronModule):  # type: ignore[misc]
@@ -34,9 +35,10 @@ class Stream(MegatronModule):  # type: ignore[misc]
     ) -> None:
         super().__init__(config=config)
         h, m, tp = sizes.hidden_size, sizes.mlp_size, groups.tp
+        self.tp_group = tp
         self.modulation = Modulation(config, 6, zero=options.adaln_zero)
         self.linear_qkv = ColumnPiece(h, 3 * h, config, tp, bias=sizes.qkv_bias)
-        self.norm = QKNorm(config)
+        self.norm = QKNorm(config, tp)
         self.linear_proj = RowPiece(h, h, config, tp)
         self.linear_fc1 = ColumnPiece(h, m, config, tp)
         self.linear_fc2 = RowPiece(m, h, config, tp)
@@ -75,27 +77,20 @@ class DoubleBlock(MegatronModule):  # type: ignore[misc]
         Returns:
             As ``hidden``.
         """
-        txt, img = _split(hidden, tokens.part)
-        parts = [self.txt.modulation.parts(vec), self.img.modulation.parts(vec)]
-        streams = [
-            modulated(x, shift, scale)
-            for x, (shift, scale, *_) in zip((txt, img), parts, strict=True)
+        streams = _split(hidden, tokens.part)
+        parts = [stream.modulation.parts(vec) for stream in (self.txt, self.img)]
+        first, second = [p[:3] for p in parts], [p[3:] for p in parts]
+        attended = self._attend(self._enter(streams, first), table, tokens.chunk)
+        streams = _add(streams, first, self._layer(attended, tokens, lambda s: s.linear_proj))
+        joint = self._enter(streams, second)
+        return torch.cat(_add(streams, second, self._layer(joint, tokens, lambda s: s.mlp)))
+
+    def _enter(self, streams: Pair, parts: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Both streams modulated, as one sequence that all tensor-parallel ranks see."""
+        normed = [
+            modulated(x, shift, scale) for x, (shift, scale, _) in zip(streams, parts, strict=True)
         ]
-        joint = enter(torch.cat(streams), self.config, self.tp_group)
-        attended = self._attend(joint, table, tokens.chunk)
-        outputs = self._project(attended, tokens, lambda s: s.linear_proj)
-        txt, img = (
-            x + gate * y for x, y, (_, _, gate, *_) in zip((txt, img), outputs, parts, strict=True)
-        )
-        streams = [
-            modulated(x, shift, scale)
-            for x, (*_, shift, scale, _) in zip((txt, img), parts, strict=True)
-        ]
-        joint = enter(torch.cat(streams), self.config, self.tp_group)
-        outputs = self._project(joint, tokens, lambda s: s.mlp)
-        return torch.cat(
-            [x + gate * y for x, y, (*_, gate) in zip((txt, img), outputs, parts, strict=True)]
-        )
+        return enter(torch.cat(normed), self.config, self.tp_group)
 
     def _attend(self, joint: Tensor, table: Table, chunk: TokenRange) -> Tensor:
         """Attention of the streams' heads; ``[s, b, h]`` to ``[s, b, h/tp]``."""
@@ -106,24 +101,27 @@ class DoubleBlock(MegatronModule):  # type: ignore[misc]
         query, key, value = (torch.cat(pair) for pair in zip(txt, img, strict=True))
         return self.attention((query, key, value), table)
 
-    def _project(
+    def _layer(
         self,
         joint: Tensor,
         tokens: LocalTokens,
         layer: Callable[[Stream], Callable[[Tensor], tuple[Tensor, Tensor | None]]],
-    ) -> list[Tensor]:
+    ) -> Pair:
         """Each stream's layer, summed over the tensor-parallel ranks, with its bias."""
-        sums, biases = zip(
-            *(
-                layer(stream)(x)
-                for stream, x in zip((self.txt, self.img), _split(joint, tokens.chunk), strict=True)
-            ),
-            strict=True,
-        )
-        total = leave(torch.cat(sums), self.config, self.tp_group)
-        return [x + b for x, b in zip(_split(total, tokens.part), biases, strict=True)]
+        txt, img = _split(joint, tokens.chunk)
+        (txt_sum, txt_bias), (img_sum, img_bias) = layer(self.txt)(txt), layer(self.img)(img)
+        total = leave(torch.cat((txt_sum, img_sum)), self.config, self.tp_group)
+        txt, img = _split(total, tokens.part)
+        return txt + txt_bias, img + img_bias
 
 
-def _split(joint: Tensor, held: TokenRange) -> tuple[Tensor, Tensor]:
+def _add(streams: Pair, parts: Sequence[Sequence[Tensor]], outputs: Pair) -> Pair:
+    """Add outputs through their gates."""
+    (txt, img), (txt_out, img_out) = streams, outputs
+    (*_, txt_gate), (*_, img_gate) = parts
+    return txt + txt_gate * txt_out, img + img_gate * img_out
+
+
+def _split(joint: Tensor, held: TokenRange) -> Pair:
     """Text and image of ``[s, b, h]``; either may be empty."""
     return joint[: held.local_text], joint[held.local_text :]

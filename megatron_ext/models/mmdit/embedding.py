@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_ext.models.mmdit.linear import mark_replicated
 from megatron_ext.models.mmdit.modulation import start_at_zero
@@ -58,8 +59,11 @@ class Embedding(MegatronModule):  # type: ignore[misc]
     model trained without.
     """
 
-    def __init__(self, config: TransformerConfig, sizes: MMDiTSizes) -> None:
+    def __init__(
+        self, config: TransformerConfig, sizes: MMDiTSizes, tp_group: ProcessGroup
+    ) -> None:
         super().__init__(config=config)
+        self.tp_group = tp_group
         h = sizes.hidden_size
         self.img_in = torch.nn.Linear(sizes.token_width, h)
         self.txt_in = torch.nn.Linear(sizes.text_width, h)

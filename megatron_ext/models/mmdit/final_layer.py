@@ -6,6 +6,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_ext.models.mmdit.linear import mark_replicated
 from megatron_ext.models.mmdit.modulation import Modulation, modulated, start_at_zero
@@ -16,8 +17,15 @@ from megatron_ext.models.mmdit.sizes import MMDiTSizes
 class FinalLayer(MegatronModule):  # type: ignore[misc]
     """A modulated norm and a linear layer, ``[s, b, h]`` to ``[s, b, C * p * p]``."""
 
-    def __init__(self, config: TransformerConfig, sizes: MMDiTSizes, options: MMDiTOptions) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        sizes: MMDiTSizes,
+        options: MMDiTOptions,
+        tp_group: ProcessGroup,
+    ) -> None:
         super().__init__(config=config)
+        self.tp_group = tp_group
         self.modulation = Modulation(config, 2, zero=options.adaln_zero)
         self.linear = torch.nn.Linear(sizes.hidden_size, sizes.token_width)
         if options.adaln_zero:

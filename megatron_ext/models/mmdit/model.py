@@ -83,7 +83,7 @@ class MMDiT(MegatronModule):  # type: ignore[misc]
         self.tp_group, self.cp_group = groups.tp, groups.cp
         self.pre_process, self.post_process = stage == 0, stage == num_stages - 1
         self.entering: Tensor | None = None
-        self.embedding = Embedding(config, sizes) if self.pre_process else None
+        self.embedding = Embedding(config, sizes, groups.tp) if self.pre_process else None
         first_single = sizes.num_double_blocks
         self.double_blocks, self.single_blocks = Blocks(), Blocks()
         for number in stage_blocks(sizes, num_stages, options.double_block_cost)[stage]:
@@ -92,7 +92,9 @@ class MMDiT(MegatronModule):  # type: ignore[misc]
             else:
                 single = SingleBlock(config, sizes, options, groups)
                 self.single_blocks[str(number - first_single)] = single
-        self.final_layer = FinalLayer(config, sizes, options) if self.post_process else None
+        self.final_layer = (
+            FinalLayer(config, sizes, options, groups.tp) if self.post_process else None
+        )
 
     def set_input_tensor(self, tensors: Tensor | Sequence[Tensor | None] | None) -> None:
         """Take the hidden tensor of the stage before, ``[s + 1, b, h]``."""

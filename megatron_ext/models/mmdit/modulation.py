@@ -8,8 +8,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext.models.mmdit.linear import mark_replicated
-
-EPSILON = 1e-6
+from megatron_ext.models.mmdit.sizes import EPSILON
 
 
 class Modulation(torch.nn.Linear):

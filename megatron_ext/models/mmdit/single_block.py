@@ -37,7 +37,7 @@ class SingleBlock(MegatronModule):  # type: ignore[misc]
         self.modulation = Modulation(config, 3, zero=options.adaln_zero)
         self.linear_qkv = ColumnPiece(h, 3 * h, config, tp, bias=sizes.qkv_bias)
         self.linear_fc1 = ColumnPiece(h, m, config, tp)
-        self.norm = QKNorm(config)
+        self.norm = QKNorm(config, tp)
         self.linear_proj = RowPiece(h, h, config, tp, fan_in=h + m)
         self.linear_fc2 = RowPiece(m, h, config, tp, bias=False, fan_in=h + m)
         self.attention = JointAttention(config, tp, groups.cp, options.cp_comm_type)

@@ -10,6 +10,9 @@ from megatron_ext.errors import ConfigError
 TIMESTEP_WIDTH = 256
 """Width of the sinusoid of a timestep, half cosines and half sines."""
 
+EPSILON = 1e-6
+"""Of every norm."""
+
 
 @dataclass(frozen=True)
 class MMDiTSizes:
@@ -84,7 +87,7 @@ class MMDiTSizes:
 
     @property
     def head_dim(self) -> int:
-        """d."""
+        """Features of a head, d."""
         return self.hidden_size // self.num_heads
 
     @property
@@ -138,7 +141,7 @@ class MMDiTSizes:
             "kv_channels": self.head_dim,
             "ffn_hidden_size": self.mlp_size,
             "qk_layernorm": True,
-            "layernorm_epsilon": 1e-6,
+            "layernorm_epsilon": EPSILON,
             "attention_dropout": 0.0,
             "hidden_dropout": 0.0,
         }

@@ -1,0 +1,105 @@
+"""Every layout against plain torch on one process: loss and all gradients to 1e-5 relative.
+
+Ranks hold unequal numbers of image tokens wherever the sequence is cut: the first holds all text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megatron_ext.layout import Layout, ParallelContext
+from megatron_ext.models.mmdit import MMDiTOptions
+from tests.models.mmdit.problem import (
+    Problem,
+    gathered_weights,
+    gradient_errors,
+    train_step,
+    truth,
+)
+from tests.ranks import run_on_ranks
+
+TOLERANCE = 1e-5
+NAMED = (
+    "q_layernorm k_layernorm modulation.weight time_in pooled_in guidance_in cond_in "
+    "linear_qkv linear_proj.bias final_layer"
+).split()
+"""Of which at least one parameter must have been compared: the delicate ones."""
+
+
+def check(context: ParallelContext, problem: Problem) -> None:
+    step = train_step(problem, context)
+    weights = gathered_weights(step.chunks)
+    loss, wanted = truth(problem, weights)
+    assert step.loss == pytest.approx(loss, rel=TOLERANCE)
+    assert wanted.keys() == weights.keys()
+    assert all(any(name in key for key in wanted) for name in NAMED)
+    errors = gradient_errors(step, wanted)
+    worst = max(errors, key=lambda name: errors[name])
+    assert errors[worst] <= TOLERANCE, f"{worst}: {errors[worst]:.2e}"
+
+
+A2A = MMDiTOptions(cp_comm_type="a2a")
+SP: dict[str, Any] = {"sequence_parallel": True}
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "tp2": ({"tp": 2}, {}),
+    "tp4": ({"tp": 4}, {}),
+    "tp2sp": ({"tp": 2}, SP),
+    "tp2sp odd text": ({"tp": 2}, {**SP, "num_text": 10}),
+    "pp2": ({"pp": 2}, {}),
+    "pp4": ({"pp": 4}, {}),
+    "pp2 zb-h1": ({"pp": 2}, {"schedule": "zb-h1"}),
+    "pp2 interleaved": ({"pp": 2, "vpp": 2}, {"schedule": "interleaved"}),
+    "pp2 zb-v": ({"pp": 2, "vpp": 2}, {"schedule": "zb-v"}),
+    "cp2": ({"cp": 2}, {}),
+    "cp2 a2a": ({"cp": 2}, {"options": A2A}),
+    "cp4": ({"cp": 4}, {}),
+    "cp4 a2a": ({"cp": 4}, {"options": A2A}),
+    "dp2": ({"dp": 2}, {}),
+    "tp2 pp2": ({"tp": 2, "pp": 2}, {}),
+    "tp2sp pp2": ({"tp": 2, "pp": 2}, SP),
+    "cp2 dp2": ({"cp": 2, "dp": 2}, {}),
+    "tp2 cp2 pp2": ({"tp": 2, "cp": 2, "pp": 2}, {}),
+    "tp2sp cp2 pp2 a2a": ({"tp": 2, "cp": 2, "pp": 2}, {**SP, "options": A2A}),
+}
+
+
+def layout_of(sizes: dict[str, int], schedule: str | None = None) -> Layout:
+    tp, pp, cp, dp = (sizes.get(name, 1) for name in ("tp", "pp", "cp", "dp"))
+    return Layout(
+        world_size=tp * pp * cp * dp,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        virtual_pipeline_model_parallel_size=sizes.get("vpp"),
+        v_shape=schedule == "zb-v",
+    )
+
+
+def run(name: str, **changes: Any) -> None:
+    sizes, settings = LAYOUTS[name]
+    problem = dataclasses.replace(Problem(**settings), **changes)
+    run_on_ranks(check, layout_of(sizes, problem.schedule), {"problem": problem})
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_criterion_15_layouts_train_alike(name: str) -> None:
+    run(name)
+
+
+@pytest.mark.parametrize("name", ["cp2", "cp2 a2a", "cp4", "cp2 dp2", "tp2sp cp2 pp2 a2a"])
+def test_criterion_16_a_mask_may_sit_on_one_rank(name: str) -> None:
+    """The first half of the ranks' tokens counts nothing (guards trap 6)."""
+    run(name, mask="last frame")
+
+
+@pytest.mark.parametrize("name", ["cp4", "cp4 a2a"])
+def test_criterion_16_a_rank_may_hold_text_alone(name: str) -> None:
+    run(name, num_text=16, mask="all")
+
+
+def test_criterion_18_recomputation_on_ranks() -> None:
+    options = MMDiTOptions(recompute_double_blocks=1, recompute_single_blocks=100)
+    run("tp2sp cp2 pp2 a2a", options=options)
