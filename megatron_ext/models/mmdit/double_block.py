@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +44,7 @@ class Stream(MegatronModule):  # type: ignore[misc]
         self.linear_fc1 = ColumnPiece(h, m, config, tp)
         self.linear_fc2 = RowPiece(m, h, config, tp)
 
-    def mlp(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def mlp(self, x: Tensor) -> tuple[Tensor, Any]:
         """``[s, b, h]`` to this rank's part of the sum, and its bias."""
         return self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
 
@@ -105,7 +106,7 @@ class DoubleBlock(MegatronModule):  # type: ignore[misc]
         self,
         joint: Tensor,
         tokens: LocalTokens,
-        layer: Callable[[Stream], Callable[[Tensor], tuple[Tensor, Tensor | None]]],
+        layer: Callable[[Stream], Callable[[Tensor], tuple[Tensor, Any]]],
     ) -> Pair:
         """Each stream's layer, summed over the tensor-parallel ranks, with its bias."""
         txt, img = _split(joint, tokens.chunk)

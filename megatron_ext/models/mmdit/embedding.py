@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,39 +77,22 @@ class Embedding(MegatronModule):  # type: ignore[misc]
             start_at_zero(self.cond_in)
         mark_replicated(self, config)
 
-    def tokens(self, img: Tensor, txt: Tensor, cond: Tensor | None, held: TokenRange) -> Tensor:
-        """Embed the tokens that this rank holds.
+    def forward(self, given: Mapping[str, Any], held: TokenRange) -> tuple[Tensor, Tensor]:
+        """Embed the tokens that this rank holds, and the vector that modulates every block.
 
         Args:
-            img: all image tokens, ``[b, N, C * p * p]``.
-            txt: all text tokens, ``[b, L, text_width]``.
-            cond: all condition tokens, ``[b, N, (C + 1) * p * p]``, with ``cond_embed``.
-            held: which of them to embed.
+            given: inputs of `MMDiT.forward` by name, checked.
+            held: which of the tokens to embed.
 
         Returns:
-            ``[s, b, h]``, text before image.
+            Text before image tokens, ``[s, b, h]``, and vec, ``[b, h]``.
         """
         dtype = self.img_in.weight.dtype
-        image = self.img_in(img[:, held.image].to(dtype))
+        image = self.img_in(given["img"][:, held.image].to(dtype))
         if self.cond_in is not None:
-            assert cond is not None
-            image = image + self.cond_in(cond[:, held.image].to(dtype))
-        text = self.txt_in(txt[:, held.text].to(dtype))
-        return torch.cat((text, image), dim=1).transpose(0, 1)
-
-    def vec(self, timesteps: Tensor, y_vec: Tensor, guidance: Tensor | None) -> Tensor:
-        """The vector that modulates every block.
-
-        Args:
-            timesteps: ``[b]`` float32.
-            y_vec: pooled text, ``[b, pooled_width]``.
-            guidance: ``[b]``, with ``guidance_embed``.
-
-        Returns:
-            ``[b, h]``.
-        """
-        vec = self.time_in(timestep_sinusoid(timesteps)) + self.pooled_in(y_vec)
+            image = image + self.cond_in(given["cond"][:, held.image].to(dtype))
+        text = self.txt_in(given["txt"][:, held.text].to(dtype))
+        vec = self.time_in(timestep_sinusoid(given["timesteps"])) + self.pooled_in(given["y_vec"])
         if self.guidance_in is not None:
-            assert guidance is not None
-            vec = vec + self.guidance_in(timestep_sinusoid(guidance))
-        return vec  # type: ignore[no-any-return]
+            vec = vec + self.guidance_in(timestep_sinusoid(given["guidance"]))
+        return torch.cat((text, image), dim=1).transpose(0, 1), vec

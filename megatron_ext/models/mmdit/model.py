@@ -8,7 +8,7 @@ gradient summed over the stages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,13 +17,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import ConfigError
 from megatron_ext.models.mmdit.double_block import DoubleBlock
 from megatron_ext.models.mmdit.embedding import Embedding
 from megatron_ext.models.mmdit.final_layer import FinalLayer
+from megatron_ext.models.mmdit.inputs import check_inputs
 from megatron_ext.models.mmdit.options import MMDiTOptions
 from megatron_ext.models.mmdit.rope import rotary_table
 from megatron_ext.models.mmdit.sequence import LocalTokens, TokenRange
@@ -128,25 +128,25 @@ class MMDiT(MegatronModule):  # type: ignore[misc]
     def forward(
         self,
         *,
-        img: Tensor,
         img_ids: Tensor,
-        txt: Tensor,
         txt_ids: Tensor,
-        timesteps: Tensor,
-        y_vec: Tensor,
+        img: Tensor | None = None,
+        txt: Tensor | None = None,
+        timesteps: Tensor | None = None,
+        y_vec: Tensor | None = None,
         guidance: Tensor | None = None,
         cond: Tensor | None = None,
     ) -> Tensor:
         """Run this chunk on inputs that are whole, and the same, on all ranks of a replica.
 
         They are given by keyword, so that a wrapper for 16-bit precision leaves the timesteps
-        alone.
+        alone. Stages after the first read the ids only.
 
         Args:
-            img: noised latents, ``[b, N, C * p * p]``.
             img_ids: latent frame, row and column of each image token, ``[b, N, 3]``.
-            txt: ``[b, L, text_width]``.
             txt_ids: ``[b, L, 3]``, zeros.
+            img: noised latents, ``[b, N, C * p * p]``.
+            txt: ``[b, L, text_width]``.
             timesteps: ``[b]`` float32; 1 is noise.
             y_vec: pooled text, ``[b, pooled_width]``.
             guidance: ``[b]``; with ``guidance_embed``, and only then.
@@ -160,14 +160,19 @@ class MMDiT(MegatronModule):  # type: ignore[misc]
             ConfigError: an optional input that the model does not take, or one that is missing.
             DataError: inputs whose shapes do not fit.
         """
-        self._check(img, img_ids, txt, txt_ids, timesteps, y_vec, guidance, cond)
+        given = {
+            "img_ids": img_ids,
+            "txt_ids": txt_ids,
+            "img": img,
+            "txt": txt,
+            "timesteps": timesteps,
+            "y_vec": y_vec,
+            "guidance": guidance,
+            "cond": cond,
+        }
+        check_inputs(self.sizes, given, is_first_stage=self.pre_process)
         tokens = self.local_tokens(txt_ids.size(1), img_ids.size(1))
-        if self.embedding is not None:
-            hidden = self.embedding.tokens(img, txt, cond, tokens.part)
-            vec = self.embedding.vec(timesteps, y_vec, guidance)
-        else:
-            assert self.entering is not None
-            hidden, vec = self.entering[:-1], self.entering[-1]
+        hidden, vec = self._enter(given, tokens.part)
         ids = torch.cat((txt_ids, img_ids), dim=1)[:, tokens.chunk.start : tokens.chunk.end]
         sizes = self.sizes
         table = rotary_table(ids, sizes.axes_dim, sizes.head_dim, sizes.rope_theta)
@@ -175,6 +180,13 @@ class MMDiT(MegatronModule):  # type: ignore[misc]
         if self.final_layer is None:
             return torch.cat((hidden, vec.unsqueeze(0)))
         return self._velocity(self.final_layer(hidden, vec), tokens.chunk)
+
+    def _enter(self, given: Mapping[str, Tensor | None], held: TokenRange) -> tuple[Tensor, Tensor]:
+        """Hidden states ``[s, b, h]`` and vec ``[b, h]``: embedded, or from the stage before."""
+        if self.embedding is not None:
+            return self.embedding(given, held)  # type: ignore[no-any-return]
+        assert self.entering is not None
+        return self.entering[:-1], self.entering[-1]
 
     def _run_blocks(
         self, hidden: Tensor, vec: Tensor, table: tuple[Tensor, Tensor], tokens: LocalTokens
@@ -202,55 +214,6 @@ class MMDiT(MegatronModule):  # type: ignore[misc]
             )
         return output[chunk.local_text :].transpose(0, 1).contiguous()
 
-    def _check(
-        self,
-        img: Tensor,
-        img_ids: Tensor,
-        txt: Tensor,
-        txt_ids: Tensor,
-        timesteps: Tensor,
-        y_vec: Tensor,
-        guidance: Tensor | None,
-        cond: Tensor | None,
-    ) -> None:
-        batch, num_image, _ = img_ids.shape
-        num_text = txt_ids.size(1)
-        sizes = self.sizes
-        _check_optional("guidance", guidance, "guidance_embed", sizes.guidance_embed)
-        _check_optional("cond", cond, "cond_embed", sizes.cond_embed)
-        wanted: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
-            ("img", img, (batch, num_image, sizes.token_width)),
-            ("img_ids", img_ids, (batch, num_image, 3)),
-            ("txt", txt, (batch, num_text, sizes.text_width)),
-            ("txt_ids", txt_ids, (batch, num_text, 3)),
-            ("timesteps", timesteps, (batch,)),
-            ("y_vec", y_vec, (batch, sizes.pooled_width)),
-            ("guidance", guidance, (batch,)),
-            ("cond", cond, (batch, num_image, sizes.cond_width)),
-        ]
-        for name, tensor, shape in wanted:
-            if tensor is not None and tensor.shape != shape:
-                raise DataError(
-                    f"`{name}` has the shape {list(tensor.shape)}, but the model takes "
-                    f"{list(shape)}; see the widths in its sizes."
-                )
-        if timesteps.dtype not in (torch.float32, torch.float64):
-            raise DataError(
-                f"`timesteps` are {timesteps.dtype}, but must be float32: in 16 bits 1000 t has "
-                "steps of up to 4."
-            )
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[Any, ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Shards of this chunk, under names that no layout changes."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        return state
-
 
 def _recomputed(
     block: torch.nn.Module,
@@ -266,16 +229,6 @@ def _recomputed(
 
     output: Tensor = tensor_parallel.checkpoint(run, False, hidden, vec, *table)
     return output
-
-
-def _check_optional(name: str, given: Tensor | None, switch: str, taken: bool) -> None:
-    if taken and given is None:
-        raise ConfigError(f"`{name}` is missing, but the model was built with `{switch}`; give it.")
-    if not taken and given is not None:
-        raise ConfigError(
-            f"`{name}` was given, but the model was built without `{switch}` and would ignore it; "
-            f"leave it out or set `{switch}`."
-        )
 
 
 def _check_config(config: TransformerConfig, sizes: MMDiTSizes) -> None:

@@ -145,7 +145,9 @@ def test_guidance_and_condition_have_an_effect(context: ParallelContext) -> None
         ("img", lambda x: x[..., :-1], r"`img` has the shape \[2, 48, 15\], but .* \[2, 48, 16\]"),
         ("y_vec", lambda x: x[:1], r"`y_vec` has the shape \[1, 16\]"),
         ("txt_ids", lambda x: x[:, 1:], r"`txt` has the shape \[2, 8, 32\]"),
-        ("timesteps", lambda x: x.bfloat16(), "`timesteps` are torch.bfloat16, but must be float"),
+        ("img_ids", lambda x: x[0], r"`img_ids` has the shape \[48, 3\], but must be \[batch"),
+        ("img", lambda x: None, "`img` is None, but every stage needs the ids, and the first all"),
+        ("timesteps", lambda x: x.bfloat16(), "`timesteps` has the type torch.bfloat16, but"),
     ],
 )
 @ranks()

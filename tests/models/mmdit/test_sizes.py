@@ -34,11 +34,8 @@ def test_the_formula_counts_every_parameter(name: str, switches: dict[str, bool]
     sizes = dataclasses.replace(SIZES[name], qkv_bias=not switches, **switches)
     with torch.device("meta"):
         model = PlainMMDiT(sizes)
-        if not sizes.qkv_bias:
-            # The plain model's one linear layer has the bias of the MLP part alone then.
-            spare = 3 * sizes.hidden_size * sizes.num_single_blocks
-        else:
-            spare = 0
+    # The plain model's fused W1 always has a bias, also for queries, keys and values.
+    spare = 0 if sizes.qkv_bias else 3 * sizes.hidden_size * sizes.num_single_blocks
     assert sizes.num_parameters == sum(p.numel() for p in model.parameters()) - spare
 
 
