@@ -114,7 +114,7 @@ class PlainMMDiT(nn.Module):
         out = torch.einsum("bnqk,bnkd->bnqd", scores.softmax(-1), v)
         return out.transpose(1, 2).flatten(2)
 
-    def double(self, block: nn.ModuleDict, txt: Tensor, img: Tensor, vec: Tensor, ids: Tensor):
+    def run_double(self, block: nn.ModuleDict, txt: Tensor, img: Tensor, vec: Tensor, ids: Tensor):
         silu = nn.functional.silu(vec)
         mods = {name: block[name].mod(silu).chunk(6, -1) for name in ("txt", "img")}
         x = {"txt": txt, "img": img}
@@ -132,7 +132,7 @@ class PlainMMDiT(nn.Module):
             x[name] = x[name] + gate2[:, None] * s.mlp_out(hidden)
         return x["txt"], x["img"]
 
-    def single(self, block: nn.Module, x: Tensor, vec: Tensor, ids: Tensor) -> Tensor:
+    def run_single(self, block: nn.Module, x: Tensor, vec: Tensor, ids: Tensor) -> Tensor:
         shift, scale, gate = block.mod(nn.functional.silu(vec)).chunk(3, -1)
         h = self.z.hidden_size
         qkv, mlp = block.linear1(mod(x, shift, scale)).split([3 * h, self.z.mlp_size], dim=-1)
@@ -158,10 +158,10 @@ class PlainMMDiT(nn.Module):
             vec = vec + self.guidance_in(sinusoid(guidance).to(img))
         ids = torch.cat([txt_ids, img_ids], dim=1)
         for double in self.double_blocks:
-            text, x = self.double(double, text, x, vec, ids)
+            text, x = self.run_double(double, text, x, vec, ids)
         joint = torch.cat([text, x], dim=1)
         for single in self.single_blocks:
-            joint = self.single(single, joint, vec, ids)
+            joint = self.run_single(single, joint, vec, ids)
         shift, scale = self.final_mod(nn.functional.silu(vec)).chunk(2, -1)
         out: Tensor = self.final_linear(mod(joint[:, text.size(1) :], shift, scale))
         return out
