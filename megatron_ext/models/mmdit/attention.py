@@ -49,7 +49,10 @@ class QKNorm(MegatronModule):  # type: ignore[misc]
         Returns:
             Query, key and value, each ``[s, b, n, d]``.
         """
-        query, key, value = qkv.unflatten(-1, (-1, 3, self.config.kv_channels)).unbind(-2)
+        d = self.config.kv_channels
+        # No -1: a rank may hold no text, and nothing tells the sizes of an empty view.
+        heads = qkv.view(*qkv.shape[:-1], qkv.size(-1) // (3 * d), 3, d)
+        query, key, value = heads.unbind(-2)
         query, key = self.q_layernorm(query), self.k_layernorm(key)
         return query.to(value.dtype), key.to(value.dtype), value
 

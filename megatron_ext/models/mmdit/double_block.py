@@ -46,7 +46,8 @@ class Stream(MegatronModule):  # type: ignore[misc]
 
     def mlp(self, x: Tensor) -> tuple[Tensor, Any]:
         """``[s, b, h]`` to this rank's part of the sum, and its bias."""
-        return self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
+        out: tuple[Tensor, Any] = self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
+        return out
 
 
 class DoubleBlock(MegatronModule):  # type: ignore[misc]

@@ -165,7 +165,7 @@ class RowPiece(RowParallelLinear):
         if self.bias is not None and config.perform_initialization:
             method(self.bias)
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Any]:  # type: ignore[override]
+    def forward(self, input_: Tensor) -> tuple[Tensor, Any]:
         """``[s, b, in / tp]`` to the part of the sum, and the bias."""
         _refuse_adapter(self)
         output = self._forward_impl(

@@ -59,6 +59,6 @@ def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
         ``[s, b, n, d]`` in the dtype of ``x``.
     """
     cos, sin = table
-    first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    first, second = x.float().view(*x.shape[:-1], x.size(-1) // 2, 2).unbind(-1)
     turned = torch.stack((cos * first - sin * second, sin * first + cos * second), dim=-1)
     return turned.flatten(-2).to(x.dtype)

@@ -51,4 +51,5 @@ class SingleBlock(MegatronModule):  # type: ignore[misc]
         attended = self.attention(self.norm.split(self.linear_qkv(joint)), table)
         attention, bias = self.linear_proj(attended)
         mlp, _ = self.linear_fc2(F.gelu(self.linear_fc1(joint), approximate="tanh"))
-        return hidden + gate * (leave(attention + mlp, self.config, self.tp_group) + bias)
+        output: Tensor = leave(attention + mlp, self.config, self.tp_group) + bias
+        return hidden + gate * output
