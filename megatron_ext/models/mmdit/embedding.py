@@ -36,7 +36,8 @@ def timestep_sinusoid(u: Tensor) -> Tensor:
     """
     half = TIMESTEP_WIDTH // 2
     steps = torch.arange(half, dtype=torch.float32, device=u.device)
-    angles = (TIME_FACTOR * u.float())[:, None] * torch.exp(-math.log(MAX_PERIOD) / half * steps)
+    frequencies = torch.exp(-math.log(MAX_PERIOD) * steps / half)
+    angles = (TIME_FACTOR * u.float())[:, None] * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 

@@ -15,11 +15,10 @@ from megatron_ext.models.mmdit.sizes import MMDiTSizes
 
 
 def sinusoid(u: Tensor) -> Tensor:
-    rows = []
-    for value in u.tolist():
-        angles = [1000 * value * math.exp(-math.log(10000) * j / 128) for j in range(128)]
-        rows.append([math.cos(a) for a in angles] + [math.sin(a) for a in angles])
-    return torch.tensor(rows, dtype=torch.float64)
+    """In float32, which the format prescribes: an angle of 1000 is rounded by up to 3e-5 then."""
+    frequencies = torch.exp(-math.log(10000) * torch.arange(128, dtype=torch.float32) / 128)
+    angles = torch.outer(1000 * u.float(), frequencies)
+    return torch.cat([torch.cos(angles), torch.sin(angles)], dim=1)
 
 
 def turn(x: Tensor, ids: Tensor, axes: tuple[int, ...], theta: float) -> Tensor:
