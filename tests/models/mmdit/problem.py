@@ -124,6 +124,8 @@ def forward_step(iterator: Iterator[dict[str, Tensor]] | None, model: Any) -> An
     batch = dict(next(iterator))
     target, mask = batch.pop("target"), batch.pop("mask")
     own = model.module.image_tokens(batch["txt"].size(1), batch["img"].size(1))
+    if not model.module.pre_process:
+        batch = {name: tensor for name, tensor in batch.items() if name.endswith("_ids")}
     return model(**batch), lambda v: loss_of(v, target[:, own], mask[:, own])
 
 

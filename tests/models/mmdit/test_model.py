@@ -195,3 +195,14 @@ def test_one_process_trains_as_plain_torch(context: ParallelContext) -> None:
     assert step.loss == pytest.approx(loss, rel=1e-6)
     errors = gradient_errors(step, wanted)
     assert max(errors.values()) < 1e-5, errors
+
+
+@ranks()
+def test_adapters_are_refused(context: ParallelContext) -> None:
+    """They would reduce on their own what the block reduces in common."""
+    problem = Problem()
+    for name in ("linear_fc1", "linear_proj"):
+        chunk = one(problem, context)
+        getattr(chunk.single_blocks["1"], name).lora = torch.nn.Identity()
+        with pytest.raises(ConfigError, match="`--lora-rank` cannot be used with an MMDiT"):
+            chunk(**inputs(problem))
