@@ -1,0 +1,49 @@
+"""LayerNorm whose scale and shift the vector embedding gives (adaLN, DiT, arXiv:2212.09748)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_ext.models.mmdit.linear import mark_replicated
+from megatron_ext.models.mmdit.sizes import EPSILON
+
+
+class Modulation(torch.nn.Linear):
+    """``Linear(SiLU(vec))``, cut into parts of width h in the order shift, scale, gate, shift ...
+
+    Args:
+        num_parts: 6 for a stream of a double block, 3 for a single block, 2 before the last layer.
+        zero: start at zero.
+    """
+
+    def __init__(self, config: TransformerConfig, num_parts: int, *, zero: bool) -> None:
+        super().__init__(config.hidden_size, num_parts * config.hidden_size)
+        self.num_parts = num_parts
+        if zero:
+            start_at_zero(self)
+        mark_replicated(self, config)
+
+    def parts(self, vec: Tensor) -> tuple[Tensor, ...]:
+        """``[b, h]`` to ``num_parts`` tensors ``[b, h]``, which broadcast over ``[s, b, h]``."""
+        return self(F.silu(vec)).chunk(self.num_parts, dim=-1)  # type: ignore[no-any-return]
+
+
+def start_at_zero(linear: torch.nn.Linear) -> None:
+    """Zero weight and bias; `initialize_by_name` leaves layers of one constant as they are."""
+    torch.nn.init.zeros_(linear.weight)
+    if linear.bias is not None:
+        torch.nn.init.zeros_(linear.bias)
+
+
+def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """``(1 + scale) * LN(x) + shift``, LN without learned parameters.
+
+    Args:
+        x: ``[s, b, h]``.
+        shift: ``[b, h]``.
+        scale: ``[b, h]``.
+    """
+    return (1 + scale) * F.layer_norm(x, x.shape[-1:], eps=EPSILON) + shift
