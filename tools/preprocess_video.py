@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Turns clips with captions into shards of latents and text embeddings; `--help` lists the flags."""
+"""Turns clips with captions into shards of latents and text embeddings; see `--help`."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def _read_config(folder: str) -> dict[str, Any]:
 
 def _load_vae(folder: str, settings: dict[str, Any]) -> Any:
     try:
-        import diffusers  # type: ignore[import-not-found,unused-ignore]
+        import diffusers
     except ImportError:
         raise ConfigError(
             f"`codec` ({folder}) needs the package diffusers, which is not installed; run `pip "

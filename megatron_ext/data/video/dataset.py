@@ -1,4 +1,4 @@
-"""Clips as a map-style dataset, from shards or encoded when asked for, and micro-batches of them."""
+"""Clips as a map-style dataset, from shards or encoded when asked for, and micro-batches."""
 
 from __future__ import annotations
 

@@ -107,9 +107,7 @@ class BucketSteps:
             return self._order[first : first + self._per_step : self.num_ranks]
         bucket, clips = self._order[step]
         size = self.buckets[bucket].micro_batch_size
-        starts = (
-            (micro * self.num_ranks + rank) * size for micro in range(self.num_microbatches)
-        )
+        starts = ((micro * self.num_ranks + rank) * size for micro in range(self.num_microbatches))
         return [(bucket, clips[start : start + size]) for start in starts]
 
     def num_samples(self, step: int) -> int:

@@ -59,7 +59,9 @@ class TextEncoderConfig:
                     f"`{name}` ({path}) has an effect only with `text_encoder` {T5_CLIP}; choose "
                     "it, or leave the path out."
                 )
-            if self.text_encoder == T5_CLIP and not (path and (Path(path) / "config.json").exists()):
+            if self.text_encoder == T5_CLIP and not (
+                path and (Path(path) / "config.json").exists()
+            ):
                 raise ConfigError(
                     f"`{name}` ({path}) must be a local folder with a config.json when "
                     f"`text_encoder` is {T5_CLIP}; nothing is loaded from a hub, so give the path."
