@@ -81,7 +81,7 @@ def test_clips_to_shards_and_back(
     codec = build_codec(CodecConfig(codec_spatial=4, codec_channels=24))
     first = codec.decode(videos[2].latents[None])[0]
     truth = torch.from_numpy(frames(6)[:5]).permute(3, 0, 1, 2) / 127.5 - 1
-    assert min((first - truth).abs().mean(), 1) < 0.2
+    assert (first - truth).abs().mean() < 0.2
     text, pooled = videos.null_text
     assert text.shape == (6, 16) and not text.any() and not pooled.any()
     batch = collate([videos[0], videos[1]], patch=2, multiple=8)

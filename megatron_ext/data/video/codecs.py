@@ -221,7 +221,7 @@ class DiffusersCodec:
         """``[b, 3, f, H, W]`` -> ``[b, c, t, h, w]`` float32."""
         self.latent_shape(*pixels.shape[2:])
         given = pixels.to(self.device, self._vae.dtype)
-        sample = self._vae.encode(given).latent_dist.sample(generator=self._generator)
+        sample: Tensor = self._vae.encode(given).latent_dist.sample(generator=self._generator)
         return (sample.float() - self._mean) / self._std
 
     @torch.no_grad()

@@ -49,4 +49,5 @@ def rotation(size: int) -> Tensor:
     u, v = ((uniforms >> np.uint64(11)).astype(np.float64) + 0.5).reshape(2, size, size) / 2.0**53
     gaussian = torch.from_numpy(np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v))
     q, r = torch.linalg.qr(gaussian)
-    return q * torch.sign(torch.diagonal(r))
+    fixed: Tensor = q * torch.sign(torch.diagonal(r))
+    return fixed

@@ -13,7 +13,8 @@ from megatron_ext.data.preprocess.run import say_to_stderr
 from megatron_ext.data.video.codecs import CodecConfig
 from megatron_ext.data.video.encode import EncodeConfig
 from megatron_ext.data.video.geometry import parse_plan
-from megatron_ext.data.video.run import VideoPreprocessOptions, preprocess
+from megatron_ext.data.video.options import VideoPreprocessOptions
+from megatron_ext.data.video.run import preprocess
 from megatron_ext.data.video.text_encoders import TextEncoderConfig
 from megatron_ext.errors import ConfigError, MegatronExtError
 

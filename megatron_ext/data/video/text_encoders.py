@@ -119,7 +119,9 @@ class HashedWords:
 @lru_cache(maxsize=1 << 16)
 def _word_vector(salt: str, word: str, width: int) -> Tensor:
     """Signs ``[width]`` of variance 1, from the word's hash, the same on every machine."""
-    seed = int.from_bytes(hashlib.blake2b(f"{salt}\0{word}".encode(), digest_size=16).digest())
+    seed = int.from_bytes(
+        hashlib.blake2b(f"{salt}\0{word}".encode(), digest_size=16).digest(), "big"
+    )
     raw = np.random.PCG64(seed).random_raw(width)
     return torch.from_numpy((raw >> np.uint64(63)).astype(np.float32) * 2 - 1)
 
