@@ -1,0 +1,214 @@
+"""Clips as a map-style dataset, from shards or encoded when asked for, and micro-batches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from megatron_ext.data.video.encode import ClipEncoder, PlannedClip, VideoSample
+from megatron_ext.data.video.geometry import Bucket, BucketPlan
+from megatron_ext.data.video.sampler import Members
+from megatron_ext.data.video.shards import Shard, read_json, read_null
+from megatron_ext.errors import DataError
+
+
+class VideoClips(Protocol):
+    """What a training run needs of a dataset of clips, wherever their latents come from."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> VideoSample: ...
+
+    def members(self) -> dict[Bucket, Members]:
+        """Clips of each bucket."""
+        ...
+
+    @property
+    def null_text(self) -> tuple[Tensor, Tensor]:
+        """The encoded empty caption, ``[l, d]`` and ``[e]``."""
+        ...
+
+
+class ShardedVideos(Dataset[VideoSample]):
+    """Clips of a folder that tools/preprocess_video.py wrote.
+
+    Args:
+        folder: with ``manifest.json``.
+        plan: micro-batch sizes of this run; None takes those of the manifest.
+
+    Raises:
+        DataError: the folder is not whole, or a bucket of it is not in the plan.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], plan: BucketPlan | None = None) -> None:
+        self.folder = Path(folder)
+        self.manifest = read_json(self.folder / "manifest.json")
+        self._shards = [
+            Shard(self.folder, shard["name"], self.manifest, shard["clips"])
+            for shard in self.manifest["shards"]
+        ]
+        self._begins = np.cumsum([0, *(len(shard) for shard in self._shards)])
+        self._plan = plan
+
+    def __len__(self) -> int:
+        return int(self._begins[-1])
+
+    def __getitem__(self, number: int) -> VideoSample:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        shard = int(np.searchsorted(self._begins, number, side="right")) - 1
+        return self._shards[shard].sample(number - int(self._begins[shard]))
+
+    def members(self) -> dict[Bucket, Members]:
+        """See `VideoClips.members`."""
+        of_clips = np.concatenate([shard.buckets() for shard in self._shards])
+        found = {}
+        for i, entry in enumerate(self.manifest["buckets"]):
+            bucket = Bucket(**entry["shape"])
+            clips = np.flatnonzero(of_clips == i).tolist()
+            if clips:
+                size = entry["micro_batch_size"]
+                if self._plan is not None:
+                    size = _micro_batch_size(bucket, self._plan)
+                found[bucket] = Members(clips, size)
+        return found
+
+    @property
+    def null_text(self) -> tuple[Tensor, Tensor]:
+        """See `VideoClips.null_text`."""
+        return read_null(self.folder, self.manifest)
+
+
+class OnlineVideos(Dataset[VideoSample]):
+    """Clips that are decoded and encoded when the loader asks for them; nothing is stored.
+
+    A clip has the same crop each time. In a loader with processes, give the patch codec and hashed
+    words, or models on the CPU: processes cannot share a GPU's models.
+
+    Args:
+        clips: in order, each with its bucket.
+        encoder: codec and text encoder.
+        plan: micro-batch sizes.
+    """
+
+    def __init__(
+        self, clips: Sequence[PlannedClip], encoder: ClipEncoder, plan: BucketPlan
+    ) -> None:
+        self._clips, self._encoder, self._plan = list(clips), encoder, plan
+
+    def __len__(self) -> int:
+        return len(self._clips)
+
+    def __getitem__(self, number: int) -> VideoSample:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        return self._encoder.sample(self._clips[number])
+
+    def members(self) -> dict[Bucket, Members]:
+        """See `VideoClips.members`."""
+        found: dict[Bucket, list[int]] = {}
+        for number, planned in enumerate(self._clips):
+            found.setdefault(planned.bucket, []).append(number)
+        return {
+            bucket: Members(clips, _micro_batch_size(bucket, self._plan))
+            for bucket, clips in found.items()
+        }
+
+    @property
+    def null_text(self) -> tuple[Tensor, Tensor]:
+        """See `VideoClips.null_text`."""
+        text, pooled = self._encoder.text_encoder.encode([""])
+        return text[0], pooled[0]
+
+
+def _micro_batch_size(bucket: Bucket, plan: BucketPlan) -> int:
+    try:
+        return plan.rules[bucket.resolution][bucket.num_frames].micro_batch_size
+    except KeyError:
+        raise DataError(
+            f"The data holds clips of {bucket}, but the bucket plan has no {bucket.resolution} of "
+            f"{bucket.num_frames} frames ({plan.as_json()}); add it."
+        ) from None
+
+
+@dataclass(frozen=True)
+class VideoBatch:
+    """Clips of one micro-batch.
+
+    Attributes:
+        latents: ``[b, c, t, h, w]``.
+        text: ``[b, l, d]``, l with rows appended so that text and image tokens divide.
+        pooled: ``[b, e]``.
+        references: ``[b, c, k, h, w]`` by name; see `encode.reference_name`.
+        fps: ``[b]`` int64.
+        numbers: of the clips in their list, ``[b]`` int64.
+    """
+
+    latents: Tensor
+    text: Tensor
+    pooled: Tensor
+    references: dict[str, Tensor]
+    fps: Tensor
+    numbers: Tensor
+
+
+def pad_text(text: Tensor, image_tokens: int, multiple: int) -> Tensor:
+    """Repeats the last row of text until text and image tokens together divide.
+
+    Args:
+        text: ``[..., l, d]``.
+        image_tokens: of one clip.
+        multiple: such as context-parallel size, times tensor-parallel size with sequence
+            parallelism.
+
+    Returns:
+        ``[..., l', d]`` with ``(l' + image_tokens) % multiple == 0``.
+    """
+    missing = -(text.size(-2) + image_tokens) % multiple
+    last = text[..., -1:, :]
+    return torch.cat([text, last.expand(*last.shape[:-2], missing, last.size(-1))], dim=-2)
+
+
+def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) -> VideoBatch:
+    """Stacks clips of one bucket.
+
+    Args:
+        samples: of one micro-batch.
+        patch: latent cells of a token on each side.
+        multiple: see `pad_text`.
+
+    Raises:
+        DataError: the clips differ in shape, or their sides do not divide by the patch.
+    """
+    shapes = {tuple(sample.latents.shape) for sample in samples}
+    if len(shapes) != 1:
+        raise DataError(
+            f"The clips of a micro-batch have the shapes {sorted(shapes)}, but must be of one "
+            "bucket; use the sampler of buckets."
+        )
+    _, t, h, w = shapes.pop()
+    if h % patch or w % patch:
+        raise DataError(
+            f"Latents of {h} × {w} do not divide into patches of {patch} × {patch}; choose "
+            "another patch size, codec or resolution."
+        )
+    text = torch.stack([sample.text for sample in samples])
+    return VideoBatch(
+        latents=torch.stack([sample.latents for sample in samples]),
+        text=pad_text(text, t * (h // patch) * (w // patch), multiple),
+        pooled=torch.stack([sample.pooled for sample in samples]),
+        references={
+            name: torch.stack([sample.references[name] for sample in samples])
+            for name in samples[0].references
+        },
+        fps=torch.tensor([sample.fps for sample in samples]),
+        numbers=torch.tensor([sample.number for sample in samples]),
+    )

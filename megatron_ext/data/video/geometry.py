@@ -1,0 +1,204 @@
+"""Sizes of clips: resolutions, aspect ratios, and the plan of buckets that a run uses.
+
+The rules are Open-Sora 2.0's (arXiv:2503.09642): a resolution is a number of pixels; each aspect
+ratio gives the height and width, multiples of 16, that come closest to it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from megatron_ext.errors import ConfigError
+
+MULTIPLE = 16
+ASPECT_RATIOS = (1.0, 4 / 3, 3 / 2, 8 / 5, 16 / 9, 1.85, 1.89, 2.0, 2.39)
+"""Width over height, landscape; portrait clips take the transposes."""
+
+_NAME = re.compile(r"(\d+)(px|p)")
+
+
+def pixel_budget(resolution: str) -> int:
+    """Pixels of one frame: the square of ``256px``, and a 16:9 frame of the height in ``720p``.
+
+    Raises:
+        ConfigError: the name has another form, or is too small for a frame of 16 × 16.
+    """
+    match = _NAME.fullmatch(resolution)
+    side = int(match[1]) if match else 0
+    if match is None or side < MULTIPLE:
+        raise ConfigError(
+            f"The resolution ({resolution}) must be a number of at least {MULTIPLE} with px or p, "
+            "such as 256px (a square of this side) or 720p (16:9 of this height); correct it."
+        )
+    return side * side if match[2] == "px" else side * side * 16 // 9
+
+
+@lru_cache
+def sizes(resolution: str, *, adjust: bool = True) -> tuple[tuple[int, int], ...]:
+    """Heights and widths of a resolution, without repetition, landscape before their transposes.
+
+    Args:
+        resolution: such as ``256px``.
+        adjust: add or take 16 on one side where this comes closer to the budget, as in training;
+            Open-Sora's inference leaves it out.
+
+    Raises:
+        ConfigError: see `pixel_budget`.
+    """
+    budget = pixel_budget(resolution)
+    found = [_size(budget, ratio, adjust) for ratio in ASPECT_RATIOS]
+    found += [(width, height) for height, width in found]
+    return tuple(dict.fromkeys(found))
+
+
+def _size(budget: int, ratio: float, adjust: bool) -> tuple[int, int]:
+    width = max(MULTIPLE, math.floor(math.sqrt(budget * ratio) / MULTIPLE) * MULTIPLE)
+    height = max(MULTIPLE, budget // width // MULTIPLE * MULTIPLE)
+    candidates = [(height, width)]
+    if adjust:
+        for step in (MULTIPLE, -MULTIPLE):
+            candidates += [(height + step, width), (height, width + step)]
+    whole = [size for size in candidates if min(size) >= MULTIPLE]
+    return min(whole, key=lambda size: abs(size[0] * size[1] - budget))
+
+
+def nearest_size(resolution: str, height: int, width: int) -> tuple[int, int]:
+    """The size whose aspect ratio is nearest by its logarithm, so that transposes are alike."""
+    wanted = math.log(height / width)
+    return min(sizes(resolution), key=lambda size: abs(math.log(size[0] / size[1]) - wanted))
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """Clips of one shape.
+
+    Attributes:
+        resolution: such as ``256px``.
+        num_frames: 1 for images.
+        height, width: pixels.
+    """
+
+    resolution: str
+    num_frames: int
+    height: int
+    width: int
+
+    def __str__(self) -> str:
+        """As in logs and messages: ``256px 17x192x336``."""
+        return f"{self.resolution} {self.num_frames}x{self.height}x{self.width}"
+
+
+@dataclass(frozen=True)
+class BucketRule:
+    """How often clips enter the buckets of a resolution and length, and how many at a time.
+
+    Attributes:
+        probability: with which a clip that fits is taken.
+        micro_batch_size: clips of one micro-batch on one rank.
+
+    Raises:
+        ConfigError: a probability outside [0, 1], or a batch size below 1.
+    """
+
+    probability: float
+    micro_batch_size: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.probability <= 1:
+            raise ConfigError(
+                f"The probability of a bucket ({self.probability}) must lie between 0 and 1; "
+                "1 takes every clip that fits."
+            )
+        if self.micro_batch_size < 1:
+            raise ConfigError(
+                f"The micro-batch size of a bucket ({self.micro_batch_size}) must be at least 1; "
+                "set the probability to 0 to close the bucket."
+            )
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Resolutions × lengths that clips are put into.
+
+    Attributes:
+        rules: resolution -> number of frames -> rule.
+
+    Raises:
+        ConfigError: no bucket that a clip could enter, a resolution of an unknown form, or a
+            length below 1.
+    """
+
+    rules: Mapping[str, Mapping[int, BucketRule]]
+
+    def __post_init__(self) -> None:
+        for resolution, lengths in self.rules.items():
+            pixel_budget(resolution)
+            for frames in lengths:
+                if frames < 1:
+                    raise ConfigError(
+                        f"A bucket of {resolution} has {frames} frames, but must have at least 1 "
+                        "(an image); correct the bucket plan."
+                    )
+        if not any(rule.probability for r in self.rules.values() for rule in r.values()):
+            raise ConfigError(
+                f"The bucket plan ({self.as_json()}) is empty: it must hold a bucket with a "
+                'probability above 0, such as {"256px": {"17": [1.0, 4]}}.'
+            )
+
+    @property
+    def resolutions(self) -> tuple[str, ...]:
+        """From large to small."""
+        return tuple(sorted(self.rules, key=pixel_budget, reverse=True))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Numbers of frames that occur, ascending."""
+        return tuple(sorted({frames for lengths in self.rules.values() for frames in lengths}))
+
+    def as_dict(self) -> dict[str, dict[str, list[float]]]:
+        """As `parse_plan` takes it."""
+        return {
+            resolution: {
+                str(frames): [rule.probability, rule.micro_batch_size]
+                for frames, rule in lengths.items()
+            }
+            for resolution, lengths in self.rules.items()
+        }
+
+    def as_json(self) -> str:
+        return json.dumps(self.as_dict())
+
+
+def parse_plan(given: Any) -> BucketPlan:
+    """A plan from JSON ``{"256px": {"17": [probability, micro_batch_size]}}``, parsed or as text.
+
+    Raises:
+        ConfigError: another form, or see `BucketPlan`.
+    """
+    try:
+        tree = json.loads(given) if isinstance(given, str) else given
+        rules = {
+            str(resolution): {
+                int(frames): BucketRule(float(rule[0]), _whole(rule[1]))
+                for frames, rule in lengths.items()
+            }
+            for resolution, lengths in tree.items()
+        }
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ConfigError(
+            f"The bucket plan ({given}) must be JSON such as "
+            f'{{"256px": {{"17": [probability, micro-batch size]}}}} ({error}); correct it.'
+        ) from None
+    return BucketPlan(rules)
+
+
+def _whole(value: Any) -> int:
+    if int(value) != value:
+        raise ValueError(f"the micro-batch size {value} is no whole number")
+    return int(value)

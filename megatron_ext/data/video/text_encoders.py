@@ -1,0 +1,200 @@
+"""From captions to embeddings: T5 and CLIP from local folders, or hashed words without weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError
+
+HASHED = "hashed"
+T5_CLIP = "t5-clip"
+_WORD = re.compile(r"[^\W_]+")
+
+
+@dataclass(frozen=True)
+class TextEncoderConfig:
+    """Which text encoder, and its sizes.
+
+    Attributes:
+        text_encoder: ``hashed``, or ``t5-clip``.
+        t5_path, clip_path: local folders of the two models (t5-clip).
+        text_length: rows of an encoded caption; longer captions are cut, as the model's own.
+        text_width: width of the rows (hashed).
+        pooled_width: width of the pooled vector (hashed).
+
+    Raises:
+        ConfigError: an unknown name, a folder that is missing or of no use, a size below 1.
+    """
+
+    text_encoder: str = HASHED
+    t5_path: str | None = None
+    clip_path: str | None = None
+    text_length: int = 512
+    text_width: int = 64
+    pooled_width: int = 64
+
+    def __post_init__(self) -> None:
+        if self.text_encoder not in (HASHED, T5_CLIP):
+            raise ConfigError(
+                f"`text_encoder` ({self.text_encoder}) must be {HASHED} or {T5_CLIP}; choose one."
+            )
+        for name in ("text_length", "text_width", "pooled_width"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"`{name}` ({getattr(self, name)}) must be at least 1; raise it.")
+        for name in ("t5_path", "clip_path"):
+            path = getattr(self, name)
+            if self.text_encoder == HASHED and path is not None:
+                raise ConfigError(
+                    f"`{name}` ({path}) has an effect only with `text_encoder` {T5_CLIP}; choose "
+                    "it, or leave the path out."
+                )
+            if self.text_encoder == T5_CLIP and not (
+                path and (Path(path) / "config.json").exists()
+            ):
+                raise ConfigError(
+                    f"`{name}` ({path}) must be a local folder with a config.json when "
+                    f"`text_encoder` is {T5_CLIP}; nothing is loaded from a hub, so give the path."
+                )
+
+
+class TextEncoder(Protocol):
+    """What preprocessing, online encoding and sampling need of a text encoder."""
+
+    length: int
+    width: int
+    pooled_width: int
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides the embeddings; stored beside them and compared."""
+        ...
+
+    def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Embeddings ``[n, l, d]`` and pooled vectors ``[n, e]`` float32; "" is the null text."""
+        ...
+
+
+class HashedWords:
+    """Every word is a fixed random vector: no weights, no training, and no idea of meaning.
+
+    Row i holds the vector of word i, rows after the last word are zero; the pooled vector is the
+    sum over the words, in other vectors, divided by the root of their number. The empty caption is
+    all zeros. Lower case; digits and letters only, so "a cat." and "a Cat" are the same.
+    """
+
+    def __init__(self, config: TextEncoderConfig) -> None:
+        self.length = config.text_length
+        self.width, self.pooled_width = config.text_width, config.pooled_width
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        sizes = {"length": self.length, "width": self.width, "pooled_width": self.pooled_width}
+        return {"text_encoder": HASHED, **sizes}
+
+    def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """See `TextEncoder.encode`."""
+        rows = torch.zeros(len(captions), self.length, self.width)
+        pooled = torch.zeros(len(captions), self.pooled_width)
+        for i, caption in enumerate(captions):
+            words = _WORD.findall(caption.lower())
+            for j, word in enumerate(words[: self.length]):
+                rows[i, j] = _word_vector("row", word, self.width)
+            for word in words:
+                pooled[i] += _word_vector("pooled", word, self.pooled_width)
+            pooled[i] /= max(1, len(words)) ** 0.5
+        return rows, pooled
+
+
+@lru_cache(maxsize=1 << 16)
+def _word_vector(salt: str, word: str, width: int) -> Tensor:
+    """Signs ``[width]`` of variance 1, from the word's hash, the same on every machine."""
+    seed = int.from_bytes(
+        hashlib.blake2b(f"{salt}\0{word}".encode(), digest_size=16).digest(), "big"
+    )
+    raw = np.random.PCG64(seed).random_raw(width)
+    return torch.from_numpy((raw >> np.uint64(63)).astype(np.float32) * 2 - 1)
+
+
+class T5AndClip:
+    """T5's last hidden states, padded and without attention mask, and CLIP's pooled text vector.
+
+    As Open-Sora 2.0 uses them: pad tokens take part in attention, here and in the denoiser.
+
+    Args:
+        config: with both folders.
+        device: where they compute.
+    """
+
+    def __init__(self, config: TextEncoderConfig, device: torch.device) -> None:
+        transformers = _transformers()
+        assert config.t5_path is not None and config.clip_path is not None
+        self.length, self.device = config.text_length, device
+        local = {"local_files_only": True}
+        self._t5_tokenizer = transformers.AutoTokenizer.from_pretrained(config.t5_path, **local)
+        self._clip_tokenizer = transformers.AutoTokenizer.from_pretrained(config.clip_path, **local)
+        t5 = transformers.T5EncoderModel.from_pretrained(config.t5_path, **local)
+        clip = transformers.CLIPTextModel.from_pretrained(config.clip_path, **local)
+        self._t5 = t5.to(device).eval().requires_grad_(False)
+        self._clip = clip.to(device).eval().requires_grad_(False)
+        self.width = int(t5.config.d_model)
+        self.pooled_width = int(clip.config.hidden_size)
+        self._clip_length = int(clip.config.max_position_embeddings)
+        self._settings = {
+            name: json.loads((Path(path) / "config.json").read_bytes())
+            for name, path in (("t5", config.t5_path), ("clip", config.clip_path))
+        }
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"text_encoder": T5_CLIP, "length": self.length, **self._settings}
+
+    @torch.no_grad()
+    def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """See `TextEncoder.encode`."""
+        rows = self._t5(input_ids=self._ids(self._t5_tokenizer, captions, self.length))
+        ids = self._ids(self._clip_tokenizer, captions, self._clip_length)
+        pooled = self._clip(input_ids=ids).pooler_output
+        return rows.last_hidden_state.float(), pooled.float()
+
+    def _ids(self, tokenizer: Any, captions: Sequence[str], length: int) -> Tensor:
+        padded = tokenizer(
+            list(captions), max_length=length, padding="max_length", truncation=True,
+            return_tensors="pt",
+        )  # fmt: skip
+        ids: Tensor = padded["input_ids"].to(self.device)
+        return ids
+
+
+def build_text_encoder(
+    config: TextEncoderConfig, device: torch.device | None = None
+) -> TextEncoder:
+    """The text encoder of a configuration.
+
+    Raises:
+        ConfigError: transformers is missing.
+    """
+    if config.text_encoder == HASHED:
+        return HashedWords(config)
+    return T5AndClip(config, device or torch.device("cpu"))
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(
+            f"`text_encoder` {T5_CLIP} needs the package transformers, which is not installed; run "
+            f"`pip install 'megatron-ext[video]'`, or choose {HASHED}."
+        ) from None
+    return transformers

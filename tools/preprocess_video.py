@@ -1,0 +1,14 @@
+#!/usr/bin/env python3
+"""Turns clips with captions into shards of latents and text embeddings; see `--help`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ext.data.video.preprocess import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
