@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,18 +34,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def main(task: TaskOrChoice, argv: Sequence[str]) -> int:
+def main(
+    task: TaskOrChoice, argv: Sequence[str], *, defaults: Mapping[str, Any] | None = None
+) -> int:
     """Parse the flags, check what can be checked, start the ranks, and train.
 
     Args:
         task: what to train, or a function that chooses it by the configuration.
         argv: the words after the program's name.
+        defaults: values of flags in the place of their usual defaults, by the names of their fields.
 
     Returns:
         The exit code of the program; 2 after a user's error, whose sentences are printed.
     """
     try:
-        chosen, device, config, tokenizer = _prepare(task, argv)
+        chosen, device, config, tokenizer = _prepare(task, argv, defaults)
     except MegatronExtError as error:
         if int(os.environ.get("RANK", "0")) == 0:
             print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
@@ -63,7 +66,9 @@ class _NothingToRun(Exception):
     """The command line asked for something else than a run."""
 
 
-def _prepare(task: TaskOrChoice, argv: Sequence[str]) -> tuple[Task, Device, RunConfig, Tokenizer]:
+def _prepare(
+    task: TaskOrChoice, argv: Sequence[str], defaults: Mapping[str, Any] | None
+) -> tuple[Task, Device, RunConfig, Tokenizer]:
     """Everything that needs no other rank; the same on all of them."""
     device = select()
     parsed = parse_args(
@@ -71,6 +76,7 @@ def _prepare(task: TaskOrChoice, argv: Sequence[str]) -> tuple[Task, Device, Run
         world_size=int(os.environ.get("WORLD_SIZE", "0")),
         device=device.kind,
         checkpoint_config=stored_config(argv),
+        defaults=defaults,
     )
     first = int(os.environ.get("RANK", "0")) == 0
     if parsed.print_config:

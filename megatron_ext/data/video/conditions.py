@@ -126,7 +126,10 @@ def frame_masks(modes: Tensor, num_frames: int, config: ConditionConfig) -> Tens
 
 
 def place_references(
-    pieces: Sequence[tuple[Section, Tensor]], shape: Sequence[int], dtype: torch.dtype
+    pieces: Sequence[tuple[Section, Tensor]],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | None = None,
 ) -> Tensor:
     """References of one clip at their places, zeros elsewhere.
 
@@ -134,6 +137,7 @@ def place_references(
         pieces: sections with their latents ``[c, k, h, w]``.
         shape: of the latents of the clip, (c, t, h, w).
         dtype: of the result.
+        device: of the result.
 
     Returns:
         ``[c, t, h, w]``.
@@ -141,7 +145,7 @@ def place_references(
     Raises:
         DataError: a piece whose shape is not that of its section.
     """
-    placed = torch.zeros(*shape, dtype=dtype)
+    placed = torch.zeros(*shape, dtype=dtype, device=device)
     for section, latents in pieces:
         place = placed[:, section.start : section.start + section.length]
         if place.shape != latents.shape or place.size(1) != section.length:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -158,6 +158,20 @@ class VideoBatch:
     references: dict[str, Tensor]
     fps: Tensor
     numbers: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them by name."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        references = own.pop("references")
+        return {**own, **{f"references/{name}": piece for name, piece in references.items()}}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> VideoBatch:
+        """The opposite of `tensors`."""
+        prefix = "references/"
+        references = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
+        own: dict[str, Any] = {k: t for k, t in tensors.items() if not k.startswith(prefix)}
+        return cls(**own, references=references)
 
 
 def pad_text(text: Tensor, image_tokens: int, multiple: int) -> Tensor:

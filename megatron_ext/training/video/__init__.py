@@ -1,0 +1,1 @@
+"""Video runs: flow matching on latent clips."""
