@@ -320,9 +320,11 @@ def _reading(path: Path) -> Iterator[None]:
             )
     try:
         yield
+    except MemoryError:
+        raise
     # FFmpeg and pillow have errors of dozens of classes for bad files, among them bare Exception.
     except Exception as error:
         raise DataError(
-            f"The clip {path} cannot be read ({error or type(error).__name__}); mend the file or "
-            "take its row out."
+            f"The clip {path} cannot be read ({str(error) or type(error).__name__}); mend the file "
+            "or take its row out."
         ) from error
