@@ -42,7 +42,7 @@ def main(
     Args:
         task: what to train, or a function that chooses it by the configuration.
         argv: the words after the program's name.
-        defaults: values of flags in the place of their usual defaults, by the names of their fields.
+        defaults: values of flags in the place of their usual defaults, by their fields' names.
 
     Returns:
         The exit code of the program; 2 after a user's error, whose sentences are printed.

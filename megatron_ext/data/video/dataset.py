@@ -27,7 +27,7 @@ class VideoClips(Protocol):
 
     def __getitem__(self, number: int) -> VideoSample: ...
 
-    def members(self) -> dict[Bucket, Members]:
+    def members(self, default_micro_batch_size: int) -> dict[Bucket, Members]:
         """Clips of each bucket."""
         ...
 
@@ -67,7 +67,7 @@ class ShardedVideos(Dataset[VideoSample]):
         shard = int(np.searchsorted(self._begins, number, side="right")) - 1
         return self._shards[shard].sample(number - int(self._begins[shard]))
 
-    def members(self) -> dict[Bucket, Members]:
+    def members(self, default_micro_batch_size: int) -> dict[Bucket, Members]:
         """See `VideoClips.members`."""
         of_clips = np.concatenate([shard.buckets() for shard in self._shards])
         found = {}
@@ -78,8 +78,13 @@ class ShardedVideos(Dataset[VideoSample]):
                 size = entry["micro_batch_size"]
                 if self._plan is not None:
                     size = _micro_batch_size(bucket, self._plan)
-                found[bucket] = Members(clips, size)
+                found[bucket] = Members(clips, size or default_micro_batch_size)
         return found
+
+    def latent_shape(self, number: int) -> tuple[int, int, int, int]:
+        """Of the latents of a clip, (c, t, h, w)."""
+        shard = int(np.searchsorted(self._begins, number, side="right")) - 1
+        return self._shards[shard].latent_shape(number - int(self._begins[shard]))
 
     @property
     def null_text(self) -> tuple[Tensor, Tensor]:
@@ -112,13 +117,14 @@ class OnlineVideos(Dataset[VideoSample]):
             raise IndexError(number)
         return self._encoder.sample(self._clips[number])
 
-    def members(self) -> dict[Bucket, Members]:
+    def members(self, default_micro_batch_size: int) -> dict[Bucket, Members]:
         """See `VideoClips.members`."""
         found: dict[Bucket, list[int]] = {}
         for number, planned in enumerate(self._clips):
             found.setdefault(planned.bucket, []).append(number)
+        default = default_micro_batch_size
         return {
-            bucket: Members(clips, _micro_batch_size(bucket, self._plan))
+            bucket: Members(clips, _micro_batch_size(bucket, self._plan) or default)
             for bucket, clips in found.items()
         }
 
@@ -129,7 +135,7 @@ class OnlineVideos(Dataset[VideoSample]):
         return text[0], pooled[0]
 
 
-def _micro_batch_size(bucket: Bucket, plan: BucketPlan) -> int:
+def _micro_batch_size(bucket: Bucket, plan: BucketPlan) -> int | None:
     try:
         return plan.rules[bucket.resolution][bucket.num_frames].micro_batch_size
     except KeyError:

@@ -197,6 +197,11 @@ class Shard:
         rows = [self.fields["geometry"][row][:1] for row in range(len(self))]
         return np.concatenate(rows or [np.zeros(0)]).astype(np.int64)
 
+    def latent_shape(self, row: int) -> tuple[int, int, int, int]:
+        """Of one clip, (c, t, h, w)."""
+        _, t, h, w, *_ = (int(value) for value in self.fields["geometry"][row])
+        return self._manifest["latent_channels"], t, h, w
+
     def sample(self, row: int) -> VideoSample:
         """One clip, read from the mapped files."""
         manifest, storage = self._manifest, self._manifest["storage"]

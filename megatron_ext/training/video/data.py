@@ -14,7 +14,7 @@ from megatron_ext.data.loader import BatchSource
 from megatron_ext.data.video.conditions import sections
 from megatron_ext.data.video.dataset import ShardedVideos
 from megatron_ext.data.video.encode import reference_name
-from megatron_ext.data.video.geometry import Bucket, parse_plan
+from megatron_ext.data.video.geometry import parse_plan
 from megatron_ext.data.video.plan import Geometry, VideoPlan
 from megatron_ext.data.video.sampler import BucketSteps
 from megatron_ext.data.video.step_loader import VideoLoader
@@ -76,15 +76,17 @@ def open_split(config: RunConfig, folder: str, *, shuffle: bool) -> VideoSplit:
         mixed=config.video.mixed_buckets,
         pipeline_size=config.parallel.pipeline_model_parallel_size,
     )
-    geometries = {bucket: _geometry(config, clips, bucket) for bucket in members}
+    geometries = {
+        bucket: _geometry(config, clips, held.clips[0]) for bucket, held in members.items()
+    }
     units = {str(bucket): len(held.clips) for bucket, held in members.items()}
     deciding = [clips.manifest["fingerprint"], units, batch, config.training.seed]
     identity = hashlib.sha256(json.dumps(deciding).encode()).hexdigest()
     return VideoSplit(clips, VideoPlan(steps, geometries, identity))
 
 
-def _geometry(config: RunConfig, clips: ShardedVideos, bucket: Bucket) -> Geometry:
-    shape = clips.latent_shape(bucket)
+def _geometry(config: RunConfig, clips: ShardedVideos, number: int) -> Geometry:
+    shape = clips.latent_shape(number)
     t, rows, columns = grid(shape[1:], config.mmdit.sizes(config.model).patch_size)
     image, text = t * rows * columns, int(clips.manifest["text_length"])
     return Geometry(shape, text + -(text + image) % sequence_multiple(config), image)
