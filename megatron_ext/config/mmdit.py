@@ -92,6 +92,7 @@ class MMDiTConfig:
             norm_epsilon=EPSILON,
             attention_dropout=0.0,
             hidden_dropout=0.0,
+            untie_embeddings_and_output_weights=True,
             blocks_dealt_by_cost=True,
         )
 
