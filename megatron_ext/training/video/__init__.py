@@ -1,0 +1,1 @@
+"""Training of video models: what the loop needs beyond what all tasks share."""
