@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
@@ -23,8 +24,23 @@ if TYPE_CHECKING:
     from megatron_ext.layout import ParallelContext
 
 
+def forward_engine(
+    chunks: Sequence[torch.nn.Module], config: TransformerConfig, context: ParallelContext
+) -> PipelineEngine:
+    """An engine for forward passes where the training step has none, as with megatron-core's own.
+
+    Args:
+        chunks: of this rank, wrapped.
+        config: megatron-core's.
+        context: groups of this rank.
+    """
+    placement = context.placement
+    schedule = "interleaved" if placement.num_chunks > 1 else "1f1b"
+    return PipelineEngine("zb-v" if placement.v_shape else schedule, chunks, config, context)
+
+
 class ParallelVelocity:
-    """One forward pass through the pipeline for each call; all ranks of a replica call together.
+    """Predictions by forward passes through the pipeline; all ranks of a replica call together.
 
     A model is an `MMDiT`, or any module with
 
@@ -41,7 +57,7 @@ class ParallelVelocity:
     call it inside ``ParameterGather.paused()``, as evaluation does.
 
     Args:
-        engine: of the training step.
+        engine: of the training step, or `forward_engine`.
         chunks: of this rank, wrapped as the step calls them.
         context: groups of this rank.
         patch_size: p.
@@ -74,8 +90,8 @@ class ParallelVelocity:
                 f"`guidance` ({guidance}) must be a number for a model with `guidance_embed`, and "
                 "None for one without; give it, or leave it out."
             )
-        sequence_parallel = getattr(engine.config, "sequence_parallel", False)
-        self._multiple = cp_size * (context.pgs.tp.size() if sequence_parallel else 1)
+        tp_size = context.pgs.tp.size()
+        self._multiple = cp_size * (tp_size if engine.config.sequence_parallel else 1)
 
     @property
     def device(self) -> torch.device:
@@ -88,15 +104,15 @@ class ParallelVelocity:
         return self._takes("cond")
 
     def of_shape(self, shape: LatentShape) -> Velocity:
-        """The velocity of latents of (t, h, w); see `__call__`.
+        """The velocity of latents of (t, h, w); see `predict`.
 
         Raises:
             DataError: a height or width that patches do not fill.
         """
-        return partial(self, position_ids(shape, self.patch_size, self.device))
+        return partial(self.predict, position_ids(shape, self.patch_size, self.device))
 
     @torch.no_grad()
-    def __call__(
+    def predict(
         self, ids: Tensor, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor
     ) -> Tensor:
         """Predict, in evaluation mode and without gradients.

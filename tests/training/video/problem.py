@@ -18,8 +18,7 @@ from megatron_ext.models.mmdit import SIZES, MMDiTOptions
 from megatron_ext.sampling.flow import SamplingConfig
 from megatron_ext.sampling.guidance import GuidanceConfig
 from megatron_ext.sampling.requests import ClipRequest, SampleShape
-from megatron_ext.schedules.runtime import PipelineEngine
-from megatron_ext.training.video.velocity import ParallelVelocity
+from megatron_ext.training.video.velocity import ParallelVelocity, forward_engine
 from tests.models.mmdit.problem import Problem, build
 
 SHAPE = SampleShape(num_frames=9, height=32, width=32, fps=8)
@@ -67,8 +66,7 @@ def velocity_on(
         )
         for chunk in wrapped
     ]
-    schedule = schedule or ("1f1b" if context.pgs.pp.size() > 1 else "no-pipelining")
-    engine = PipelineEngine(schedule, ddp, config, context)
+    engine = forward_engine(ddp, config, context)
     return ParallelVelocity(engine, ddp, context, patch_size=2, guidance=guidance)
 
 

@@ -12,14 +12,16 @@ from PIL import Image
 from torch import Tensor
 
 from megatron_ext.data.video.clips import Clip, decode
+from megatron_ext.data.video.conditions import condition
 from megatron_ext.data.video.text_dropout import Text
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.layout import Layout, ParallelContext
 from megatron_ext.models.mmdit import SIZES, MMDiTOptions
-from megatron_ext.models.mmdit.tokens import position_ids
-from megatron_ext.sampling.flow import References, initial_noise, sample
+from megatron_ext.models.mmdit.tokens import pack, position_ids, unpack
+from megatron_ext.sampling.flow import References, SamplingConfig, initial_noise, sample, times
+from megatron_ext.sampling.guidance import GuidanceConfig
 from megatron_ext.sampling.requests import ClipRequest, encode_requests
-from megatron_ext.training.video.generate import generate
+from megatron_ext.training.video.generate import generate, generate_latents
 from tests.models.mmdit.problem import gathered_weights, plain_model
 from tests.ranks import ranks, run_on_ranks
 from tests.training.video.problem import (
@@ -168,6 +170,36 @@ def test_criterion_21_clips_are_seeded_and_references_exact(
     for clips in (first, other):
         assert torch.allclose(clips[1, :, 0], seen, atol=1e-6)
         assert not torch.allclose(clips[0, :, 0], seen, atol=1e-2)
+
+
+PLAIN = GuidanceConfig(1.0, 1.0, oscillate_text=False, oscillate_image=False)
+
+
+@ranks(cp=2)
+def test_criterion_21_scales_of_1_follow_the_conditional_prediction(
+    context: ParallelContext, reference: Path
+) -> None:
+    """Euler's method with the captions and references alone; the references stay to the bit."""
+    velocity = velocity_on(context)
+    encoded = encode_requests(requests_with(reference), SHAPE, CODEC, ENCODER)
+    sampling = SamplingConfig(num_steps=3, guidance=PLAIN)
+    found = generate_latents(
+        velocity, encoded, flow=FLOW, sampling=sampling, seed=SEED, context=context, batch_size=3
+    )
+    given = encoded.references
+    assert given is not None
+    cond = pack(condition(given.latents, given.masks), 2)
+    x = pack(initial_noise(SEED, 3, encoded.latent_shape), 2)
+    steps = times(FLOW, 3, LATENT, 2).tolist()
+    for now, after in zip(steps, steps[1:], strict=False):
+        t = torch.full((3,), now)
+        text = encoded.text
+        x = x + (after - now) * velocity.of_shape(LATENT)(x, t, text.sequence, text.pooled, cond)
+    if context.is_reporting_rank:
+        assert found is not None
+        kept = given.masks[:, None, :, None, None].expand_as(found)
+        assert torch.equal(found[kept], given.latents[kept])
+        assert torch.allclose(found[~kept], unpack(x, LATENT, 2)[~kept], rtol=1e-5, atol=1e-5)
 
 
 @ranks(dp=3)
