@@ -91,7 +91,8 @@ class DiffusersCodec:
         draws = generator(self._seed, number, f"posterior {piece}")
         noise = torch.from_numpy(draws.standard_normal(wanted, dtype=np.float32))
         sample = posterior.mean.float() + posterior.std.float() * noise.to(self.device)
-        return (sample - self._mean) / self._std
+        latents: Tensor = (sample - self._mean) / self._std
+        return latents
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
