@@ -47,6 +47,9 @@ class SampleConfig:
     sample_prompts: str | None = flag(
         None, "file of captions: text, one a line, or jsonl with text, reference and mode"
     )
+    sample_texts: list[str] | None = flag(
+        None, "captions themselves, in the place of a file", nargs="+"
+    )
     sample_dir: str | None = flag(None, "folder of the clips; default: samples in --save")
     sample_steps: int = flag(50, "of Euler's method", unit="steps")
     sample_text_scale: float = flag(7.5, "guidance by the caption; 1 is none")
@@ -71,12 +74,17 @@ class SampleConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 found.append(f"`--{name.replace('_', '-')}` ({value}) must be at least 1.")
+        if self.sample_prompts is not None and self.sample_texts is not None:
+            found.append(
+                "`--sample-prompts` and `--sample-texts` exclude each other; give a file or "
+                "captions."
+            )
         if self.sample_interval is None:
             return found
-        if self.sample_prompts is None:
+        if self.sample_prompts is None and self.sample_texts is None:
             found.append(
-                f"`--sample-interval` ({self.sample_interval}) needs `--sample-prompts`; give a "
-                "file of captions."
+                f"`--sample-interval` ({self.sample_interval}) needs captions; give "
+                "`--sample-prompts` with a file of them, or `--sample-texts`."
             )
         if self.sample_dir is None and save is None:
             found.append(

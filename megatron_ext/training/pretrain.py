@@ -56,6 +56,8 @@ def main(
     """
     try:
         chosen, device, config, tokenizer = _prepare(task, argv, defaults)
+        if int(os.environ.get("RANK", "0")) == 0 and work is None:
+            print(f"> the resolved configuration:\n{_as_yaml(config)}", flush=True)
     except MegatronExtError as error:
         if int(os.environ.get("RANK", "0")) == 0:
             print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
@@ -97,8 +99,7 @@ def _prepare(
     silence_known_warnings(device.kind)
     if first:
         for note in parsed.notes:
-            print(f"> {note}")
-        print(f"> the resolved configuration:\n{_as_yaml(config)}", flush=True)
+            print(f"> {note}", flush=True)
     return chosen, device, config, tokenizer
 
 

@@ -23,12 +23,14 @@ from megatron_ext.models.mmdit.flops import flops_of_clip
 from megatron_ext.models.mmdit.stages import stage_blocks
 from megatron_ext.models.mmdit.tokens import grid
 from megatron_ext.training.video.microbatch import FlowMaker, FlowMicrobatch
+from megatron_ext.training.video.requests import check_sampling
 from megatron_ext.training.window import StepSize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from megatron_ext.config import RunConfig
+    from megatron_ext.config.mmdit import MMDiTConfig
     from megatron_ext.data.tokenizers import Tokenizer
     from megatron_ext.layout import ParallelContext
     from megatron_ext.training.setup import Run
@@ -116,12 +118,10 @@ def prepare_video(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     video = config.video
     assert video.video_data_path is not None
     manifest = open_videos(video.video_data_path, video.video_buckets).manifest
+    if config.sample.sample_interval is not None:
+        check_sampling(config, manifest)
     mmdit = dataclasses.replace(
-        config.mmdit,
-        channels=manifest["latent_channels"],
-        text_width=manifest["text_width"],
-        pooled_width=manifest["pooled_width"],
-        cond_embed=config.conditions.modes != ("t2v",),
+        with_widths(config.mmdit, manifest), cond_embed=config.conditions.modes != ("t2v",)
     )
     training = config.training
     evaluates = video.video_valid_path is not None and training.eval_iters > 0
@@ -141,6 +141,16 @@ def prepare_video(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
         config.model, seq_length=longest, max_position_embeddings=longest, padded_vocab_size=None
     )
     return dataclasses.replace(config, model=model)
+
+
+def with_widths(mmdit: MMDiTConfig, manifest: Mapping[str, Any]) -> MMDiTConfig:
+    """The model for the latents and embeddings of a dataset."""
+    return dataclasses.replace(
+        mmdit,
+        channels=manifest["latent_channels"],
+        text_width=manifest["text_width"],
+        pooled_width=manifest["pooled_width"],
+    )
 
 
 def _check_references(config: RunConfig, split: VideoSplit) -> None:

@@ -1,0 +1,105 @@
+"""What a run is to sample, and with which encoders: its flags and the manifest of its data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_ext.config.video import SampleConfig
+from megatron_ext.data.video.codecs import codec_from_manifest
+from megatron_ext.data.video.geometry import Bucket
+from megatron_ext.data.video.shards import read_json
+from megatron_ext.data.video.text_encoders import text_encoder_from_manifest
+from megatron_ext.sampling.flow import SamplingConfig
+from megatron_ext.sampling.guidance import GuidanceConfig
+from megatron_ext.sampling.requests import ClipRequest, SampleShape, read_requests
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from megatron_ext.config import RunConfig
+    from megatron_ext.data.video.codecs import VideoCodec
+    from megatron_ext.data.video.text_encoders import TextEncoder
+
+
+def requests_of(config: RunConfig) -> list[ClipRequest]:
+    """The captions of ``--sample-prompts`` or ``--sample-texts``.
+
+    Raises:
+        ConfigError, DataError: see `read_requests`.
+    """
+    sample = config.sample
+    if sample.sample_texts is not None:
+        return [ClipRequest(text) for text in sample.sample_texts]
+    assert sample.sample_prompts is not None
+    return read_requests(sample.sample_prompts)
+
+
+def shape_of(sample: SampleConfig, manifest: Mapping[str, Any]) -> SampleShape:
+    """Pixels of the clips: as the flags say, else as the largest bucket of the data."""
+    buckets = [Bucket(**entry["shape"]) for entry in manifest["buckets"]]
+    largest = max(buckets, key=lambda b: (b.height * b.width, b.num_frames, b))
+    height, width = sample.sample_size or (largest.height, largest.width)
+    frames = sample.sample_frames or largest.num_frames
+    return SampleShape(frames, height, width, sample.sample_fps or int(manifest["fps"]))
+
+
+def sampling_config(sample: SampleConfig) -> SamplingConfig:
+    """Steps and guidance of the flags."""
+    guidance = GuidanceConfig(
+        text_scale=sample.sample_text_scale,
+        image_scale=sample.sample_image_scale,
+        oscillate_text=sample.sample_oscillation,
+        oscillate_image=sample.sample_oscillation,
+        scale_image_by_frame=sample.sample_scale_by_frame,
+    )
+    return SamplingConfig(num_steps=sample.sample_steps, guidance=guidance)
+
+
+@dataclass
+class Encoders:
+    """What turns captions into embeddings and latents into pixels, on the reporting rank."""
+
+    codec: VideoCodec
+    text_encoder: TextEncoder
+
+
+def build_encoders(config: RunConfig, device: torch.device | None = None) -> Encoders:
+    """Those that the data was made with.
+
+    Raises:
+        ConfigError, DataError: see `codec_from_manifest` and `text_encoder_from_manifest`.
+    """
+    manifest = read_manifest(config)
+    return Encoders(
+        codec_from_manifest(manifest, device=device),
+        text_encoder_from_manifest(manifest, device=device),
+    )
+
+
+def data_folder(config: RunConfig) -> Path:
+    """Where the data lies."""
+    assert config.video.video_data_path is not None
+    return Path(config.video.video_data_path)
+
+
+def read_manifest(config: RunConfig) -> dict[str, Any]:
+    """What the data says of itself; see `shards.read_json`."""
+    return read_json(data_folder(config) / "manifest.json")
+
+
+def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
+    """Refuse what could not be sampled before the run starts.
+
+    Raises:
+        ConfigError, DataError: prompts that cannot be read, a size that the codec does not take,
+            encoders that cannot be built.
+    """
+    requests_of(config)
+    shape = shape_of(config.sample, manifest)
+    sampling_config(config.sample)
+    codec = codec_from_manifest(manifest)
+    codec.latent_shape(shape.num_frames, shape.height, shape.width)
