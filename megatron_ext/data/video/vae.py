@@ -140,8 +140,8 @@ def _load_vae(folder: str, settings: dict[str, Any]) -> Any:
     # Broken weights give errors of safetensors, pickle and torch, which share no class.
     except Exception as error:
         raise ConfigError(
-            f"`codec` ({folder}) holds an {name} whose weights cannot be loaded ({error}); copy the "
-            "whole folder again."
+            f"`codec` ({folder}) holds an {name} whose weights cannot be loaded ({error}); copy "
+            "the whole folder again."
         ) from error
     if info["missing_keys"]:
         raise ConfigError(
