@@ -36,10 +36,8 @@ def cosine_basis(temporal: int, spatial: int, kept: Tensor | None = None) -> Ten
     side = _cosines(spatial)
     sizes = (3, temporal, spatial, spatial)
     numbers = torch.arange(math.prod(sizes)) if kept is None else kept
-    parts = zip(
-        (colours, _cosines(temporal), side, side), numbers.unravel_index(sizes), strict=True
-    )
-    rows = [waves[number] for waves, number in parts]
+    axes = (colours, _cosines(temporal), side, side)
+    rows = [w[n] for w, n in zip(axes, torch.unravel_index(numbers, sizes), strict=True)]
     return torch.einsum("nc,nt,ny,nx->nctyx", *rows).reshape(len(numbers), -1)
 
 
