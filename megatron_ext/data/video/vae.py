@@ -132,20 +132,20 @@ def _load_vae(folder: str, settings: dict[str, Any]) -> Any:
     kind = getattr(diffusers, name, None) if str(name).startswith("Autoencoder") else None
     if kind is None:
         raise ConfigError(
-            f"`codec` ({folder}) is a {name}, which is no VAE of the installed diffusers; give the "
-            "folder of a VAE, or install a newer diffusers."
+            f"`codec` ({folder}) is of the class {name}, which is no VAE of the installed "
+            "diffusers; give the folder of a VAE, or install a newer diffusers."
         )
     try:
         vae, info = kind.from_pretrained(folder, local_files_only=True, output_loading_info=True)
     # Broken weights give errors of safetensors, pickle and torch, which share no class.
     except Exception as error:
         raise ConfigError(
-            f"`codec` ({folder}) holds a {name} whose weights cannot be loaded ({error}); copy the "
-            "whole folder again."
+            f"`codec` ({folder}) holds an {name} whose weights cannot be loaded ({error}); copy "
+            "the whole folder again."
         ) from error
     if info["missing_keys"]:
         raise ConfigError(
-            f"`codec` ({folder}) holds a {name} without the weights {sorted(info['missing_keys'])};"
-            " copy the whole folder again."
+            f"`codec` ({folder}) lacks the weights {', '.join(sorted(info['missing_keys']))}; copy "
+            "the whole folder again."
         )
     return vae
