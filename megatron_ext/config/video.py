@@ -15,7 +15,11 @@ class VideoConfig:
         video: this is a run of pretrain_video.py.
     """
 
-    video_data_path: str | None = flag(None, "folder that tools/preprocess_video.py wrote")
+    video_data_path: str | None = flag(
+        None,
+        "folder that tools/preprocess_video.py wrote; with --online-encoding a list of clips",
+    )
+    online_encoding: bool = flag(False, "decode and encode clips in the data loader")
     video_valid_path: str | None = flag(None, "the same for validation; default: none")
     video_buckets: str | None = flag(
         None,
@@ -33,6 +37,11 @@ class VideoConfig:
             return [
                 "`--video-data-path` is missing; give the folder that tools/preprocess_video.py "
                 "wrote."
+            ]
+        if self.online_encoding and self.video_buckets is None:
+            return [
+                "`--online-encoding` needs `--video-buckets`; give the resolutions and lengths, "
+                'such as {"256px": {"17": [1.0, 4]}}.'
             ]
         return []
 

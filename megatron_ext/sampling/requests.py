@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_ext.config.conditions import MODES, ConditionConfig
 from megatron_ext.data.video.assign import subsampling
 from megatron_ext.data.video.clips import Clip, decode, probe, with_suffix
-from megatron_ext.data.video.codecs import VideoCodec
+from megatron_ext.data.video.codec_base import VideoCodec
 from megatron_ext.data.video.conditions import frame_masks, place_references, sections
 from megatron_ext.data.video.text_dropout import Text
 from megatron_ext.data.video.text_encoders import TextEncoder

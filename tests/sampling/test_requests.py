@@ -12,10 +12,11 @@ import torch
 from PIL import Image
 
 from megatron_ext.config.conditions import ConditionConfig
+from megatron_ext.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.data.video.clips import Clip, decode, with_suffix
-from megatron_ext.data.video.codecs import CodecConfig, build_codec
+from megatron_ext.data.video.codecs import build_codec
 from megatron_ext.data.video.text_dropout import Text
-from megatron_ext.data.video.text_encoders import TextEncoderConfig, build_text_encoder
+from megatron_ext.data.video.text_encoders import build_text_encoder
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.sampling.clips import write_mp4
 from megatron_ext.sampling.requests import (

@@ -9,19 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.data.video.codec_base import (
-    PATCH,
-    CodecConfig,
-    VideoCodec,
-    causal_shape,
-    check_channels,
-)
+from megatron_ext.config.encoding import PATCH, CodecConfig
+from megatron_ext.data.video.codec_base import VideoCodec, causal_shape, check_channels
 from megatron_ext.data.video.identity import compared
 from megatron_ext.data.video.patch_transform import band_order, cosine_basis, rotation
 from megatron_ext.data.video.vae import DiffusersCodec
 from megatron_ext.errors import ConfigError, DataError
-
-__all__ = ["PATCH", "CodecConfig", "PatchCodec", "VideoCodec", "build_codec", "codec_from_manifest"]
 
 
 class PatchCodec:

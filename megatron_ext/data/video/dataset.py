@@ -40,6 +40,15 @@ class VideoClips(Protocol):
         ...
 
     @property
+    def manifest(self) -> dict[str, Any]:
+        """What decides the latents and embeddings; see `manifest.make_manifest`."""
+        ...
+
+    def latent_shape(self, number: int) -> tuple[int, int, int, int]:
+        """Of the latents of a clip, (c, t, h, w)."""
+        ...
+
+    @property
     def null_text(self) -> tuple[Tensor, Tensor]:
         """The encoded empty caption, ``[l, d]`` and ``[e]``."""
         ...
@@ -116,12 +125,18 @@ class OnlineVideos(Dataset[VideoSample]):
         clips: in order, each with its bucket.
         encoder: codec and text encoder.
         plan: micro-batch sizes.
+        manifest: what preprocessing would say of them.
     """
 
     def __init__(
-        self, clips: Sequence[PlannedClip], encoder: ClipEncoder, plan: BucketPlan
+        self,
+        clips: Sequence[PlannedClip],
+        encoder: ClipEncoder,
+        plan: BucketPlan,
+        manifest: Mapping[str, Any] | None = None,
     ) -> None:
         self._clips, self._encoder, self._plan = list(clips), encoder, plan
+        self.manifest = dict(manifest or {})
         self._of_buckets: dict[Bucket, list[int]] = {}
         for number, planned in enumerate(self._clips):
             self._of_buckets.setdefault(planned.bucket, []).append(number)
@@ -156,6 +171,11 @@ class OnlineVideos(Dataset[VideoSample]):
             )
             for bucket, clips in self._of_buckets.items()
         }
+
+    def latent_shape(self, number: int) -> tuple[int, int, int, int]:
+        """See `VideoClips.latent_shape`."""
+        bucket = self._clips[number].bucket
+        return self._encoder.codec.latent_shape(bucket.num_frames, bucket.height, bucket.width)
 
     @property
     def null_text(self) -> tuple[Tensor, Tensor]:

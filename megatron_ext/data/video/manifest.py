@@ -14,7 +14,7 @@ from typing import Any
 from megatron_ext.data.video import shards
 from megatron_ext.data.video.assign import subsampling
 from megatron_ext.data.video.clips import Clip
-from megatron_ext.data.video.codecs import VideoCodec
+from megatron_ext.data.video.codec_base import VideoCodec
 from megatron_ext.data.video.encode import PlannedClip, reference_names
 from megatron_ext.data.video.options import VideoPreprocessOptions
 from megatron_ext.data.video.text_encoders import TextEncoder

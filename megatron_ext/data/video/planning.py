@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from megatron_ext.config.encoding import EncodeConfig
 from megatron_ext.data.video.assign import ClipShape, Drop, assign, explain
 from megatron_ext.data.video.clips import Clip, probe
-from megatron_ext.data.video.codecs import VideoCodec
-from megatron_ext.data.video.encode import EncodeConfig, PlannedClip
+from megatron_ext.data.video.codec_base import VideoCodec
+from megatron_ext.data.video.encode import PlannedClip
 from megatron_ext.data.video.geometry import BucketPlan, sizes
 from megatron_ext.errors import ConfigError, DataError
 
@@ -87,7 +88,7 @@ def plan_clips(
             if not isinstance(seen, ClipShape):
                 dropped.append(Dropped(number, clip.path, *seen))
                 continue
-            bucket = assign(seen, plan, number, seed=config.seed, fps_cap=config.fps_cap)
+            bucket = assign(seen, plan, number, seed=config.clip_seed, fps_cap=config.fps_cap)
             if isinstance(bucket, Drop):
                 dropped.append(Dropped(number, clip.path, bucket))
             else:

@@ -9,13 +9,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from megatron_ext.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.data.preprocess.run import say_to_stderr
-from megatron_ext.data.video.codecs import CodecConfig
-from megatron_ext.data.video.encode import EncodeConfig
 from megatron_ext.data.video.geometry import parse_plan
 from megatron_ext.data.video.options import VideoPreprocessOptions
 from megatron_ext.data.video.run import preprocess
-from megatron_ext.data.video.text_encoders import TextEncoderConfig
 from megatron_ext.errors import ConfigError, MegatronExtError
 
 ConfigT = TypeVar("ConfigT")
@@ -55,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--reference-lengths", type=int, nargs="*", default=[1], metavar="N",
         help="latent frames encoded by themselves at both ends: 1 for i2v, 9 and 17 for v2v"
         )  # fmt: skip
-    add("--seed", type=int, default=1234, help="of buckets and crops")
+    add("--clip-seed", type=int, default=1234, help="of buckets and crops")
     add("--storage", default="float32", help="float32 or bfloat16")
     add("--workers", type=int, default=1, help="processes")
     add("--clips-per-shard", type=int, default=1000, help="at most")

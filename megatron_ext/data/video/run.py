@@ -76,7 +76,7 @@ def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Rep
     """
     start = time.monotonic()
     folder, device = Path(options.output), torch.device(options.device)
-    codec = build_codec(options.codec, device, options.encode.seed)
+    codec = build_codec(options.codec, device, options.encode.clip_seed)
     check_codec(options.plan, codec, options.encode.reference_lengths)
     clips = read_list(options.input)
     planned, dropped = plan_clips(
@@ -243,7 +243,7 @@ def _work(part: _Part, fingerprint: str) -> dict[str, Any]:
 
 def _encoder(options: VideoPreprocessOptions, device: str) -> ClipEncoder:
     place = torch.device(device)
-    codec = build_codec(options.codec, place, options.encode.seed)
+    codec = build_codec(options.codec, place, options.encode.clip_seed)
     return ClipEncoder(options.encode, codec, build_text_encoder(options.text_encoder, place))
 
 

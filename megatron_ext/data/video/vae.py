@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.data.video.codec_base import PATCH, causal_shape, check_channels
+from megatron_ext.config.encoding import PATCH
+from megatron_ext.data.video.codec_base import causal_shape, check_channels
 from megatron_ext.data.video.draws import generator
 from megatron_ext.data.video.identity import public
 from megatron_ext.errors import ConfigError

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_ext.config.conditions import ConditionConfig
 from megatron_ext.config.flow import FlowConfig
-from megatron_ext.data.video.codecs import VideoCodec
+from megatron_ext.data.video.codec_base import VideoCodec
 from megatron_ext.data.video.draws import draw_noise
 from megatron_ext.data.video.text_dropout import Text
 from megatron_ext.data.video.text_encoders import TextEncoder

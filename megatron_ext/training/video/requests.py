@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from megatron_ext.config import RunConfig
-    from megatron_ext.data.video.codecs import VideoCodec
+    from megatron_ext.data.video.codec_base import VideoCodec
     from megatron_ext.data.video.text_encoders import TextEncoder
 
 

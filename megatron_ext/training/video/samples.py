@@ -28,7 +28,7 @@ from megatron_ext.training.video.velocity import ParallelVelocity, forward_engin
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from megatron_ext.data.video.codecs import VideoCodec
+    from megatron_ext.data.video.codec_base import VideoCodec
     from megatron_ext.training.setup import Run
 
 

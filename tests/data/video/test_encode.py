@@ -7,15 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ext.config.encoding import EncodeConfig
 from megatron_ext.data.video.assign import ClipShape
 from megatron_ext.data.video.clips import Clip
-from megatron_ext.data.video.encode import (
-    ClipEncoder,
-    EncodeConfig,
-    PlannedClip,
-    VideoSample,
-    reference_names,
-)
+from megatron_ext.data.video.encode import ClipEncoder, PlannedClip, VideoSample, reference_names
 from megatron_ext.data.video.geometry import Bucket
 from megatron_ext.errors import ConfigError, DataError
 from tests.data.video.making import encoder, pictures, write_folder
@@ -83,7 +78,7 @@ def test_what_a_sample_says(tmp_path: Path) -> None:
 def test_crops_begin_within_the_clip_and_repeat_by_epoch(tmp_path: Path) -> None:
     write_folder(tmp_path / "a", pictures(12))
     clip = planned(tmp_path / "a", 5, 12)
-    made = encoder(EncodeConfig(seed=3))
+    made = encoder(EncodeConfig(clip_seed=3))
     epochs = [made.sample(clip, epoch).latents for epoch in range(6)]
     assert torch.equal(epochs[0], made.sample(clip).latents)
     assert any(not torch.equal(epochs[0], other) for other in epochs[1:])
@@ -141,7 +136,7 @@ def test_random_codecs_are_told_the_clip_and_the_piece(tmp_path: Path) -> None:
     [
         ({"fps_cap": 0}, r"`fps_cap` \(0\) must be at least 1; the usual is 24"),
         ({"temporal_crop": "end"}, r"`temporal_crop` \(end\) must be random or start; choose one"),
-        ({"seed": -1}, r"`seed` \(-1\) must be at least 0; raise it"),
+        ({"clip_seed": -1}, r"`clip_seed` \(-1\) must be at least 0; raise it"),
         ({"reference_lengths": (0,)}, r"`reference_lengths` \(\[0\]\) must be different numbers"),
         ({"reference_lengths": (9, 9)}, r"\(\[9, 9\]\) must be different numbers of latent fram"),
     ],

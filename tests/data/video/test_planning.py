@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config.encoding import CodecConfig, EncodeConfig
 from megatron_ext.data.video.assign import Drop
 from megatron_ext.data.video.clips import Clip, read_list
-from megatron_ext.data.video.codecs import CodecConfig, build_codec
-from megatron_ext.data.video.encode import EncodeConfig
+from megatron_ext.data.video.codecs import build_codec
 from megatron_ext.data.video.geometry import BucketRule, parse_plan
 from megatron_ext.data.video.planning import check_codec, plan_clips, report
 from megatron_ext.errors import ConfigError, DataError

@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.config.encoding import TextEncoderConfig
 from megatron_ext.data.video import text_encoders
-from megatron_ext.data.video.text_encoders import (
-    TextEncoderConfig,
-    build_text_encoder,
-    text_encoder_from_manifest,
-)
+from megatron_ext.data.video.text_encoders import build_text_encoder, text_encoder_from_manifest
 from megatron_ext.errors import ConfigError, DataError
 
 HASHED = TextEncoderConfig(text_length=5, text_width=12, pooled_width=7)

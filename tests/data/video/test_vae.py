@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.data.video.codecs import CodecConfig, build_codec, codec_from_manifest
+from megatron_ext.config.encoding import CodecConfig
+from megatron_ext.data.video.codecs import build_codec, codec_from_manifest
 from megatron_ext.data.video.draws import generator
 from megatron_ext.data.video.vae import DiffusersCodec
 from megatron_ext.errors import ConfigError, DataError
