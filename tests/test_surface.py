@@ -15,7 +15,8 @@ from megatron_ext.config.moe import MoEConfig
 
 PACKAGE = Path(__file__).parent.parent / "megatron_ext"
 ORDER = (
-    "training checkpoint optim schedules streaming losses models data layout device config errors"
+    "training checkpoint optim schedules streaming sampling losses models data layout device "
+    "config errors"
 ).split()
 
 

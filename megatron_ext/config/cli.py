@@ -84,6 +84,7 @@ def parse_args(
     world_size: int,
     device: str,
     checkpoint_config: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> ParsedArgs:
     """Understand a command line.
 
@@ -93,6 +94,7 @@ def parse_args(
         device: ``"cuda"`` or ``"cpu"``.
         checkpoint_config: the stored configuration whose model is to be used
             (``--use-checkpoint-args``); the command line wins over it.
+        defaults: values of fields in the place of their own defaults.
 
     Raises:
         ConfigError: with one sentence for every error.
@@ -104,10 +106,10 @@ def parse_args(
         print_help(all_flags())
         raise SystemExit(0)
     reading = read_words(argv)
-    layers = [_read_yaml(path, reading) for path in reading.config_files]
+    layers = [_by_section(defaults or {})]
+    layers += [_read_yaml(path, reading) for path in reading.config_files]
     if checkpoint_config is not None:
-        layers.append({"model": _shape(checkpoint_config), "moe": checkpoint_config["moe"]})
-        layers.append({"lora": checkpoint_config.get("lora", {})})
+        layers.append(_model_of(checkpoint_config))
     values: dict[str, dict[str, Any]] = {}
     for layer in [*layers, reading.values]:
         for section, entries in layer.items():
@@ -263,6 +265,17 @@ def _read_yaml(path: str, reading: _Reading) -> dict[str, dict[str, Any]]:
     return sections
 
 
+def _by_section(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Values of fields, each in the section that has it."""
+    found: dict[str, dict[str, Any]] = {}
+    for section in dataclasses.fields(RunConfig):
+        kind: Any = section.default_factory
+        if dataclasses.is_dataclass(kind):
+            names = {f.name for f in dataclasses.fields(kind)}
+            found[section.name] = {k: v for k, v in values.items() if k in names}
+    return found
+
+
 def _derived() -> set[str]:
     """Fields that follow from others; a printed configuration holds them too."""
     names: set[str] = set()
@@ -286,6 +299,16 @@ def _no_position_embedding(model: Mapping[str, Any], reading: _Reading) -> None:
             f"`--no-position-embedding` contradicts `--position-embedding-type` ({kind}); use "
             "`--position-embedding-type none`."
         )
+
+
+def _model_of(stored: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The sections of a stored configuration that describe the weights."""
+    if stored.get("video", {}).get("video"):
+        # What else its model's section holds follows from these.
+        names = ("hidden_size", "num_attention_heads")
+        model = {name: stored["model"][name] for name in names}
+        return {"model": model, "mmdit": dict(stored["mmdit"])}
+    return {"model": _shape(stored), "moe": stored["moe"], "lora": stored.get("lora", {})}
 
 
 def _shape(stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -128,6 +128,8 @@ class ModelConfig:
         "native", "which fused cross-entropy", choices=("native", "te"), gpu_only=FUSED
     )
     variable_seq_lengths: bool = False
+    blocks_dealt_by_cost: bool = False
+    """Of a video model: any number of stages, and a length that the data decides."""
 
     @property
     def gated(self) -> bool:
@@ -155,6 +157,8 @@ class ModelConfig:
 
     def errors(self) -> list[str]:
         """What cannot be built, one sentence each."""
+        if self.blocks_dealt_by_cost:
+            return self._recompute_errors()
         found = [
             f"`--{name.replace('_', '-')}` is missing; give the size of the model."
             for name in (

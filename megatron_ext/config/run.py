@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ext.config.checkpoint import CheckpointConfig
+from megatron_ext.config.conditions import ConditionConfig, TextDropoutConfig
 from megatron_ext.config.data import DataConfig
 from megatron_ext.config.ema import EmaConfig
+from megatron_ext.config.flow import FlowConfig
 from megatron_ext.config.logs import LoggingConfig
 from megatron_ext.config.lora import LoraConfig
 from megatron_ext.config.loss import LossConfig
+from megatron_ext.config.mmdit import MMDiTConfig
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.optimizer import OptimizerConfig
@@ -24,6 +27,8 @@ from megatron_ext.config.sft import SftConfig
 from megatron_ext.config.tokenizer import TokenizerConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.config.transformer import transformer_fields
+from megatron_ext.config.video import SampleConfig, VideoConfig
+from megatron_ext.config.video_rules import video_errors
 from megatron_ext.errors import ConfigError
 
 
@@ -43,6 +48,12 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    video: VideoConfig = field(default_factory=VideoConfig)
+    mmdit: MMDiTConfig = field(default_factory=MMDiTConfig)
+    flow: FlowConfig = field(default_factory=FlowConfig)
+    conditions: ConditionConfig = field(default_factory=ConditionConfig)
+    text_dropout: TextDropoutConfig = field(default_factory=TextDropoutConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     device: str = "cpu"
@@ -60,7 +71,8 @@ class RunConfig:
         world_size = world_size or self.parallel.nproc_per_node
         has_te = importlib.util.find_spec("transformer_engine") is not None
         has_te = has_te and device == "cuda"
-        model = self.model.resolved(has_te=has_te)
+        model = self.mmdit.described(self.model) if self.video.video else self.model
+        model = model.resolved(has_te=has_te)
         parallel = self.parallel.resolved(model, world_size)
         run = dataclasses.replace(
             self,
@@ -78,7 +90,7 @@ class RunConfig:
             data=self.data.resolved(),
             sft=self.sft.resolved(model.seq_length),
         )
-        errors = run.errors(has_te=has_te)
+        errors = [*video_errors(self), *run.errors(has_te=has_te)]
         if errors:
             raise ConfigError(errors)
         return run
@@ -97,6 +109,7 @@ class RunConfig:
             *self.ema.errors(self.training),
             *self.data.errors(full_validation=self.training.full_validation),
             *self.sft.errors(self),
+            *self.sample.errors(self.checkpoint.save),
             *self.checkpoint.errors(evaluates=self.training.evaluates),
             *self.logging.errors(),
         ]
@@ -134,16 +147,26 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
-        """Read back what `to_dict` gave; fields that this version lacks are left out."""
+        """Read back what `to_dict` gave; fields that this version lacks are left out.
+
+        Raises:
+            ConfigError: a section whose values are out of their range.
+        """
         sections: dict[str, Any] = {}
+        errors: list[str] = []
         for section in dataclasses.fields(cls):
             given = values.get(section.name)
             if isinstance(given, Mapping):
                 kind: Any = section.default_factory
                 names = {f.name for f in dataclasses.fields(kind)}
-                sections[section.name] = kind(**{k: v for k, v in given.items() if k in names})
+                try:
+                    sections[section.name] = kind(**{k: v for k, v in given.items() if k in names})
+                except ConfigError as error:
+                    errors += error.messages
             elif given is not None:
                 sections[section.name] = given
+        if errors:
+            raise ConfigError(errors)
         return cls(**sections)
 
 

@@ -109,7 +109,8 @@ def _split_errors(parallel: ParallelConfig, model: ModelConfig) -> list[str]:
     extra = parallel.account_for_embedding_in_pipeline_split
     extra_last = parallel.account_for_loss_in_pipeline_split
     uneven = parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers
-    if stages < 1 or uneven or parallel.pipeline_model_parallel_layout is not None:
+    whole = parallel.pipeline_model_parallel_layout is None and not model.blocks_dealt_by_cost
+    if stages < 1 or uneven or not whole:
         return found
     units = layers + extra + extra_last
     count = CHUNKS["zb-v"] if parallel.pipeline_schedule == "zb-v" else None

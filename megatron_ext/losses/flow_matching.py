@@ -16,75 +16,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from megatron_ext.config.conditions import MODES
+from megatron_ext.config.flow import FlowConfig
 from megatron_ext.data.reduction import reduced_weights
-from megatron_ext.data.video.conditions import MODES
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.contract import Report, pair
 from megatron_ext.losses.cross_entropy import number_of_targets
 from megatron_ext.models.mmdit.tokens import LatentShape, tokens_per_frame
 
-Normalization = Literal["per_token", "per_sample"]
-_REDUCTIONS: dict[Normalization, str] = {"per_token": "token", "per_sample": "sample"}
+_REDUCTIONS = {"per_token": "token", "per_sample": "sample"}
 QUARTERS = ("t_q1", "t_q2", "t_q3", "t_q4")
 """Names in the log of the quarters of [0, 1]; clips of all sizes share them, whatever the shift."""
-
-
-@dataclass(frozen=True)
-class FlowConfig:
-    """The path between noise and data, and how often its times are trained.
-
-    Attributes:
-        sigma_min: noise that is left at t = 0.
-        timestep_mean, timestep_std: of u in t = shift(sigmoid(u)).
-        base_tokens, base_shift: tokens of a latent frame at which the shift is ``base_shift``.
-        max_tokens, max_shift: tokens at which it is ``max_shift``; linear in between and beyond.
-        length_shift: multiply the shift by the square root of the number of latent frames.
-        flow_shift: one shift for clips of any size instead.
-        loss_normalization: every token counts alike, or every clip does.
-
-    Raises:
-        ConfigError: a value out of its range.
-    """
-
-    sigma_min: float = 1e-5
-    timestep_mean: float = 0.0
-    timestep_std: float = 1.0
-    base_tokens: int = 256
-    base_shift: float = 1.0
-    max_tokens: int = 4096
-    max_shift: float = 3.0
-    length_shift: bool = True
-    flow_shift: float | None = None
-    loss_normalization: Normalization = "per_token"
-
-    def __post_init__(self) -> None:
-        tokens, shift = self.max_tokens - self.base_tokens, self.max_shift - self.base_shift
-        # The shift of a frame without tokens; all others must be positive as well.
-        rises = tokens > 0 and shift >= 0 and self.base_shift * tokens > self.base_tokens * shift
-        fixed = self.flow_shift
-        for name, rule, fits in (
-            ("sigma_min", "in [0, 1)", 0 <= self.sigma_min < 1),
-            ("timestep_mean", "finite", math.isfinite(self.timestep_mean)),
-            ("timestep_std", "finite and above 0", 0 < self.timestep_std < math.inf),
-            ("base_tokens", "0 or more", self.base_tokens >= 0),
-            ("max_shift", "such that the shift rises and is above 0 for any tokens", rises),
-            ("flow_shift", "finite and above 0", fixed is None or 0 < fixed < math.inf),
-            (
-                "loss_normalization",
-                f"one of {', '.join(get_args(Normalization))}",
-                self.loss_normalization in get_args(Normalization),
-            ),
-        ):
-            if not fits:
-                raise ConfigError(
-                    f"`{name}` ({getattr(self, name)}) must be {rule}; leave it out to get the "
-                    "default."
-                )
 
 
 def shift_factor(config: FlowConfig, shape: LatentShape, patch_size: int) -> float:
@@ -102,10 +48,12 @@ def shift_factor(config: FlowConfig, shape: LatentShape, patch_size: int) -> flo
     """
     if config.flow_shift is not None:
         return config.flow_shift
-    slope = (config.max_shift - config.base_shift) / (config.max_tokens - config.base_tokens)
-    excess = tokens_per_frame(shape, patch_size) - config.base_tokens
-    length = math.sqrt(shape[0]) if config.length_shift else 1.0
-    return (config.base_shift + slope * excess) * length
+    slope = (config.shift_max - config.shift_base) / (
+        config.shift_max_tokens - config.shift_base_tokens
+    )
+    excess = tokens_per_frame(shape, patch_size) - config.shift_base_tokens
+    length = math.sqrt(shape[0]) if config.shift_by_length else 1.0
+    return (config.shift_base + slope * excess) * length
 
 
 def shift(times: Tensor, factor: float) -> Tensor:
@@ -147,7 +95,7 @@ def noised(x0: Tensor, x1: Tensor, times: Tensor, sigma_min: float) -> tuple[Ten
     return (1 - t) * x0 + (t + sigma_min * (1 - t)) * x1, (1 - sigma_min) * x1 - x0
 
 
-def token_weights(mask: Tensor, normalization: Normalization) -> Tensor:
+def token_weights(mask: Tensor, normalization: str) -> Tensor:
     """Weights of the tokens of whole clips in the loss, to be cut over context-parallel ranks.
 
     Args:

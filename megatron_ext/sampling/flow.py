@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_ext.config.flow import FlowConfig
 from megatron_ext.data.video.conditions import condition
 from megatron_ext.data.video.draws import draw_noise
 from megatron_ext.data.video.text_dropout import Text, null_like
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.losses.flow_matching import FlowConfig, shift, shift_factor
+from megatron_ext.losses.flow_matching import shift, shift_factor
 from megatron_ext.models.mmdit.tokens import LatentShape, pack, tokens_per_frame, unpack
 from megatron_ext.sampling.guidance import GuidanceConfig, guided, image_scale, text_scale
 

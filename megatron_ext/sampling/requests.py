@@ -13,16 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.config.conditions import MODES, ConditionConfig
 from megatron_ext.data.video.assign import subsampling
 from megatron_ext.data.video.clips import Clip, decode, probe, with_suffix
 from megatron_ext.data.video.codecs import VideoCodec
-from megatron_ext.data.video.conditions import (
-    MODES,
-    ConditionConfig,
-    frame_masks,
-    place_references,
-    sections,
-)
+from megatron_ext.data.video.conditions import frame_masks, place_references, sections
 from megatron_ext.data.video.text_dropout import Text
 from megatron_ext.data.video.text_encoders import TextEncoder
 from megatron_ext.errors import ConfigError, DataError

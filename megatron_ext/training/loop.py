@@ -15,7 +15,7 @@ from megatron_ext.training.reporting import AVERAGED, EvaluationRecord
 from megatron_ext.training.signals import EXIT_CODE_SIGNAL
 from megatron_ext.training.step import StepResult
 from megatron_ext.training.watch import Verdict, check_watched, exhausted, judge
-from megatron_ext.training.window import LogWindow
+from megatron_ext.training.window import LogWindow, StepSize
 
 if TYPE_CHECKING:
     from megatron_ext.data.loader import BatchSource
@@ -36,6 +36,7 @@ def train(run: Run) -> int | None:
     collect_garbage = _garbage_collector(run)
     window = LogWindow(run)
     profiler = StepProfiler(run.config, run.context.rank)
+    after_step = None if run.task.after_step is None else run.task.after_step(run)
     saved_at = run.progress.iteration
     while run.progress.iteration < run.num_iterations:
         grown = run.batch_size.update(run.progress.consumed_train_samples)
@@ -55,6 +56,8 @@ def train(run: Run) -> int | None:
         losses = None
         if _due(iteration, run.config.training.eval_interval) and run.evaluates:
             losses = evaluate_split(run, "validation")
+        if after_step is not None:
+            after_step()
         collect_garbage(iteration)
         stop = run.stop_requests.check(run.device)
         leave = stop is not None or _due(iteration, run.config.training.exit_interval)
@@ -79,6 +82,7 @@ def train(run: Run) -> int | None:
 def _step(run: Run, window: LogWindow) -> None:
     """One training step, counted."""
     num_microbatches = run.train_source.num_microbatches(run.batch_size.num_microbatches)
+    size = run.task.step_size(run, num_microbatches)
     batches = run.train_source.next_step(num_microbatches)
     coming = run.progress.iteration + 1
     checked = _due(coming, run.config.training.check_invariants)
@@ -90,8 +94,7 @@ def _step(run: Run, window: LogWindow) -> None:
         run.batch_size.global_batch_size,
     )
     run.parameter_gather.switch_on()
-    rows = run.rows_of(num_microbatches)
-    window.add(result, rows, nan=_advance(run, result, rows))
+    window.add(result, size, nan=_advance(run, result, size))
     if run.ema is not None and result.update.applied:
         run.ema.update(run.progress.iteration)
 
@@ -153,12 +156,12 @@ def _evaluate_sources(
     return found
 
 
-def _advance(run: Run, result: StepResult, rows: int) -> bool:
+def _advance(run: Run, result: StepResult, size: StepSize) -> bool:
     """Count the step; returns whether it was skipped with a loss that is not finite."""
     progress = run.progress
     progress.iteration += 1
-    progress.consumed_train_samples += run.batch_size.global_batch_size
-    progress.floating_point_operations += run.flops_per_sample * rows
+    progress.consumed_train_samples += size.samples
+    progress.floating_point_operations += size.flops
     if result.update.applied:
         return False
     progress.skipped_iterations += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,21 +31,31 @@ if TYPE_CHECKING:
     from megatron_ext.data.tokenizers import Tokenizer
     from megatron_ext.training.setup import Run
 
+Work = Callable[["Run"], "int | None"]
+
 logger = logging.getLogger(__name__)
 
 
-def main(task: TaskOrChoice, argv: Sequence[str]) -> int:
+def main(
+    task: TaskOrChoice,
+    argv: Sequence[str],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    work: Work | None = None,
+) -> int:
     """Parse the flags, check what can be checked, start the ranks, and train.
 
     Args:
         task: what to train, or a function that chooses it by the configuration.
         argv: the words after the program's name.
+        defaults: values of flags in the place of their usual defaults, by their fields' names.
+        work: what to do with the run, in the place of training and evaluation.
 
     Returns:
         The exit code of the program; 2 after a user's error, whose sentences are printed.
     """
     try:
-        chosen, device, config, tokenizer = _prepare(task, argv)
+        chosen, device, config, tokenizer = _prepare(task, argv, defaults)
     except MegatronExtError as error:
         if int(os.environ.get("RANK", "0")) == 0:
             print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
@@ -53,7 +63,7 @@ def main(task: TaskOrChoice, argv: Sequence[str]) -> int:
     except _NothingToRun:
         return 0
     return launch(
-        lambda: pretrain(chosen, config, device=device, tokenizer=tokenizer),
+        lambda: pretrain(chosen, config, device=device, tokenizer=tokenizer, work=work),
         nproc_per_node=config.parallel.nproc_per_node,
         device=device,
     )
@@ -63,7 +73,9 @@ class _NothingToRun(Exception):
     """The command line asked for something else than a run."""
 
 
-def _prepare(task: TaskOrChoice, argv: Sequence[str]) -> tuple[Task, Device, RunConfig, Tokenizer]:
+def _prepare(
+    task: TaskOrChoice, argv: Sequence[str], defaults: Mapping[str, Any] | None
+) -> tuple[Task, Device, RunConfig, Tokenizer]:
     """Everything that needs no other rank; the same on all of them."""
     device = select()
     parsed = parse_args(
@@ -71,6 +83,7 @@ def _prepare(task: TaskOrChoice, argv: Sequence[str]) -> tuple[Task, Device, Run
         world_size=int(os.environ.get("WORLD_SIZE", "0")),
         device=device.kind,
         checkpoint_config=stored_config(argv),
+        defaults=defaults,
     )
     first = int(os.environ.get("RANK", "0")) == 0
     if parsed.print_config:
@@ -104,6 +117,14 @@ def stored_config(argv: Sequence[str]) -> dict[str, Any] | None:
     return None if pretrained is None else read_run_config(Path(pretrained))
 
 
+def train_and_evaluate(run: Run) -> int | None:
+    """What the flags ask for; returns the exit code of an early stop."""
+    code = None if run.config.training.skip_train else train(run)
+    if code is None and run.evaluates:
+        evaluate_at_end(run)
+    return code
+
+
 def pretrain(
     task: Task,
     config: RunConfig,
@@ -111,6 +132,7 @@ def pretrain(
     device: Device,
     tokenizer: Tokenizer,
     prepare: Callable[[Run], None] | None = None,
+    work: Work | None = None,
 ) -> int:
     """Train one model on this rank; all ranks call this.
 
@@ -120,6 +142,7 @@ def pretrain(
         device: the kind of device that the ranks run on.
         tokenizer: of the data.
         prepare: called with the parts of the run before it starts, to observe it.
+        work: what to do with the run; None trains and evaluates.
 
     Returns:
         0, or `signals.EXIT_CODE_SIGNAL` when the exit signal ended the run.
@@ -152,9 +175,6 @@ def pretrain(
             run.reporters = reporters
             if prepare is not None:
                 prepare(run)
-            code = None if config.training.skip_train else train(run)
-            if code is None and run.evaluates:
-                evaluate_at_end(run)
-        return code or 0
+            return (work or train_and_evaluate)(run) or 0
     finally:
         context.destroy()

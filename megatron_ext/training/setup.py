@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.checkpoint import CheckpointManager
 from megatron_ext.data.gpt import Datasets
-from megatron_ext.data.loader import BatchSource, build_source, reads_dataset
+from megatron_ext.data.loader import BatchSource, reads_dataset
 from megatron_ext.models.chunks import build_chunks, wrap_chunks
 from megatron_ext.models.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer, build_scheduler
@@ -45,6 +45,7 @@ class Run:
     config: RunConfig
     context: ParallelContext
     device: torch.device
+    task: Task
     num_iterations: int
     batch_size: BatchSize
     chunks: list[DistributedDataParallel]
@@ -149,6 +150,7 @@ def build_run(
         config=config,
         context=context,
         device=device,
+        task=task,
         num_iterations=number_of_iterations(config, context.layout.data_parallel_size),
         batch_size=BatchSize(config, context.layout.data_parallel_size),
         chunks=chunks,
@@ -182,8 +184,8 @@ def _note_changed_data(run: Run) -> None:
     before, run.progress.data_plan = run.progress.data_plan, plan.identity
     if before not in ("", plan.identity) and run.context.rank == 0:
         print(
-            "> the conversations, or how they fill batches, are not those of the checkpoint: the "
-            "run goes on at its step of other epochs",
+            "> the samples, or how they fill batches, are not those of the checkpoint: the run "
+            "goes on at its step of other epochs",
             flush=True,
         )
 
@@ -232,15 +234,7 @@ def attach_data(run: Run, task: Task, tokenizer: Tokenizer) -> None:
     )
 
     def source(dataset: Any, consumed: int, *, full_epoch: bool = False) -> BatchSource:
-        return build_source(
-            dataset,
-            config,
-            context,
-            run.device,
-            consumed_samples=consumed,
-            eod=tokenizer.eod,
-            full_epoch=full_epoch,
-        )
+        return task.source(run, dataset, tokenizer, consumed, full_epoch)
 
     remaining = run.num_iterations - run.progress.iteration
     if not config.training.skip_train and remaining > 0:

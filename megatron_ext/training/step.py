@@ -72,10 +72,12 @@ class StepResult:
 
     Attributes:
         losses: mean of each reported loss over the step's targets; empty but on the last stage.
+        counts: sum of the targets' weights of each.
         update: see `UpdateResult`.
     """
 
     losses: dict[str, Tensor]
+    counts: dict[str, Tensor]
     update: UpdateResult
 
 
@@ -83,6 +85,7 @@ class StepRunner:
     """Runs the pipeline schedule over this rank's chunks, and updates the parameters.
 
     Attributes:
+        engine: runs the pipeline; None where megatron-core's own schedule does.
         observer: called with all gradients in place, before the update; every data-parallel rank
             then holds whole gradients.
         check_zeroed_at: the coming iteration, if it is to be checked that no gradient is left
@@ -106,16 +109,16 @@ class StepRunner:
         self.device = next(p for chunk in chunks for p in chunk.parameters()).device
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self._core = transformer_config
+        self.transformer_config = transformer_config
         self._auxiliary: AuxiliaryScale = transformer_config.auxiliary_scale
         self._has_auxiliary_losses = (
             transformer_config.num_moe_experts is not None or task.auxiliary_losses
         )
         schedule = config.parallel.pipeline_schedule or ""
-        self._engine = None
+        self.engine: PipelineEngine | None = None
         if not schedule.startswith("core-"):
             group_size = config.parallel.microbatch_group_size_per_vp_stage
-            self._engine = PipelineEngine(
+            self.engine = PipelineEngine(
                 schedule, chunks, transformer_config, context, group_size=group_size
             )
         self.observer: Callable[[], None] | None = None
@@ -170,13 +173,13 @@ class StepRunner:
             return output, checked(loss)
 
         iterators = iterators_per_chunk(batches, len(self.chunks))
-        if self._engine is None:
+        if self.engine is None:
             return self._run_core_schedule(forward_step, iterators, num_microbatches, forward_only)
-        return self._engine.run(
+        return self.engine.run(
             forward_step,
             iterators,
             num_microbatches,
-            self._shape(),
+            self._shape(batches),
             forward_only=forward_only,
             force_all_reduce=self.observer is not None,
         )
@@ -197,14 +200,17 @@ class StepRunner:
 
         return masks
 
-    def _shape(self) -> tuple[int, int, int]:
+    def _shape(self, batches: Sequence[Any] | None) -> Sequence[int]:
         """Of what passes between stages on this rank, ``[s, b, h]``."""
+        if self.task.boundary_shape is not None:
+            assert batches is not None
+            return self.task.boundary_shape(batches, self.chunks[0])
         length = self.config.model.seq_length
         assert length is not None
         length //= self.context.pgs.cp.size()
-        if self._core.sequence_parallel:
+        if self.transformer_config.sequence_parallel:
             length //= self.context.pgs.tp.size()
-        return length, self.config.training.batch_sizes[0], self._core.hidden_size
+        return length, self.config.training.batch_sizes[0], self.transformer_config.hidden_size
 
     def _run_core_schedule(
         self,
@@ -276,10 +282,16 @@ class StepRunner:
         self._give_memory_back(1)
         if update.applied:
             self.scheduler.step(increment=num_samples)
-        losses = {key: mean_of(x) for key, x in reduce_reports(reports, self.context).items()}
-        if self._core.num_moe_experts is not None:
-            losses |= take_auxiliary_losses(self._core, self.context, num_microbatches)
-        return StepResult(losses, update)
+        totals = reduce_reports(reports, self.context)
+        losses = {name: mean_of(total) for name, total in totals.items()}
+        counts = {name: total[1] for name, total in totals.items()}
+        if self.transformer_config.num_moe_experts is not None:
+            auxiliary = take_auxiliary_losses(
+                self.transformer_config, self.context, num_microbatches
+            )
+            losses |= auxiliary
+            counts |= {name: torch.ones_like(loss) for name, loss in auxiliary.items()}
+        return StepResult(losses, counts, update)
 
     def _give_memory_back(self, level: int) -> None:
         """Return cached GPU memory, where ``--empty-unused-memory-level`` asks for it."""

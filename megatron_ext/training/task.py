@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,21 +14,27 @@ from megatron_ext.data.gpt import Datasets
 from megatron_ext.losses.contract import LossFunction, StepCounts
 from megatron_ext.models.chunks import ModelChunk
 from megatron_ext.training.preflight import check_gpt_data
+from megatron_ext.training.text_data import text_source, text_step_size
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
+    from megatron_ext.data.loader import BatchSource
     from megatron_ext.data.tokenizers import Tokenizer
     from megatron_ext.layout import ParallelContext
+    from megatron_ext.training.setup import Run
+    from megatron_ext.training.window import StepSize
 
 DatasetsProvider = Callable[
     ["RunConfig", "Tokenizer", Sequence["int | None"], Callable[[], bool]], Datasets
 ]
 Preflight = Callable[["RunConfig", "Tokenizer"], "RunConfig"]
+# What a batch is, is between a task's source and its forward step.
 ForwardStep = Callable[
-    ["RunConfig", Batch, torch.nn.Module, "StepCounts | None"], tuple[Tensor, LossFunction]
+    ["RunConfig", Any, torch.nn.Module, "StepCounts | None"], tuple[Tensor, LossFunction]
 ]
-
 PrepareWindow = Callable[["RunConfig", Sequence[Batch], "ParallelContext"], Sequence[Batch]]
+SourceProvider = Callable[["Run", Any, "Tokenizer", int, bool], "BatchSource"]
+BoundaryShape = Callable[[Sequence[Any], torch.nn.Module], Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,13 @@ class Task:
             `models.auto_scaler.attach_microbatch_loss`.
         prepare_window: ``(config, batches, context)`` to the batches, called on the last stage with
             all micro-batches of a step before its first forward pass.
+        source: ``(run, dataset, tokenizer, consumed_samples, full_epoch)`` to the steps of a split.
+        step_size: ``(run, num_microbatches)`` to what the coming step of training does.
+        boundary_shape: ``(batches, chunk)`` to the shape ``[s, b, h]`` of what passes between
+            pipeline stages in a step, where the flags do not decide it.
+        after_step: ``(run)``, called when training begins, to what is called on all ranks after
+            each of its steps; None where there is nothing to do.
+        sample_name: what a sample is called in the log, whose rate is then shown.
         preflight: ``(config, tokenizer)`` to the configuration with what only the data decides;
             checks the data before any process group exists, on every rank alike.
     """
@@ -55,6 +68,11 @@ class Task:
     forward_step: ForwardStep
     auxiliary_losses: bool = False
     prepare_window: PrepareWindow | None = None
+    source: SourceProvider = text_source
+    step_size: Callable[[Run, int], StepSize] = text_step_size
+    boundary_shape: BoundaryShape | None = None
+    after_step: Callable[[Run], Callable[[], None] | None] | None = None
+    sample_name: str | None = None
     preflight: Preflight = check_gpt_data
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +19,21 @@ if TYPE_CHECKING:
     from megatron_ext.training.setup import Run
 
 
+@dataclass(frozen=True)
+class StepSize:
+    """What a training step amounts to on all ranks together.
+
+    Attributes:
+        samples: consumed.
+        tokens: positions computed.
+        flops: floating-point operations of the model, forward and backward.
+    """
+
+    samples: int
+    tokens: int
+    flops: float
+
+
 class LogWindow:
     """Sums the steps between two reports."""
 
@@ -27,22 +43,24 @@ class LogWindow:
 
     def _reset(self) -> None:
         self._losses: dict[str, Tensor] = {}
-        self._steps = self._updates = self._skipped = self._nans = self._rows = 0
-        self._pause = 0.0
+        self._steps = self._skipped = self._nans = self._samples = self._tokens = 0
+        self._flops = self._pause = 0.0
         self._last: StepResult | None = None
         self._start = time.perf_counter()
 
-    def add(self, result: StepResult, rows: int, *, nan: bool) -> None:
-        """One more step, of so many sequences on all ranks."""
+    def add(self, result: StepResult, size: StepSize, *, nan: bool) -> None:
+        """One more step."""
         self._last = result
         self._steps += 1
-        self._rows += rows
+        self._samples += size.samples
+        self._tokens += size.tokens
+        self._flops += size.flops
         self._skipped += not result.update.applied
         self._nans += nan
         if result.update.applied:
-            self._updates += 1
             for name, loss in result.losses.items():
-                self._losses[name] = self._losses.get(name, torch.zeros_like(loss)) + loss
+                counted = torch.stack([loss, (result.counts[name] > 0).to(loss)])
+                self._losses[name] = self._losses.get(name, torch.zeros_like(counted)) + counted
 
     def pause(self, seconds: float) -> None:
         """Time that went into something else than steps."""
@@ -59,7 +77,7 @@ class LogWindow:
         run, last = self._run, self._last
         assert last is not None and run.optimizer is not None
         params_norm = run.params_norm() if run.config.logging.log_params_norm else None
-        losses = {name: float(total) / self._updates for name, total in self._losses.items()}
+        losses = self._means()
         if not losses:
             losses = dict.fromkeys(last.losses, math.nan)
         batch = run.batch_size.global_batch_size
@@ -76,8 +94,10 @@ class LogWindow:
             losses=losses,
             loss_scale=float(run.optimizer.get_loss_scale()),
             grad_norm=last.update.grad_norm,
-            tokens=self._rows / self._steps * (run.config.model.seq_length or 0),
-            flops=run.flops_per_sample * self._rows / self._steps,
+            samples=self._samples / self._steps,
+            sample_name=run.task.sample_name,
+            tokens=self._tokens / self._steps,
+            flops=self._flops / self._steps,
             world_size=run.context.layout.world_size,
             skipped=self._skipped,
             nans=self._nans,
@@ -85,10 +105,35 @@ class LogWindow:
             num_zeros=last.update.num_zeros,
             params_norm=params_norm,
             peak_flops=run.peak_flops,
+            memory=_gpu_memory(run.device),
         )
         run.reporters.on_iteration(record)
         if not keep:
             self._reset()
+
+    def _means(self) -> dict[str, float]:
+        """Mean of each loss over the steps that had any of its targets.
+
+        One of which no step had any is left out, such as the loss of a condition mode that was not
+        drawn; but for the first, the loss of the run, which is then 0.
+        """
+        totals = {name: total.tolist() for name, total in self._losses.items()}
+        first = next(iter(totals), None)
+        return {
+            name: total / max(count, 1.0)
+            for name, (total, count) in totals.items()
+            if count or name == first
+        }
+
+
+def _gpu_memory(device: torch.device) -> dict[str, float]:
+    """Bytes that tensors hold and that the allocator keeps, where there is a GPU."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "allocated": float(torch.cuda.memory_allocated(device)),
+        "reserved": float(torch.cuda.memory_reserved(device)),
+    }
 
 
 def _in_single_precision(value: float) -> float:

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.data.video.conditions import MODES, ConditionConfig, frame_masks, loss_mask
+from megatron_ext.config.conditions import MODES, ConditionConfig
+from megatron_ext.config.flow import FlowConfig
+from megatron_ext.data.video.conditions import frame_masks, loss_mask
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.contract import StepCounts, checked
 from megatron_ext.losses.cross_entropy import share_of_step
 from megatron_ext.losses.flow_matching import (
     QUARTERS,
-    FlowConfig,
     FlowTargets,
-    Normalization,
     flow_matching_loss,
     noised,
     shift,
@@ -44,7 +44,7 @@ def mask_of(*names: str) -> Tensor:
     return loss_mask(frame_masks(modes(*names), FRAMES, ConditionConfig()), TOKENS, "masked")
 
 
-def targets(mask: Tensor, normalization: Normalization = "per_token") -> FlowTargets:
+def targets(mask: Tensor, normalization: str = "per_token") -> FlowTargets:
     return FlowTargets(
         velocity=random(B, N, D, seed=1),
         weights=token_weights(mask, normalization),
@@ -89,12 +89,12 @@ def test_criterion_3_medians_of_drawn_times() -> None:
 
 
 def test_mean_and_spread_of_times_and_a_fixed_shift_are_used() -> None:
-    config = FlowConfig(timestep_mean=-1.0, timestep_std=0.5, flow_shift=2.0, length_shift=False)
+    config = FlowConfig(timestep_mean=-1.0, timestep_std=0.5, flow_shift=2.0, shift_by_length=False)
     s = 1 / (1 + math.exp(0.25))
     u = torch.tensor([1.5])
     assert float(timesteps(config, u, 2.0)) == pytest.approx(2 * s / (1 + s), rel=1e-6)
     assert shift_factor(config, (33, 72, 128), 2) == 2.0
-    assert shift_factor(FlowConfig(length_shift=False), (33, 32, 32), 2) == 1.0
+    assert shift_factor(FlowConfig(shift_by_length=False), (33, 32, 32), 2) == 1.0
 
 
 def test_criterion_2_ends_of_the_path() -> None:
@@ -159,7 +159,7 @@ def test_criterion_6_without_a_mask_it_is_the_mean_squared_error() -> None:
 
 
 @pytest.mark.parametrize("normalization", ["per_token", "per_sample"])
-def test_criterion_6_nothing_to_learn_gives_0(normalization: Normalization) -> None:
+def test_criterion_6_nothing_to_learn_gives_0(normalization: str) -> None:
     prediction = random(B, N, D).requires_grad_()
     wanted = targets(torch.zeros(B, N), normalization)
     counts = StepCounts(torch.zeros(()), torch.zeros(()), torch.zeros(0), 1)
@@ -172,9 +172,7 @@ def test_criterion_6_nothing_to_learn_gives_0(normalization: Normalization) -> N
 
 @pytest.mark.parametrize("normalization", ["per_token", "per_sample"])
 @pytest.mark.parametrize("change", [5.0, math.inf, math.nan])
-def test_criterion_6_masked_tokens_change_nothing(
-    normalization: Normalization, change: float
-) -> None:
+def test_criterion_6_masked_tokens_change_nothing(normalization: str, change: float) -> None:
     mask = mask_of(*NAMES)
     wanted, found = targets(mask, normalization), []
     for added in (0.0, change):
@@ -192,7 +190,7 @@ def test_criterion_6_masked_tokens_change_nothing(
 
 @pytest.mark.parametrize("kind", ["masked", "trimmed"])
 @pytest.mark.parametrize("normalization", ["per_token", "per_sample"])
-def test_trap_1_two_frames_in_a_loop_are_finite(kind: str, normalization: Normalization) -> None:
+def test_trap_1_two_frames_in_a_loop_are_finite(kind: str, normalization: str) -> None:
     """The mean over the tokens of such a clip would be one over none."""
     masks = frame_masks(modes("i2v_loop", "i2v_head"), 2, ConditionConfig())
     weights = token_weights(loss_mask(masks, TOKENS, kind), normalization)  # type: ignore[arg-type]
@@ -230,9 +228,7 @@ def mean_of_tokens(prediction: Tensor, velocity: Tensor, mask: Tensor) -> Tensor
 
 @pytest.mark.parametrize("normalization", ["per_token", "per_sample"])
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_criterion_17_accumulation_is_one_large_batch(
-    normalization: Normalization, cp_size: int
-) -> None:
+def test_criterion_17_accumulation_is_one_large_batch(normalization: str, cp_size: int) -> None:
     """Four micro-batches of one clip, also with the sequence cut, against one batch of four."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(D, 8), torch.nn.SiLU(), torch.nn.Linear(8, D))
@@ -306,13 +302,14 @@ def test_a_prediction_of_another_shape_is_refused() -> None:
         ("sigma_min", 1.0),
         ("timestep_mean", math.nan),
         ("timestep_std", 0.0),
-        ("base_tokens", -1),
-        ("max_shift", 0.5),
-        ("max_shift", 100.0),
+        ("shift_base_tokens", -1),
+        ("shift_max", 0.5),
+        ("shift_max", 100.0),
         ("flow_shift", 0.0),
         ("loss_normalization", "per_element"),
     ],
 )
 def test_values_out_of_range_are_refused(name: str, value: float | str) -> None:
-    with pytest.raises(ConfigError, match=rf"`{name}` \({value}\) must be .*; leave it out"):
+    flag = name.replace("_", "-")
+    with pytest.raises(ConfigError, match=rf"`--{flag}` \({value}\) must be .*; leave it out"):
         FlowConfig(**{name: value})  # type: ignore[arg-type]

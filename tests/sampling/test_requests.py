@@ -11,9 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
+from megatron_ext.config.conditions import ConditionConfig
 from megatron_ext.data.video.clips import Clip, decode, with_suffix
 from megatron_ext.data.video.codecs import CodecConfig, build_codec
-from megatron_ext.data.video.conditions import ConditionConfig
 from megatron_ext.data.video.text_dropout import Text
 from megatron_ext.data.video.text_encoders import TextEncoderConfig, build_text_encoder
 from megatron_ext.errors import ConfigError, DataError

@@ -38,6 +38,7 @@ def _record(iteration: int = 12, **values: object) -> IterationRecord:
         "losses": {"lm loss": 7.422465},
         "loss_scale": 1.0,
         "grad_norm": 0.68417,
+        "samples": 16,
         "tokens": 1024,
         "flops": 2e12,
         "world_size": 2,

@@ -6,7 +6,9 @@ import csv
 import json
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,18 @@ from torch import Tensor
 from megatron_ext.data.video.assign import ClipShape
 from megatron_ext.errors import ConfigError, DataError
 
+av: Any
+Image: Any
+try:
+    import av
+except ImportError:
+    av = None
+try:
+    from PIL import Image
+except ImportError:
+    Image = None
+
+Picture = np.ndarray[Any, Any]
 IMAGE_SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp"))
 FOLDER_FPS = 24.0
 """Frame rate of an image folder whose row names none."""
@@ -29,7 +43,7 @@ class Clip:
 
     Attributes:
         path: a video (anything that FFmpeg reads: mp4, webm, gif, ...), an image, or a folder of
-            images, which are its frames in the order of their names.
+            images, which are its frames in the order of their names, 10 after 9.
         caption: without suffix; may be empty.
         fps: of the row, where it has one; decides for image folders, and over the file's own.
         motion: motion score of the row.
@@ -65,13 +79,21 @@ def read_list(path: str | os.PathLike[str]) -> list[Clip]:
         DataError: no such file, a row that cannot be read, or no row at all.
     """
     source = Path(path)
-    if source.is_dir():
-        clips = list(_clips_of_folder(source))
-    elif source.is_file():
-        rows = _csv_rows(source) if source.suffix == ".csv" else _json_rows(source)
-        clips = [_clip(row, source, line) for line, row in rows]
-    else:
-        raise DataError(f"`--input` ({source}) does not exist; give a jsonl, a csv or a folder.")
+    try:
+        if source.is_dir():
+            clips = list(_clips_of_folder(source))
+        elif source.is_file():
+            rows = _csv_rows if source.suffix.lower() == ".csv" else _json_rows
+            clips = [_clip(row, source, line) for line, row in rows(source)]
+        else:
+            raise DataError(
+                f"`--input` ({source}) does not exist; give a jsonl, a csv or a folder."
+            )
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"`--input` ({source}) cannot be read ({error}); give a jsonl, a csv or a folder with "
+            "captions, in UTF-8."
+        ) from None
     if not clips:
         raise DataError(f"`--input` ({source}) holds no clip; give a list with rows.")
     return clips
@@ -81,33 +103,51 @@ def _clips_of_folder(folder: Path) -> Iterator[Clip]:
     for path in sorted(folder.iterdir()):
         if path.suffix == ".txt" or path.name.startswith("."):
             continue
-        caption = path.with_suffix(".txt")
+        # A folder of images has no suffix, even where its name has a dot.
+        caption = path.with_name(f"{path.name if path.is_dir() else path.stem}.txt")
         yield Clip(str(path), caption.read_text("utf-8").strip() if caption.is_file() else "")
 
 
 def _json_rows(source: Path) -> Iterator[tuple[int, Any]]:
-    with open(source, encoding="utf-8") as stream:
+    # Spreadsheets write a byte-order mark, which utf-8-sig takes away.
+    with open(source, encoding="utf-8-sig") as stream:
         for line, text in enumerate(stream, 1):
             if not text.strip():
                 continue
             try:
-                yield line, json.loads(text)
+                row = json.loads(text)
             except ValueError as error:
                 raise _bad_row(source, line, f"is no JSON ({error})") from None
+            yield line, row
 
 
 def _csv_rows(source: Path) -> Iterator[tuple[int, Any]]:
-    with open(source, encoding="utf-8", newline="") as stream:
+    with open(source, encoding="utf-8-sig", newline="") as stream:
         reader = csv.DictReader(stream)
-        for row in reader:
-            yield reader.line_num, row
+        try:
+            _check_columns(source, reader.fieldnames or ())
+            for row in reader:
+                yield reader.line_num, row
+        except csv.Error as error:
+            raise _bad_row(source, reader.line_num, f"is no csv ({error})") from None
+
+
+def _check_columns(source: Path, found: Sequence[str]) -> None:
+    if found and not ("path" in found and {"text", "caption"} & set(found)):
+        raise DataError(
+            f"{source} has the columns {', '.join(found)}, but needs path, and text or caption, in "
+            "its first line; rename them."
+        )
 
 
 def _clip(row: Any, source: Path, line: int) -> Clip:
     if not isinstance(row, dict) or not isinstance(row.get("path"), str) or not row["path"]:
         raise _bad_row(source, line, "has no `path`")
-    caption = row.get("text", row.get("caption"))
-    if caption is not None and not isinstance(caption, str):
+    if None in row:
+        raise _bad_row(source, line, f"has {len(row[None])} cells more than the first line")
+    captions = [row[name] for name in ("text", "caption") if row.get(name) not in (None, "")]
+    caption = captions[0] if captions else ""
+    if not isinstance(caption, str):
         raise _bad_row(source, line, "has a caption that is no text")
     fps = _number(row, "fps", source, line)
     motion = _number(row, "motion", source, line)
@@ -115,7 +155,7 @@ def _clip(row: Any, source: Path, line: int) -> Clip:
         motion = _number(row, "motion_score", source, line)
     if fps is not None and fps < 0:
         raise _bad_row(source, line, f"has `fps` {fps}, which is negative")
-    return Clip(str(source.parent / row["path"]), (caption or "").strip(), fps, motion)
+    return Clip(str(source.parent / row["path"]), caption.strip(), fps, motion)
 
 
 def _number(row: dict[str, Any], name: str, source: Path, line: int) -> float | None:
@@ -135,36 +175,34 @@ def _bad_row(source: Path, line: int, what: str) -> DataError:
 
 
 def probe(clip: Clip) -> ClipShape:
-    """What a clip offers, from the headers and packets of its file, without decoding frames.
+    """What a clip offers, from its first frame and the packets of its file.
 
     Raises:
         DataError: it does not exist, or is nothing that can be read.
         ConfigError: PyAV or pillow is not installed.
     """
-    path = Path(clip.path)
-    if path.is_dir():
-        images = _images_of(path)
-        height, width = _image_size(images[0])
-        return ClipShape(len(images), height, width, clip.fps or FOLDER_FPS)
-    if path.suffix.lower() in IMAGE_SUFFIXES:
-        return ClipShape(1, *_image_size(path), 0.0)
-    return _probe_video(clip)
+    path, fps = Path(clip.path), clip.fps or FOLDER_FPS
+    with _reading(path):
+        if path.is_dir():
+            images = _images_of(path)
+            height, width = _image_size(images[0])
+            return ClipShape(len(images), height, width, fps)
+        if path.suffix.lower() in IMAGE_SUFFIXES:
+            return ClipShape(1, *_image_size(path), 0.0)
+        return _probe_video(clip)
 
 
 def _probe_video(clip: Clip) -> ClipShape:
-    av = _av()
-    try:
-        with av.open(clip.path) as container:
-            stream = container.streams.video[0]
-            rate = float(stream.average_rate or 0)
-            height, width = stream.height, stream.width
-            # Headers of webm and gif do not give the number of frames, and those of a cut mp4 lie.
-            frames = sum(packet.size > 0 for packet in container.demux(stream))
-    except (OSError, IndexError, ValueError) as error:
-        raise _unreadable(clip.path, error) from None
-    fps = clip.fps or rate
-    if not frames or not height or not width or (frames > 1 and fps <= 0):
-        raise _unreadable(clip.path, "it has no frames, no size or no frame rate")
+    with av.open(clip.path) as container:
+        stream = container.streams.video[0]
+        # Headers of webm and gif do not give the number of frames, and those of a cut mp4 lie.
+        # Packets before the beginning of an edited mp4 give no frame.
+        frames = sum(p.size > 0 and not p.is_discard for p in container.demux(stream))
+        fps = clip.fps or float(stream.average_rate or 0)
+    with av.open(clip.path) as container:
+        height, width, _ = _upright(next(container.decode(video=0))).shape
+    if not frames or (frames > 1 and fps <= 0):
+        raise ValueError("it has no frames or no frame rate")
     return ClipShape(frames, height, width, fps if frames > 1 else 0.0)
 
 
@@ -187,18 +225,17 @@ def decode(clip: Clip, first: int, interval: int, count: int, size: tuple[int, i
     """
     wanted = range(first, first + interval * (count - 1) + 1, interval)
     path = Path(clip.path)
-    if path.is_dir():
-        images = _images_of(path)
-        frames = [_read_image(images[i]) for i in wanted if i < len(images)]
-    elif path.suffix.lower() in IMAGE_SUFFIXES:
-        frames = [_read_image(path)]
-    else:
-        frames = _read_video(clip.path, wanted)
-    if len(frames) < count:
-        raise _unreadable(clip.path, f"only {len(frames)} of {count} frames could be decoded")
-    if any(frame.shape != frames[0].shape for frame in frames):
-        raise _unreadable(clip.path, "its frames differ in size")
-    return fit(torch.from_numpy(np.stack(frames)), size)
+    shapes, fitted = set(), []
+    with _reading(path):
+        # One at a time: a hundred frames of a large video would take gigabytes.
+        for frame in _frames(path, wanted):
+            shapes.add(frame.shape)
+            fitted.append(fit(torch.from_numpy(frame)[None], size))
+        if len(fitted) < count:
+            raise ValueError(f"only {len(fitted)} of {count} frames could be decoded")
+        if len(shapes) > 1:
+            raise ValueError("its frames differ in size")
+    return torch.cat(fitted, dim=1)
 
 
 def fit(frames: Tensor, size: tuple[int, int]) -> Tensor:
@@ -224,65 +261,70 @@ def fit(frames: Tensor, size: tuple[int, int]) -> Tensor:
     return (cut / 127.5 - 1).clamp(-1, 1).transpose(0, 1).contiguous()
 
 
-def _read_video(path: str, wanted: range) -> list[np.ndarray[Any, Any]]:
-    frames = []
-    try:
-        with _av().open(path) as container:
+def _frames(path: Path, wanted: range) -> Iterator[Picture]:
+    if path.is_dir():
+        images = _images_of(path)
+        yield from (_read_image(images[i]) for i in wanted if i < len(images))
+    elif path.suffix.lower() in IMAGE_SUFFIXES:
+        yield _read_image(path)
+    else:
+        with av.open(str(path)) as container:
             for number, frame in enumerate(container.decode(video=0)):
                 if number in wanted:
-                    frames.append(frame.to_ndarray(format="rgb24"))
+                    yield _upright(frame)
                 if number >= wanted[-1]:
                     break
-    except (OSError, IndexError, ValueError) as error:
-        raise _unreadable(path, error) from None
-    return frames
+
+
+def _upright(frame: Any) -> Picture:
+    """Pixels ``[H, W, 3]`` of a decoded frame, turned as players show it: phones film lying."""
+    turns = round(frame.rotation / 90) % 4
+    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), turns))
 
 
 def _images_of(folder: Path) -> list[Path]:
-    images = sorted(p for p in folder.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
+    """Its images by name, with numbers in their names by value, so that 10 comes after 9."""
+    images = [
+        path
+        for path in folder.iterdir()
+        if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
+    ]
     if not images:
-        raise _unreadable(folder, "the folder holds no images")
-    return images
+        raise ValueError("the folder holds no images")
+    return sorted(images, key=_natural)
+
+
+def _natural(path: Path) -> tuple[list[tuple[int, int, str]], str]:
+    parts = re.findall(r"[0-9]+|[^0-9]+", path.name)
+    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in parts], path.name
 
 
 def _image_size(path: Path) -> tuple[int, int]:
+    with Image.open(path) as image:
+        return image.height, image.width
+
+
+def _read_image(path: Path) -> Picture:
+    with Image.open(path) as image:
+        return np.array(image.convert("RGB"))
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Gives whatever a decoder makes of a bad file as a `DataError`."""
+    for package, module in (("av", av), ("pillow", Image)):
+        if module is None:
+            raise ConfigError(
+                f"Reading clips needs the package {package}, which is not installed; run "
+                "`pip install 'megatron-ext[video]'`."
+            )
     try:
-        with _pillow().open(path) as image:
-            return image.height, image.width
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from None
-
-
-def _read_image(path: Path) -> np.ndarray[Any, Any]:
-    try:
-        with _pillow().open(path) as image:
-            return np.asarray(image.convert("RGB"))
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from None
-
-
-def _unreadable(path: str | Path, why: object) -> DataError:
-    return DataError(f"The clip {path} cannot be read ({why}); mend the file or take its row out.")
-
-
-def _av() -> Any:
-    try:
-        import av
-    except ImportError:
-        raise _missing("av") from None
-    return av
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise _missing("pillow") from None
-    return Image
-
-
-def _missing(package: str) -> ConfigError:
-    return ConfigError(
-        f"Reading clips needs the package {package}, which is not installed; run "
-        "`pip install 'megatron-ext[video]'`."
-    )
+        yield
+    except MemoryError:
+        raise
+    # FFmpeg and pillow have errors of dozens of classes for bad files, among them bare Exception.
+    except Exception as error:
+        raise DataError(
+            f"The clip {path} cannot be read ({str(error) or type(error).__name__}); mend the file "
+            "or take its row out."
+        ) from error

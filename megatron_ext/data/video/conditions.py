@@ -8,97 +8,14 @@ condition: the clip to be denoised is noised on all frames alike.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from megatron_ext.config.conditions import MODES, ConditionConfig
 from megatron_ext.errors import ConfigError, DataError
-
-MODES = (
-    "t2v",
-    "i2v_head",
-    "i2v_tail",
-    "i2v_loop",
-    "v2v_head",
-    "v2v_tail",
-    "v2v_head_easy",
-    "v2v_tail_easy",
-)
-"""Names of the modes; tensors of modes hold their indices."""
-
-ReferenceLoss = Literal["masked", "all", "trimmed"]
-
-
-@dataclass(frozen=True)
-class ConditionConfig:
-    """How often a mode is drawn, and whether reference frames count in the loss.
-
-    Attributes:
-        t2v_weight, i2v_head_weight, i2v_tail_weight, i2v_loop_weight: relative frequencies.
-        v2v_head_weight, v2v_tail_weight: of references of ``v2v_frames`` latent frames.
-        v2v_head_easy_weight, v2v_tail_easy_weight: of ``v2v_easy_frames`` latent frames.
-        v2v_frames: 9 latent frames are 33 frames of a causal VAE of temporal stride 4.
-        v2v_easy_frames: 17 latent frames are 65 frames.
-        reference_loss: ``masked`` leaves every reference frame out of the loss; ``all`` counts
-            them as any other (Open-Sora's default); ``trimmed`` leaves only a first and a last
-            frame out, and only in clips without references in between (Open-Sora's
-            ``no_i2v_ref_loss``).
-
-    Raises:
-        ConfigError: a weight that is not 0 or more, no weight at all, or an unknown
-            ``reference_loss``.
-    """
-
-    t2v_weight: float = 1.0
-    i2v_head_weight: float = 5.0
-    i2v_tail_weight: float = 1.0
-    i2v_loop_weight: float = 1.0
-    v2v_head_weight: float = 0.0
-    v2v_tail_weight: float = 0.0
-    v2v_head_easy_weight: float = 0.0
-    v2v_tail_easy_weight: float = 0.0
-    v2v_frames: int = 9
-    v2v_easy_frames: int = 17
-    reference_loss: ReferenceLoss = "masked"
-
-    def __post_init__(self) -> None:
-        messages = [
-            f"`{mode}_weight` ({self.weight(mode)}) must be a finite number of 0 or more; 0 turns "
-            "the mode off."
-            for mode in MODES
-            if not 0 <= self.weight(mode) < math.inf
-        ]
-        if not messages and not self.modes:
-            messages.append(
-                "The weights of all condition modes are 0, but one must be drawn; give t2v_weight "
-                "1 to train without references."
-            )
-        for name in ("v2v_frames", "v2v_easy_frames"):
-            if getattr(self, name) < 1:
-                messages.append(
-                    f"`{name}` ({getattr(self, name)}) must be 1 latent frame or more; the usual "
-                    "values are 9 and 17."
-                )
-        if self.reference_loss not in get_args(ReferenceLoss):
-            messages.append(
-                f"`reference_loss` ({self.reference_loss}) must be one of "
-                f"{', '.join(get_args(ReferenceLoss))}; choose masked to train on new frames only."
-            )
-        if messages:
-            raise ConfigError(messages)
-
-    def weight(self, mode: str) -> float:
-        """Relative frequency of a mode."""
-        return float(getattr(self, f"{mode}_weight"))
-
-    @property
-    def modes(self) -> tuple[str, ...]:
-        """Modes that are ever drawn for videos."""
-        return tuple(mode for mode in MODES if self.weight(mode) > 0)
 
 
 @dataclass(frozen=True)
@@ -163,8 +80,8 @@ def mode_weights(config: ConditionConfig, num_frames: int) -> Tensor:
     if not any(weights):
         raise ConfigError(
             f"The condition modes with a weight ({', '.join(config.modes)}) must fit the shortest "
-            f"clips, which have {num_frames} latent frames; give t2v_weight or i2v_head_weight a "
-            "value, or take longer clips."
+            f"clips, which have {num_frames} latent frames; give `--t2v-weight` or "
+            "`--i2v-head-weight` a value, or take longer clips."
         )
     return torch.tensor(weights, dtype=torch.float64)
 
@@ -209,7 +126,10 @@ def frame_masks(modes: Tensor, num_frames: int, config: ConditionConfig) -> Tens
 
 
 def place_references(
-    pieces: Sequence[tuple[Section, Tensor]], shape: Sequence[int], dtype: torch.dtype
+    pieces: Sequence[tuple[Section, Tensor]],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | None = None,
 ) -> Tensor:
     """References of one clip at their places, zeros elsewhere.
 
@@ -217,6 +137,7 @@ def place_references(
         pieces: sections with their latents ``[c, k, h, w]``.
         shape: of the latents of the clip, (c, t, h, w).
         dtype: of the result.
+        device: of the result.
 
     Returns:
         ``[c, t, h, w]``.
@@ -224,7 +145,7 @@ def place_references(
     Raises:
         DataError: a piece whose shape is not that of its section.
     """
-    placed = torch.zeros(*shape, dtype=dtype)
+    placed = torch.zeros(*shape, dtype=dtype, device=device)
     for section, latents in pieces:
         place = placed[:, section.start : section.start + section.length]
         if place.shape != latents.shape or place.size(1) != section.length:
@@ -253,7 +174,7 @@ def condition(references: Tensor, masks: Tensor) -> Tensor:
     return torch.cat([given.to(references.dtype).expand(b, 1, t, h, w), kept], dim=1)
 
 
-def loss_mask(masks: Tensor, tokens_per_frame: int, reference_loss: ReferenceLoss) -> Tensor:
+def loss_mask(masks: Tensor, tokens_per_frame: int, reference_loss: str) -> Tensor:
     """Tokens that count in the loss.
 
     Args:

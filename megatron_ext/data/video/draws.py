@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.data.video.conditions import ConditionConfig, draw_modes
-from megatron_ext.data.video.text_dropout import TextDropoutConfig
+from megatron_ext.config.conditions import ConditionConfig, TextDropoutConfig
+from megatron_ext.data.video.conditions import draw_modes
 
 
 @dataclass(frozen=True)

@@ -92,10 +92,11 @@ class EncodeConfig:
             )
         if self.seed < 0:
             raise ConfigError(f"`seed` ({self.seed}) must be at least 0; raise it.")
-        if any(length < 1 for length in self.reference_lengths):
+        lengths = self.reference_lengths
+        if any(length < 1 for length in lengths) or len(set(lengths)) < len(lengths):
             raise ConfigError(
-                f"`reference_lengths` ({list(self.reference_lengths)}) must be latent frames of at "
-                "least 1; 1 serves the i2v modes."
+                f"`reference_lengths` ({list(lengths)}) must be different numbers of latent frames "
+                "of at least 1; 1 serves the i2v modes."
             )
 
 
@@ -115,12 +116,12 @@ class ClipEncoder:
         fps = subsampling(planned.shape.fps, self.config.fps_cap)[1]
         caption = self.caption(planned)
         text, pooled = self.text_encoder.encode([caption])
-        latents = self.codec.encode(pixels)
+        latents = self.codec.encode(pixels, number=planned.number)
         return VideoSample(
             latents=latents[0].cpu(),
             text=text[0].cpu(),
             pooled=pooled[0].cpu(),
-            references=self._references(pixels, latents.size(2)),
+            references=self._references(pixels, latents.size(2), planned.number),
             fps=fps if planned.bucket.num_frames > 1 else 0,
             number=planned.number,
             caption=caption,
@@ -145,7 +146,7 @@ class ClipEncoder:
         size = (bucket.height, bucket.width)
         return decode(planned.clip, first, interval, bucket.num_frames, size)
 
-    def _references(self, pixels: Tensor, num_latent_frames: int) -> dict[str, Tensor]:
+    def _references(self, pixels: Tensor, num_latent_frames: int, number: int) -> dict[str, Tensor]:
         """Pieces at both ends, from their own frames alone, so that no later frame leaks in."""
         found = {}
         for length in self.config.reference_lengths:
@@ -153,7 +154,8 @@ class ClipEncoder:
                 continue
             frames = (length - 1) * self.codec.temporal + 1
             for side, piece in (("head", pixels[:, :, :frames]), ("tail", pixels[:, :, -frames:])):
-                found[reference_name(side, length)] = self.codec.encode(piece)[0].cpu()
+                name = reference_name(side, length)
+                found[name] = self.codec.encode(piece, number=number, piece=name)[0].cpu()
         return found
 
 

@@ -100,14 +100,15 @@ class BucketRule:
 
     Attributes:
         probability: with which a clip that fits is taken.
-        micro_batch_size: clips of one micro-batch on one rank.
+        micro_batch_size: clips of one micro-batch on one rank; None is ``--micro-batch-size`` of
+            the run.
 
     Raises:
         ConfigError: a probability outside [0, 1], or a batch size below 1.
     """
 
     probability: float
-    micro_batch_size: int
+    micro_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.probability <= 1:
@@ -115,7 +116,7 @@ class BucketRule:
                 f"The probability of a bucket ({self.probability}) must lie between 0 and 1; "
                 "1 takes every clip that fits."
             )
-        if self.micro_batch_size < 1:
+        if self.micro_batch_size is not None and self.micro_batch_size < 1:
             raise ConfigError(
                 f"The micro-batch size of a bucket ({self.micro_batch_size}) must be at least 1; "
                 "set the probability to 0 to close the bucket."
@@ -148,7 +149,7 @@ class BucketPlan:
         if not any(rule.probability for r in self.rules.values() for rule in r.values()):
             raise ConfigError(
                 f"The bucket plan ({self.as_json()}) is empty: it must hold a bucket with a "
-                'probability above 0, such as {"256px": {"17": [1.0, 4]}}.'
+                'probability above 0, such as {"256px": {"17": 1.0}}.'
             )
 
     @property
@@ -161,7 +162,7 @@ class BucketPlan:
         """Numbers of frames that occur, ascending."""
         return tuple(sorted({frames for lengths in self.rules.values() for frames in lengths}))
 
-    def as_dict(self) -> dict[str, dict[str, list[float]]]:
+    def as_dict(self) -> dict[str, dict[str, list[float | None]]]:
         """As `parse_plan` takes it."""
         return {
             resolution: {
@@ -176,21 +177,21 @@ class BucketPlan:
 
 
 def parse_plan(given: Any) -> BucketPlan:
-    """A plan from JSON ``{"256px": {"17": [probability, micro_batch_size]}}``, parsed or as text.
+    """A plan from JSON, parsed or as text.
+
+    ``{"256px": {"17": [probability, micro_batch_size]}}``; the micro-batch size may be null or
+    left out, and a probability may stand by itself: ``{"256px": {"17": 1.0}}``.
 
     Raises:
         ConfigError: another form, or see `BucketPlan`.
     """
     try:
-        tree = json.loads(given) if isinstance(given, str) else given
+        tree = json.loads(given, parse_constant=_refuse) if isinstance(given, str) else given
         rules = {
-            str(resolution): {
-                int(frames): BucketRule(float(rule[0]), _whole(rule[1]))
-                for frames, rule in lengths.items()
-            }
+            str(resolution): {_whole(frames): _rule(rule) for frames, rule in lengths.items()}
             for resolution, lengths in tree.items()
         }
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise ConfigError(
             f"The bucket plan ({given}) must be JSON such as "
             f'{{"256px": {{"17": [probability, micro-batch size]}}}} ({error}); correct it.'
@@ -198,7 +199,21 @@ def parse_plan(given: Any) -> BucketPlan:
     return BucketPlan(rules)
 
 
+def _rule(given: Any) -> BucketRule:
+    probability, *rest = given if isinstance(given, (list, tuple)) else [given]
+    if len(rest) > 1:
+        raise ValueError(f"{given} holds more than a probability and a micro-batch size")
+    if isinstance(probability, (bool, str)):
+        raise ValueError(f"the probability {probability!r} is no number")
+    size = rest[0] if rest else None
+    return BucketRule(float(probability), None if size is None else _whole(size))
+
+
 def _whole(value: Any) -> int:
-    if int(value) != value:
-        raise ValueError(f"the micro-batch size {value} is no whole number")
+    if isinstance(value, bool) or int(value) != (int(value) if isinstance(value, str) else value):
+        raise ValueError(f"{value!r} is no whole number")
     return int(value)
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is no number")

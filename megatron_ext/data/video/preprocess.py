@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--input", required=True, help="jsonl or csv of path and text, or a folder with .txt files")
     add("--output", required=True, help="folder of the dataset")
     add("--buckets", required=True, metavar="JSON", help="a file, or JSON such as "
-        '{"256px": {"17": [probability, micro-batch size]}}')  # fmt: skip
+        '{"256px": {"17": [probability, micro-batch size]}}, or {"17": probability}')  # fmt: skip
     add("--codec", default="patch", help="patch, or the folder of a diffusers VAE")
     add("--codec-spatial", type=int, default=8, help="pixels of a latent cell (patch)")
     add("--codec-temporal", type=int, default=4, help="frames of a latent frame (patch)")
@@ -75,7 +75,7 @@ def parse_options(argv: Sequence[str]) -> VideoPreprocessOptions:
     if not given.lstrip().startswith("{"):
         try:
             given = Path(given).read_text("utf-8")
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"`--buckets` ({given}) must be JSON or a file with it, but cannot be read "
                 f"({error}); correct it."

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from megatron_ext.data.sft.epochs import shuffled
@@ -43,7 +44,7 @@ class BucketSteps:
         buckets: the clips.
         num_ranks: data-parallel size.
         num_microbatches: of one rank in one step.
-        seed: of the order.
+        seed: of the order, anew in each epoch; None keeps the order of the data.
         mixed: ranks and micro-batches of a step may have different shapes.
         pipeline_size: pipeline-parallel size, which must be 1 with ``mixed``.
 
@@ -55,7 +56,7 @@ class BucketSteps:
     buckets: Mapping[Bucket, Members]
     num_ranks: int
     num_microbatches: int
-    seed: int
+    seed: int | None
     mixed: bool = False
     pipeline_size: int = 1
 
@@ -125,9 +126,14 @@ class BucketSteps:
             count = self._units[bucket]
             size = members.micro_batch_size * (1 if self.mixed else self._per_step)
             clips = np.asarray(members.clips, np.int64)
-            clips = clips[shuffled(len(clips), self.seed, epoch, 1 + i)][: count * size]
+            clips = clips[self._shuffled(len(clips), epoch, 1 + i)][: count * size]
             units += [(bucket, unit.tolist()) for unit in clips.reshape(count, size)]
-        return [units[i] for i in shuffled(len(units), self.seed, epoch, 0).tolist()]
+        return [units[i] for i in self._shuffled(len(units), epoch, 0).tolist()]
+
+    def _shuffled(self, count: int, epoch: int, purpose: int) -> NDArray[np.int64]:
+        if self.seed is None:
+            return np.arange(count)
+        return shuffled(count, self.seed, epoch, purpose)
 
 
 class BucketStepSampler(Sampler[list[int]]):

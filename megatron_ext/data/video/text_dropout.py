@@ -6,37 +6,12 @@ embeddings and the pooled embedding of a clip are dropped independently of each 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_ext.errors import ConfigError, DataError
-
-
-@dataclass(frozen=True)
-class TextDropoutConfig:
-    """Probabilities; by default both are dropped in a tenth of the clips.
-
-    Attributes:
-        text_dropout: of the sequence of text embeddings.
-        pooled_dropout: of the pooled text embedding.
-
-    Raises:
-        ConfigError: a value outside [0, 1].
-    """
-
-    text_dropout: float = math.sqrt(0.1)
-    pooled_dropout: float = math.sqrt(0.1)
-
-    def __post_init__(self) -> None:
-        for name in ("text_dropout", "pooled_dropout"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(
-                    f"`{name}` ({getattr(self, name)}) must be a probability between 0 and 1; 0 "
-                    "keeps every caption."
-                )
+from megatron_ext.errors import DataError
 
 
 @dataclass(frozen=True)

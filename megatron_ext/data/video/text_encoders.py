@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,10 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.errors import ConfigError
+from megatron_ext.data.video.identity import compared, public
+from megatron_ext.errors import ConfigError, DataError
 
 HASHED = "hashed"
 T5_CLIP = "t5-clip"
+_WIDTH = 64
 _WORD = re.compile(r"[^\W_]+")
 
 
@@ -34,15 +36,16 @@ class TextEncoderConfig:
         pooled_width: width of the pooled vector (hashed).
 
     Raises:
-        ConfigError: an unknown name, a folder that is missing or of no use, a size below 1.
+        ConfigError: an unknown name, a folder that is missing or of no use, a size below 1, or
+            sizes of hashed words given for models.
     """
 
     text_encoder: str = HASHED
     t5_path: str | None = None
     clip_path: str | None = None
     text_length: int = 512
-    text_width: int = 64
-    pooled_width: int = 64
+    text_width: int = _WIDTH
+    pooled_width: int = _WIDTH
 
     def __post_init__(self) -> None:
         if self.text_encoder not in (HASHED, T5_CLIP):
@@ -52,6 +55,12 @@ class TextEncoderConfig:
         for name in ("text_length", "text_width", "pooled_width"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"`{name}` ({getattr(self, name)}) must be at least 1; raise it.")
+        for name in ("text_width", "pooled_width"):
+            if self.text_encoder == T5_CLIP and getattr(self, name) != _WIDTH:
+                raise ConfigError(
+                    f"`{name}` ({getattr(self, name)}) must be left out with `text_encoder` "
+                    f"{T5_CLIP}: the models decide; only {HASHED} takes it."
+                )
         for name in ("t5_path", "clip_path"):
             path = getattr(self, name)
             if self.text_encoder == HASHED and path is not None:
@@ -99,6 +108,7 @@ class HashedWords:
 
     @property
     def identity(self) -> dict[str, Any]:
+        """See `TextEncoder.identity`."""
         sizes = {"length": self.length, "width": self.width, "pooled_width": self.pooled_width}
         return {"text_encoder": HASHED, **sizes}
 
@@ -134,29 +144,37 @@ class T5AndClip:
     Args:
         config: with both folders.
         device: where they compute.
+
+    Raises:
+        ConfigError: transformers is missing, or a folder holds no such model with all its weights
+            and its tokenizer.
     """
 
     def __init__(self, config: TextEncoderConfig, device: torch.device) -> None:
         transformers = _transformers()
-        assert config.t5_path is not None and config.clip_path is not None
         self.length, self.device = config.text_length, device
-        local = {"local_files_only": True}
-        self._t5_tokenizer = transformers.AutoTokenizer.from_pretrained(config.t5_path, **local)
-        self._clip_tokenizer = transformers.AutoTokenizer.from_pretrained(config.clip_path, **local)
-        t5 = transformers.T5EncoderModel.from_pretrained(config.t5_path, **local)
-        clip = transformers.CLIPTextModel.from_pretrained(config.clip_path, **local)
+        kinds = {
+            "t5_path": (transformers.T5EncoderModel, "t5"),
+            "clip_path": (transformers.CLIPTextModel, "clip", "clip_text_model"),
+        }
+        loaded = {
+            name: _load(transformers, kind, name, str(getattr(config, name)), types)
+            for name, (kind, *types) in kinds.items()
+        }
+        (t5, self._t5_tokenizer), (clip, self._clip_tokenizer) = loaded.values()
         self._t5 = t5.to(device).eval().requires_grad_(False)
         self._clip = clip.to(device).eval().requires_grad_(False)
         self.width = int(t5.config.d_model)
         self.pooled_width = int(clip.config.hidden_size)
         self._clip_length = int(clip.config.max_position_embeddings)
         self._settings = {
-            name: json.loads((Path(path) / "config.json").read_bytes())
-            for name, path in (("t5", config.t5_path), ("clip", config.clip_path))
+            name.removesuffix("_path"): public(_read_settings(name, str(getattr(config, name))))
+            for name in kinds
         }
 
     @property
     def identity(self) -> dict[str, Any]:
+        """See `TextEncoder.identity`."""
         return {"text_encoder": T5_CLIP, "length": self.length, **self._settings}
 
     @torch.no_grad()
@@ -182,11 +200,91 @@ def build_text_encoder(
     """The text encoder of a configuration.
 
     Raises:
-        ConfigError: transformers is missing.
+        ConfigError: transformers is missing, or a folder is of no use.
     """
     if config.text_encoder == HASHED:
         return HashedWords(config)
     return T5AndClip(config, device or torch.device("cpu"))
+
+
+def text_encoder_from_manifest(
+    manifest: Mapping[str, Any],
+    t5_path: str | None = None,
+    clip_path: str | None = None,
+    device: torch.device | None = None,
+) -> TextEncoder:
+    """The text encoder that made the embeddings of a dataset, to encode new captions.
+
+    Args:
+        manifest: of the dataset; see `shards.read_json`.
+        t5_path, clip_path: folders of the models; hashed words come from the manifest alone.
+        device: where models compute.
+
+    Raises:
+        ConfigError: a folder is missing, of no use, or given for hashed words.
+        DataError: the manifest names no text encoder, or other models than the folders'.
+    """
+    identity = manifest.get("text_encoder")
+    advice = "make the data again with tools/preprocess_video.py."
+    if not isinstance(identity, Mapping) or identity.get("text_encoder") not in (HASHED, T5_CLIP):
+        raise DataError(
+            f"The manifest must name its text encoder, but holds {identity!r}; {advice}"
+        )
+    hashed = identity["text_encoder"] == HASHED
+    try:
+        sizes = [
+            int(identity[name])
+            for name in ("length", "width", "pooled_width")[: 3 if hashed else 1]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"The manifest's text encoder ({dict(identity)}) lacks a size ({error!r}); {advice}"
+        ) from None
+    config = TextEncoderConfig(identity["text_encoder"], t5_path, clip_path, *sizes)
+    encoder = build_text_encoder(config, device)
+    differing = compared(identity, encoder.identity)
+    if differing:
+        raise DataError(
+            f"The captions were not encoded with the models of `t5_path` ({t5_path}) and "
+            f"`clip_path` ({clip_path}): {differing}; give the folders that preprocessed them."
+        )
+    return encoder
+
+
+def _load(
+    transformers: Any, kind: Any, name: str, path: str, types: Sequence[str]
+) -> tuple[Any, Any]:
+    """A model of one of some types with its tokenizer, nothing of it made up."""
+    found = _read_settings(name, path).get("model_type")
+    if found not in types:
+        raise ConfigError(
+            f"`{name}` ({path}) holds a model of type {found}, but must hold one of type "
+            f"{' or '.join(types)}; correct the path."
+        )
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+        model, info = kind.from_pretrained(path, local_files_only=True, output_loading_info=True)
+    # Broken files give errors of safetensors, tokenizers, pickle and torch, which share no class.
+    except Exception as error:
+        raise ConfigError(
+            f"`{name}` ({path}) holds no model and tokenizer that can be loaded ({error}); copy "
+            "the whole folder again."
+        ) from error
+    if info["missing_keys"]:
+        raise ConfigError(
+            f"`{name}` ({path}) lacks the weights {', '.join(sorted(info['missing_keys']))}; copy "
+            "the whole folder again."
+        )
+    return model, tokenizer
+
+
+def _read_settings(name: str, path: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads((Path(path) / "config.json").read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"`{name}` ({path}) has a config.json that cannot be read ({error}); copy it again."
+        ) from None
 
 
 def _transformers() -> Any:

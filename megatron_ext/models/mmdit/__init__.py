@@ -5,9 +5,9 @@ single-stream blocks; attention is joint and bidirectional (Stable Diffusion 3, 
 FLUX; Open-Sora 2.0, arXiv:2503.09642).
 """
 
+from megatron_ext.config.mmdit_sizes import SIZES, MMDiTSizes
 from megatron_ext.models.mmdit.model import MMDiT, build_mmdit_chunk
 from megatron_ext.models.mmdit.options import MMDiTOptions
 from megatron_ext.models.mmdit.sequence import TokenRange
-from megatron_ext.models.mmdit.sizes import SIZES, MMDiTSizes
 
 __all__ = ["SIZES", "MMDiT", "MMDiTOptions", "MMDiTSizes", "TokenRange", "build_mmdit_chunk"]

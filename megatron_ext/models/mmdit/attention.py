@@ -17,9 +17,9 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext.config.mmdit_sizes import EPSILON
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.mmdit.rope import rotate
-from megatron_ext.models.mmdit.sizes import EPSILON
 from megatron_ext.models.norm import RMSNorm
 
 QKV = tuple[Tensor, Tensor, Tensor]

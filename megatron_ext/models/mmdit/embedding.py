@@ -13,10 +13,10 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext.config.mmdit_sizes import TIMESTEP_WIDTH, MMDiTSizes
 from megatron_ext.models.mmdit.linear import mark_replicated
 from megatron_ext.models.mmdit.modulation import start_at_zero
 from megatron_ext.models.mmdit.sequence import TokenRange
-from megatron_ext.models.mmdit.sizes import TIMESTEP_WIDTH, MMDiTSizes
 
 MAX_PERIOD = 10_000.0
 TIME_FACTOR = 1000.0

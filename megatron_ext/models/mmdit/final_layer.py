@@ -8,10 +8,10 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext.config.mmdit_sizes import MMDiTSizes
 from megatron_ext.models.mmdit.linear import mark_replicated
 from megatron_ext.models.mmdit.modulation import Modulation, modulated, start_at_zero
 from megatron_ext.models.mmdit.options import MMDiTOptions
-from megatron_ext.models.mmdit.sizes import MMDiTSizes
 
 
 class FinalLayer(MegatronModule):  # type: ignore[misc]

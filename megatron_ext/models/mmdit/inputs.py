@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from megatron_ext.config.mmdit_sizes import MMDiTSizes
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.models.mmdit.sizes import MMDiTSizes
 
 SWITCHES = {"guidance": "guidance_embed", "cond": "cond_embed"}
 """Inputs that a model takes only if it was built for them."""

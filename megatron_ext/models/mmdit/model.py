@@ -19,6 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_ext.config.mmdit_sizes import MMDiTSizes
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.mmdit.double_block import DoubleBlock
 from megatron_ext.models.mmdit.embedding import Embedding
@@ -28,7 +29,6 @@ from megatron_ext.models.mmdit.options import MMDiTOptions
 from megatron_ext.models.mmdit.rope import rotary_table
 from megatron_ext.models.mmdit.sequence import LocalTokens, TokenRange
 from megatron_ext.models.mmdit.single_block import SingleBlock
-from megatron_ext.models.mmdit.sizes import MMDiTSizes
 from megatron_ext.models.mmdit.stages import stage_blocks
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_ext.config.mmdit_sizes import EPSILON
 from megatron_ext.models.mmdit.linear import mark_replicated
-from megatron_ext.models.mmdit.sizes import EPSILON
 
 
 class Modulation(torch.nn.Linear):

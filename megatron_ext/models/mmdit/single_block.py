@@ -8,12 +8,12 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_ext.config.mmdit_sizes import MMDiTSizes
 from megatron_ext.models.mmdit.attention import JointAttention, QKNorm
 from megatron_ext.models.mmdit.linear import ColumnPiece, RowPiece, enter, leave
 from megatron_ext.models.mmdit.modulation import Modulation, modulated
 from megatron_ext.models.mmdit.options import MMDiTOptions
 from megatron_ext.models.mmdit.sequence import LocalTokens
-from megatron_ext.models.mmdit.sizes import MMDiTSizes
 
 
 class SingleBlock(MegatronModule):  # type: ignore[misc]

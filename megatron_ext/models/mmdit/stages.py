@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from megatron_ext.config.mmdit_sizes import MMDiTSizes
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.mmdit.sizes import MMDiTSizes
 
 
 def stage_blocks(sizes: MMDiTSizes, num_stages: int, double_block_cost: float) -> list[range]:

@@ -21,6 +21,7 @@ class IterationRecord:
         losses: mean over the reported steps that had an update, by name.
         loss_scale: of fp16; 1 otherwise.
         grad_norm: of the last step before clipping; not finite when it was skipped.
+        samples: of one step, the mean of the steps that are reported.
         tokens: positions of one step, the mean of the steps that are reported.
         flops: floating-point operations of one step on all ranks.
         world_size: ranks.
@@ -30,6 +31,8 @@ class IterationRecord:
         num_zeros: zeros in the gradient, where counted.
         params_norm: norm of the parameters, where asked for.
         peak_flops: of one GPU, None where it is not known.
+        sample_name: what the samples are called, where their rate is to be shown.
+        memory: of this rank's GPU by name, in bytes; empty on a CPU.
     """
 
     iteration: int
@@ -41,6 +44,7 @@ class IterationRecord:
     losses: dict[str, float]
     loss_scale: float
     grad_norm: float
+    samples: float
     tokens: float
     flops: float
     world_size: int
@@ -50,19 +54,30 @@ class IterationRecord:
     num_zeros: float | None = None
     params_norm: float | None = None
     peak_flops: float | None = None
+    sample_name: str | None = None
+    memory: dict[str, float] = field(default_factory=dict)
 
     @property
     def common(self) -> dict[str, float]:
         """What fine-tuning tools show, under their names; the loss is the first that is reported.
 
-        ``train/skipped_iterations`` counts from the start of the run.
+        ``train/skipped_iterations`` counts from the start of the run, ``train/throughput`` is in
+        samples per second.
         """
         return {
             "train/loss": next(iter(self.losses.values()), math.nan),
             "train/lr": self.learning_rate,
             "train/grad_norm": self.grad_norm,
             "train/skipped_iterations": float(self.total_skipped),
+            "train/samples": float(self.consumed_samples),
+            "train/throughput": self.samples_per_second,
+            **{f"memory/{name}": value for name, value in self.memory.items()},
         }
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of all ranks together."""
+        return self.samples / self.seconds
 
     @property
     def tokens_per_second(self) -> float:

@@ -1,1 +1,1 @@
-"""Training of video models: what the loop needs beyond what all tasks share."""
+"""Video runs: flow matching on latent clips."""

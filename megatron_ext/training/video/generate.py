@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron_ext.config.conditions import ConditionConfig
+from megatron_ext.config.flow import FlowConfig
 from megatron_ext.data.video.codecs import VideoCodec
-from megatron_ext.data.video.conditions import ConditionConfig
 from megatron_ext.data.video.draws import draw_noise
 from megatron_ext.data.video.text_dropout import Text
 from megatron_ext.data.video.text_encoders import TextEncoder
 from megatron_ext.errors import ConfigError
-from megatron_ext.losses.flow_matching import FlowConfig
 from megatron_ext.sampling.flow import References, SamplingConfig, sample
 from megatron_ext.sampling.requests import (
     ClipRequest,
@@ -82,11 +82,15 @@ def generate(
 
     def decode() -> Tensor:
         assert codec is not None and latents is not None
-        with torch.no_grad():
-            parts = [codec.decode(part).cpu() for part in torch.split(latents, batch_size)]
-        return torch.cat(parts)
+        return decoded(codec, latents, batch_size)
 
     return on_reporting_rank(decode, "Decoding the clips", context)
+
+
+@torch.no_grad()
+def decoded(codec: VideoCodec, latents: Tensor, batch_size: int) -> Tensor:
+    """Pixels ``[P, 3, f, H, W]`` of latents ``[P, c, t, h, w]``, on the CPU."""
+    return torch.cat([codec.decode(part).cpu() for part in torch.split(latents, batch_size)])
 
 
 def encode_on_reporting_rank(

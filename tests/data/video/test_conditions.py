@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ext.config.conditions import MODES, ConditionConfig
 from megatron_ext.data.video.conditions import (
-    MODES,
-    ConditionConfig,
-    ReferenceLoss,
     Section,
     condition,
     draw_modes,
@@ -121,7 +119,7 @@ def test_the_condition_is_the_mask_and_then_the_given_latents() -> None:
         ("trimmed", [[0, 1, 2, 3, 4], [1, 2, 3, 4], [0, 1, 2, 3], [1, 2, 3], [0, 1, 2, 3, 4]]),
     ],
 )
-def test_tokens_that_count(kind: ReferenceLoss, counted: list[list[int]]) -> None:
+def test_tokens_that_count(kind: str, counted: list[list[int]]) -> None:
     names = ("t2v", "i2v_head", "i2v_tail", "i2v_loop", "v2v_head")
     mask = loss_mask(frame_masks(modes(*names), 5, SHORT_V2V), 3, kind).view(5, 5, 3)
     for row, frames in zip(mask, counted, strict=True):
@@ -160,12 +158,12 @@ def test_weights_that_cannot_be_are_refused_together() -> None:
         ConditionConfig(
             i2v_head_weight=-1,
             v2v_frames=0,
-            reference_loss="some",  # type: ignore[arg-type]
+            reference_loss="some",
         )
     first, second, third = caught.value.messages
-    assert first.startswith("`i2v_head_weight` (-1.0) must be a finite number of 0 or more")
-    assert second.startswith("`v2v_frames` (0) must be 1 latent frame or more")
-    assert third.startswith("`reference_loss` (some) must be one of masked, all, trimmed")
+    assert first.startswith("`--i2v-head-weight` (-1.0) must be a finite number of 0 or more")
+    assert second.startswith("`--v2v-frames` (0) must be 1 latent frame or more")
+    assert third.startswith("`--reference-loss` (some) must be one of masked, all, trimmed")
     zero = {f"{mode}_weight": 0.0 for mode in MODES}
     with pytest.raises(ConfigError, match="weights of all condition modes are 0"):
         ConditionConfig(**zero)  # type: ignore[arg-type]

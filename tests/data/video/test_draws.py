@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.data.video.conditions import ConditionConfig
+from megatron_ext.config.conditions import ConditionConfig, TextDropoutConfig
 from megatron_ext.data.video.draws import (
     Draws,
     draw_microbatch,
@@ -18,7 +18,6 @@ from megatron_ext.data.video.draws import (
     draw_uniforms,
     sample_numbers,
 )
-from megatron_ext.data.video.text_dropout import TextDropoutConfig
 from megatron_ext.layout import ParallelContext
 from tests.ranks import ranks
 

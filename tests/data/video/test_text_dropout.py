@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from megatron_ext.config.conditions import TextDropoutConfig
 from megatron_ext.data.video.draws import draw_uniforms
-from megatron_ext.data.video.text_dropout import Text, TextDropoutConfig, drop_text, fit_length
+from megatron_ext.data.video.text_dropout import Text, drop_text, fit_length
 from megatron_ext.errors import ConfigError, DataError
 
 NULL = Text(torch.randn(1, 3, 4), torch.randn(1, 6))
@@ -63,5 +64,5 @@ def test_an_empty_caption_that_is_too_long_is_refused() -> None:
 def test_probabilities_are_checked() -> None:
     assert TextDropoutConfig().text_dropout == pytest.approx(0.31622777)
     for value in (-0.1, 1.5, math.nan):
-        with pytest.raises(ConfigError, match=r"`pooled_dropout` .* between 0 and 1"):
+        with pytest.raises(ConfigError, match=r"`--pooled-dropout` .* between 0 and 1"):
             TextDropoutConfig(pooled_dropout=value)

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megatron_ext.models.mmdit.sizes import MMDiTSizes
+from megatron_ext.config.mmdit_sizes import MMDiTSizes
 
 
 def sinusoid(u: Tensor) -> Tensor:

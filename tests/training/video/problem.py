@@ -10,10 +10,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
 
+from megatron_ext.config.flow import FlowConfig
 from megatron_ext.data.video.codecs import CodecConfig, build_codec
 from megatron_ext.data.video.text_encoders import TextEncoderConfig, build_text_encoder
 from megatron_ext.layout import ParallelContext
-from megatron_ext.losses.flow_matching import FlowConfig
 from megatron_ext.models.mmdit import SIZES, MMDiTOptions
 from megatron_ext.sampling.flow import SamplingConfig
 from megatron_ext.sampling.guidance import GuidanceConfig

@@ -1,0 +1,86 @@
+"""Flags of a video run: its data, its buckets, and the clips that it samples on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.config.flags import flag
+
+
+@dataclass(frozen=True)
+class VideoConfig:
+    """The data of pretrain_video.py.
+
+    Attributes:
+        video: this is a run of pretrain_video.py.
+    """
+
+    video_data_path: str | None = flag(None, "folder that tools/preprocess_video.py wrote")
+    video_valid_path: str | None = flag(None, "the same for validation; default: none")
+    video_buckets: str | None = flag(
+        None,
+        'JSON {resolution: {frames: [probability, micro-batch size]}}, such as {"256px": {"17": '
+        "[1.0, 4]}}; default: as the data was preprocessed",
+    )
+    mixed_buckets: bool = flag(
+        False, "clips of different buckets in one step; without pipeline stages only"
+    )
+    video: bool = False
+
+    def errors(self) -> list[str]:
+        """What is missing, one sentence each."""
+        if self.video_data_path is None:
+            return [
+                "`--video-data-path` is missing; give the folder that tools/preprocess_video.py "
+                "wrote."
+            ]
+        return []
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Clips sampled from captions, during training and by tools/sample_video.py."""
+
+    sample_interval: int | None = flag(
+        None, "sample clips after each multiple of this", unit="steps"
+    )
+    sample_prompts: str | None = flag(
+        None, "file of captions: text, one a line, or jsonl with text, reference and mode"
+    )
+    sample_dir: str | None = flag(None, "folder of the clips; default: samples in --save")
+    sample_steps: int = flag(50, "of Euler's method", unit="steps")
+    sample_text_scale: float = flag(7.5, "guidance by the caption; 1 is none")
+    sample_image_scale: float = flag(3.0, "guidance by the references; 1 is none")
+    sample_oscillation: bool = flag(True, "rest the guidance in odd steps from the tenth on")
+    sample_scale_by_frame: bool = flag(
+        True, "let the guidance by the references rise over the frames"
+    )
+    sample_size: tuple[int, int] | None = flag(
+        None, "height and width; default: of the largest bucket of the data", nargs=2, unit="pixels"
+    )
+    sample_frames: int | None = flag(None, "length; default: of the largest bucket", unit="frames")
+    sample_fps: int | None = flag(None, "frames per second; default: of the data")
+    sample_seed: int = flag(42, "of the noise that sampling starts from")
+    sample_batch_size: int = flag(4, "clips that a replica samples at once", unit="clips")
+    sample_ema: bool = flag(True, "sample with the averaged weights, where they are kept")
+
+    def errors(self, save: str | None) -> list[str]:
+        """What cannot be sampled, one sentence each."""
+        found = []
+        for name in ("sample_steps", "sample_batch_size", "sample_interval", "sample_frames"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                found.append(f"`--{name.replace('_', '-')}` ({value}) must be at least 1.")
+        if self.sample_interval is None:
+            return found
+        if self.sample_prompts is None:
+            found.append(
+                f"`--sample-interval` ({self.sample_interval}) needs `--sample-prompts`; give a "
+                "file of captions."
+            )
+        if self.sample_dir is None and save is None:
+            found.append(
+                f"`--sample-interval` ({self.sample_interval}) needs a folder for the clips; give "
+                "`--sample-dir` or `--save`."
+            )
+        return found

@@ -1,0 +1,144 @@
+"""Which flags a video run follows: what it would ignore is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.config.model import ModelConfig
+
+if TYPE_CHECKING:
+    from megatron_ext.config.run import RunConfig
+
+SECTIONS = ("video", "mmdit", "flow", "conditions", "text_dropout", "sample")
+"""Sections of which a text run follows nothing."""
+
+VIDEO_DEFAULTS: Mapping[str, Any] = {
+    "video": True,
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": 1,
+    "lr": 1e-4,
+    "lr_decay_style": "constant",
+    "lr_warmup_iters": 1000,
+    "adam_beta2": 0.95,
+    "adam_eps": 1e-15,
+    "ema_decay": 0.9999,
+}
+"""What pretrain_video.py starts from where it differs from Megatron-LM: linear warm-up to a
+constant rate, and an epsilon that is meant to be that small: with normed queries and keys it is
+stable (arXiv:2403.03206)."""
+
+_WHOLE = {
+    "tokenizer": "captions are encoded by the text encoder of the data",
+    "moe": "its blocks have no experts",
+    "lora": "its layers take no adapters",
+    "loss": "its loss is the flow-matching loss",
+    "sft": "there are no conversations",
+}
+_ALLOWED = {
+    "model": {
+        "hidden_size",
+        "num_attention_heads",
+        "perform_initialization",
+        "gradient_accumulation_fusion",
+    },
+    "data": {"num_workers"},
+}
+_REFUSED: tuple[tuple[str, str, str], ...] = (
+    ("training", "rampup_batch_size", "a step is as large as its bucket says"),
+    ("training", "step_batch_size_schedule", "a step is as large as its bucket says"),
+    ("training", "decrease_batch_size_if_needed", "a step is as large as its bucket says"),
+    ("training", "train_samples", "steps differ in their number of clips; give --train-iters"),
+    ("training", "train_epochs", "give --train-iters"),
+    ("training", "full_validation", "evaluation always goes through the whole validation data"),
+    ("optimizer", "decoupled_lr", "there is no vocabulary whose embedding could have it"),
+    ("optimizer", "decoupled_min_lr", "there is no vocabulary whose embedding could have it"),
+    ("parallel", "expert_model_parallel_size", "its blocks have no experts"),
+    ("parallel", "expert_tensor_parallel_size", "its blocks have no experts"),
+    ("parallel", "pipeline_model_parallel_layout", "blocks are dealt to stages by their cost"),
+    ("parallel", "decoder_first_pipeline_num_layers", "blocks are dealt to stages by their cost"),
+    ("parallel", "decoder_last_pipeline_num_layers", "blocks are dealt to stages by their cost"),
+    ("parallel", "num_layers_per_virtual_pipeline_stage", "blocks are dealt to stages by cost"),
+    (
+        "parallel",
+        "account_for_embedding_in_pipeline_split",
+        "blocks are dealt to stages by their cost",
+    ),
+    ("parallel", "account_for_loss_in_pipeline_split", "blocks are dealt to stages by their cost"),
+)
+
+
+def video_errors(given: RunConfig) -> list[str]:
+    """Flags that this kind of run would ignore.
+
+    Args:
+        given: before anything was derived.
+    """
+    if not given.video.video:
+        return [
+            f"`{_spelled(section, field.name)}` has an effect only in pretrain_video.py; leave it "
+            "out."
+            for name in SECTIONS
+            for section in (getattr(given, name),)
+            for field in dataclasses.fields(section)
+            if "help" in field.metadata and getattr(section, field.name) != field.default
+        ]
+    found = [
+        f"`{_spelled(getattr(given, name), field)}` has no effect on a video model: {reason}; "
+        "leave it out."
+        for name, field, reason in (*_listed(given), *_of_model_and_data(given))
+    ]
+    schedule = given.parallel.pipeline_schedule or ""
+    if schedule.startswith("core-"):
+        found.append(
+            f"`--pipeline-schedule {schedule}` takes sequences of one length only; use "
+            f"{schedule.removeprefix('core-')}."
+        )
+    return [*found, *given.video.errors(), *given.mmdit.errors()]
+
+
+def _listed(run: RunConfig) -> list[tuple[str, str, str]]:
+    """Whole sections, and single flags of others."""
+    whole = [
+        (name, field.name, reason)
+        for name, reason in _WHOLE.items()
+        for field in dataclasses.fields(getattr(run, name))
+    ]
+    return [
+        (name, field, reason)
+        for name, field, reason in (*whole, *_REFUSED)
+        if getattr(getattr(run, name), field)
+        not in (_default(getattr(run, name), field), VIDEO_DEFAULTS.get(field))
+    ]
+
+
+def _of_model_and_data(run: RunConfig) -> list[tuple[str, str, str]]:
+    """What the sizes and the data do not leave open."""
+    sizes = ModelConfig(
+        hidden_size=run.model.hidden_size, num_attention_heads=run.model.num_attention_heads
+    )
+    model = run.mmdit.described(sizes)
+    found = [
+        ("model", field.name, "its shape follows from `--mmdit-size` and the flags beside it")
+        for field in dataclasses.fields(run.model)
+        if field.name not in _ALLOWED["model"]
+        and getattr(run.model, field.name)
+        not in (_default(run.model, field.name), getattr(model, field.name))
+    ]
+    return found + [
+        ("data", field.name, "its data is `--video-data-path`")
+        for field in dataclasses.fields(run.data)
+        if field.name not in _ALLOWED["data"]
+        and getattr(run.data, field.name) != _default(run.data, field.name)
+    ]
+
+
+def _default(section: Any, name: str) -> Any:
+    return getattr(type(section)(), name)
+
+
+def _spelled(section: Any, name: str) -> str:
+    """The spelling that changes the default."""
+    dashed = name.replace("_", "-")
+    return f"--no-{dashed}" if getattr(section, name) is False else f"--{dashed}"

@@ -1,0 +1,268 @@
+"""The data of a video run: opened and checked before it starts, then given step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.data.gpt import Datasets
+from megatron_ext.data.loader import BatchSource
+from megatron_ext.data.video.conditions import sections
+from megatron_ext.data.video.dataset import ShardedVideos
+from megatron_ext.data.video.encode import reference_name
+from megatron_ext.data.video.geometry import parse_plan
+from megatron_ext.data.video.plan import Geometry, VideoPlan
+from megatron_ext.data.video.sampler import BucketSteps
+from megatron_ext.data.video.step_loader import VideoLoader
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.models.mmdit.flops import flops_of_clip
+from megatron_ext.models.mmdit.stages import stage_blocks
+from megatron_ext.models.mmdit.tokens import grid
+from megatron_ext.training.video.microbatch import FlowMaker, FlowMicrobatch
+from megatron_ext.training.window import StepSize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from megatron_ext.config import RunConfig
+    from megatron_ext.data.tokenizers import Tokenizer
+    from megatron_ext.layout import ParallelContext
+    from megatron_ext.training.setup import Run
+
+EVALUATION_SEED = 1 << 32
+"""Added to the seed, so that validation clips never share their noise with training clips."""
+
+
+@lru_cache(maxsize=4)
+def open_videos(folder: str, buckets: str | None) -> ShardedVideos:
+    """The data of a folder; checked once, for the ranks that are forked later too."""
+    return ShardedVideos(folder, None if buckets is None else parse_plan(buckets))
+
+
+@dataclass(frozen=True)
+class VideoSplit:
+    """One split, and in which order its clips come."""
+
+    clips: ShardedVideos
+    plan: VideoPlan
+
+
+def sequence_multiple(config: RunConfig) -> int:
+    """What the length of a sequence must be a multiple of, so that ranks can share it."""
+    parallel = config.parallel
+    shared = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    return parallel.context_parallel_size * shared
+
+
+def open_split(config: RunConfig, folder: str, *, shuffle: bool) -> VideoSplit:
+    """Open a folder and plan its steps.
+
+    Raises:
+        ConfigError, DataError: see `ShardedVideos`, `BucketSteps`, `parse_plan`.
+    """
+    clips = open_videos(folder, config.video.video_buckets)
+    micro_batch_size, batch = config.training.batch_sizes
+    replicas = config.parallel.data_parallel_size
+    members = clips.members(micro_batch_size)
+    steps = BucketSteps(
+        members,
+        num_ranks=replicas,
+        num_microbatches=batch // (micro_batch_size * replicas),
+        seed=config.training.seed if shuffle else None,
+        mixed=config.video.mixed_buckets,
+        pipeline_size=config.parallel.pipeline_model_parallel_size,
+    )
+    geometries = {
+        bucket: _geometry(config, clips, held.clips[0]) for bucket, held in members.items()
+    }
+    units = {str(bucket): len(held.clips) for bucket, held in members.items()}
+    deciding = [clips.manifest["fingerprint"], units, batch, config.training.seed]
+    identity = hashlib.sha256(json.dumps(deciding).encode()).hexdigest()
+    return VideoSplit(clips, VideoPlan(steps, geometries, identity))
+
+
+def _geometry(config: RunConfig, clips: ShardedVideos, number: int) -> Geometry:
+    shape = clips.latent_shape(number)
+    t, rows, columns = grid(shape[1:], config.mmdit.sizes(config.model).patch_size)
+    image, text = t * rows * columns, int(clips.manifest["text_length"])
+    return Geometry(shape, text + -(text + image) % sequence_multiple(config), image)
+
+
+def build_video_datasets(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    sizes: Sequence[int | None],
+    is_built_on_rank: Callable[[], bool],
+) -> Datasets:
+    """See `Task.datasets`; every rank needs the plan, the clips are read by some."""
+    assert config.video.video_data_path is not None
+    valid = None
+    if config.video.video_valid_path is not None:
+        valid = open_split(config, config.video.video_valid_path, shuffle=False)
+    train = open_split(config, config.video.video_data_path, shuffle=True)
+    return Datasets(train, valid, None)  # type: ignore[arg-type]
+
+
+def prepare_video(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
+    """Open the data, check that it fits the run, and fill in what it decides; see `Task.preflight`.
+
+    Raises:
+        ConfigError, DataError: data that is not whole or does not fit the flags.
+    """
+    video = config.video
+    assert video.video_data_path is not None
+    manifest = open_videos(video.video_data_path, video.video_buckets).manifest
+    mmdit = dataclasses.replace(
+        config.mmdit,
+        channels=manifest["latent_channels"],
+        text_width=manifest["text_width"],
+        pooled_width=manifest["pooled_width"],
+        cond_embed=config.conditions.modes != ("t2v",),
+    )
+    training = config.training
+    evaluates = video.video_valid_path is not None and training.eval_iters > 0
+    training = dataclasses.replace(
+        training, full_validation=evaluates, eval_iters=training.eval_iters if evaluates else 0
+    )
+    config = dataclasses.replace(config, mmdit=mmdit, training=training)
+    stages = config.parallel.pipeline_model_parallel_size
+    chunks = config.parallel.virtual_pipeline_model_parallel_size or 1
+    stage_blocks(mmdit.sizes(config.model), stages * chunks, mmdit.double_block_cost)
+    train = open_split(config, video.video_data_path, shuffle=True)
+    _check_references(config, train)
+    if video.video_valid_path is not None:
+        _check_same_kind(train, open_split(config, video.video_valid_path, shuffle=False))
+    longest = max(geometry.num_tokens for geometry in train.plan.geometries.values())
+    model = dataclasses.replace(
+        config.model, seq_length=longest, max_position_embeddings=longest, padded_vocab_size=None
+    )
+    return dataclasses.replace(config, model=model)
+
+
+def _check_references(config: RunConfig, split: VideoSplit) -> None:
+    """Every reference that a mode may ask for must have been encoded."""
+    for mode in config.conditions.modes:
+        lengths = {geometry.shape[1] for geometry in split.plan.geometries.values()}
+        for t in lengths:
+            try:
+                wanted = sections(mode, t, config.conditions)
+            except DataError:
+                continue  # such clips are never drawn for this mode
+            for section in wanted:
+                name = reference_name("tail" if section.start else "head", section.length)
+                if name not in split.clips.manifest["references"]:
+                    raise ConfigError(
+                        f"`--{mode.replace('_', '-')}-weight` ({config.conditions.weight(mode)}) "
+                        f"needs references of {section.length} latent frame(s), but the data has "
+                        f"{', '.join(split.clips.manifest['references']) or 'none'}; preprocess "
+                        f"it with `--reference-lengths {section.length}`, or set the weight to 0."
+                    )
+
+
+def _check_same_kind(train: VideoSplit, valid: VideoSplit) -> None:
+    """Validation clips must have been encoded as the training clips were."""
+    for name in ("codec", "text_encoder"):
+        if train.clips.manifest[name] != valid.clips.manifest[name]:
+            raise ConfigError(
+                f"`--video-valid-path` ({valid.clips.folder}) was encoded by another "
+                f"{name.replace('_', ' ')} than `--video-data-path` ({train.clips.folder}); "
+                "preprocess both alike."
+            )
+
+
+class VideoSource(BatchSource):
+    """The steps of one split on this rank, from a step on.
+
+    Args:
+        run: the run.
+        split: the data.
+        first_step: of the plan.
+        consumed_samples: clips of all steps before, by which random decisions are numbered.
+        training: else every pass makes the same decisions about a clip.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        split: VideoSplit,
+        *,
+        first_step: int,
+        consumed_samples: int,
+        training: bool,
+    ) -> None:
+        self.video_plan = split.plan
+        super().__init__(None, len(split.clips), split.plan, first_step)  # type: ignore[arg-type]
+        self._dp_rank, self._training = run.context.dp_rank, training
+        self._consumed = consumed_samples
+        config = run.config
+        self._clips = VideoLoader(
+            split.clips,
+            split.plan,
+            run.context,
+            run.device,
+            patch=config.mmdit.sizes(config.model).patch_size,
+            multiple=sequence_multiple(config),
+            num_workers=config.data.num_workers,
+            first_step=first_step,
+        )
+        seed = config.training.seed + (0 if training else EVALUATION_SEED)
+        self._make = FlowMaker(config, run.context, self._clips.null, seed)
+
+    @property
+    def coming(self) -> int:
+        """The step that comes next, counted from the beginning of the run."""
+        return self._coming
+
+    def next_step(self, num_microbatches: int) -> list[FlowMicrobatch]:  # type: ignore[override]
+        """Micro-batches of the next step."""
+        planned = self.video_plan.microbatches(self._coming, self._dp_rank, self._consumed)
+        self._consumed += self.video_plan.num_samples(self._coming)
+        self._coming += 1
+        return [
+            self._make(self._clips.next(), batch.samples if self._training else batch.clips)
+            for batch in planned
+        ]
+
+
+def video_source(
+    run: Run, dataset: Any, tokenizer: Tokenizer, consumed_samples: int, full_epoch: bool
+) -> VideoSource:
+    """See `Task.source`. Validation begins anew each time, with the same noise."""
+    return VideoSource(
+        run,
+        dataset,
+        first_step=0 if full_epoch else run.progress.iteration,
+        consumed_samples=consumed_samples,
+        training=not full_epoch,
+    )
+
+
+def video_step_size(run: Run, num_microbatches: int) -> StepSize:
+    """Clips, tokens and floating-point operations of the coming step; see `Task.step_size`."""
+    source = run.train_source
+    assert isinstance(source, VideoSource)
+    sequences = source.video_plan.sequences(source.coming)
+    sizes = run.config.mmdit.sizes(run.config.model)
+    return StepSize(
+        samples=len(sequences),
+        tokens=sum(sequence.num_tokens for sequence in sequences),
+        flops=sum(
+            flops_of_clip(sizes, sequence.num_text, sequence.num_image) for sequence in sequences
+        ),
+    )
+
+
+def bucket_table(split: VideoSplit, context: ParallelContext) -> str:
+    """The buckets of a split, one a line, with the clips that an epoch leaves out."""
+    steps = split.plan.steps
+    lines = [
+        f"  {bucket!s:28} {len(members.clips):8d} clips, micro-batches of "
+        f"{members.micro_batch_size}, {steps.left_out[bucket]} left out of each epoch, sequences "
+        f"of {split.plan.geometries[bucket].num_tokens} tokens"
+        for bucket, members in sorted(steps.buckets.items(), key=lambda entry: entry[0])
+    ]
+    return "\n".join([f"> buckets, {steps.steps_per_epoch} steps an epoch:", *lines])

@@ -1,0 +1,172 @@
+"""From clips to what the model is given and what it is to predict, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_ext.config.conditions import MODES, ConditionConfig
+from megatron_ext.data.video.conditions import (
+    Section,
+    condition,
+    frame_masks,
+    loss_mask,
+    place_references,
+    sections,
+)
+from megatron_ext.data.video.dataset import VideoBatch
+from megatron_ext.data.video.draws import Draws, draw_microbatch
+from megatron_ext.data.video.encode import reference_name
+from megatron_ext.data.video.text_dropout import Text, drop_text
+from megatron_ext.errors import DataError
+from megatron_ext.losses.flow_matching import (
+    FlowTargets,
+    noised,
+    shift_factor,
+    timesteps,
+    token_weights,
+)
+from megatron_ext.models.mmdit.sequence import TokenRange
+from megatron_ext.models.mmdit.tokens import pack, position_ids, tokens_per_frame
+
+if TYPE_CHECKING:
+    from megatron_ext.config import RunConfig
+    from megatron_ext.layout import ParallelContext
+
+
+@dataclass(frozen=True)
+class FlowMicrobatch:
+    """One micro-batch as a pipeline stage sees it.
+
+    Attributes:
+        inputs: keywords of the model's ``forward``; those of the first stage, or the ids alone.
+        num_text, num_image: tokens of the whole sequence.
+        targets: on the last stage, of the image tokens that this context-parallel rank holds.
+    """
+
+    inputs: Mapping[str, Tensor | None]
+    num_text: int
+    num_image: int
+    targets: FlowTargets | None
+
+    @property
+    def size(self) -> int:
+        """Clips b."""
+        ids = self.inputs["img_ids"]
+        assert ids is not None
+        return ids.size(0)
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """Weights of the tokens in the loss, ``[b, n]``; on the last stage."""
+        assert self.targets is not None
+        return self.targets.weights
+
+    @property
+    def mtp_loss_masks(self) -> tuple[Tensor, ...]:
+        """None: nothing is predicted further ahead."""
+        return ()
+
+
+class FlowMaker:
+    """Makes micro-batches of a run.
+
+    Every random decision follows from the seed and the number of the sample, so that all ranks
+    that hold parts of one sequence decide alike, and another layout decides the same.
+
+    Args:
+        config: the run.
+        context: of this rank, which needs its own stage's part only.
+        null: the encoded empty caption, ``[1, l, d]`` and ``[1, e]``.
+        seed: of the decisions.
+    """
+
+    def __init__(self, config: RunConfig, context: ParallelContext, null: Text, seed: int) -> None:
+        self._config, self._context, self._null, self._seed = config, context, null, seed
+        self._sizes = config.mmdit.sizes(config.model)
+
+    def __call__(self, batch: VideoBatch, samples: Sequence[int]) -> FlowMicrobatch:
+        """One micro-batch of clips whose numbers in the run are ``samples``."""
+        config, latents = self._config, batch.latents
+        _, c, t, h, w = latents.shape
+        patch, device = self._sizes.patch_size, latents.device
+        draws = draw_microbatch(
+            self._seed, samples, (c, t, h, w), config.conditions, config.text_dropout
+        )
+        times = timesteps(
+            config.flow,
+            draws.normals.to(device),
+            shift_factor(config.flow, (t, h, w), patch),
+        )
+        x_t, velocity = noised(latents, draws.noise.to(device), times, config.flow.sigma_min)
+        masks = frame_masks(draws.modes, t, config.conditions).to(device)
+        ids = position_ids((t, h, w), patch, device).expand(len(samples), -1, -1)
+        num_text, num_image = batch.text.size(1), ids.size(1)
+        inputs: dict[str, Tensor | None] = {
+            "img_ids": ids,
+            "txt_ids": ids.new_zeros(len(samples), num_text, 3),
+        }
+        if self._context.is_first_stage:
+            inputs |= {"img": pack(x_t, patch), "timesteps": times}
+            inputs |= self._given(batch, draws, masks)
+        targets = None
+        if self._context.is_last_stage:
+            per_frame = tokens_per_frame((t, h, w), patch)
+            mask = loss_mask(masks, per_frame, config.conditions.reference_loss)
+            own = own_image_tokens(num_text, num_image, self._context)
+            targets = FlowTargets(
+                velocity=pack(velocity, patch)[:, own],
+                weights=token_weights(mask, config.flow.loss_normalization)[:, own],
+                times=times,
+                modes=draws.modes.to(device),
+            )
+        return FlowMicrobatch(inputs, num_text, num_image, targets)
+
+    def _given(self, batch: VideoBatch, draws: Draws, masks: Tensor) -> dict[str, Tensor | None]:
+        """Captions, references, and the strength of a guidance that is told."""
+        text = drop_text(
+            Text(batch.text, batch.pooled),
+            self._null,
+            draws.drop_text.to(masks.device),
+            draws.drop_pooled.to(masks.device),
+        )
+        given: dict[str, Tensor | None] = {"txt": text.sequence, "y_vec": text.pooled}
+        if self._sizes.cond_embed:
+            references = _references(batch, draws.modes.tolist(), self._config.conditions)
+            given["cond"] = pack(condition(references, masks), self._sizes.patch_size)
+        if self._sizes.guidance_embed:
+            given["guidance"] = torch.full_like(draws.normals, self._config.mmdit.guidance).to(
+                masks.device
+            )
+        return given
+
+
+def own_image_tokens(num_text: int, num_image: int, context: ParallelContext) -> slice:
+    """The image tokens of a context-parallel rank: ranks hold equal parts of [text; image]."""
+    cp = context.pgs.cp
+    return TokenRange.whole(num_text, num_image).part(cp.rank(), cp.size()).image
+
+
+def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig) -> Tensor:
+    """The references that each clip's mode gives, at their places, ``[b, c, t, h, w]``."""
+    placed = []
+    for row, mode in enumerate(modes):
+        latents = batch.latents
+        given = sections(MODES[mode], latents.size(2), config)
+        pieces = [(section, _piece(batch, row, section)) for section in given]
+        placed.append(place_references(pieces, latents.shape[1:], latents.dtype, latents.device))
+    return torch.stack(placed)
+
+
+def _piece(batch: VideoBatch, row: int, section: Section) -> Tensor:
+    name = reference_name("tail" if section.start else "head", section.length)
+    if name not in batch.references:
+        raise DataError(
+            f"The clips have no reference {name}, but a condition mode needs it; preprocess them "
+            f"with `--reference-lengths {section.length}`."
+        )
+    return batch.references[name][row]
