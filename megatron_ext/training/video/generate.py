@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from megatron_ext.data.video.codec_base import VideoCodec
 from megatron_ext.data.video.draws import draw_noise
 from megatron_ext.data.video.text_dropout import Text
 from megatron_ext.data.video.text_encoders import TextEncoder
-from megatron_ext.errors import ConfigError, DataError, MegatronExtError
+from megatron_ext.errors import ConfigError
 from megatron_ext.sampling.flow import References, SamplingConfig, sample
 from megatron_ext.sampling.requests import (
     ClipRequest,
@@ -23,6 +22,7 @@ from megatron_ext.sampling.requests import (
     SampleShape,
     encode_requests,
 )
+from megatron_ext.training.video.agreement import on_reporting_rank
 from megatron_ext.training.video.velocity import ParallelVelocity
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ def generate(
         reporting rank; None on the others.
 
     Raises:
-        ConfigError, DataError: see `encode_requests` and `generate_latents`; on all ranks alike.
+        ConfigError, DataError: see `encode_requests`, `generate_latents` and `on_reporting_rank`;
+            on all ranks alike.
     """
     encoded = encode_on_reporting_rank(
         requests, shape, codec, text_encoder, context, null=null, conditions=conditions
@@ -78,11 +79,18 @@ def generate(
         context=context,
         batch_size=batch_size,
     )
-    if latents is None:
-        return None
-    assert codec is not None
-    with torch.no_grad():
-        return torch.cat([codec.decode(part).cpu() for part in torch.split(latents, batch_size)])
+
+    def decode() -> Tensor:
+        assert codec is not None and latents is not None
+        return decoded(codec, latents, batch_size)
+
+    return on_reporting_rank(decode, "Decoding the clips", context)
+
+
+@torch.no_grad()
+def decoded(codec: VideoCodec, latents: Tensor, batch_size: int) -> Tensor:
+    """Pixels ``[P, 3, f, H, W]`` of latents ``[P, c, t, h, w]``, on the CPU."""
+    return torch.cat([codec.decode(part).cpu() for part in torch.split(latents, batch_size)])
 
 
 def encode_on_reporting_rank(
@@ -102,27 +110,17 @@ def encode_on_reporting_rank(
     Raises:
         ConfigError, DataError: what went wrong on the reporting rank, on all ranks.
     """
-    outcome: list[EncodedRequests | MegatronExtError | None] = [None]
-    if context.is_reporting_rank:
-        try:
-            assert codec is not None and text_encoder is not None
-            outcome[0] = encode_requests(
-                requests, shape, codec, text_encoder, null=null, conditions=conditions
-            )
-        except MegatronExtError as error:
-            outcome[0] = error
-        except Exception as error:
-            # Of whatever kind: the other ranks wait.
-            traceback.print_exc()
-            outcome[0] = DataError(
-                f"The prompts cannot be encoded ({error!r}); see the log of rank {context.rank}."
-            )
-    torch.distributed.broadcast_object_list(outcome, src=context.reporting_rank)
-    encoded = outcome[0]
-    if isinstance(encoded, MegatronExtError):
-        raise encoded
-    assert encoded is not None
-    return encoded
+
+    def encode() -> EncodedRequests:
+        assert codec is not None and text_encoder is not None
+        return encode_requests(
+            requests, shape, codec, text_encoder, null=null, conditions=conditions
+        )
+
+    encoded = [on_reporting_rank(encode, "Encoding the prompts", context)]
+    torch.distributed.broadcast_object_list(encoded, src=context.reporting_rank)
+    assert encoded[0] is not None
+    return encoded[0]
 
 
 def generate_latents(

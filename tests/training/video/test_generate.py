@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,11 @@ def layout_of(sizes: dict[str, int], schedule: str | None = None) -> Layout:
 def clips_of(context: ParallelContext, asked: list[ClipRequest], **changes: Any) -> Tensor | None:
     """Pixels on the reporting rank."""
     settings = changes.pop("settings", {})
-    arguments = {"sampling": SAMPLING, "seed": SEED, "batch_size": 2, **changes}
+    arguments = {"sampling": SAMPLING, "seed": SEED, "batch_size": 2, "shape": SHAPE, **changes}
     is_reporting = context.is_reporting_rank
     return generate(
         velocity_on(context, **settings),
         asked,
-        shape=SHAPE,
         codec=CODEC if is_reporting else None,
         text_encoder=ENCODER if is_reporting else None,
         flow=FLOW,
@@ -217,12 +217,14 @@ def test_fewer_prompts_than_replicas(context: ParallelContext) -> None:
 @ranks(pp=2)
 def test_bad_input_is_refused_on_every_rank(context: ParallelContext, tmp_path: Path) -> None:
     missing = [ClipRequest("a", str(tmp_path / "none.mp4"), "i2v_head")]
-    with pytest.raises(DataError, match=r"none\.mp4 cannot be read"):
+    with pytest.raises(DataError, match=r"^The clip \S*none\.mp4 cannot be read"):
         clips_of(context, missing)
     with pytest.raises(DataError, match="no prompt to sample from"):
         clips_of(context, [])
     with pytest.raises(ConfigError, match=r"`batch_size` \(0\) must be at least 1"):
         clips_of(context, requests_with(None), batch_size=0)
+    with pytest.raises(ConfigError, match=r"number of frames \(8\) must be a multiple"):
+        clips_of(context, requests_with(None), shape=dataclasses.replace(SHAPE, num_frames=8))
     # The widths of the text are not those of the model.
     narrow = {"settings": {"sizes": SIZES["small"]}}
     with pytest.raises(DataError, match="but the model takes"):
@@ -241,12 +243,14 @@ def test_a_reference_for_a_model_without_condition_is_refused(
 
 
 @ranks(dp=2)
-def test_a_failing_encoder_fails_on_every_rank(
+def test_failures_of_the_reporting_rank_are_those_of_every_rank(
     context: ParallelContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> Tensor:
         raise MemoryError("16 TiB")
 
-    monkeypatch.setattr(ENCODER, "encode", broken)
-    with pytest.raises(DataError, match=r"MemoryError\('16 TiB'\)"):
-        clips_of(context, requests_with(None))
+    for owner, name, what in ((ENCODER, "encode", "Encoding"), (CODEC, "decode", "Decoding")):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, broken)
+            with pytest.raises(DataError, match=rf"^{what} the .* \(MemoryError\('16 TiB'\)"):
+                clips_of(context, requests_with(None))
