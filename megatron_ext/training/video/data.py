@@ -8,7 +8,10 @@ import json
 import os
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from megatron_ext.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.data.gpt import Datasets
@@ -21,6 +24,7 @@ from megatron_ext.data.video.online import open_online
 from megatron_ext.data.video.options import VideoPreprocessOptions
 from megatron_ext.data.video.plan import Geometry, VideoPlan
 from megatron_ext.data.video.sampler import BucketSteps
+from megatron_ext.data.video.shards import read_json, read_null
 from megatron_ext.data.video.step_loader import VideoLoader
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.models.mmdit.flops import flops_of_clip
@@ -53,6 +57,24 @@ def open_videos(config: RunConfig, path: str) -> VideoClips:
     """
     encoding = (config.codec, config.text_encoder, config.encode)
     return _opened(path, config.video.video_buckets, encoding if _online(config) else None)
+
+
+def manifest_of(config: RunConfig) -> dict[str, Any]:
+    """What the training data says of itself; clips that are encoded already are not opened."""
+    path = config.video.video_data_path
+    assert path is not None
+    if _online(config):
+        return open_videos(config, path).manifest
+    return read_json(Path(path) / "manifest.json")
+
+
+def null_text_of(config: RunConfig) -> tuple[Tensor, Tensor]:
+    """The encoded empty caption of the training data, ``[l, d]`` and ``[e]``."""
+    path = config.video.video_data_path
+    assert path is not None
+    if _online(config):
+        return open_videos(config, path).null_text
+    return read_null(Path(path), manifest_of(config))
 
 
 def _online(config: RunConfig) -> bool:

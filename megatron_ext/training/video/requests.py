@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_ext.config.encoding import PATCH
 from megatron_ext.config.video import SampleConfig
 from megatron_ext.data.video.codecs import codec_from_manifest
 from megatron_ext.data.video.geometry import Bucket
-from megatron_ext.data.video.shards import read_json
 from megatron_ext.data.video.text_encoders import text_encoder_from_manifest
 from megatron_ext.sampling.flow import SamplingConfig
 from megatron_ext.sampling.guidance import GuidanceConfig
@@ -59,36 +57,28 @@ def sampling_config(sample: SampleConfig) -> SamplingConfig:
     return SamplingConfig(num_steps=sample.sample_steps, guidance=guidance)
 
 
-@dataclass
-class Encoders:
-    """What turns captions into embeddings and latents into pixels, on the reporting rank."""
-
-    codec: VideoCodec
-    text_encoder: TextEncoder
-
-
-def build_encoders(config: RunConfig, device: torch.device | None = None) -> Encoders:
-    """Those that the data was made with.
+def build_codec_of(
+    config: RunConfig, manifest: Mapping[str, Any], device: torch.device | None = None
+) -> VideoCodec:
+    """The codec that the data was made with; ``--codec`` says where a VAE lies.
 
     Raises:
-        ConfigError, DataError: see `codec_from_manifest` and `text_encoder_from_manifest`.
+        ConfigError, DataError: see `codec_from_manifest`.
     """
-    manifest = read_manifest(config)
-    return Encoders(
-        codec_from_manifest(manifest, device=device),
-        text_encoder_from_manifest(manifest, device=device),
-    )
+    folder = config.codec.codec
+    return codec_from_manifest(manifest, None if folder == PATCH else folder, device)
 
 
-def data_folder(config: RunConfig) -> Path:
-    """Where the data lies."""
-    assert config.video.video_data_path is not None
-    return Path(config.video.video_data_path)
+def build_text_encoder_of(
+    config: RunConfig, manifest: Mapping[str, Any], device: torch.device | None = None
+) -> TextEncoder:
+    """The text encoder of the data; ``--t5-path`` and ``--clip-path`` say where models lie.
 
-
-def read_manifest(config: RunConfig) -> dict[str, Any]:
-    """What the data says of itself; see `shards.read_json`."""
-    return read_json(data_folder(config) / "manifest.json")
+    Raises:
+        ConfigError, DataError: see `text_encoder_from_manifest`.
+    """
+    paths = config.text_encoder.t5_path, config.text_encoder.clip_path
+    return text_encoder_from_manifest(manifest, *paths, device=device)
 
 
 def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
@@ -101,5 +91,5 @@ def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
     requests_of(config)
     shape = shape_of(config.sample, manifest)
     sampling_config(config.sample)
-    codec = codec_from_manifest(manifest)
+    codec = build_codec_of(config, manifest)
     codec.latent_shape(shape.num_frames, shape.height, shape.width)

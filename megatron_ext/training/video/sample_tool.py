@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.checkpoint import read_run_config
 from megatron_ext.config.cli import read_words
-from megatron_ext.config.video_rules import VIDEO_DEFAULTS
+from megatron_ext.config.video_rules import ENCODING, VIDEO_DEFAULTS
 from megatron_ext.data.gpt import Datasets
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.training.pretrain import main
 from megatron_ext.training.task import Task
-from megatron_ext.training.video.data import with_widths
-from megatron_ext.training.video.requests import check_sampling, read_manifest
+from megatron_ext.training.video.data import manifest_of, with_widths
+from megatron_ext.training.video.requests import check_sampling
 from megatron_ext.training.video.samples import ClipSampler
 
 if TYPE_CHECKING:
@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from megatron_ext.data.tokenizers import Tokenizer
     from megatron_ext.training.setup import Run
 
-_STORED = ("mmdit", "flow", "conditions")
+_STORED = ("mmdit", "flow", "conditions", *ENCODING)
 """Sections of the checkpoint's configuration that decide what the model is and how it samples."""
+
+
+_DATA = ("video_data_path", "video_buckets", "online_encoding")
 
 
 def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
@@ -63,7 +66,7 @@ def _of_stored(stored: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("bf16", "fp16"):
         values[name] = stored["precision"][name]
     return values | {
-        "video_data_path": stored["video"]["video_data_path"],
+        **{name: stored["video"][name] for name in _DATA},
         "skip_train": True,
         "eval_iters": 0,
         "micro_batch_size": 1,
@@ -77,7 +80,7 @@ def _averaged(stored: Mapping[str, Any], sample: Mapping[str, Any]) -> bool:
 
 def prepare_sampling(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     """Check what is asked for before any process group exists; see `Task.preflight`."""
-    manifest = read_manifest(config)
+    manifest = manifest_of(config)
     check_sampling(config, manifest)
     return dataclasses.replace(config, mmdit=with_widths(config.mmdit, manifest))
 

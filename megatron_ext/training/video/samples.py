@@ -7,18 +7,19 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from megatron_ext.data.video.shards import read_null
 from megatron_ext.data.video.text_dropout import Text
 from megatron_ext.sampling.clips import write_clips
 from megatron_ext.sampling.requests import EncodedRequests
-from megatron_ext.training.video.generate import encode_on_reporting_rank, generate_latents
+from megatron_ext.training.video.agreement import on_reporting_rank
+from megatron_ext.training.video.data import manifest_of, null_text_of
+from megatron_ext.training.video.generate import (
+    decoded,
+    encode_on_reporting_rank,
+    generate_latents,
+)
 from megatron_ext.training.video.requests import (
-    Encoders,
-    build_encoders,
-    data_folder,
-    read_manifest,
+    build_codec_of,
+    build_text_encoder_of,
     requests_of,
     sampling_config,
     shape_of,
@@ -28,7 +29,6 @@ from megatron_ext.training.video.velocity import ParallelVelocity, forward_engin
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from megatron_ext.data.video.codec_base import VideoCodec
     from megatron_ext.training.setup import Run
 
 
@@ -37,17 +37,19 @@ class ClipSampler:
 
     Args:
         run: whose model samples.
+
+    Raises:
+        ConfigError, DataError: prompts, references or encoders of no use; on all ranks alike.
     """
 
     def __init__(self, run: Run) -> None:
         config = run.config
-        self._run = run
-        self._requests = requests_of(config)
-        manifest = read_manifest(config)
+        self._run, self._requests = run, requests_of(config)
+        manifest = manifest_of(config)
         self._shape = shape_of(config.sample, manifest)
-        self._encoders: Encoders | None = None
-        if run.context.is_reporting_rank:
-            self._encoders = build_encoders(config, run.device)
+        self._codec = on_reporting_rank(
+            lambda: build_codec_of(config, manifest, run.device), "Building the codec", run.context
+        )
         self._encoded = self._encode(manifest)
         sizes = config.mmdit.sizes(config.model)
         core = run.runner.transformer_config
@@ -60,25 +62,33 @@ class ClipSampler:
         )
 
     def _encode(self, manifest: Mapping[str, Any]) -> EncodedRequests:
-        """Once for all calls; encoders of many gigabytes then leave the GPU but for the codec."""
-        encoders = self._encoders
-        text, pooled = read_null(data_folder(self._run.config), dict(manifest))
+        """Once for all calls; text encoders of many gigabytes go again."""
+        config, context = self._run.config, self._run.context
+        text_encoder = on_reporting_rank(
+            lambda: build_text_encoder_of(config, manifest, self._run.device),
+            "Building the text encoder",
+            context,
+        )
+        text, pooled = null_text_of(config)
         return encode_on_reporting_rank(
             self._requests,
             self._shape,
-            encoders.codec if encoders else None,
-            encoders.text_encoder if encoders else None,
-            self._run.context,
+            self._codec,
+            text_encoder,
+            context,
             null=Text(text[None].float(), pooled[None].float()),
-            conditions=self._run.config.conditions,
+            conditions=config.conditions,
         )
 
     def __call__(self, folder: Path) -> None:
-        """Sample the clips and write them, with the averaged weights where the run keeps them."""
+        """Sample the clips and write them, with the averaged weights where the run keeps them.
+
+        Raises:
+            DataError: on all ranks, where the files cannot be written.
+        """
         run, sample = self._run, self._run.config.sample
-        averaged = run.ema is not None and sample.sample_ema
-        weights = run.ema.swapped_in(run.chunks) if averaged and run.ema else nullcontext()
-        with run.parameter_gather.paused(), weights:
+        ema = run.ema if sample.sample_ema else None
+        with run.parameter_gather.paused(), ema.swapped_in(run.chunks) if ema else nullcontext():
             latents = generate_latents(
                 self._velocity,
                 self._encoded,
@@ -88,25 +98,25 @@ class ClipSampler:
                 context=run.context,
                 batch_size=sample.sample_batch_size,
             )
-        if latents is None:
-            return
-        assert self._encoders is not None
-        facts = {"iteration": run.progress.iteration, "averaged_weights": averaged}
-        write_clips(
-            folder,
-            decoded(self._encoders.codec, latents, sample.sample_batch_size),
-            self._requests,
-            fps=self._shape.fps,
-            seed=sample.sample_seed,
-            facts=facts,
-        )
-        run.reporters.say(f"sampled {len(self._requests)} clips into {folder}")
+        facts = {"iteration": run.progress.iteration, "averaged_weights": ema is not None}
 
+        def write() -> None:
+            assert latents is not None and self._codec is not None
+            pixels = decoded(self._codec, latents, sample.sample_batch_size)
+            if not bool(pixels.isfinite().all()):
+                run.reporters.say("the sampled clips are not finite and are not written")
+                return
+            write_clips(
+                folder,
+                pixels,
+                self._requests,
+                fps=self._shape.fps,
+                seed=sample.sample_seed,
+                facts=facts,
+            )
+            run.reporters.say(f"sampled {len(self._requests)} clips into {folder}")
 
-@torch.no_grad()
-def decoded(codec: VideoCodec, latents: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """Pixels ``[P, 3, f, H, W]`` of latents ``[P, c, t, h, w]``, on the CPU."""
-    return torch.cat([codec.decode(part).cpu() for part in torch.split(latents, batch_size)])
+        on_reporting_rank(write, f"Writing clips into {folder}", run.context)
 
 
 def sample_while_training(run: Run) -> Callable[[], None] | None:
