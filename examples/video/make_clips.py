@@ -56,7 +56,7 @@ def held_out_captions(number: int, seed: int) -> list[Caption]:
     rng.shuffle(left)
     used: Counter[object] = Counter()
     drawn = []
-    for _ in range(number):
+    for _ in range(min(number, len(left))):
         best = min(left, key=lambda c: (used[c[0], c[2]], sum(used[word] for word in c)))
         left.remove(best)
         drawn.append(best)
@@ -85,7 +85,7 @@ def render(caption: Caption, size: int, num_frames: int, rng: random.Random) -> 
     Edges are smooth, so that a step of a part of a pixel can be seen.
     """
     colour, shape, direction = caption
-    radius = size * rng.uniform(0.16, 0.2)
+    radius = size * rng.uniform(0.18, 0.24)
     travel = size * rng.uniform(0.4, 0.5)
     across = rng.uniform(radius, size - radius)
     dy, dx = DIRECTIONS[direction]

@@ -87,9 +87,15 @@ def wanted(caption: str) -> tuple[str, str]:
 
 
 def measure(folder: Path) -> tuple[int, int]:
-    """Prints a row for each clip; returns how many follow their caption, and how many there are."""
-    lines = (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    """Prints a row for each clip; returns how many follow their caption, and how many there are.
+
+    Raises:
+        SystemExit: the folder has no list of samples, or see `wanted`.
+    """
+    listed = folder / "samples.jsonl"
+    if not listed.is_file():
+        raise SystemExit(f"{listed} does not exist; give a folder that sample_video.py wrote.")
+    rows = [json.loads(line) for line in listed.read_text(encoding="utf-8").splitlines()]
     following = 0
     print(f"{'caption':32} {'colour':8} {'motion':8}")
     for row in rows:

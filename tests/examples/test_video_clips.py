@@ -63,9 +63,9 @@ def test_held_out_captions_are_balanced_and_follow_the_seed(modules: Any) -> Non
 
 
 def test_a_word_without_a_clip_is_refused(tmp_path: Path) -> None:
-    done = run("make_clips.py", tmp_path, "--held-out=48")
+    done = run("make_clips.py", tmp_path, "--held-out=99")
     assert done.returncode == 1
-    assert "`--held-out` (48) must leave a caption for every word" in done.stderr
+    assert "`--held-out` (99) must leave a caption for every word" in done.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -118,3 +118,9 @@ def test_a_caption_without_colour_is_refused(modules: Any) -> None:
     _, measure = modules
     with pytest.raises(SystemExit, match="`a cat moves left` must name one colour"):
         measure.wanted("a cat moves left")
+
+
+def test_a_folder_without_samples_is_refused(tmp_path: Path) -> None:
+    done = run("measure_clips.py", tmp_path)
+    assert done.returncode == 1
+    assert "samples.jsonl does not exist; give a folder that sample_video.py wrote" in done.stderr
