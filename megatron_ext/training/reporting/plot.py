@@ -60,9 +60,10 @@ def _plot_losses(axes: Axes, train: list[Row], evaluations: list[Row], resumed: 
     for name in names:
         _draw(axes, *_series(train, name), label=f"{name}, training")
     for split in dict.fromkeys(row["split"] for row in evaluations):
-        mine = [row for row in evaluations if row["split"] == split and "lm loss" in row]
-        steps, values = _series(mine, "lm loss")
-        label = f"lm loss, {split}"
+        name = next(iter(names))
+        mine = [row for row in evaluations if row["split"] == split and name in row]
+        steps, values = _series(mine, name)
+        label = f"{name}, {split}"
         axes.plot(steps, values, linestyle="--", marker="o", markersize=4, label=label)
     for step in resumed:
         axes.axvline(step, color="tab:gray", linestyle=":", linewidth=1)

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
     from megatron_ext.config.mmdit import MMDiTConfig
     from megatron_ext.data.tokenizers import Tokenizer
-    from megatron_ext.layout import ParallelContext
     from megatron_ext.training.setup import Run
 
 Encoding = tuple[CodecConfig, TextEncoderConfig, EncodeConfig]
@@ -187,6 +186,8 @@ def prepare_video(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     _check_references(config, train)
     if video.video_valid_path is not None:
         _check_same_kind(train, open_split(config, video.video_valid_path, shuffle=False))
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(bucket_table(train), flush=True)
     longest = max(geometry.num_tokens for geometry in train.plan.geometries.values())
     model = dataclasses.replace(
         config.model, seq_length=longest, max_position_embeddings=longest, padded_vocab_size=None
@@ -317,7 +318,7 @@ def video_step_size(run: Run, num_microbatches: int) -> StepSize:
     )
 
 
-def bucket_table(split: VideoSplit, context: ParallelContext) -> str:
+def bucket_table(split: VideoSplit) -> str:
     """The buckets of a split, one a line, with the clips that an epoch leaves out."""
     steps = split.plan.steps
     lines = [
