@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -200,6 +202,9 @@ def test_a_worker_that_is_killed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_module, "_start_worker", _die)
+    # Forked, it dies without importing torch first.
+    fork = SimpleNamespace(get_context=lambda kind: multiprocessing.get_context("fork"))
+    monkeypatch.setattr(run_module, "multiprocessing", fork)
     assert run(make_clips(tmp_path, 2), tmp_path / "out", "--clips-per-shard=1", "--workers=2") == 1
     assert (
         "A worker process ended (out of memory, or killed); finished sh" in capsys.readouterr().err
