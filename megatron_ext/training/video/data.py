@@ -24,7 +24,7 @@ from megatron_ext.data.video.online import open_online
 from megatron_ext.data.video.options import VideoPreprocessOptions
 from megatron_ext.data.video.plan import Geometry, VideoPlan
 from megatron_ext.data.video.sampler import BucketSteps
-from megatron_ext.data.video.shards import read_json, read_null
+from megatron_ext.data.video.shards import read_manifest, read_null
 from megatron_ext.data.video.step_loader import VideoLoader
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.models.mmdit.flops import flops_of_clip
@@ -64,7 +64,7 @@ def manifest_of(config: RunConfig) -> dict[str, Any]:
     assert path is not None
     if _online(config):
         return open_videos(config, path).manifest
-    return read_json(Path(path) / "manifest.json")
+    return read_manifest(Path(path))
 
 
 def null_text_of(config: RunConfig) -> tuple[Tensor, Tensor]:
