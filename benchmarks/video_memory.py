@@ -154,8 +154,8 @@ def measure(size: str, precision: str, replicas: int, latents: Path) -> dict[str
 
 
 HEAD = (
-    "| precision | DP | parameters (MB) | gradients (MB) | optimizer (MB) | average (MB) | sum (MB) "
-    "| formula (MB) | deviation | other tensors (MB) |"
+    "| precision | DP | parameters (MB) | gradients (MB) | optimizer (MB) | average (MB) "
+    "| sum (MB) | formula (MB) | deviation | other tensors (MB) |"
 )
 
 
@@ -166,7 +166,7 @@ def row(precision: str, replicas: int, found: dict[str, int]) -> str:
     total, formula = sum(found[kind] for kind in KINDS), per_parameter * found["count"]
     cells = [precision, str(replicas)]
     cells += [f"{found[kind] / 1e6:.3f}" for kind in KINDS]
-    cells += [f"{total / 1e6:.3f}", f"{formula / 1e6:.3f}", f"{total / formula - 1:+.3%}"]
+    cells += [f"{total / 1e6:.3f}", f"{formula / 1e6:.3f}", f"{total / formula - 1:+.5%}"]
     return "| " + " | ".join([*cells, f"{found['others'] / 1e6:.3f}"]) + " |"
 
 

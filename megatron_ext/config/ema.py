@@ -17,25 +17,27 @@ class EmaConfig:
     """Exponential moving average: ``average = decay * average + (1 - decay) * weights``."""
 
     ema_decay: float | None = flag(
-        None, "keep an average of the weights that retains this share at each update"
+        None,
+        "keep an average of the weights that retains this share at each update; 0 keeps none",
     )
     ema_start: int = flag(1, "first step that is averaged; until then it is the weights")
     eval_ema: bool = flag(False, "evaluate with the averaged weights too")
 
     def keeps_average(self, *, trains: bool) -> bool:
         """Whether the run holds averaged weights: to go on with, or only to evaluate."""
-        return self.ema_decay is not None if trains else self.eval_ema
+        return bool(self.ema_decay) if trains else self.eval_ema
 
     def errors(self, training: TrainingConfig) -> list[str]:
         """What cannot be run, one sentence each."""
         found = []
-        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             found.append(
-                f"`--ema-decay` ({self.ema_decay:g}) must be above 0 and below 1; use 0.9999."
+                f"`--ema-decay` ({self.ema_decay:g}) must be below 1, and 0 or more; use "
+                "0.9999, or 0 to keep no average."
             )
         if self.ema_start < 1:
             found.append(f"`--ema-start` ({self.ema_start}) must be at least 1, the first step.")
-        if self.ema_decay is None and self.ema_start != _DEFAULT_START:
+        if not self.ema_decay and self.ema_start != _DEFAULT_START:
             found.append(
                 f"`--ema-start` ({self.ema_start}) needs `--ema-decay`; give one such as 0.9999."
             )
