@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,11 +49,16 @@ def train_on_ranks(
     save: Path,
     task: TaskOrChoice = task_of,
     prepare: Callable[[Run], None] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Train on forked ranks; returns the exit code and the rows of ``metrics.jsonl``."""
+    """Train on forked ranks; returns the exit code and the rows of ``metrics.jsonl``.
+
+    Args:
+        defaults: of the program that is tested, such as VIDEO_DEFAULTS.
+    """
     device = select()
     words = [*flags, "--nproc-per-node", str(ranks), "--save", str(save)]
-    parsed = parse_args(words, world_size=0, device=device.kind).config
+    parsed = parse_args(words, world_size=0, device=device.kind, defaults=defaults).config
     chosen = choose(task, parsed)
     config, tokenizer = preflight(parsed, chosen.preflight)
     run = partial(pretrain, chosen, config, device=device, tokenizer=tokenizer, prepare=prepare)
