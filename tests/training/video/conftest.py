@@ -1,0 +1,16 @@
+"""One folder of clips for all tests of video runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.training.video.clips import IMAGE, LONG, SHORT, write_clips
+
+
+@pytest.fixture(scope="session")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three buckets, of which none gives whole steps only."""
+    folder = tmp_path_factory.mktemp("video") / "clips"
+    return write_clips(folder, {IMAGE: 9, SHORT: 19, LONG: 17})
