@@ -110,8 +110,9 @@ def write_clips(
 def train(data: Path, save: Path, words: str = "", *, ranks: int = 1, **options: Any) -> Rows:
     """All rows of ``metrics.jsonl`` after a run on a folder of clips, which must not fail."""
     flags = [*FLAGS, "--video-data-path", str(data), *words.split()]
+    options = {"task": FLOW, "defaults": VIDEO_DEFAULTS, **options}
     code, rows = train_on_ranks(
-        flags, ranks=ranks, save=save, task=FLOW, defaults=VIDEO_DEFAULTS, **options
+        flags, ranks=ranks, save=save, **options
     )
     assert code == 0
     return rows
