@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,8 @@ def latent_frames(bucket: Bucket) -> int:
     return (bucket.num_frames - 1) // 4 + 1
 
 
-def clip(bucket: Bucket, number: int) -> VideoSample:
-    """A clip whose latents, caption and references follow from its number."""
+def clip(bucket: Bucket, number: int, lengths: Sequence[int] = (1,)) -> VideoSample:
+    """A clip whose latents, caption and references of these lengths follow from its number."""
     random = torch.Generator().manual_seed(1000 + number)
 
     def normal(*shape: int) -> Tensor:
@@ -49,12 +49,11 @@ def clip(bucket: Bucket, number: int) -> VideoSample:
     t = latent_frames(bucket)
     latents = normal(CHANNELS, t, SIDE, SIDE)
     references = {}
-    if t > 1:
-        # Encoded by themselves, the frames are not quite those of the whole clip.
-        references = {
-            "head1": 0.9 * latents[:, :1],
-            "tail1": 0.9 * latents[:, -1:],
-        }
+    for length in lengths:
+        if length < t:
+            # Encoded by themselves, the frames are not quite those of the whole clip.
+            references[f"head{length}"] = 0.9 * latents[:, :length]
+            references[f"tail{length}"] = 0.9 * latents[:, -length:]
     text, pooled = normal(TEXT, WIDTH), normal(POOLED)
     fps = 24 if t > 1 else 0
     return VideoSample(latents, text, pooled, references, fps, number, f"clip {number}")
@@ -64,6 +63,10 @@ def write_clips(
     folder: Path,
     counts: Mapping[Bucket, int],
     sizes: Mapping[Bucket, int] | None = None,
+    *,
+    distinct: int | None = None,
+    lengths: Sequence[int] = (1,),
+    storage: str = "float32",
     **manifest: Any,
 ) -> Path:
     """Write a folder of clips, numbered bucket by bucket.
@@ -72,16 +75,20 @@ def write_clips(
         folder: to be made.
         counts: clips of each bucket.
         sizes: micro-batch sizes of buckets with one of their own.
+        distinct: clips that differ; the others repeat them.
+        lengths: of the references.
+        storage: type of the numbers.
         manifest: entries in the place of the usual ones.
     """
     folder.mkdir(parents=True)
-    names = reference_names([1])
+    names = reference_names(lengths)
     buckets = sorted(counts)
     numbered = [(i, bucket) for i, bucket in enumerate(buckets) for _ in range(counts[bucket])]
-    with ShardWriter(folder, shard_name(0), names, "float32") as writer:
+    with ShardWriter(folder, shard_name(0), names, storage) as writer:
         for number, (index, bucket) in enumerate(numbered):
-            writer.add(clip(bucket, number), index)
-    write_null(folder, torch.zeros(TEXT, WIDTH), torch.zeros(POOLED), "float32")
+            sample = clip(bucket, number % (distinct or len(numbered)), lengths)
+            writer.add(sample, index)
+    write_null(folder, torch.zeros(TEXT, WIDTH), torch.zeros(POOLED), storage)
     entries = [
         {"shape": dataclasses.asdict(bucket), "micro_batch_size": (sizes or {}).get(bucket)}
         for bucket in buckets
@@ -91,7 +98,7 @@ def write_clips(
         "codec": {"codec": "patch", "codec_spatial": 8, "codec_channels": CHANNELS},
         "text_encoder": {"text_encoder": "hashed", "length": TEXT},
         "buckets": entries,
-        "storage": "float32",
+        "storage": storage,
         "references": list(names),
         "latent_channels": CHANNELS,
         "text_length": TEXT,
