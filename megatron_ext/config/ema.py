@@ -21,10 +21,12 @@ class EmaConfig:
     )
     ema_start: int = flag(1, "first step that is averaged; until then it is the weights")
     eval_ema: bool = flag(False, "evaluate with the averaged weights too")
+    for_sampling: bool = False
+    """A run that only samples, with the averaged weights."""
 
     def keeps_average(self, *, trains: bool) -> bool:
         """Whether the run holds averaged weights: to go on with, or only to evaluate."""
-        return self.ema_decay is not None if trains else self.eval_ema
+        return self.ema_decay is not None if trains else self.eval_ema or self.for_sampling
 
     def errors(self, training: TrainingConfig) -> list[str]:
         """What cannot be run, one sentence each."""

@@ -13,6 +13,7 @@ from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.config.conditions import ConditionConfig, TextDropoutConfig
 from megatron_ext.config.data import DataConfig
 from megatron_ext.config.ema import EmaConfig
+from megatron_ext.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.config.flow import FlowConfig
 from megatron_ext.config.logs import LoggingConfig
 from megatron_ext.config.lora import LoraConfig
@@ -53,6 +54,9 @@ class RunConfig:
     flow: FlowConfig = field(default_factory=FlowConfig)
     conditions: ConditionConfig = field(default_factory=ConditionConfig)
     text_dropout: TextDropoutConfig = field(default_factory=TextDropoutConfig)
+    codec: CodecConfig = field(default_factory=CodecConfig)
+    text_encoder: TextEncoderConfig = field(default_factory=TextEncoderConfig)
+    encode: EncodeConfig = field(default_factory=EncodeConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.model import ModelConfig
@@ -11,7 +11,8 @@ from megatron_ext.config.model import ModelConfig
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
 
-SECTIONS = ("video", "mmdit", "flow", "conditions", "text_dropout", "sample")
+ENCODING = ("codec", "text_encoder", "encode")
+SECTIONS = ("video", "mmdit", "flow", "conditions", "text_dropout", *ENCODING, "sample")
 """Sections of which a text run follows nothing."""
 
 VIDEO_DEFAULTS: Mapping[str, Any] = {
@@ -77,12 +78,8 @@ def video_errors(given: RunConfig) -> list[str]:
     """
     if not given.video.video:
         return [
-            f"`{_spelled(section, field.name)}` has an effect only in pretrain_video.py; leave it "
-            "out."
-            for name in SECTIONS
-            for section in (getattr(given, name),)
-            for field in dataclasses.fields(section)
-            if "help" in field.metadata and getattr(section, field.name) != field.default
+            f"`{spelled}` has an effect only in pretrain_video.py; leave it out."
+            for spelled in _changed(given, SECTIONS)
         ]
     found = [
         f"`{_spelled(getattr(given, name), field)}` has no effect on a video model: {reason}; "
@@ -95,7 +92,32 @@ def video_errors(given: RunConfig) -> list[str]:
             f"`--pipeline-schedule {schedule}` takes sequences of one length only; use "
             f"{schedule.removeprefix('core-')}."
         )
-    return [*found, *given.video.errors(), *given.mmdit.errors()]
+    return [*found, *_encoding_errors(given), *given.video.errors(), *given.mmdit.errors()]
+
+
+def _encoding_errors(run: RunConfig) -> list[str]:
+    """Encoding that does not take place: preprocessed data says itself how it was encoded."""
+    if run.video.online_encoding:
+        return []
+    # Sampling finds the weights of a VAE and of text encoders by them.
+    samples = run.sample.sample_interval is not None or run.ema.for_sampling
+    samples = samples or run.training.skip_train
+    sections = ("encode",) if samples else ENCODING
+    return [
+        f"`{spelled}` has an effect only with `--online-encoding`; leave it out."
+        for spelled in _changed(run, sections)
+    ]
+
+
+def _changed(run: RunConfig, sections: Sequence[str]) -> list[str]:
+    """Flags of sections that are not at their defaults."""
+    return [
+        _spelled(section, field.name)
+        for name in sections
+        for section in (getattr(run, name),)
+        for field in dataclasses.fields(section)
+        if "help" in field.metadata and getattr(section, field.name) != field.default
+    ]
 
 
 def _listed(run: RunConfig) -> list[tuple[str, str, str]]:

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ext.data.video.codecs import CodecConfig, build_codec
+from megatron_ext.config.encoding import CodecConfig
+from megatron_ext.data.video.codecs import build_codec
 from megatron_ext.data.video.patch_transform import cosine_basis, rotation
 from megatron_ext.errors import ConfigError, DataError
 
