@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.model import ModelConfig
@@ -70,11 +70,13 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def video_errors(given: RunConfig) -> list[str]:
+def video_errors(given: RunConfig, resolve: Callable[[RunConfig], RunConfig]) -> list[str]:
     """Flags that this kind of run would ignore.
 
     Args:
         given: before anything was derived.
+        resolve: derives. What it makes of a run without such flags may be given too, as a printed
+            configuration does.
     """
     if not given.video.video:
         return [
@@ -84,7 +86,7 @@ def video_errors(given: RunConfig) -> list[str]:
     found = [
         f"`{_spelled(getattr(given, name), field)}` has no effect on a video model: {reason}; "
         "leave it out."
-        for name, field, reason in (*_listed(given), *_of_model_and_data(given))
+        for name, field, reason in (*_listed(given), *_settled(given, resolve(_bare(given))))
     ]
     schedule = given.parallel.pipeline_schedule or ""
     if schedule.startswith("core-"):
@@ -121,38 +123,37 @@ def _changed(run: RunConfig, sections: Sequence[str]) -> list[str]:
 
 
 def _listed(run: RunConfig) -> list[tuple[str, str, str]]:
-    """Whole sections, and single flags of others."""
-    whole = [
-        (name, field.name, reason)
-        for name, reason in _WHOLE.items()
-        for field in dataclasses.fields(getattr(run, name))
-    ]
+    """Single flags of sections that are followed otherwise."""
     return [
         (name, field, reason)
-        for name, field, reason in (*whole, *_REFUSED)
-        if getattr(getattr(run, name), field)
-        not in (_default(getattr(run, name), field), VIDEO_DEFAULTS.get(field))
+        for name, field, reason in _REFUSED
+        if getattr(getattr(run, name), field) != _default(getattr(run, name), field)
     ]
 
 
-def _of_model_and_data(run: RunConfig) -> list[tuple[str, str, str]]:
-    """What the sizes and the data do not leave open."""
-    sizes = ModelConfig(
-        hidden_size=run.model.hidden_size, num_attention_heads=run.model.num_attention_heads
-    )
-    model = run.mmdit.described(sizes)
-    found = [
-        ("model", field.name, "its shape follows from `--mmdit-size` and the flags beside it")
-        for field in dataclasses.fields(run.model)
-        if field.name not in _ALLOWED["model"]
-        and getattr(run.model, field.name)
-        not in (_default(run.model, field.name), getattr(model, field.name))
-    ]
-    return found + [
-        ("data", field.name, "its data is `--video-data-path`")
-        for field in dataclasses.fields(run.data)
-        if field.name not in _ALLOWED["data"]
-        and getattr(run.data, field.name) != _default(run.data, field.name)
+def _bare(run: RunConfig) -> RunConfig:
+    """The run without any flag of the sections of which it follows (almost) nothing."""
+    kept = {name: getattr(run.model, name) for name in _ALLOWED["model"]}
+    changes: dict[str, Any] = {name: type(getattr(run, name))() for name in (*_WHOLE, "data")}
+    return dataclasses.replace(run, model=ModelConfig(**kept), **changes)
+
+
+def _settled(run: RunConfig, bare: RunConfig) -> list[tuple[str, str, str]]:
+    """What the model and the data of a video run do not leave open."""
+    shape = "its shape follows from `--mmdit-size` and the flags beside it"
+    reasons = {**_WHOLE, "model": shape, "data": "its data is `--video-data-path`"}
+    return [
+        (name, field.name, reason)
+        for name, reason in reasons.items()
+        for section in (getattr(run, name),)
+        for field in dataclasses.fields(section)
+        if field.name not in _ALLOWED.get(name, ())
+        and getattr(section, field.name)
+        not in (
+            _default(section, field.name),
+            VIDEO_DEFAULTS.get(field.name),
+            getattr(getattr(bare, name), field.name),
+        )
     ]
 
 

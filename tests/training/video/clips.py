@@ -97,6 +97,8 @@ def write_clips(
         "format": FORMAT,
         "codec": {"codec": "patch", "codec_spatial": 8, "codec_channels": CHANNELS},
         "text_encoder": {"text_encoder": "hashed", "length": TEXT},
+        "encode": {"fps_cap": 24, "reference_lengths": list(lengths)},
+        "plan": {"64px": {str(bucket.num_frames): [1.0, None] for bucket in buckets}},
         "buckets": entries,
         "storage": storage,
         "references": list(names),
@@ -118,9 +120,7 @@ def train(data: Path, save: Path, words: str = "", *, ranks: int = 1, **options:
     """All rows of ``metrics.jsonl`` after a run on a folder of clips, which must not fail."""
     flags = [*FLAGS, "--video-data-path", str(data), *words.split()]
     options = {"task": FLOW, "defaults": VIDEO_DEFAULTS, **options}
-    code, rows = train_on_ranks(
-        flags, ranks=ranks, save=save, **options
-    )
+    code, rows = train_on_ranks(flags, ranks=ranks, save=save, **options)
     assert code == 0
     return rows
 

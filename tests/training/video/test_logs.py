@@ -114,9 +114,7 @@ def test_validation_goes_through_the_whole_split_with_the_same_noise(
     """Weights that stay give the same loss each time; what fills no step is left out."""
     folder = tmp_path / "seen"
     folder.mkdir()
-    words = (
-        f"--video-valid-path {valid} --eval-iters 1 --eval-interval 2 --lr 0 --train-iters 4"
-    )
+    words = f"--video-valid-path {valid} --eval-iters 1 --eval-interval 2 --lr 0 --train-iters 4"
     rows = train(clips, tmp_path / "run", words, prepare=lambda run: _count_clips(run, folder))
     found = [row for row in rows if row["kind"] == "evaluation"]
     assert [row["iteration"] for row in found] == [2, 4, 4]

@@ -60,9 +60,7 @@ def _check_path(named: dict[str, Any], velocity: torch.Tensor, samples: range) -
     """``x_t + (1 - t) v`` is the noise, ``(1 - sigma_min) x1 - v`` the data that bf16 holds."""
     noise = pack(draw_noise(SEED, samples, (4, 3, 8, 8)), 2).double()
     t = named["timesteps"].double()[:, None, None]
-    torch.testing.assert_close(
-        named["img"].double() + (1 - t) * velocity, noise, rtol=0, atol=2e-6
-    )
+    torch.testing.assert_close(named["img"].double() + (1 - t) * velocity, noise, rtol=0, atol=2e-6)
     data = (1 - 1e-5) * noise - velocity
     torch.testing.assert_close(data, data.bfloat16().double(), rtol=0, atol=2e-6)
 
