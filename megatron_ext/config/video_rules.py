@@ -53,6 +53,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     ("training", "train_samples", "steps differ in their number of clips; give --train-iters"),
     ("training", "train_epochs", "give --train-iters"),
     ("training", "full_validation", "evaluation always goes through the whole validation data"),
+    ("logging", "log_validation_ppl_to_tensorboard", "its loss has no perplexity"),
     ("optimizer", "decoupled_lr", "there is no vocabulary whose embedding could have it"),
     ("optimizer", "decoupled_min_lr", "there is no vocabulary whose embedding could have it"),
     ("parallel", "expert_model_parallel_size", "its blocks have no experts"),
