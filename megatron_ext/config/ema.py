@@ -17,7 +17,7 @@ class EmaConfig:
     """Exponential moving average: ``average = decay * average + (1 - decay) * weights``."""
 
     ema_decay: float | None = flag(
-        None, "keep an average of the weights that retains this share at each update"
+        None, "keep an average of the weights that retains this share at each update, 0 for none"
     )
     ema_start: int = flag(1, "first step that is averaged; until then it is the weights")
     eval_ema: bool = flag(False, "evaluate with the averaged weights too")
@@ -26,18 +26,19 @@ class EmaConfig:
 
     def keeps_average(self, *, trains: bool) -> bool:
         """Whether the run holds averaged weights: to go on with, or only to evaluate."""
-        return self.ema_decay is not None if trains else self.eval_ema or self.for_sampling
+        return bool(self.ema_decay) if trains else self.eval_ema or self.for_sampling
 
     def errors(self, training: TrainingConfig) -> list[str]:
         """What cannot be run, one sentence each."""
         found = []
-        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             found.append(
-                f"`--ema-decay` ({self.ema_decay:g}) must be above 0 and below 1; use 0.9999."
+                f"`--ema-decay` ({self.ema_decay:g}) must be at least 0, which keeps none, and "
+                "below 1; use 0.9999."
             )
         if self.ema_start < 1:
             found.append(f"`--ema-start` ({self.ema_start}) must be at least 1, the first step.")
-        if self.ema_decay is None and self.ema_start != _DEFAULT_START:
+        if not self.ema_decay and self.ema_start != _DEFAULT_START:
             found.append(
                 f"`--ema-start` ({self.ema_start}) needs `--ema-decay`; give one such as 0.9999."
             )
