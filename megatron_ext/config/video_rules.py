@@ -46,6 +46,7 @@ _ALLOWED = {
     },
     "data": {"num_workers"},
 }
+_SHIFTS = "shift_base_tokens shift_base shift_max_tokens shift_max shift_by_length".split()
 _REFUSED: tuple[tuple[str, str, str], ...] = (
     ("training", "rampup_batch_size", "a step is as large as its bucket says"),
     ("training", "step_batch_size_schedule", "a step is as large as its bucket says"),
@@ -95,7 +96,29 @@ def video_errors(given: RunConfig, resolve: Callable[[RunConfig], RunConfig]) ->
             f"`--pipeline-schedule {schedule}` takes sequences of one length only; use "
             f"{schedule.removeprefix('core-')}."
         )
-    return [*found, *_encoding_errors(given), *given.video.errors(), *given.mmdit.errors()]
+    found += [*_without_their_switch(given), *_encoding_errors(given)]
+    return [*found, *given.video.errors(), *given.mmdit.errors()]
+
+
+def _without_their_switch(run: RunConfig) -> list[str]:
+    """Flags that another one leaves without effect."""
+    modes, by_size = set(run.conditions.modes), run.flow.flow_shift is None
+    long, easy = modes & {"v2v_head", "v2v_tail"}, modes & {"v2v_head_easy", "v2v_tail_easy"}
+    rules = [
+        ("mmdit", "guidance", "needs `--guidance-embed`; give both", run.mmdit.guidance_embed),
+        ("conditions", "v2v_frames", "needs a weight of v2v_head or v2v_tail; give one", long),
+        ("conditions", "v2v_easy_frames", "needs a weight of an easy v2v mode; give one", easy),
+    ]
+    rules += [
+        ("flow", name, "has no effect beside `--flow-shift`; leave one of them out", by_size)
+        for name in _SHIFTS
+    ]
+    return [
+        f"`{_spelled(getattr(run, section), name)}` {why}."
+        for section, name, why, works in rules
+        if not works
+        and getattr(getattr(run, section), name) != _default(getattr(run, section), name)
+    ]
 
 
 def _encoding_errors(run: RunConfig) -> list[str]:
