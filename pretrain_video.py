@@ -29,6 +29,7 @@ FLOW = Task(
     step_size=video_step_size,
     after_step=sample_while_training,
     sample_name="videos",
+    perplexity=False,
     preflight=prepare_video,
 )
 

@@ -150,6 +150,7 @@ def _evaluate_sources(
                 losses=losses,
                 consumed_samples=run.progress.consumed_train_samples,
                 final=final,
+                perplexity=run.task.perplexity,
             )
         )
         found.append(losses)

@@ -59,6 +59,7 @@ class Task:
         after_step: ``(run)``, called when training begins, to what is called on all ranks after
             each of its steps; None where there is nothing to do.
         sample_name: what a sample is called in the log, whose rate is then shown.
+        perplexity: the losses are cross-entropies, and evaluation reports their exponentials too.
         preflight: ``(config, tokenizer)`` to the configuration with what only the data decides;
             checks the data before any process group exists, on every rank alike.
     """
@@ -73,6 +74,7 @@ class Task:
     boundary_shape: BoundaryShape | None = None
     after_step: Callable[[Run], Callable[[], None] | None] | None = None
     sample_name: str | None = None
+    perplexity: bool = True
     preflight: Preflight = check_gpt_data
 
 

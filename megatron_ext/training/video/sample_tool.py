@@ -75,7 +75,7 @@ def _of_stored(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _averaged(stored: Mapping[str, Any], sample: Mapping[str, Any]) -> bool:
-    return stored["ema"]["ema_decay"] is not None and sample.get("sample_ema", True)
+    return bool(stored["ema"]["ema_decay"]) and sample.get("sample_ema", True)
 
 
 def prepare_sampling(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
