@@ -1,8 +1,8 @@
-"""Checkpoints and adapters: a model may start new ones on weights that were saved without."""
+"""Adapters, and branches that start at zero: new ones may start on weights saved without them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_ext.checkpoint.ema import PREFIX
-from megatron_ext.checkpoint.fit import LENIENT
+from megatron_ext.checkpoint.fit import LENIENT, is_new_branch
 from megatron_ext.errors import CheckpointError
 
 _MARK = ".lora."
@@ -28,10 +28,10 @@ def stored_adapters(path: Path) -> list[str]:
     return adapters_among(FileSystemReader(str(path)).read_metadata().state_dict_metadata)
 
 
-def leave_out_new_adapters(
+def leave_out_new(
     path: Path, state: dict[str, Any], chunks: Iterable[str]
 ) -> dict[str, dict[str, Tensor]]:
-    """Take adapters that a checkpoint lacks out of what is asked of it.
+    """Take adapters and new branches that a checkpoint lacks out of what is asked of it.
 
     Args:
         state: sharded state of the run, changed in place.
@@ -40,17 +40,32 @@ def leave_out_new_adapters(
     Returns:
         Present values of what was taken out, by chunk and name.
     """
-    stored = set(stored_adapters(path))
+    stored = FileSystemReader(str(path)).read_metadata().state_dict_metadata
     new: dict[str, dict[str, Tensor]] = {}
     for chunk in chunks:
         for name, entry in list(state.get(chunk, {}).items()):
-            is_adapter = isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and (
-                _MARK in entry.key
+            may_be_new = isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and (
+                _MARK in entry.key or is_new_branch(entry.data)
             )
-            if is_adapter and entry.key not in stored:
+            if may_be_new and entry.key not in stored:
                 new.setdefault(chunk, {})[name] = entry.data
                 del state[chunk][name]
     return new
+
+
+def new_branches(path: Path, new: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
+    """Sentences about the branches that `leave_out_new` found.
+
+    Args:
+        path: the checkpoint.
+        new: what it returned.
+    """
+    return [
+        f"{path} holds no `{name}`, so it starts at zero."
+        for values in new.values()
+        for name, value in values.items()
+        if is_new_branch(value)
+    ]
 
 
 def check_adapters(

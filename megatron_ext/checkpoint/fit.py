@@ -19,7 +19,13 @@ from megatron_ext.layout import Layout
 
 LENIENT = ("log_unexpected", "log_all", "return_unexpected", "return_all", "ignore_all")
 _ADVICE = "give the flags that it was saved with, or `--use-checkpoint-args`"
+_ANEW = "give `--finetune` to start it at zero on its weights, or the flags that it was saved with"
 _MODEL_AXES = ("tensor", "pipeline", "expert")
+
+
+def is_new_branch(value: object) -> bool:
+    """Whether a parameter belongs to a branch that starts at zero, and so changes no output."""
+    return bool(getattr(value, "new_branch", False))
 
 
 def same_model_ranks(arguments: Namespace, layout: Layout) -> bool:
@@ -50,8 +56,9 @@ def check_model(
         if not isinstance(known, TensorStorageMetadata):
             if strictness in LENIENT:
                 continue
+            advice = _ANEW if is_new_branch(tensor.data) else _ADVICE
             raise CheckpointError(
-                f"{path} holds no `{tensor.key}`, which the model needs; {_ADVICE}."
+                f"{path} holds no `{tensor.key}`, which the model needs; {advice}."
             )
         theirs, ours = tuple(known.size), tuple(tensor.global_shape)
         if theirs == ours or (

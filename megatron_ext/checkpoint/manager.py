@@ -14,7 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_ext.checkpoint.adapters import check_adapters, leave_out_new_adapters
+from megatron_ext.checkpoint.adapters import check_adapters, leave_out_new, new_branches
 from megatron_ext.checkpoint.agreement import together
 from megatron_ext.checkpoint.best import BEST_TRACKER, BestCheckpoint, write_best
 from megatron_ext.checkpoint.ema import (
@@ -213,8 +213,9 @@ class CheckpointManager:
             apart = getattr(arguments, "data_parallel_random_init", False)
             state["rng_state"] = random_state(self._context, every_replica=apart)
         loaded = self._read(path, state, notes)
-        for chunk, adapters in new.items():
-            loaded[chunk].update(adapters)
+        notes += new_branches(path, new)
+        for chunk, values in new.items():
+            loaded[chunk].update(values)
         apply_state(loaded, model, optimizer, scheduler, with_optimizer=with_optimizer)
         if ema is not None:
             load_averages(ema, loaded[EMA]) if with_averages else ema.restart()
@@ -284,7 +285,7 @@ class CheckpointManager:
         """The sharded state to fill, cut as the checkpoint is, after checking that it fits.
 
         Returns:
-            The state, and the adapters that start anew where only weights are wanted.
+            The state, and what starts anew where only weights are wanted.
         """
         path, layout = found.path, self._context.layout
         keys, strictness = chunk_keys(model), self._config.dist_ckpt_strictness
@@ -294,7 +295,7 @@ class CheckpointManager:
         def check() -> None:
             bare = sharded_state(model, None, metadata=metadata, is_loading=True)
             if found.weights_only:
-                leave_out_new_adapters(path, bare, keys)
+                leave_out_new(path, bare, keys)
             check_adapters(path, bare, keys, strictness)
             if ema is not None:
                 bare[EMA] = averages_to_load(ema, {key: bare[key] for key in keys})
@@ -309,7 +310,7 @@ class CheckpointManager:
         assert all(key in state for key in keys)
         if ema is not None:
             state[EMA] = averages_to_load(ema, {key: state[key] for key in keys})
-        return state, leave_out_new_adapters(path, state, keys) if found.weights_only else {}
+        return state, leave_out_new(path, state, keys) if found.weights_only else {}
 
     def _read(self, path: Path, state: dict[str, Any], notes: list[str]) -> dict[str, Any]:
         strategy = load_strategy(

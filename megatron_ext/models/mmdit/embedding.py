@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.config.mmdit_sizes import TIMESTEP_WIDTH, MMDiTSizes
 from megatron_ext.models.mmdit.linear import mark_replicated
-from megatron_ext.models.mmdit.modulation import start_at_zero
+from megatron_ext.models.mmdit.modulation import mark_new_branch, start_at_zero
 from megatron_ext.models.mmdit.sequence import TokenRange
 
 MAX_PERIOD = 10_000.0
@@ -76,6 +76,7 @@ class Embedding(MegatronModule):  # type: ignore[misc]
         self.cond_in = torch.nn.Linear(sizes.cond_width, h) if sizes.cond_embed else None
         if self.cond_in is not None:
             start_at_zero(self.cond_in)
+            mark_new_branch(self.cond_in)
         mark_replicated(self, config)
 
     def forward(self, given: Mapping[str, Any], held: TokenRange) -> tuple[Tensor, Tensor]:

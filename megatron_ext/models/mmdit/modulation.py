@@ -38,6 +38,12 @@ def start_at_zero(linear: torch.nn.Linear) -> None:
         torch.nn.init.zeros_(linear.bias)
 
 
+def mark_new_branch(module: torch.nn.Module) -> None:
+    """Let a branch that starts at zero be missing in a checkpoint that gives weights only."""
+    for parameter in module.parameters():
+        parameter.new_branch = True  # type: ignore[attr-defined]
+
+
 def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """``(1 + scale) * LN(x) + shift``, LN without learned parameters.
 

@@ -67,6 +67,21 @@ def lay_on_its_side(path: Path) -> None:
     path.write_bytes(data)
 
 
+def hide_the_beginning(source: Path, target: Path, frames: int) -> Path:
+    """An mp4 whose edit list leaves out the first frames, as tools that cut without encoding do."""
+    disabled = {"avoid_negative_ts": "disabled"}
+    with av.open(str(source)) as given, av.open(str(target), "w", options=disabled) as made:
+        stream = given.streams.video[0]
+        written = made.add_stream_from_template(stream)
+        for packet in given.demux(stream):
+            if packet.size:
+                shift = round(frames / stream.average_rate / packet.time_base)
+                packet.pts, packet.dts = packet.pts - shift, packet.dts - shift
+                packet.stream = written
+                made.mux(packet)
+    return target
+
+
 def encoder(encode: EncodeConfig | None = None) -> ClipEncoder:
     return ClipEncoder(encode or EncodeConfig(), build_codec(CODEC), build_text_encoder(TEXT))
 

@@ -13,6 +13,7 @@ from megatron_ext.data.video.assign import ClipShape
 from megatron_ext.data.video.clips import Clip, decode, fit, probe, read_list
 from megatron_ext.errors import ConfigError, DataError
 from tests.data.video.making import (
+    hide_the_beginning,
     lay_on_its_side,
     pictures,
     write_folder,
@@ -77,6 +78,14 @@ def test_clips_of_phones_stand_upright(tmp_path: Path) -> None:
     # Turned clockwise, the upper left corner becomes the upper right one.
     wanted = as_pixels(np.stack([np.rot90(picture, -1) for picture in made]))
     assert (pixels - wanted).abs().mean() < 0.05
+
+
+def test_frames_that_an_edit_hides_are_not_counted(tmp_path: Path) -> None:
+    made = pictures(11)
+    whole = write_video(tmp_path / "whole.mp4", made)
+    clip = Clip(str(hide_the_beginning(whole, tmp_path / "cut.mp4", 4)), "x")
+    assert probe(clip) == ClipShape(7, 32, 32, 8.0)
+    assert (decode(clip, 0, 1, 7, (32, 32)) - as_pixels(made[4:])).abs().mean() < 0.02
 
 
 def test_fit_covers_and_cuts_the_middle() -> None:

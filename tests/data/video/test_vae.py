@@ -11,11 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.config.encoding import CodecConfig
+from megatron_ext.config.encoding import CodecConfig, EncodeConfig
 from megatron_ext.data.video.codecs import build_codec, codec_from_manifest
+from megatron_ext.data.video.dataset import OnlineVideos, ShardedVideos
 from megatron_ext.data.video.draws import generator
+from megatron_ext.data.video.encode import ClipEncoder
+from megatron_ext.data.video.preprocess import main
+from megatron_ext.data.video.text_encoders import text_encoder_from_manifest
 from megatron_ext.data.video.vae import DiffusersCodec
 from megatron_ext.errors import ConfigError, DataError
+from tests.data.video.making import PLAN, pictures, planned, write_gif
 
 KINDS = ("AutoencoderKLHunyuanVideo", "AutoencoderKLWan")
 
@@ -188,6 +193,29 @@ def test_without_diffusers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         load(tmp_path)
     with pytest.raises(ConfigError, match=r"`codec_spatial` \(4\) must be left out with `codec`"):
         CodecConfig(str(tmp_path), codec_spatial=4)
+
+
+def test_shards_of_a_vae_hold_what_online_encoding_gives(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """In any order, since the posterior sample of a clip depends on its number alone."""
+    vae = str(folders["AutoencoderKLHunyuanVideo"])
+    for i in range(3):
+        write_gif(tmp_path / f"{i}.gif", pictures(5, first=i))
+        (tmp_path / f"{i}.txt").write_text(f"bar {i}")
+    output = tmp_path.with_name("out_of_a_vae")
+    plan = ["--buckets", '{"32px": {"5": 1.0}}', "--text-length=6", "--codec", vae]
+    assert main(["--input", str(tmp_path), "--output", str(output), *plan]) == 0
+    sharded = ShardedVideos(output)
+    codec = codec_from_manifest(sharded.manifest, vae, seed=EncodeConfig().clip_seed)
+    text_encoder = text_encoder_from_manifest(sharded.manifest)
+    online = OnlineVideos(planned(tmp_path), ClipEncoder(EncodeConfig(), codec, text_encoder), PLAN)
+    for number in (2, 0, 1):
+        assert torch.equal(online[number].latents, sharded[number].latents)
+        for name, piece in sharded[number].references.items():
+            assert torch.equal(online[number].references[name], piece)
+        assert torch.equal(online[number].text, sharded[number].text)
+    assert codec.decode(sharded[0].latents[None]).shape == (1, 3, 5, 32, 32)
 
 
 @cache

@@ -1,0 +1,102 @@
+"""The DiT of examples/custom_model: the same run in any layout, and nothing in it is idle."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.custom_model.dit import TASK
+from megatron_ext.config.video_rules import VIDEO_DEFAULTS
+from megatron_ext.training.setup import Run
+from tests.examples.latents import make_latents
+from tests.training_runs import train_on_ranks, training_rows
+
+STEPS = 4
+FLAGS = (
+    "--micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-warmup-iters 0 --log-interval 1 "
+    "--use-distributed-optimizer --num-workers 0"
+).split()
+PP2 = "--pipeline-model-parallel-size 2"
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_latents(tmp_path_factory.mktemp("clips"))
+
+
+def run(latents: Path, save: Path, more: str = "", ranks: int = 1, **options: Any) -> list[Any]:
+    flags = [*FLAGS, "--video-data-path", str(latents), "--train-iters", str(STEPS), *more.split()]
+    options = {"task": TASK, "defaults": VIDEO_DEFAULTS, **options}
+    code, rows = train_on_ranks(flags, ranks=ranks, save=save, **options)
+    assert code == 0
+    return training_rows(rows)
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    rows = run(latents, tmp_path_factory.mktemp("one"))
+    assert len(rows) == STEPS
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("more", "ranks"),
+    [
+        (PP2, 2),
+        pytest.param("", 2, marks=pytest.mark.slow),
+        (PP2, 4),
+        (f"{PP2} --num-virtual-stages-per-pipeline-rank 2", 2),
+    ],
+    ids=["PP2", "DP2", "PP2xDP2", "PP2xVPP2"],
+)
+def test_losses_are_those_of_one_rank(
+    more: str, ranks: int, latents: Path, of_one_rank: list[Any], tmp_path: Path
+) -> None:
+    rows = run(latents, tmp_path, more, ranks)
+    for name in ("loss", "grad_norm"):
+        expected = [row[name] for row in of_one_rank]
+        assert [row[name] for row in rows] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_stopped_run_goes_on(latents: Path, of_one_rank: list[Any], tmp_path: Path) -> None:
+    """Saved on two stages, read on one."""
+    half = STEPS // 2
+    run(latents, tmp_path, f"{PP2} --save-interval {half} --exit-interval {half}", 2)
+    rows = run(latents, tmp_path, f"--load {tmp_path}")
+    assert [row["iteration"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["loss"] for row in rows] == pytest.approx(
+        [row["loss"] for row in of_one_rank], rel=1e-5
+    )
+
+
+def test_every_weight_is_trained_in_bf16(
+    latents: Path, of_one_rank: list[Any], tmp_path: Path
+) -> None:
+    initial: dict[str, Any] = {}
+
+    def idle(run: Run) -> None:
+        named = dict(run.chunks[0].named_parameters())
+        if run.progress.iteration == 1:
+            initial.update({name: p.detach().clone() for name, p in named.items()})
+        elif run.progress.iteration == STEPS:
+            still = [name for name, p in named.items() if p.equal(initial[name])]
+            assert not still, still
+
+    rows = run(latents, tmp_path, "--bf16", task=dataclasses.replace(TASK, after_step=idle))
+    assert [row["loss"] for row in rows] == pytest.approx(
+        [row["loss"] for row in of_one_rank], rel=2e-2
+    )
+
+
+def test_layouts_that_it_cannot_have_are_refused(
+    latents: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*FLAGS, "--video-data-path", str(latents), "--train-iters", "1"]
+    flags += ["--tensor-model-parallel-size", "2"]
+    code, _ = train_on_ranks(flags, ranks=2, save=tmp_path, task=TASK, defaults=VIDEO_DEFAULTS)
+    assert code == 2
+    assert "(2) must be 1 for this DiT" in capfd.readouterr().err
