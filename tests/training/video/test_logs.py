@@ -17,7 +17,7 @@ from megatron_ext.data.video.draws import draw_uniforms
 from megatron_ext.losses.flow_matching import QUARTERS
 from megatron_ext.training.reporting.plot import _plot_losses
 from megatron_ext.training.setup import Run
-from megatron_ext.training.video.data import EVALUATION_SEED
+from megatron_ext.training.video.source import EVALUATION_SEED
 from tests.training.video.clips import LONG, SHORT, Rows, steps, train, write_clips
 from tests.training.video.record import record_steps, recorded_steps
 
