@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from megatron_ext.training.setup import Run
 from tests.training.video.clips import Rows, train
 
 LAYOUTS = {
@@ -23,10 +26,10 @@ LAYOUTS = {
 TOLERANCE = 1e-5
 
 
-def run(clips: Path, valid: Path, save: Path, words: str, ranks: int = 1) -> Rows:
+def run(clips: Path, valid: Path, save: Path, words: str, **options: Any) -> Rows:
     """A row for each of three steps, of three buckets, and one for the validation after them."""
     flags = f"--seed 1 --video-valid-path {valid} --eval-iters 1 {words}"
-    return train(clips, save, flags, ranks=ranks)
+    return train(clips, save, flags, **options)
 
 
 def check(rows: Rows, wanted: Rows, tolerance: float) -> None:
@@ -53,7 +56,7 @@ def test_criterion_15_and_16_layouts_train_alike(
 ) -> None:
     """With references left out of the loss, and image tokens that ranks hold unequally."""
     ranks, words = LAYOUTS[name]
-    check(run(clips, valid, tmp_path, words, ranks), one_rank, TOLERANCE)
+    check(run(clips, valid, tmp_path, words, ranks=ranks), one_rank, TOLERANCE)
 
 
 def test_criterion_17_four_micro_batches_are_one_large_batch(
@@ -62,11 +65,33 @@ def test_criterion_17_four_micro_batches_are_one_large_batch(
     check(run(clips, valid, tmp_path, "--micro-batch-size 8"), one_rank, 1e-6)
 
 
-def test_criterion_15_mixed_buckets_train_alike_on_replicas(
+def compare_draws(run: Run) -> None:
+    """Tensor-parallel ranks are given the same times of clips, replicas are not."""
+    next_step = run.train_source.next_step
+
+    def compared(num_microbatches: int) -> Any:
+        batches: Any = next_step(num_microbatches)
+        times = torch.cat([batch.inputs["timesteps"] for batch in batches])
+        everyone = [torch.empty_like(times) for _ in range(run.context.layout.world_size)]
+        torch.distributed.all_gather(everyone, times)
+        ranks = torch.distributed.get_process_group_ranks(run.context.pgs.tp)
+        for rank, others in enumerate(everyone):
+            assert torch.equal(others, times) == (rank in ranks)
+        return batches
+
+    run.train_source.next_step = compared  # type: ignore[method-assign]
+
+
+def test_trap_8_and_criterion_15_mixed_buckets_train_alike_on_replicas(
     clips: Path, valid: Path, tmp_path: Path
 ) -> None:
-    """Each micro-batch of a step has a bucket of its own, and so has each rank."""
-    words = "--mixed-buckets --sequence-parallel --tensor-model-parallel-size"
+    """Each micro-batch of a step has a bucket of its own, and so has each replica."""
+    layout = "--sequence-parallel --tensor-model-parallel-size 2"
     one = run(clips, valid, tmp_path / "one", "--mixed-buckets")
-    two = run(clips, valid, tmp_path / "four", f"{words} 2", ranks=4)
-    check(two, one, TOLERANCE)
+    words = f"--mixed-buckets {layout}"
+    four = run(clips, valid, tmp_path / "four", words, ranks=4, prepare=compare_draws)
+    check(four, one, TOLERANCE)
+    sizes = {
+        row["tokens_per_second"] * row["seconds_per_iteration"] / 8 for row in (one[0], one[2])
+    }
+    assert not {round(size, 3) for size in sizes} <= {24, 56, 88}

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from megatron_ext.config.conditions import MODES, ConditionConfig
 from megatron_ext.data.video.conditions import draw_modes
 from megatron_ext.data.video.draws import draw_uniforms
 from megatron_ext.losses.flow_matching import QUARTERS
+from megatron_ext.training.reporting.plot import _plot_losses
 from megatron_ext.training.setup import Run
+from megatron_ext.training.video.source import EVALUATION_SEED
 from tests.training.video.clips import LONG, SHORT, Rows, steps, train, write_clips
 from tests.training.video.record import record_steps, recorded_steps
 
@@ -55,7 +58,7 @@ def test_losses_by_time_and_mode_sum_up_to_the_loss(run: tuple[Rows, Path]) -> N
         row = rows[step - 1]
         if step == 2:
             continue  # Its row counts the first step once more, as Megatron-LM's log does.
-        assert {name for name in row if name.startswith("loss ")} - {"loss scale"} == set(weights)
+        assert {name for name in row if name.startswith("loss ")} == set(weights)
         for names in (QUARTERS, MODES):
             parts = [f"loss {name}" for name in names if f"loss {name}" in weights]
             total = sum(weights[part] * row[part] for part in parts)
@@ -109,13 +112,16 @@ def _count_clips(run: Run, folder: Path) -> None:
 
 
 def test_validation_goes_through_the_whole_split_with_the_same_noise(
-    clips: Path, valid: Path, tmp_path: Path
+    clips: Path, valid: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Weights that stay give the same loss each time; what fills no step is left out."""
     folder = tmp_path / "seen"
     folder.mkdir()
-    words = f"--video-valid-path {valid} --eval-iters 1 --eval-interval 2 --lr 0 --train-iters 4"
-    rows = train(clips, tmp_path / "run", words, prepare=lambda run: _count_clips(run, folder))
+    words = (
+        f"--video-valid-path {valid} --eval-iters 1 --eval-interval 2 --lr 0 --train-iters 4 "
+        "--i2v-loop-weight 0.01"
+    )
+    rows = train(clips, tmp_path / "run", words, prepare=partial(_count_clips, folder=folder))
     found = [row for row in rows if row["kind"] == "evaluation"]
     assert [row["iteration"] for row in found] == [2, 4, 4]
     losses = [{k: v for k, v in row.items() if k.startswith("loss")} for row in found]
@@ -124,4 +130,23 @@ def test_validation_goes_through_the_whole_split_with_the_same_noise(
     assert torch.equal(torch.cat(seen[:2]), torch.cat(seen[2:4]))
     assert torch.equal(torch.cat(seen[:2]), torch.cat(seen[4:]))
     assert len(torch.unique(torch.cat(seen[:2]))) == 16
-    print(losses[0])
+    # Decisions follow from a clip's number: those of the split are 0 to 7 and 8 to 15.
+    uniforms = draw_uniforms(1234 + EVALUATION_SEED, range(16), "condition")
+    modes = draw_modes(ConditionConfig(i2v_loop_weight=0.01), 3, uniforms)
+    reported = {name.removeprefix("loss ") for name in losses[0]} & set(MODES)
+    assert reported == {MODES[mode] for mode in modes.tolist()} != set(MODES[:4])
+    printed = capfd.readouterr().out
+    assert "validation loss at iteration 2 | loss value:" in printed and "PPL" not in printed
+
+
+def test_the_picture_shows_the_validation() -> None:
+    """By the name of the run's own loss."""
+    train_rows = [
+        {"kind": "train", "iteration": i, "loss": 1.0 / i, "loss_scale": 1} for i in (1, 2)
+    ]
+    evaluations = [{"kind": "evaluation", "split": "validation", "iteration": 2, "loss": 0.7}]
+    axes = Figure().subplots()
+    _plot_losses(axes, train_rows, evaluations, [])
+    lines = {str(line.get_label()): line for line in axes.get_lines()}
+    assert list(lines) == ["loss, training", "loss, validation"]
+    assert list(lines["loss, validation"].get_ydata()) == [0.7]

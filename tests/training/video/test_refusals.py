@@ -73,17 +73,18 @@ def test_sequences_and_steps_must_fit(refused: Printed, clips: Path) -> None:
         "64px 17x64x64: 17): a step takes micro-batch size × 1 ranks × 16 micro-batches; give "
         "more clips, fewer buckets or smaller batches.\n"
     )
-    assert "do not divide into patches" in refused(clips, "--patch-size 3")
-    print(refused(clips, "--patch-size 3"))
-    print(
-        refused(
-            clips,
-            "--context-parallel-size 8 --nproc-per-node 8 --cp-comm-type a2a --global-batch-size 2",
-        )
+    assert refused(clips, "--patch-size 3") == (
+        "error: Latents of 8 x 8 must be divisible by the patch size (3); encode videos whose "
+        "height and width are multiples of patch size x VAE stride.\n"
     )
-    print(refused(clips, "--pipeline-model-parallel-size 8 --nproc-per-node 8"))
-    print(refused(clips, '--video-buckets {"64px":{"9":[1.0,2]}}'))
-    assert 0
+    assert refused(clips, "--pipeline-model-parallel-size 8 --nproc-per-node 8") == (
+        "error: the pipeline has 8 stages, but the model only 4 blocks (2 double, 2 single); use a "
+        "smaller `--pipeline-model-parallel-size`.\n"
+    )
+    assert refused(clips, '--video-buckets {"64px":{"9":[1.0,2]}}') == (
+        "error: The data holds clips of 64px 1x64x64, but the bucket plan has no 64px of 1 frames "
+        '({"64px": {"9": [1.0, 2]}}); add it.\n'
+    )
 
 
 def test_mixed_buckets_need_a_pipeline_of_one_stage(refused: Printed, clips: Path) -> None:

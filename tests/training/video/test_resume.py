@@ -97,6 +97,7 @@ def test_buckets_have_their_own_micro_batch_sizes(runs: Runs) -> None:
         samples += SAMPLES[frames]
         row = runs.rows[step - 1]
         assert row["consumed_samples"] == row["train/samples"] == samples
+        assert row["global_batch_size"] == SAMPLES[frames]
         if step > 2:
             measured = row["train/throughput"] * row["seconds_per_iteration"]
             assert math.isclose(measured, SAMPLES[frames], rel_tol=1e-9)
