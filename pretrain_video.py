@@ -17,6 +17,7 @@ from megatron_ext.training.video.data import (
     video_source,
     video_step_size,
 )
+from megatron_ext.training.video.samples import sample_while_training
 from megatron_ext.training.video.task import boundary_shape, build_video_chunk, flow_forward_step
 
 FLOW = Task(
@@ -26,7 +27,9 @@ FLOW = Task(
     boundary_shape=boundary_shape,
     source=video_source,
     step_size=video_step_size,
+    after_step=sample_while_training,
     sample_name="videos",
+    perplexity=False,
     preflight=prepare_video,
 )
 

@@ -11,6 +11,7 @@ from megatron.core.optimizer import OptimizerConfig
 
 from megatron_ext.config import RunConfig
 from megatron_ext.config.cli import all_flags
+from megatron_ext.config.conditions import MODES
 from megatron_ext.config.moe import MoEConfig
 
 PACKAGE = Path(__file__).parent.parent / "megatron_ext"
@@ -54,6 +55,8 @@ THROUGH_THE_CONFIGURATION = {
     "exit_signal": "read by its number",
     "sft_template_kwargs": "read as template_kwargs",
     "grad_reduce_in_bf16": "gives accumulate_allreduce_grads_in_fp32",
+    "mmdit_size": "gives the sizes",
+    **{f"{mode}_weight": "read by the name of the mode" for mode in MODES},
 }
 """Flags that only decide the value of another field, which is read."""
 

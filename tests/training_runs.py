@@ -12,7 +12,7 @@ from megatron_ext.config import parse_args
 from megatron_ext.device import select
 from megatron_ext.training.launch import fork_ranks
 from megatron_ext.training.preflight import preflight
-from megatron_ext.training.pretrain import pretrain
+from megatron_ext.training.pretrain import pretrain, stored_config
 from megatron_ext.training.reporting.metrics_file import read_metrics
 from megatron_ext.training.setup import Run
 from megatron_ext.training.task import TaskOrChoice, choose
@@ -48,17 +48,19 @@ def train_on_ranks(
     ranks: int = 1,
     save: Path,
     task: TaskOrChoice = task_of,
-    prepare: Callable[[Run], None] | None = None,
     defaults: Mapping[str, Any] | None = None,
+    prepare: Callable[[Run], None] | None = None,
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Train on forked ranks; returns the exit code and the rows of ``metrics.jsonl``.
-
-    Args:
-        defaults: of the program that is tested, such as VIDEO_DEFAULTS.
-    """
+    """Train on forked ranks; returns the exit code and the rows of ``metrics.jsonl``."""
     device = select()
     words = [*flags, "--nproc-per-node", str(ranks), "--save", str(save)]
-    parsed = parse_args(words, world_size=0, device=device.kind, defaults=defaults).config
+    parsed = parse_args(
+        words,
+        world_size=0,
+        device=device.kind,
+        checkpoint_config=stored_config(words),
+        defaults=defaults,
+    ).config
     chosen = choose(task, parsed)
     config, tokenizer = preflight(parsed, chosen.preflight)
     run = partial(pretrain, chosen, config, device=device, tokenizer=tokenizer, prepare=prepare)

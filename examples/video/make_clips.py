@@ -7,11 +7,17 @@ import argparse
 import itertools
 import json
 import random
+from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 
 import av
 import numpy as np
+from numpy.typing import NDArray
+
+Caption = tuple[str, str, str]
+"""Colour, shape and direction."""
+Grid = NDArray[np.float64]
 
 COLOURS = {
     "red": (230, 40, 40),
@@ -23,10 +29,12 @@ SHAPES = ("square", "circle", "triangle")
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 BACKGROUND = 16
 """Not black, so that the codec of the mp4 has no trouble with its range."""
+FINER = 4
+"""Parts of a pixel's side that are looked at."""
 
 
-def captions() -> list[tuple[str, str, str]]:
-    """Colour, shape and direction of every combination."""
+def captions() -> list[Caption]:
+    """Every combination."""
     return list(itertools.product(COLOURS, SHAPES, DIRECTIONS))
 
 
@@ -34,34 +42,66 @@ def caption_of(colour: str, shape: str, direction: str) -> str:
     return f"a {colour} {shape} moves {direction}"
 
 
-def inside(shape: str, y: np.ndarray, x: np.ndarray, radius: float) -> np.ndarray:
+def held_out_captions(number: int, seed: int) -> list[Caption]:
+    """Captions to be kept out of training, the same for the same seed.
+
+    Drawn one after another, each from those whose pair of colour and direction was drawn least
+    often, then whose words were: 16 of the 48 are one of each such pair.
+
+    Raises:
+        SystemExit: a colour, shape or direction would be left without a clip.
+    """
+    rng = random.Random(seed)
+    left = captions()
+    rng.shuffle(left)
+    used: Counter[object] = Counter()
+    drawn = []
+    for _ in range(min(number, len(left))):
+        best = min(left, key=lambda c: (used[c[0], c[2]], sum(used[word] for word in c)))
+        left.remove(best)
+        drawn.append(best)
+        used.update([(best[0], best[2]), *best])
+    words = {word for caption in left for word in caption}
+    if missing := [w for w in (*COLOURS, *SHAPES, *DIRECTIONS) if w not in words]:
+        raise SystemExit(
+            f"`--held-out` ({number}) must leave a caption for every word, but none is left for "
+            f"{', '.join(missing)}; hold out fewer."
+        )
+    return drawn
+
+
+def inside(shape: str, y: Grid, x: Grid, radius: float) -> NDArray[np.bool_]:
     """Where a shape covers a grid of offsets from its centre."""
     if shape == "square":
         return (np.abs(y) <= radius) & (np.abs(x) <= radius)
     if shape == "circle":
         return y**2 + x**2 <= radius**2 * 1.2
-    return (y <= radius) & (y >= -radius) & (np.abs(x) <= (y + radius) / 2 + 0.5)
+    return (np.abs(y) <= radius) & (np.abs(x) <= (y + radius) * 0.55)
 
 
-def render(
-    colour: str, shape: str, direction: str, size: int, num_frames: int, rng: random.Random
-) -> np.ndarray:
-    """Frames ``[f, size, size, 3]`` uint8 of a shape that crosses half of the picture."""
-    radius = size * rng.uniform(0.16, 0.2)
+def render(caption: Caption, size: int, num_frames: int, rng: random.Random) -> NDArray[np.uint8]:
+    """Frames ``[f, size, size, 3]`` of a shape that crosses half of the picture.
+
+    Edges are smooth, so that a step of a part of a pixel can be seen.
+    """
+    colour, shape, direction = caption
+    radius = size * rng.uniform(0.18, 0.24)
     travel = size * rng.uniform(0.4, 0.5)
     across = rng.uniform(radius, size - radius)
     dy, dx = DIRECTIONS[direction]
-    grid_y, grid_x = np.mgrid[:size, :size] + 0.5
-    frames = np.full((num_frames, size, size, 3), BACKGROUND, np.uint8)
+    grid_y, grid_x = (np.mgrid[: size * FINER, : size * FINER] + 0.5) / FINER
+    frames = []
     for i in range(num_frames):
         along = travel * (i / max(1, num_frames - 1) - 0.5)
         y = size / 2 + dy * along if dy else across
         x = size / 2 + dx * along if dx else across
-        frames[i][inside(shape, grid_y - y, grid_x - x, radius)] = COLOURS[colour]
-    return frames
+        fine = inside(shape, grid_y - y, grid_x - x, radius)
+        cover = fine.reshape(size, FINER, size, FINER).mean(axis=(1, 3))[..., None]
+        frames.append(BACKGROUND + cover * (np.array(COLOURS[colour]) - BACKGROUND))
+    return np.stack(frames).round().astype(np.uint8)
 
 
-def write_mp4(path: Path, frames: np.ndarray, fps: int) -> None:
+def write_mp4(path: Path, frames: NDArray[np.uint8], fps: int) -> None:
     """Frames ``[f, h, w, 3]`` uint8 as H.264 of high quality."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps), options={"crf": "10"})
@@ -72,27 +112,38 @@ def write_mp4(path: Path, frames: np.ndarray, fps: int) -> None:
         container.mux(stream.encode())
 
 
+def write_folder(args: argparse.Namespace) -> None:
+    """Renders the clips of all captions but those held out, and writes both lists."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    held_out = held_out_captions(args.held_out, args.seed)
+    trained = [caption for caption in captions() if caption not in held_out]
+    rng = random.Random(args.seed)
+    rows = []
+    for caption in trained:
+        for i in range(args.per_caption):
+            name = f"{'_'.join(caption)}_{i}.mp4"
+            write_mp4(args.output / name, render(caption, args.size, args.frames, rng), args.fps)
+            rows.append({"path": name, "text": caption_of(*caption)})
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (args.output / "clips.jsonl").write_text(lines, encoding="utf-8")
+    unseen = "".join(f"{caption_of(*caption)}\n" for caption in held_out)
+    (args.output / "held_out.txt").write_text(unseen, encoding="utf-8")
+    print(
+        f"{len(rows)} clips of {len(trained)} captions in {args.output}, "
+        f"{len(held_out)} captions held out"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("output", type=Path, help="folder of the clips and of clips.jsonl")
+    parser.add_argument("output", type=Path, help="folder of clips, clips.jsonl and held_out.txt")
     parser.add_argument("--per-caption", type=int, default=4, help="clips of each caption (4)")
+    parser.add_argument("--held-out", type=int, default=0, help="captions without clips (0)")
     parser.add_argument("--size", type=int, default=32, help="pixels of a side (32)")
     parser.add_argument("--frames", type=int, default=9, help="frames (9)")
     parser.add_argument("--fps", type=int, default=8, help="frames per second (8)")
-    parser.add_argument("--seed", type=int, default=0, help="of sizes and places (0)")
-    args = parser.parse_args()
-    args.output.mkdir(parents=True, exist_ok=True)
-    rng = random.Random(args.seed)
-    rows = []
-    for colour, shape, direction in captions():
-        for i in range(args.per_caption):
-            name = f"{colour}_{shape}_{direction}_{i}.mp4"
-            frames = render(colour, shape, direction, args.size, args.frames, rng)
-            write_mp4(args.output / name, frames, args.fps)
-            rows.append({"path": name, "text": caption_of(colour, shape, direction)})
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (args.output / "clips.jsonl").write_text(lines, encoding="utf-8")
-    print(f"{len(rows)} clips of {len(captions())} captions in {args.output}")
+    parser.add_argument("--seed", type=int, default=0, help="of sizes, places and held-out (0)")
+    write_folder(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -17,23 +17,24 @@ class EmaConfig:
     """Exponential moving average: ``average = decay * average + (1 - decay) * weights``."""
 
     ema_decay: float | None = flag(
-        None,
-        "keep an average of the weights that retains this share at each update; 0 keeps none",
+        None, "keep an average of the weights that retains this share at each update, 0 for none"
     )
     ema_start: int = flag(1, "first step that is averaged; until then it is the weights")
     eval_ema: bool = flag(False, "evaluate with the averaged weights too")
+    for_sampling: bool = False
+    """A run that only samples, with the averaged weights."""
 
     def keeps_average(self, *, trains: bool) -> bool:
         """Whether the run holds averaged weights: to go on with, or only to evaluate."""
-        return bool(self.ema_decay) if trains else self.eval_ema
+        return bool(self.ema_decay) if trains else self.eval_ema or self.for_sampling
 
     def errors(self, training: TrainingConfig) -> list[str]:
         """What cannot be run, one sentence each."""
         found = []
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             found.append(
-                f"`--ema-decay` ({self.ema_decay:g}) must be below 1, and 0 or more; use "
-                "0.9999, or 0 to keep no average."
+                f"`--ema-decay` ({self.ema_decay:g}) must be at least 0, which keeps none, and "
+                "below 1; use 0.9999."
             )
         if self.ema_start < 1:
             found.append(f"`--ema-start` ({self.ema_start}) must be at least 1, the first step.")

@@ -12,7 +12,10 @@ from megatron_ext.config.mmdit_sizes import EPSILON, SIZES, MMDiTSizes
 if TYPE_CHECKING:
     from megatron_ext.config.model import ModelConfig
 
-_OF_SIZES = "axes_dim num_double_blocks num_single_blocks patch_size mlp_ratio guidance_embed"
+_OF_SIZES = (
+    "axes_dim num_double_blocks num_single_blocks patch_size mlp_ratio "
+    "guidance_embed channels cond_embed"
+)
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class MMDiTConfig:
     """The model of pretrain_video.py.
 
     Attributes:
-        channels, text_width, pooled_width: of the data, which decides them.
+        channels, caption_width, pooled_caption_width: of the data, which decides them.
         cond_embed: the model is given references, since some condition mode has them.
     """
 
@@ -47,8 +50,8 @@ class MMDiTConfig:
         1.0, "time of a double block over that of a single one, for the cut into stages"
     )
     channels: int | None = None
-    text_width: int | None = None
-    pooled_width: int | None = None
+    caption_width: int | None = None
+    pooled_caption_width: int | None = None
     cond_embed: bool = False
 
     def sizes(self, model: ModelConfig) -> MMDiTSizes:
@@ -57,12 +60,9 @@ class MMDiTConfig:
         Raises:
             ConfigError: sizes that do not fit together.
         """
-        widths = ("channels", "text_width", "pooled_width", "cond_embed")
-        changes: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in (*_OF_SIZES.split(), *widths)
-            if getattr(self, name) is not None
-        }
+        given = {name: getattr(self, name) for name in _OF_SIZES.split()}
+        given |= {"text_width": self.caption_width, "pooled_width": self.pooled_caption_width}
+        changes: dict[str, Any] = {k: value for k, value in given.items() if value is not None}
         if self.axes_dim is not None:
             changes["axes_dim"] = tuple(self.axes_dim)
         if model.hidden_size is not None:

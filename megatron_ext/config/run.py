@@ -13,6 +13,7 @@ from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.config.conditions import ConditionConfig, TextDropoutConfig
 from megatron_ext.config.data import DataConfig
 from megatron_ext.config.ema import EmaConfig
+from megatron_ext.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.config.flow import FlowConfig
 from megatron_ext.config.logs import LoggingConfig
 from megatron_ext.config.lora import LoraConfig
@@ -53,6 +54,9 @@ class RunConfig:
     flow: FlowConfig = field(default_factory=FlowConfig)
     conditions: ConditionConfig = field(default_factory=ConditionConfig)
     text_dropout: TextDropoutConfig = field(default_factory=TextDropoutConfig)
+    codec: CodecConfig = field(default_factory=CodecConfig)
+    text_encoder: TextEncoderConfig = field(default_factory=TextEncoderConfig)
+    encode: EncodeConfig = field(default_factory=EncodeConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -68,13 +72,24 @@ class RunConfig:
         Raises:
             ConfigError: with one sentence for every error.
         """
+        run = self.resolved(world_size, device)
+        ignored = video_errors(self, lambda bare: bare.resolved(world_size, device))
+        errors = [*ignored, *run.errors(has_te=_has_transformer_engine(device))]
+        if errors:
+            raise ConfigError(errors)
+        return run
+
+    def resolved(self, world_size: int, device: str) -> RunConfig:
+        """With what follows from other values, not checked yet; see `finalize`.
+
+        Raises:
+            ConfigError: sizes of a video model that do not fit together.
+        """
         world_size = world_size or self.parallel.nproc_per_node
-        has_te = importlib.util.find_spec("transformer_engine") is not None
-        has_te = has_te and device == "cuda"
         model = self.mmdit.described(self.model) if self.video.video else self.model
-        model = model.resolved(has_te=has_te)
+        model = model.resolved(has_te=_has_transformer_engine(device))
         parallel = self.parallel.resolved(model, world_size)
-        run = dataclasses.replace(
+        return dataclasses.replace(
             self,
             device=device,
             model=model,
@@ -90,10 +105,6 @@ class RunConfig:
             data=self.data.resolved(),
             sft=self.sft.resolved(model.seq_length),
         )
-        errors = [*video_errors(self), *run.errors(has_te=has_te)]
-        if errors:
-            raise ConfigError(errors)
-        return run
 
     def errors(self, *, has_te: bool) -> list[str]:
         """All that cannot be run, one sentence each."""
@@ -168,6 +179,10 @@ class RunConfig:
         if errors:
             raise ConfigError(errors)
         return cls(**sections)
+
+
+def _has_transformer_engine(device: str) -> bool:
+    return device == "cuda" and importlib.util.find_spec("transformer_engine") is not None
 
 
 def _plain(value: Any) -> Any:

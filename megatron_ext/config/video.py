@@ -15,7 +15,11 @@ class VideoConfig:
         video: this is a run of pretrain_video.py.
     """
 
-    video_data_path: str | None = flag(None, "folder that tools/preprocess_video.py wrote")
+    video_data_path: str | None = flag(
+        None,
+        "folder that tools/preprocess_video.py wrote; with --online-encoding a list of clips",
+    )
+    online_encoding: bool = flag(False, "decode and encode clips in the data loader")
     video_valid_path: str | None = flag(None, "the same for validation; default: none")
     video_buckets: str | None = flag(
         None,
@@ -34,6 +38,11 @@ class VideoConfig:
                 "`--video-data-path` is missing; give the folder that tools/preprocess_video.py "
                 "wrote."
             ]
+        if self.online_encoding and self.video_buckets is None:
+            return [
+                "`--online-encoding` needs `--video-buckets`; give the resolutions and lengths, "
+                'such as {"256px": {"17": [1.0, 4]}}.'
+            ]
         return []
 
 
@@ -46,6 +55,9 @@ class SampleConfig:
     )
     sample_prompts: str | None = flag(
         None, "file of captions: text, one a line, or jsonl with text, reference and mode"
+    )
+    sample_texts: list[str] | None = flag(
+        None, "captions themselves, in the place of a file", nargs="+"
     )
     sample_dir: str | None = flag(None, "folder of the clips; default: samples in --save")
     sample_steps: int = flag(50, "of Euler's method", unit="steps")
@@ -71,12 +83,17 @@ class SampleConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 found.append(f"`--{name.replace('_', '-')}` ({value}) must be at least 1.")
+        if self.sample_prompts is not None and self.sample_texts is not None:
+            found.append(
+                "`--sample-prompts` and `--sample-texts` exclude each other; give a file or "
+                "captions."
+            )
         if self.sample_interval is None:
             return found
-        if self.sample_prompts is None:
+        if self.sample_prompts is None and self.sample_texts is None:
             found.append(
-                f"`--sample-interval` ({self.sample_interval}) needs `--sample-prompts`; give a "
-                "file of captions."
+                f"`--sample-interval` ({self.sample_interval}) needs captions; give "
+                "`--sample-prompts` with a file of them, or `--sample-texts`."
             )
         if self.sample_dir is None and save is None:
             found.append(

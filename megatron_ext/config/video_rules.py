@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.model import ModelConfig
@@ -11,7 +11,8 @@ from megatron_ext.config.model import ModelConfig
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
 
-SECTIONS = ("video", "mmdit", "flow", "conditions", "text_dropout", "sample")
+ENCODING = ("codec", "text_encoder", "encode")
+SECTIONS = ("video", "mmdit", "flow", "conditions", "text_dropout", *ENCODING, "sample")
 """Sections of which a text run follows nothing."""
 
 VIDEO_DEFAULTS: Mapping[str, Any] = {
@@ -45,6 +46,7 @@ _ALLOWED = {
     },
     "data": {"num_workers"},
 }
+_SHIFTS = "shift_base_tokens shift_base shift_max_tokens shift_max shift_by_length".split()
 _REFUSED: tuple[tuple[str, str, str], ...] = (
     ("training", "rampup_batch_size", "a step is as large as its bucket says"),
     ("training", "step_batch_size_schedule", "a step is as large as its bucket says"),
@@ -52,6 +54,7 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     ("training", "train_samples", "steps differ in their number of clips; give --train-iters"),
     ("training", "train_epochs", "give --train-iters"),
     ("training", "full_validation", "evaluation always goes through the whole validation data"),
+    ("logging", "log_validation_ppl_to_tensorboard", "its loss has no perplexity"),
     ("optimizer", "decoupled_lr", "there is no vocabulary whose embedding could have it"),
     ("optimizer", "decoupled_min_lr", "there is no vocabulary whose embedding could have it"),
     ("parallel", "expert_model_parallel_size", "its blocks have no experts"),
@@ -69,25 +72,23 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def video_errors(given: RunConfig) -> list[str]:
+def video_errors(given: RunConfig, resolve: Callable[[RunConfig], RunConfig]) -> list[str]:
     """Flags that this kind of run would ignore.
 
     Args:
         given: before anything was derived.
+        resolve: derives. What it makes of a run without such flags may be given too, as a printed
+            configuration does.
     """
     if not given.video.video:
         return [
-            f"`{_spelled(section, field.name)}` has an effect only in pretrain_video.py; leave it "
-            "out."
-            for name in SECTIONS
-            for section in (getattr(given, name),)
-            for field in dataclasses.fields(section)
-            if "help" in field.metadata and getattr(section, field.name) != field.default
+            f"`{spelled}` has an effect only in pretrain_video.py; leave it out."
+            for spelled in _changed(given, SECTIONS)
         ]
     found = [
         f"`{_spelled(getattr(given, name), field)}` has no effect on a video model: {reason}; "
         "leave it out."
-        for name, field, reason in (*_listed(given), *_of_model_and_data(given))
+        for name, field, reason in (*_listed(given), *_settled(given, resolve(_bare(given))))
     ]
     schedule = given.parallel.pipeline_schedule or ""
     if schedule.startswith("core-"):
@@ -95,42 +96,88 @@ def video_errors(given: RunConfig) -> list[str]:
             f"`--pipeline-schedule {schedule}` takes sequences of one length only; use "
             f"{schedule.removeprefix('core-')}."
         )
+    found += [*_without_their_switch(given), *_encoding_errors(given)]
     return [*found, *given.video.errors(), *given.mmdit.errors()]
 
 
-def _listed(run: RunConfig) -> list[tuple[str, str, str]]:
-    """Whole sections, and single flags of others."""
-    whole = [
-        (name, field.name, reason)
-        for name, reason in _WHOLE.items()
-        for field in dataclasses.fields(getattr(run, name))
+def _without_their_switch(run: RunConfig) -> list[str]:
+    """Flags that another one leaves without effect."""
+    modes, by_size = set(run.conditions.modes), run.flow.flow_shift is None
+    long, easy = modes & {"v2v_head", "v2v_tail"}, modes & {"v2v_head_easy", "v2v_tail_easy"}
+    rules = [
+        ("mmdit", "guidance", "needs `--guidance-embed`; give both", run.mmdit.guidance_embed),
+        ("conditions", "v2v_frames", "needs a weight of v2v_head or v2v_tail; give one", long),
+        ("conditions", "v2v_easy_frames", "needs a weight of an easy v2v mode; give one", easy),
+    ]
+    rules += [
+        ("flow", name, "has no effect beside `--flow-shift`; leave one of them out", by_size)
+        for name in _SHIFTS
     ]
     return [
+        f"`{_spelled(getattr(run, section), name)}` {why}."
+        for section, name, why, works in rules
+        if not works
+        and getattr(getattr(run, section), name) != _default(getattr(run, section), name)
+    ]
+
+
+def _encoding_errors(run: RunConfig) -> list[str]:
+    """Encoding that does not take place: preprocessed data says itself how it was encoded."""
+    if run.video.online_encoding:
+        return []
+    # Sampling finds the weights of a VAE and of text encoders by them.
+    samples = run.sample.sample_interval is not None or run.ema.for_sampling
+    samples = samples or run.training.skip_train
+    sections = ("encode",) if samples else ENCODING
+    return [
+        f"`{spelled}` has an effect only with `--online-encoding`; leave it out."
+        for spelled in _changed(run, sections)
+    ]
+
+
+def _changed(run: RunConfig, sections: Sequence[str]) -> list[str]:
+    """Flags of sections that are not at their defaults."""
+    return [
+        _spelled(section, field.name)
+        for name in sections
+        for section in (getattr(run, name),)
+        for field in dataclasses.fields(section)
+        if "help" in field.metadata and getattr(section, field.name) != field.default
+    ]
+
+
+def _listed(run: RunConfig) -> list[tuple[str, str, str]]:
+    """Single flags of sections that are followed otherwise."""
+    return [
         (name, field, reason)
-        for name, field, reason in (*whole, *_REFUSED)
-        if getattr(getattr(run, name), field)
-        not in (_default(getattr(run, name), field), VIDEO_DEFAULTS.get(field))
+        for name, field, reason in _REFUSED
+        if getattr(getattr(run, name), field) != _default(getattr(run, name), field)
     ]
 
 
-def _of_model_and_data(run: RunConfig) -> list[tuple[str, str, str]]:
-    """What the sizes and the data do not leave open."""
-    sizes = ModelConfig(
-        hidden_size=run.model.hidden_size, num_attention_heads=run.model.num_attention_heads
-    )
-    model = run.mmdit.described(sizes)
-    found = [
-        ("model", field.name, "its shape follows from `--mmdit-size` and the flags beside it")
-        for field in dataclasses.fields(run.model)
-        if field.name not in _ALLOWED["model"]
-        and getattr(run.model, field.name)
-        not in (_default(run.model, field.name), getattr(model, field.name))
-    ]
-    return found + [
-        ("data", field.name, "its data is `--video-data-path`")
-        for field in dataclasses.fields(run.data)
-        if field.name not in _ALLOWED["data"]
-        and getattr(run.data, field.name) != _default(run.data, field.name)
+def _bare(run: RunConfig) -> RunConfig:
+    """The run without any flag of the sections of which it follows (almost) nothing."""
+    kept = {name: getattr(run.model, name) for name in _ALLOWED["model"]}
+    changes: dict[str, Any] = {name: type(getattr(run, name))() for name in (*_WHOLE, "data")}
+    return dataclasses.replace(run, model=ModelConfig(**kept), **changes)
+
+
+def _settled(run: RunConfig, bare: RunConfig) -> list[tuple[str, str, str]]:
+    """What the model and the data of a video run do not leave open."""
+    shape = "its shape follows from `--mmdit-size` and the flags beside it"
+    reasons = {**_WHOLE, "model": shape, "data": "its data is `--video-data-path`"}
+    return [
+        (name, field.name, reason)
+        for name, reason in reasons.items()
+        for section in (getattr(run, name),)
+        for field in dataclasses.fields(section)
+        if field.name not in _ALLOWED.get(name, ())
+        and getattr(section, field.name)
+        not in (
+            _default(section, field.name),
+            VIDEO_DEFAULTS.get(field.name),
+            getattr(getattr(bare, name), field.name),
+        )
     ]
 
 

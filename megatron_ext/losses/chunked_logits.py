@@ -29,10 +29,10 @@ class Head:
     chunk_size: int | None
     tp_group: ProcessGroup | None
     sequence_parallel: bool
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    main_grad: bool
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    main_grad: bool = False
 
     def __post_init__(self) -> None:
         size = 1 if self.chunk_size is None else self.chunk_size
@@ -198,9 +198,26 @@ class Gradients:
     ) -> None:
         self.hidden = torch.empty_like(tokens) if wanted[0] else None
         self.weight: Tensor | None = None
+        self._taken = False
         if wanted[1]:
             direct = main is not None and main.dtype == torch.float32
             self.weight = main if direct else torch.zeros_like(weight, dtype=torch.float32)
+
+    def take(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """That of the tokens, scaled in place, and that of the weight as it is; once only.
+
+        Raises:
+            RuntimeError: a second backward pass.
+        """
+        if self._taken:
+            raise RuntimeError(
+                "The gradients of this loss were scaled in place by a first backward pass; compute "
+                "the loss again for a second one."
+            )
+        self._taken = True
+        hidden, weight = self.hidden, self.weight
+        self.hidden = self.weight = None
+        return None if hidden is None else hidden.mul_(scale), weight
 
     def add(self, chunk: Chunk, weight: Tensor) -> None:
         """Add what a chunk, whose logits now are their gradient, gives."""
@@ -214,6 +231,15 @@ class Gradients:
             torch.addmm(total, gradient.t(), tokens, out_dtype=total.dtype, out=total)
         else:
             total.addmm_(chunk.logits.t(), tokens.to(total.dtype))
+
+
+def relative(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights over the largest of them, and that, float32.
+
+    Weights such as 1 / (tokens of the global batch) would make float16 gradients vanish.
+    """
+    largest = weights.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
+    return weights / largest, largest
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.losses.chunked_logits import Gradients, Head, flat, unflat
+from megatron_ext.losses.chunked_logits import Gradients, Head, flat, relative, unflat
 from megatron_ext.losses.vocabulary import VocabularyHead
 
 Inputs = Mapping[str, Tensor]
@@ -89,10 +89,9 @@ class _ChunkedLoss(torch.autograd.Function):
         takes_gradients: bool,
     ) -> tuple[Tensor, Tensor]:
         token_weights = flat(weights).float()
-        # Weights such as 1 / (tokens of the global batch) would make float16 gradients vanish.
-        largest = token_weights.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
+        over_largest, largest = relative(token_weights)
         wanted = tuple(takes_gradients and needed for needed in ctx.needs_input_grad[:2])
-        job = work(token_weights / largest, hidden, weight, wanted)
+        job = work(over_largest, hidden, weight, wanted)
         losses, gradients = job.losses(), job.gradients
         if gradients.hidden is not None:
             gradients.hidden = job.head.reduce(gradients.hidden, hidden)
@@ -103,16 +102,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor, grad_total: Tensor) -> Any:
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            raise RuntimeError(
-                "The gradients of a chunked loss were scaled in place by a first backward pass; "
-                "compute the loss again for a second one."
-            )
         scale = grad_total * ctx.largest
-        of_hidden, of_weight = gradients.hidden, gradients.weight
-        if of_hidden is not None:
-            of_hidden.mul_(scale)
+        of_hidden, of_weight = ctx.gradients.take(scale)
         if of_weight is not None:
             of_weight = of_weight.mul_(scale).to(ctx.dtype)
         return of_hidden, of_weight, None, None, None
@@ -150,15 +141,7 @@ def chunked_loss(
         ConfigError: losses of a wrong shape.
         DataError: inputs or weights whose shape does not fit the hidden states.
     """
-    head = Head(
-        chunk_size=chunk_size,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        ignore_index=-100,
-        label_smoothing=0.0,
-        z_loss=0.0,
-        main_grad=False,
-    )
+    head = Head(chunk_size, tp_group, sequence_parallel)
     head.check(hidden, weight, weights)
     for name, value in inputs.items():
         if value.dim() > 0 and value.shape[:2] != weights.shape:

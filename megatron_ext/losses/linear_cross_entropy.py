@@ -31,6 +31,7 @@ from megatron_ext.losses.chunked_logits import (
     differentiate,
     exponentiate,
     flat,
+    relative,
     unflat,
 )
 
@@ -97,14 +98,12 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, head: Head
     ) -> tuple[Tensor, Tensor]:
         tokens, token_weights = head.tokens(hidden), flat(weights).float()
-        # Weights such as 1 / (tokens of the global batch) would make float16 gradients vanish.
-        largest = token_weights.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
-        relative = token_weights / largest
+        over_largest, largest = relative(token_weights)
         gradients = Gradients(ctx.needs_input_grad, tokens, weight)
         losses = token_weights.new_empty(labels.numel())
         for chunk in chunks(head, tokens, weight, labels):
             losses[chunk.span], lse, total = exponentiate(head, chunk)
-            differentiate(head, chunk, relative[chunk.span], lse, total)
+            differentiate(head, chunk, over_largest[chunk.span], lse, total)
             gradients.add(chunk, weight)
         if gradients.hidden is not None:
             gradients.hidden = head.reduce(gradients.hidden, hidden)
@@ -116,16 +115,8 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor, grad_total: Tensor) -> Any:
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            raise RuntimeError(
-                "The gradients of weighted_linear_cross_entropy were scaled in place by a first "
-                "backward pass; compute the loss again for a second one."
-            )
         scale = grad_total * ctx.largest
-        of_hidden, of_weight = gradients.hidden, gradients.weight
-        if of_hidden is not None:
-            of_hidden.mul_(scale)
+        of_hidden, of_weight = ctx.gradients.take(scale)
         if of_weight is not None and ctx.main_grad is not None:
             ctx.main_grad.addcmul_(of_weight, scale)
             of_weight = _handed_over(ctx.weight_dtype, ctx.main_grad)

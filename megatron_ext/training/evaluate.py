@@ -21,7 +21,9 @@ def evaluate(
         num_microbatches: of each step, unless the source has a plan of its own.
 
     Returns:
-        Losses by name on the last pipeline stage; empty on the others.
+        Losses by name on the last pipeline stage; empty on the others. Those of which the split
+        had no target are left out, such as that of a condition mode; but for the first, which is
+        then 0.
     """
     for chunk in runner.chunks:
         chunk.eval()
@@ -37,7 +39,12 @@ def evaluate(
     finally:
         for chunk in runner.chunks:
             chunk.train()
-    return {key: float(mean_of(entry)) for key, entry in totals.items()}
+    first = next(iter(totals), None)
+    return {
+        key: float(mean_of(entry))
+        for key, entry in totals.items()
+        if key == first or float(entry[1]) > 0
+    }
 
 
 def agreed_length(source: BatchSource, device: torch.device) -> int:

@@ -36,6 +36,7 @@ def train(run: Run) -> int | None:
     collect_garbage = _garbage_collector(run)
     window = LogWindow(run)
     profiler = StepProfiler(run.config, run.context.rank)
+    after_step = None if run.task.after_step is None else run.task.after_step(run)
     saved_at = run.progress.iteration
     while run.progress.iteration < run.num_iterations:
         grown = run.batch_size.update(run.progress.consumed_train_samples)
@@ -55,8 +56,8 @@ def train(run: Run) -> int | None:
         losses = None
         if _due(iteration, run.config.training.eval_interval) and run.evaluates:
             losses = evaluate_split(run, "validation")
-        if run.task.after_step is not None:
-            run.task.after_step(run)
+        if after_step is not None:
+            after_step()
         collect_garbage(iteration)
         stop = run.stop_requests.check(run.device)
         leave = stop is not None or _due(iteration, run.config.training.exit_interval)
@@ -149,6 +150,7 @@ def _evaluate_sources(
                 losses=losses,
                 consumed_samples=run.progress.consumed_train_samples,
                 final=final,
+                perplexity=run.task.perplexity,
             )
         )
         found.append(losses)

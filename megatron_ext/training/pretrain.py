@@ -31,11 +31,17 @@ if TYPE_CHECKING:
     from megatron_ext.data.tokenizers import Tokenizer
     from megatron_ext.training.setup import Run
 
+Work = Callable[["Run"], "int | None"]
+
 logger = logging.getLogger(__name__)
 
 
 def main(
-    task: TaskOrChoice, argv: Sequence[str], *, defaults: Mapping[str, Any] | None = None
+    task: TaskOrChoice,
+    argv: Sequence[str],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    work: Work | None = None,
 ) -> int:
     """Parse the flags, check what can be checked, start the ranks, and train.
 
@@ -43,12 +49,15 @@ def main(
         task: what to train, or a function that chooses it by the configuration.
         argv: the words after the program's name.
         defaults: values of flags in the place of their usual defaults, by their fields' names.
+        work: what to do with the run, in the place of training and evaluation.
 
     Returns:
         The exit code of the program; 2 after a user's error, whose sentences are printed.
     """
     try:
         chosen, device, config, tokenizer = _prepare(task, argv, defaults)
+        if int(os.environ.get("RANK", "0")) == 0 and work is None:
+            print(f"> the resolved configuration:\n{_as_yaml(config)}", flush=True)
     except MegatronExtError as error:
         if int(os.environ.get("RANK", "0")) == 0:
             print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
@@ -56,7 +65,7 @@ def main(
     except _NothingToRun:
         return 0
     return launch(
-        lambda: pretrain(chosen, config, device=device, tokenizer=tokenizer),
+        lambda: pretrain(chosen, config, device=device, tokenizer=tokenizer, work=work),
         nproc_per_node=config.parallel.nproc_per_node,
         device=device,
     )
@@ -90,8 +99,7 @@ def _prepare(
     silence_known_warnings(device.kind)
     if first:
         for note in parsed.notes:
-            print(f"> {note}")
-        print(f"> the resolved configuration:\n{_as_yaml(config)}", flush=True)
+            print(f"> {note}", flush=True)
     return chosen, device, config, tokenizer
 
 
@@ -110,6 +118,14 @@ def stored_config(argv: Sequence[str]) -> dict[str, Any] | None:
     return None if pretrained is None else read_run_config(Path(pretrained))
 
 
+def train_and_evaluate(run: Run) -> int | None:
+    """What the flags ask for; returns the exit code of an early stop."""
+    code = None if run.config.training.skip_train else train(run)
+    if code is None and run.evaluates:
+        evaluate_at_end(run)
+    return code
+
+
 def pretrain(
     task: Task,
     config: RunConfig,
@@ -117,6 +133,7 @@ def pretrain(
     device: Device,
     tokenizer: Tokenizer,
     prepare: Callable[[Run], None] | None = None,
+    work: Work | None = None,
 ) -> int:
     """Train one model on this rank; all ranks call this.
 
@@ -126,6 +143,7 @@ def pretrain(
         device: the kind of device that the ranks run on.
         tokenizer: of the data.
         prepare: called with the parts of the run before it starts, to observe it.
+        work: what to do with the run; None trains and evaluates.
 
     Returns:
         0, or `signals.EXIT_CODE_SIGNAL` when the exit signal ended the run.
@@ -158,9 +176,6 @@ def pretrain(
             run.reporters = reporters
             if prepare is not None:
                 prepare(run)
-            code = None if config.training.skip_train else train(run)
-            if code is None and run.evaluates:
-                evaluate_at_end(run)
-        return code or 0
+            return (work or train_and_evaluate)(run) or 0
     finally:
         context.destroy()

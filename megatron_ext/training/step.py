@@ -109,7 +109,7 @@ class StepRunner:
         self.device = next(p for chunk in chunks for p in chunk.parameters()).device
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self._core = transformer_config
+        self.transformer_config = transformer_config
         self._auxiliary: AuxiliaryScale = transformer_config.auxiliary_scale
         self._has_auxiliary_losses = (
             transformer_config.num_moe_experts is not None or task.auxiliary_losses
@@ -208,9 +208,9 @@ class StepRunner:
         length = self.config.model.seq_length
         assert length is not None
         length //= self.context.pgs.cp.size()
-        if self._core.sequence_parallel:
+        if self.transformer_config.sequence_parallel:
             length //= self.context.pgs.tp.size()
-        return length, self.config.training.batch_sizes[0], self._core.hidden_size
+        return length, self.config.training.batch_sizes[0], self.transformer_config.hidden_size
 
     def _run_core_schedule(
         self,
@@ -285,8 +285,10 @@ class StepRunner:
         totals = reduce_reports(reports, self.context)
         losses = {name: mean_of(total) for name, total in totals.items()}
         counts = {name: total[1] for name, total in totals.items()}
-        if self._core.num_moe_experts is not None:
-            auxiliary = take_auxiliary_losses(self._core, self.context, num_microbatches)
+        if self.transformer_config.num_moe_experts is not None:
+            auxiliary = take_auxiliary_losses(
+                self.transformer_config, self.context, num_microbatches
+            )
             losses |= auxiliary
             counts |= {name: torch.ones_like(loss) for name, loss in auxiliary.items()}
         return StepResult(losses, counts, update)

@@ -56,8 +56,10 @@ class Task:
         step_size: ``(run, num_microbatches)`` to what the coming step of training does.
         boundary_shape: ``(batches, chunk)`` to the shape ``[s, b, h]`` of what passes between
             pipeline stages in a step, where the flags do not decide it.
-        after_step: ``(run)``, called on all ranks after each step of training.
+        after_step: ``(run)``, called when training begins, to what is called on all ranks after
+            each of its steps; None where there is nothing to do.
         sample_name: what a sample is called in the log, whose rate is then shown.
+        perplexity: the losses are cross-entropies, and evaluation reports their exponentials too.
         preflight: ``(config, tokenizer)`` to the configuration with what only the data decides;
             checks the data before any process group exists, on every rank alike.
     """
@@ -70,8 +72,9 @@ class Task:
     source: SourceProvider = text_source
     step_size: Callable[[Run, int], StepSize] = text_step_size
     boundary_shape: BoundaryShape | None = None
-    after_step: Callable[[Run], None] | None = None
+    after_step: Callable[[Run], Callable[[], None] | None] | None = None
     sample_name: str | None = None
+    perplexity: bool = True
     preflight: Preflight = check_gpt_data
 
 

@@ -46,11 +46,12 @@ class LogWindow:
         self._steps = self._skipped = self._nans = self._samples = self._tokens = 0
         self._flops = self._pause = 0.0
         self._last: StepResult | None = None
+        self._last_samples = 0
         self._start = time.perf_counter()
 
     def add(self, result: StepResult, size: StepSize, *, nan: bool) -> None:
         """One more step."""
-        self._last = result
+        self._last, self._last_samples = result, size.samples
         self._steps += 1
         self._samples += size.samples
         self._tokens += size.tokens
@@ -80,7 +81,6 @@ class LogWindow:
         losses = self._means()
         if not losses:
             losses = dict.fromkeys(last.losses, math.nan)
-        batch = run.batch_size.global_batch_size
         elapsed = time.perf_counter() - self._start - self._pause
         record = IterationRecord(
             iteration=run.progress.iteration,
@@ -90,7 +90,7 @@ class LogWindow:
             learning_rate=_in_single_precision(
                 get_canonical_lr_for_logging(run.optimizer.param_groups) or 0.0
             ),
-            global_batch_size=batch,
+            global_batch_size=self._last_samples,
             losses=losses,
             loss_scale=float(run.optimizer.get_loss_scale()),
             grad_norm=last.update.grad_norm,

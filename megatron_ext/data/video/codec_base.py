@@ -6,77 +6,11 @@ causal, ``t = (f - 1) / temporal + 1``: the first frame alone gives the first la
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
-
-PATCH = "patch"
-
-
-@dataclass(frozen=True)
-class CodecConfig:
-    """Which codec, and the sizes of the built-in one.
-
-    Attributes:
-        codec: ``patch``, or the folder of a diffusers video VAE.
-        codec_spatial: pixels of a latent cell on each side (patch codec).
-        codec_temporal: frames of a latent frame after the first (patch codec).
-        codec_channels: channels c; None keeps all ``3 * temporal * spatial²``, without loss; fewer
-            keep the lowest space-time frequencies only (patch codec).
-        codec_shift: grey level that becomes zero, in the range of pixels (patch codec).
-        codec_scale: factor on the latents, best 1 / their standard deviation (patch codec).
-
-    Raises:
-        ConfigError: a size below 1, more channels than there are, a scale or shift of no use, or
-            sizes of the patch codec given for a VAE.
-    """
-
-    codec: str = PATCH
-    codec_spatial: int = 8
-    codec_temporal: int = 4
-    codec_channels: int | None = None
-    codec_shift: float = 0.0
-    codec_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("codec_spatial", "codec_temporal"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"`{name}` ({getattr(self, name)}) must be at least 1; 1 leaves this side "
-                    "as it is."
-                )
-        whole = 3 * self.codec_temporal * self.codec_spatial**2
-        if self.codec_channels is not None and not 1 <= self.codec_channels <= whole:
-            raise ConfigError(
-                f"`codec_channels` ({self.codec_channels}) must lie between 1 and 3 × temporal × "
-                f"spatial² = {whole}; leave it out to keep everything."
-            )
-        if self.codec_scale == 0 or not math.isfinite(self.codec_scale):
-            raise ConfigError(
-                f"`codec_scale` ({self.codec_scale}) must be finite and differ from 0; use 1 / "
-                "standard deviation of the latents."
-            )
-        if not math.isfinite(self.codec_shift):
-            raise ConfigError(
-                f"`codec_shift` ({self.codec_shift}) must be finite; 0 is the middle of the range."
-            )
-        self._refuse_sizes_of_a_vae()
-
-    def _refuse_sizes_of_a_vae(self) -> None:
-        given = [
-            f"`{f.name}` ({getattr(self, f.name)})"
-            for f in fields(self)
-            if f.name != "codec" and getattr(self, f.name) != f.default
-        ]
-        if given and self.codec != PATCH:
-            raise ConfigError(
-                f"{' and '.join(given)} must be left out with `codec` {self.codec}: a VAE's own "
-                f"configuration decides; only `{PATCH}` takes sizes."
-            )
 
 
 class VideoCodec(Protocol):

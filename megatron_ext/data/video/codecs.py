@@ -9,19 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.data.video.codec_base import (
-    PATCH,
-    CodecConfig,
-    VideoCodec,
-    causal_shape,
-    check_channels,
-)
+from megatron_ext.config.encoding import PATCH, CodecConfig
+from megatron_ext.data.video.codec_base import VideoCodec, causal_shape, check_channels
 from megatron_ext.data.video.identity import compared
 from megatron_ext.data.video.patch_transform import band_order, cosine_basis, rotation
 from megatron_ext.data.video.vae import DiffusersCodec
 from megatron_ext.errors import ConfigError, DataError
-
-__all__ = ["PATCH", "CodecConfig", "PatchCodec", "VideoCodec", "build_codec", "codec_from_manifest"]
 
 
 class PatchCodec:
@@ -38,9 +31,9 @@ class PatchCodec:
         self.spatial, self.temporal = config.codec_spatial, config.codec_temporal
         features = 3 * self.temporal * self.spatial**2
         self.channels = config.codec_channels or features
-        basis = cosine_basis(self.temporal, self.spatial)
-        kept = basis[band_order(self.temporal, self.spatial)[: self.channels]]
-        self._matrix = (rotation(self.channels) @ kept).float()
+        kept = band_order(self.temporal, self.spatial)[: self.channels]
+        basis = cosine_basis(self.temporal, self.spatial, kept)
+        self._matrix = (rotation(self.channels) @ basis).float()
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -122,8 +115,8 @@ def codec_from_manifest(
         )
     if identity["codec"] != PATCH and codec_folder is None:
         raise ConfigError(
-            f"The latents were made with a {identity['codec']}, so decoding needs the local folder "
-            "of this VAE; give its path as `codec_folder`."
+            f"The latents were made with the VAE {identity['codec']}, so decoding needs its local "
+            "folder; give its path as `codec_folder`."
         )
     if identity["codec"] != PATCH:
         codec: VideoCodec = build_codec(CodecConfig(str(codec_folder)), device, seed)

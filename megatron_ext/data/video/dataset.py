@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,8 +18,10 @@ from torch.utils.data import Dataset
 from megatron_ext.data.video.encode import ClipEncoder, PlannedClip, VideoSample
 from megatron_ext.data.video.geometry import Bucket, BucketPlan
 from megatron_ext.data.video.sampler import Members
-from megatron_ext.data.video.shards import Shard, read_json, read_null
+from megatron_ext.data.video.shards import Shard, read_manifest, read_null
 from megatron_ext.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 
 class VideoClips(Protocol):
@@ -28,7 +32,20 @@ class VideoClips(Protocol):
     def __getitem__(self, number: int) -> VideoSample: ...
 
     def members(self, default_micro_batch_size: int) -> dict[Bucket, Members]:
-        """Clips of each bucket."""
+        """Clips of each bucket.
+
+        Args:
+            default_micro_batch_size: ``--micro-batch-size``, of buckets without their own.
+        """
+        ...
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """What decides the latents and embeddings; see `manifest.make_manifest`."""
+        ...
+
+    def latent_shape(self, number: int) -> tuple[int, int, int, int]:
+        """Of the latents of a clip, (c, t, h, w)."""
         ...
 
     @property
@@ -45,12 +62,12 @@ class ShardedVideos(Dataset[VideoSample]):
         plan: micro-batch sizes of this run; None takes those of the manifest.
 
     Raises:
-        DataError: the folder is not whole, or a bucket of it is not in the plan.
+        DataError: the folder is not whole.
     """
 
     def __init__(self, folder: str | os.PathLike[str], plan: BucketPlan | None = None) -> None:
         self.folder = Path(folder)
-        self.manifest = read_json(self.folder / "manifest.json")
+        self.manifest = read_manifest(self.folder)
         self._shards = [
             Shard(self.folder, shard["name"], self.manifest, shard["clips"])
             for shard in self.manifest["shards"]
@@ -68,7 +85,11 @@ class ShardedVideos(Dataset[VideoSample]):
         return self._shards[shard].sample(number - int(self._begins[shard]))
 
     def members(self, default_micro_batch_size: int) -> dict[Bucket, Members]:
-        """See `VideoClips.members`."""
+        """See `VideoClips.members`.
+
+        Raises:
+            DataError: a clip's bucket is not in the plan, or not in the manifest.
+        """
         of_clips = np.concatenate([shard.buckets() for shard in self._shards])
         found = {}
         for i, entry in enumerate(self.manifest["buckets"]):
@@ -95,19 +116,30 @@ class ShardedVideos(Dataset[VideoSample]):
 class OnlineVideos(Dataset[VideoSample]):
     """Clips that are decoded and encoded when the loader asks for them; nothing is stored.
 
-    A clip has the same crop each time. In a loader with processes, give the patch codec and hashed
+    A clip has the same crop each time. One whose frames turn out to be damaged, which headers do
+    not show, gives its place to the next of its bucket, with a warning: days of training do not end
+    at one bad file. In a loader with processes, give the patch codec and hashed
     words, or models on the CPU: processes cannot share a GPU's models.
 
     Args:
         clips: in order, each with its bucket.
         encoder: codec and text encoder.
         plan: micro-batch sizes.
+        manifest: what preprocessing would say of them.
     """
 
     def __init__(
-        self, clips: Sequence[PlannedClip], encoder: ClipEncoder, plan: BucketPlan
+        self,
+        clips: Sequence[PlannedClip],
+        encoder: ClipEncoder,
+        plan: BucketPlan,
+        manifest: Mapping[str, Any] | None = None,
     ) -> None:
         self._clips, self._encoder, self._plan = list(clips), encoder, plan
+        self.manifest = dict(manifest or {})
+        self._of_buckets: dict[Bucket, list[int]] = {}
+        for number, planned in enumerate(self._clips):
+            self._of_buckets.setdefault(planned.bucket, []).append(number)
 
     def __len__(self) -> int:
         return len(self._clips)
@@ -115,18 +147,35 @@ class OnlineVideos(Dataset[VideoSample]):
     def __getitem__(self, number: int) -> VideoSample:
         if not 0 <= number < len(self):
             raise IndexError(number)
-        return self._encoder.sample(self._clips[number])
+        same_bucket = self._of_buckets[self._clips[number].bucket]
+        place = bisect_left(same_bucket, number)
+        for other in same_bucket[place:] + same_bucket[:place]:
+            try:
+                return self._encoder.sample(self._clips[other])
+            except DataError as error:
+                logger.warning("Clip %d is replaced by the next of its bucket: %s", other, error)
+        raise DataError(
+            f"None of the {len(same_bucket)} clips of {self._clips[number].bucket} can be decoded; "
+            "the warnings before name them; take them out of the list."
+        )
 
     def members(self, default_micro_batch_size: int) -> dict[Bucket, Members]:
-        """See `VideoClips.members`."""
-        found: dict[Bucket, list[int]] = {}
-        for number, planned in enumerate(self._clips):
-            found.setdefault(planned.bucket, []).append(number)
-        default = default_micro_batch_size
+        """See `VideoClips.members`.
+
+        Raises:
+            DataError: a clip's bucket is not in the plan.
+        """
         return {
-            bucket: Members(clips, _micro_batch_size(bucket, self._plan) or default)
-            for bucket, clips in found.items()
+            bucket: Members(
+                clips, _micro_batch_size(bucket, self._plan) or default_micro_batch_size
+            )
+            for bucket, clips in self._of_buckets.items()
         }
+
+    def latent_shape(self, number: int) -> tuple[int, int, int, int]:
+        """See `VideoClips.latent_shape`."""
+        bucket = self._clips[number].bucket
+        return self._encoder.codec.latent_shape(bucket.num_frames, bucket.height, bucket.width)
 
     @property
     def null_text(self) -> tuple[Tensor, Tensor]:
@@ -206,7 +255,8 @@ def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) ->
         multiple: see `pad_text`.
 
     Raises:
-        DataError: the clips differ in shape, or their sides do not divide by the patch.
+        DataError: the clips differ in shape, references or text encoder, or their sides do not
+            divide by the patch.
     """
     shapes = {tuple(sample.latents.shape) for sample in samples}
     if len(shapes) != 1:
@@ -220,6 +270,11 @@ def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) ->
             f"Latents of {h} × {w} do not divide into patches of {patch} × {patch}; choose "
             "another patch size, codec or resolution."
         )
+    _same(
+        "references",
+        [sorted((n, tuple(p.shape)) for n, p in s.references.items()) for s in samples],
+    )
+    _same("text embeddings", [(tuple(s.text.shape), tuple(s.pooled.shape)) for s in samples])
     text = torch.stack([sample.text for sample in samples])
     return VideoBatch(
         latents=torch.stack([sample.latents for sample in samples]),
@@ -232,3 +287,12 @@ def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) ->
         fps=torch.tensor([sample.fps for sample in samples]),
         numbers=torch.tensor([sample.number for sample in samples]),
     )
+
+
+def _same(what: str, found: Sequence[object]) -> None:
+    differing = next((other for other in found if other != found[0]), None)
+    if differing is not None:
+        raise DataError(
+            f"The clips of a micro-batch must have the same {what}, but have {found[0]} and "
+            f"{differing}; preprocess all of them with the same options."
+        )

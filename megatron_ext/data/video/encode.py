@@ -6,16 +6,16 @@ The one way for preprocessing and for encoding in the data loader, so that both 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from megatron_ext.config.encoding import EncodeConfig
 from megatron_ext.data.video.assign import ClipShape, first_frame, subsampling
 from megatron_ext.data.video.clips import Clip, decode, with_suffix
-from megatron_ext.data.video.codecs import VideoCodec
+from megatron_ext.data.video.codec_base import VideoCodec
 from megatron_ext.data.video.geometry import Bucket
 from megatron_ext.data.video.text_encoders import TextEncoder
-from megatron_ext.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -63,42 +63,6 @@ def reference_name(side: str, num_frames: int) -> str:
     return f"{side}{num_frames}"
 
 
-@dataclass(frozen=True)
-class EncodeConfig:
-    """How clips become samples.
-
-    Attributes:
-        fps_cap: frames per second, at most; faster clips lose every other frame and so on.
-        temporal_crop: ``random``, or ``start``, of clips longer than their bucket.
-        reference_lengths: latent frames of the pieces at both ends that are encoded by themselves
-            (1 for i2v modes, 9 and 17 for v2v modes).
-        seed: of buckets and crops.
-
-    Raises:
-        ConfigError: a value out of range.
-    """
-
-    fps_cap: int = 24
-    temporal_crop: str = "random"
-    reference_lengths: tuple[int, ...] = field(default=(1,))
-    seed: int = 1234
-
-    def __post_init__(self) -> None:
-        if self.fps_cap < 1:
-            raise ConfigError(f"`fps_cap` ({self.fps_cap}) must be at least 1; the usual is 24.")
-        if self.temporal_crop not in ("random", "start"):
-            raise ConfigError(
-                f"`temporal_crop` ({self.temporal_crop}) must be random or start; choose one."
-            )
-        if self.seed < 0:
-            raise ConfigError(f"`seed` ({self.seed}) must be at least 0; raise it.")
-        if any(length < 1 for length in self.reference_lengths):
-            raise ConfigError(
-                f"`reference_lengths` ({list(self.reference_lengths)}) must be latent frames of at "
-                "least 1; 1 serves the i2v modes."
-            )
-
-
 class ClipEncoder:
     """Turns planned clips into samples."""
 
@@ -115,12 +79,12 @@ class ClipEncoder:
         fps = subsampling(planned.shape.fps, self.config.fps_cap)[1]
         caption = self.caption(planned)
         text, pooled = self.text_encoder.encode([caption])
-        latents = self.codec.encode(pixels)
+        latents = self.codec.encode(pixels, number=planned.number)
         return VideoSample(
             latents=latents[0].cpu(),
             text=text[0].cpu(),
             pooled=pooled[0].cpu(),
-            references=self._references(pixels, latents.size(2)),
+            references=self._references(pixels, latents.size(2), planned.number),
             fps=fps if planned.bucket.num_frames > 1 else 0,
             number=planned.number,
             caption=caption,
@@ -140,12 +104,12 @@ class ClipEncoder:
         if config.temporal_crop == "random":
             first = first_frame(
                 planned.shape, bucket.num_frames, planned.number,
-                seed=config.seed, epoch=epoch, fps_cap=config.fps_cap,
+                seed=config.clip_seed, epoch=epoch, fps_cap=config.fps_cap,
             )  # fmt: skip
         size = (bucket.height, bucket.width)
         return decode(planned.clip, first, interval, bucket.num_frames, size)
 
-    def _references(self, pixels: Tensor, num_latent_frames: int) -> dict[str, Tensor]:
+    def _references(self, pixels: Tensor, num_latent_frames: int, number: int) -> dict[str, Tensor]:
         """Pieces at both ends, from their own frames alone, so that no later frame leaks in."""
         found = {}
         for length in self.config.reference_lengths:
@@ -153,7 +117,8 @@ class ClipEncoder:
                 continue
             frames = (length - 1) * self.codec.temporal + 1
             for side, piece in (("head", pixels[:, :, :frames]), ("tail", pixels[:, :, -frames:])):
-                found[reference_name(side, length)] = self.codec.encode(piece)[0].cpu()
+                name = reference_name(side, length)
+                found[name] = self.codec.encode(piece, number=number, piece=name)[0].cpu()
         return found
 
 

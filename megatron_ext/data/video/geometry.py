@@ -210,9 +210,11 @@ def _rule(given: Any) -> BucketRule:
 
 
 def _whole(value: Any) -> int:
-    if isinstance(value, bool) or int(value) != (int(value) if isinstance(value, str) else value):
+    """An int, or text of one, as the keys of JSON are."""
+    number = int(value)
+    if isinstance(value, bool) or (not isinstance(value, str) and number != value):
         raise ValueError(f"{value!r} is no whole number")
-    return int(value)
+    return number
 
 
 def _refuse(name: str) -> Any:

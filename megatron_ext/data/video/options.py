@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_ext.data.video.codecs import CodecConfig
-from megatron_ext.data.video.encode import EncodeConfig
+from megatron_ext.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.data.video.geometry import BucketPlan
 from megatron_ext.data.video.shards import STORAGES
-from megatron_ext.data.video.text_encoders import TextEncoderConfig
 from megatron_ext.errors import ConfigError
 
 

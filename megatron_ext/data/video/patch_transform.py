@@ -23,13 +23,22 @@ def _cosines(n: int) -> Tensor:
     return waves * torch.where(k == 0, math.sqrt(1 / n), math.sqrt(2 / n))
 
 
-def cosine_basis(temporal: int, spatial: int) -> Tensor:
-    """Orthonormal rows over a patch, ``[3pqq, 3pqq]`` float64."""
+def cosine_basis(temporal: int, spatial: int, kept: Tensor | None = None) -> Tensor:
+    """Orthonormal rows over a patch, ``[3pqq, 3pqq]`` float64, or only some of them.
+
+    Args:
+        temporal, spatial: p and q.
+        kept: numbers of the rows wanted, ``[k]`` int64: all of them for large patches would take
+            gigabytes.
+    """
     colours = torch.tensor(_COLOURS, dtype=torch.float64)
     colours /= colours.norm(dim=1, keepdim=True)
-    basis = torch.kron(colours, _cosines(temporal))
     side = _cosines(spatial)
-    return torch.kron(torch.kron(basis, side), side)
+    sizes = (3, temporal, spatial, spatial)
+    numbers = torch.arange(math.prod(sizes)) if kept is None else kept
+    axes = (colours, _cosines(temporal), side, side)
+    rows = [w[n] for w, n in zip(axes, torch.unravel_index(numbers, sizes), strict=True)]
+    return torch.einsum("nc,nt,ny,nx->nctyx", *rows).reshape(len(numbers), -1)
 
 
 def band_order(temporal: int, spatial: int) -> Tensor:

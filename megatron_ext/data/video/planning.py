@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from megatron_ext.config.encoding import EncodeConfig
 from megatron_ext.data.video.assign import ClipShape, Drop, assign, explain
 from megatron_ext.data.video.clips import Clip, probe
-from megatron_ext.data.video.codecs import VideoCodec
-from megatron_ext.data.video.encode import EncodeConfig, PlannedClip
+from megatron_ext.data.video.codec_base import VideoCodec
+from megatron_ext.data.video.encode import PlannedClip
 from megatron_ext.data.video.geometry import BucketPlan, sizes
-from megatron_ext.errors import DataError
+from megatron_ext.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,31 @@ class Dropped:
     detail: str = ""
 
 
-def check_codec(plan: BucketPlan, codec: VideoCodec) -> None:
+def check_codec(plan: BucketPlan, codec: VideoCodec, reference_lengths: Sequence[int] = ()) -> None:
     """Asks the codec for the latent shape of every bucket that the plan can give.
 
+    Args:
+        plan: the buckets.
+        codec: what gives the latents.
+        reference_lengths: of `EncodeConfig`; 1, which images never have, is always allowed.
+
     Raises:
-        ConfigError: a length or a side does not divide.
+        ConfigError: a length or a side does not divide, or no bucket is long enough for a
+            reference.
     """
+    longest = 1
     for resolution, lengths in plan.rules.items():
         for frames, rule in lengths.items():
             if rule.probability:
                 for height, width in sizes(resolution):
-                    codec.latent_shape(frames, height, width)
+                    longest = max(longest, codec.latent_shape(frames, height, width)[1])
+    for length in reference_lengths:
+        if 1 < length >= longest:
+            raise ConfigError(
+                f"`reference_lengths` ({length}) must be less than the latent frames of the "
+                f"longest bucket ({longest}), or no clip has such a reference; leave it out, or "
+                f"add a bucket of at least {length * codec.temporal + 1} frames."
+            )
 
 
 def plan_clips(
@@ -73,7 +88,7 @@ def plan_clips(
             if not isinstance(seen, ClipShape):
                 dropped.append(Dropped(number, clip.path, *seen))
                 continue
-            bucket = assign(seen, plan, number, seed=config.seed, fps_cap=config.fps_cap)
+            bucket = assign(seen, plan, number, seed=config.clip_seed, fps_cap=config.fps_cap)
             if isinstance(bucket, Drop):
                 dropped.append(Dropped(number, clip.path, bucket))
             else:
@@ -103,6 +118,6 @@ def report(dropped: Sequence[Dropped], total: int) -> list[str]:
     lines = explain([d.reason for d in dropped], total)
     first: dict[Drop, str] = {}
     for d in dropped:
-        first.setdefault(d.reason, d.path)
+        first.setdefault(d.reason, d.detail or d.path)
     order = [reason for reason, _ in Counter(d.reason for d in dropped).most_common()]
     return [f"{line} First: {first[why]}" for line, why in zip(lines, order, strict=True)]

@@ -9,13 +9,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from megatron_ext.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.data.preprocess.run import say_to_stderr
-from megatron_ext.data.video.codecs import CodecConfig
-from megatron_ext.data.video.encode import EncodeConfig
 from megatron_ext.data.video.geometry import parse_plan
 from megatron_ext.data.video.options import VideoPreprocessOptions
 from megatron_ext.data.video.run import preprocess
-from megatron_ext.data.video.text_encoders import TextEncoderConfig
 from megatron_ext.errors import ConfigError, MegatronExtError
 
 ConfigT = TypeVar("ConfigT")
@@ -37,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--input", required=True, help="jsonl or csv of path and text, or a folder with .txt files")
     add("--output", required=True, help="folder of the dataset")
     add("--buckets", required=True, metavar="JSON", help="a file, or JSON such as "
-        '{"256px": {"17": [probability, micro-batch size]}}')  # fmt: skip
+        '{"256px": {"17": [probability, micro-batch size]}}, or {"17": probability}')  # fmt: skip
     add("--codec", default="patch", help="patch, or the folder of a diffusers VAE")
     add("--codec-spatial", type=int, default=8, help="pixels of a latent cell (patch)")
     add("--codec-temporal", type=int, default=4, help="frames of a latent frame (patch)")
@@ -55,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--reference-lengths", type=int, nargs="*", default=[1], metavar="N",
         help="latent frames encoded by themselves at both ends: 1 for i2v, 9 and 17 for v2v"
         )  # fmt: skip
-    add("--seed", type=int, default=1234, help="of buckets and crops")
+    add("--clip-seed", type=int, default=1234, help="of buckets and crops")
     add("--storage", default="float32", help="float32 or bfloat16")
     add("--workers", type=int, default=1, help="processes")
     add("--clips-per-shard", type=int, default=1000, help="at most")
@@ -75,7 +73,7 @@ def parse_options(argv: Sequence[str]) -> VideoPreprocessOptions:
     if not given.lstrip().startswith("{"):
         try:
             given = Path(given).read_text("utf-8")
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"`--buckets` ({given}) must be JSON or a file with it, but cannot be read "
                 f"({error}); correct it."

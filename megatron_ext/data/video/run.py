@@ -5,7 +5,6 @@ A killed run keeps its finished shards: the same command goes on after them.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import multiprocessing
 import os
@@ -14,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,14 @@ from filelock import FileLock, Timeout
 from megatron_ext.data.preprocess.run import say_to_stderr
 from megatron_ext.data.video import shards
 from megatron_ext.data.video.assign import Drop
-from megatron_ext.data.video.clips import Clip, read_list
+from megatron_ext.data.video.clips import read_list
 from megatron_ext.data.video.codecs import build_codec
 from megatron_ext.data.video.encode import (
     ClipEncoder,
     PlannedClip,
     reference_names,
 )
+from megatron_ext.data.video.manifest import finished, make_manifest, refuse_other_data, sweep
 from megatron_ext.data.video.options import VideoPreprocessOptions
 from megatron_ext.data.video.planning import Dropped, check_codec, plan_clips, report
 from megatron_ext.data.video.text_encoders import build_text_encoder
@@ -74,24 +75,29 @@ def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Rep
         ConfigError, DataError: one sentence each; finished shards are kept for the next try.
     """
     start = time.monotonic()
-    codec = build_codec(options.codec)
-    check_codec(options.plan, codec)
+    folder, device = Path(options.output), torch.device(options.device)
+    codec = build_codec(options.codec, device, options.encode.clip_seed)
+    check_codec(options.plan, codec, options.encode.reference_lengths)
     clips = read_list(options.input)
     planned, dropped = plan_clips(
         clips, options.plan, options.encode, workers=options.workers,
         tick=_ticker("Looked at", len(clips), say),
     )  # fmt: skip
-    text_encoder = build_text_encoder(options.text_encoder)
-    folder = Path(options.output)
-    folder.mkdir(parents=True, exist_ok=True)
+    text_encoder = build_text_encoder(options.text_encoder, device)
     try:
-        with FileLock(folder / ".lock", timeout=0):
-            manifest = _manifest(options, clips, planned, codec, text_encoder)
-            _refuse_other_data(folder, manifest["fingerprint"])
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".lock", timeout=0), _one_thread():
+            manifest = make_manifest(options, clips, planned, codec, text_encoder)
+            refuse_other_data(folder, manifest["fingerprint"])
+            sweep(folder)
             null = text_encoder.encode([""])
             shards.write_null(folder, null[0][0], null[1][0], options.storage)
             parts = list(_parts(planned, options.clips_per_shard, manifest["buckets"]))
-            done = _encode_parts(options, parts, manifest["fingerprint"], say)
+            encoders = [ClipEncoder(options.encode, codec, text_encoder)]
+            # Worker processes load their own models: the list is emptied before they start, and
+            # must hold the only reference.
+            del codec, text_encoder
+            done = _encode_parts(options, encoders, parts, manifest, say)
             dropped = sorted(dropped + done.dropped, key=lambda drop: drop.number)
             _publish(folder, manifest, parts, done, dropped)
     except Timeout:
@@ -99,11 +105,27 @@ def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Rep
             f"`--output` ({folder}) is being written by another run; wait for it, or give another "
             "folder."
         ) from None
+    except OSError as error:
+        raise DataError(
+            f"`--output` ({folder}) cannot be written ({error}); finished shards are kept, so mend "
+            "this and run the same command again, or give another folder."
+        ) from error
     for line in report(dropped, len(clips)):
         say(line)
     return Report(
         sum(done.kept.values()), dropped, len(parts), done.resumed, time.monotonic() - start
     )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Encodes as worker processes do: sums in another order would give other bytes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _ticker(what: str, total: int, say: Say) -> Callable[[int], None]:
@@ -119,60 +141,6 @@ def _ticker(what: str, total: int, say: Say) -> Callable[[int], None]:
             say(f"{what} {done} of {total} clips, {done / (now - start):.1f}/s, ETA {left:.0f} s")
 
     return tick
-
-
-def _manifest(
-    options: VideoPreprocessOptions,
-    clips: Sequence[Clip],
-    planned: Sequence[PlannedClip],
-    codec: Any,
-    text_encoder: Any,
-) -> dict[str, Any]:
-    """All of the manifest that is known before encoding."""
-    buckets = [
-        {
-            "shape": asdict(bucket),
-            "micro_batch_size": options.plan.rules[bucket.resolution][
-                bucket.num_frames
-            ].micro_batch_size,
-        }
-        for bucket in sorted({p.bucket for p in planned})
-    ]
-    about = {
-        "format": shards.FORMAT,
-        "codec": codec.identity,
-        "text_encoder": text_encoder.identity,
-        "encode": asdict(options.encode),
-        "plan": options.plan.as_dict(),
-        "buckets": buckets,
-        "storage": options.storage,
-        "references": list(reference_names(options.encode.reference_lengths)),
-        "latent_channels": codec.channels,
-        "text_length": text_encoder.length,
-        "text_width": text_encoder.width,
-        "pooled_width": text_encoder.pooled_width,
-    }
-    inputs = [[asdict(clip), *_stamp(clip.path)] for clip in clips]
-    deciding = json.dumps([about, options.clips_per_shard, inputs], sort_keys=True)
-    return {**about, "fingerprint": hashlib.sha256(deciding.encode()).hexdigest()}
-
-
-def _stamp(path: str) -> list[int]:
-    try:
-        stat = os.stat(path)
-    except OSError:
-        return []
-    return [stat.st_size, stat.st_mtime_ns]
-
-
-def _refuse_other_data(folder: Path, fingerprint: str) -> None:
-    """A finished dataset is never overwritten by another."""
-    path = folder / "manifest.json"
-    if path.exists() and shards.read_json(path).get("fingerprint") != fingerprint:
-        raise DataError(
-            f"`--output` ({folder}) holds a dataset of other clips or options; give another "
-            "folder, or remove it first."
-        )
 
 
 def _parts(
@@ -198,21 +166,16 @@ class _Done:
         ]
 
 
-def _finished(folder: Path, part: _Part, fingerprint: str) -> dict[str, Any] | None:
-    """The marker of a shard that an earlier try of the same run finished."""
-    path = folder / f"{part.name}.json"
-    if not path.exists():
-        return None
-    marker = shards.read_json(path)
-    return marker if marker.get("fingerprint") == fingerprint else None
-
-
 def _encode_parts(
-    options: VideoPreprocessOptions, parts: Sequence[_Part], fingerprint: str, say: Say
+    options: VideoPreprocessOptions,
+    encoders: list[ClipEncoder],
+    parts: Sequence[_Part],
+    manifest: dict[str, Any],
+    say: Say,
 ) -> _Done:
     done, todo = _Done(), []
     for part in parts:
-        marker = _finished(Path(options.output), part, fingerprint)
+        marker = finished(Path(options.output), part.name, len(part.clips), manifest)
         if marker is None:
             todo.append(part)
         else:
@@ -222,7 +185,7 @@ def _encode_parts(
         say(f"{done.resumed} of {len(parts)} shards were finished before.")
     tick = _ticker("Encoded", sum(len(part.clips) for part in todo), say)
     encoded = 0
-    for marker in _markers(options, todo, fingerprint):
+    for marker in _markers(options, encoders, todo, manifest["fingerprint"]):
         done.take(marker)
         encoded += marker["clips"] + len(marker["dropped"])
         tick(encoded)
@@ -230,14 +193,19 @@ def _encode_parts(
 
 
 def _markers(
-    options: VideoPreprocessOptions, todo: Sequence[_Part], fingerprint: str
+    options: VideoPreprocessOptions,
+    encoders: list[ClipEncoder],
+    todo: Sequence[_Part],
+    fingerprint: str,
 ) -> Iterator[dict[str, Any]]:
-    """Markers of shards as they are finished."""
+    """Markers of shards as they are finished, by the first encoder, or by worker processes."""
     if options.workers == 1 or len(todo) <= 1:
-        encoder = _encoder(options, options.device)
         for part in todo:
-            yield write_shard(encoder, options, part, fingerprint)
+            yield write_shard(encoders[0], options, part, fingerprint)
         return
+    encoders.clear()
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
     context = multiprocessing.get_context("spawn")
     size = min(options.workers, len(todo))
     counter = context.Value("i", 0)
@@ -275,7 +243,7 @@ def _work(part: _Part, fingerprint: str) -> dict[str, Any]:
 
 def _encoder(options: VideoPreprocessOptions, device: str) -> ClipEncoder:
     place = torch.device(device)
-    codec = build_codec(options.codec, place, options.encode.seed)
+    codec = build_codec(options.codec, place, options.encode.clip_seed)
     return ClipEncoder(options.encode, codec, build_text_encoder(options.text_encoder, place))
 
 

@@ -63,6 +63,31 @@ def read_json(path: Path) -> dict[str, Any]:
     return dict(content)
 
 
+_KEYS = (
+    "codec", "text_encoder", "plan", "buckets", "shards", "references", "storage",
+    "latent_channels", "text_length", "text_width", "pooled_width",
+)  # fmt: skip
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Reads ``manifest.json``, which says what the shards of a folder hold.
+
+    Raises:
+        DataError: it is missing, damaged, of another format, or lacks a part.
+    """
+    path = folder / "manifest.json"
+    manifest = read_json(path)
+    missing = [key for key in _KEYS if key not in manifest]
+    if missing:
+        raise DataError(f"{path} lacks {', '.join(missing)}; {_ADVICE} again.")
+    if manifest["storage"] not in STORAGES:
+        raise DataError(
+            f"{path} has the storage {manifest['storage']}, which must be one of "
+            f"{', '.join(STORAGES)}; {_ADVICE} again."
+        )
+    return manifest
+
+
 def to_storage(tensor: Tensor, storage: str) -> NDArray[Any]:
     """Flat values as they are stored: float32, or the bits of bfloat16 as int16."""
     flat = tensor.detach().reshape(-1)
@@ -72,8 +97,8 @@ def to_storage(tensor: Tensor, storage: str) -> NDArray[Any]:
 
 
 def from_storage(values: NDArray[Any], storage: str) -> Tensor:
-    """The opposite of `to_storage`, float32 or bfloat16, copied out of the mapping."""
-    tensor = torch.from_numpy(np.array(values))
+    """The opposite of `to_storage`, float32 or bfloat16, in the same memory."""
+    tensor = torch.from_numpy(values)
     return tensor.view(torch.bfloat16) if storage == "bfloat16" else tensor
 
 
@@ -98,15 +123,16 @@ class ShardWriter:
         self._folder, self._name, self._storage = folder, name, storage
         self._fields = ("latents", "text", "pooled", "geometry", "caption", *references)
         self._references = references
-        self._stack = ExitStack()
         self._writers: dict[str, IndexedWriter] = {}
 
     def __enter__(self) -> ShardWriter:
         (self._folder / f"{self._name}.json").unlink(missing_ok=True)
-        for field in self._fields:
-            prefix = self._folder / f"{self._name}_{field}"
-            writer = IndexedWriter(prefix, dtype_of(field, self._storage))
-            self._writers[field] = self._stack.enter_context(writer)
+        with ExitStack() as opened:
+            for field in self._fields:
+                prefix = self._folder / f"{self._name}_{field}"
+                writer = IndexedWriter(prefix, dtype_of(field, self._storage))
+                self._writers[field] = opened.enter_context(writer)
+            self._stack = opened.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -131,41 +157,66 @@ class ShardWriter:
 
 
 class Field:
-    """One field of one shard, mapped at the first use."""
+    """One field of one shard.
+
+    Every read opens the file: kept mappings of thousands of shards would use up the open files
+    that a process may have.
+    """
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
-        self.prefix = prefix
+        self.prefix, self._dtype = prefix, dtype
         index = read_index(prefix)
         if index.dtype != dtype:
             raise DataError(
                 f"{idx_path(prefix)} holds {index.dtype.name}, but the manifest says "
                 f"{dtype.name}; {_ADVICE} again."
             )
-        self._dtype = dtype
         self.begins = np.concatenate([[0], np.cumsum(index.lengths, dtype=np.int64)])
         size = bin_path(prefix).stat().st_size if bin_path(prefix).is_file() else -1
         if size != self.begins[-1] * dtype.itemsize:
             raise DataError(
-                f"{bin_path(prefix)} has {size} bytes, but its index asks for "
-                f"{self.begins[-1] * dtype.itemsize}; copy it again, or {_ADVICE} again."
+                f"{bin_path(prefix)} {f'has {size} bytes' if size >= 0 else 'is missing'}, but its "
+                f"index asks for {self.begins[-1] * dtype.itemsize}; copy it again, or {_ADVICE} "
+                "again."
             )
-        self._values: NDArray[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.begins) - 1
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the mapping, which a loader's process makes itself."""
-        return {**self.__dict__, "_values": None}
+    def read(self, first: int, last: int) -> NDArray[Any]:
+        """Values of the clips from ``first`` to before ``last``, flat.
+
+        Raises:
+            DataError: the file has been cut or removed since it was opened.
+        """
+        begin, end = int(self.begins[first]), int(self.begins[last])
+        path = bin_path(self.prefix)
+        try:
+            offset = begin * self._dtype.itemsize
+            values = np.fromfile(path, self._dtype, count=end - begin, offset=offset)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error}); {_ADVICE} again.") from None
+        if len(values) != end - begin:
+            raise DataError(f"{path} was cut while it was in use; {_ADVICE} again.")
+        return values
 
     def __getitem__(self, row: int) -> NDArray[Any]:
-        if self._values is None:
-            empty = self.begins[-1] == 0
-            path = bin_path(self.prefix)
-            self._values = (
-                np.zeros(0, self._dtype) if empty else np.memmap(path, self._dtype, mode="r")
-            )
-        return self._values[self.begins[row] : self.begins[row + 1]]
+        return self.read(row, row + 1)
+
+    def shaped(self, row: int, storage: str, *shape: int) -> Tensor:
+        """One clip's values as they are stored, in a shape, of which one side may be -1.
+
+        Raises:
+            DataError: their number does not fit.
+        """
+        values = self[row]
+        try:
+            return from_storage(values, storage).reshape(shape)
+        except RuntimeError:
+            raise DataError(
+                f"{bin_path(self.prefix)} has {values.size} numbers for clip {row}, which do not "
+                f"fit the shape {shape} of the other files; {_ADVICE} again."
+            ) from None
 
 
 class Shard:
@@ -188,14 +239,31 @@ class Shard:
                     f"{idx_path(held.prefix)} holds {len(held)} clips, but the manifest says "
                     f"{clips} ({field}); {_ADVICE} again."
                 )
+        geometry = self.fields["geometry"]
+        if (np.diff(geometry.begins) != _GEOMETRY).any():
+            raise DataError(
+                f"{idx_path(geometry.prefix)} must give every clip {_GEOMETRY} numbers, but does "
+                f"not; {_ADVICE} again."
+            )
 
     def __len__(self) -> int:
         return len(self.fields["geometry"])
 
     def buckets(self) -> NDArray[np.int64]:
-        """Number of each clip's bucket, ``[n]``."""
-        rows = [self.fields["geometry"][row][:1] for row in range(len(self))]
-        return np.concatenate(rows or [np.zeros(0)]).astype(np.int64)
+        """Number of each clip's bucket, ``[n]``.
+
+        Raises:
+            DataError: a number without a bucket in the manifest.
+        """
+        geometry = self.fields["geometry"]
+        numbers = geometry.read(0, len(self)).reshape(-1, _GEOMETRY)[:, 0].astype(np.int64)
+        known = len(self._manifest["buckets"])
+        if numbers.size and not 0 <= numbers.min() <= numbers.max() < known:
+            raise DataError(
+                f"{bin_path(geometry.prefix)} holds the bucket numbers {numbers.min()} to "
+                f"{numbers.max()}, but the manifest has {known} buckets; {_ADVICE} again."
+            )
+        return numbers
 
     def latent_shape(self, row: int) -> tuple[int, int, int, int]:
         """Of one clip, (c, t, h, w)."""
@@ -203,33 +271,28 @@ class Shard:
         return self._manifest["latent_channels"], t, h, w
 
     def sample(self, row: int) -> VideoSample:
-        """One clip, read from the mapped files."""
-        manifest, storage = self._manifest, self._manifest["storage"]
-        geometry = [int(value) for value in self.fields["geometry"][row]]
-        if len(geometry) != _GEOMETRY:
-            raise DataError(
-                f"{bin_path(self.fields['geometry'].prefix)} row {row} has {len(geometry)} "
-                f"numbers, but must have {_GEOMETRY}; {_ADVICE} again."
-            )
-        _, t, h, w, fps, number = geometry
+        """One clip, read from its files.
+
+        Raises:
+            DataError: a file was changed since it was opened, or its numbers do not fit.
+        """
+        manifest, storage, fields = self._manifest, self._manifest["storage"], self.fields
+        _, t, h, w, fps, number = (int(value) for value in fields["geometry"][row])
         channels = manifest["latent_channels"]
-
-        def tensor(field: str, *shape: int) -> Tensor:
-            return from_storage(self.fields[field][row], storage).reshape(shape)
-
         references = {
-            name: tensor(name, channels, -1, h, w)
+            name: fields[name].shaped(row, storage, channels, -1, h, w)
             for name in manifest["references"]
-            if self.fields[name][row].size
+            if fields[name].begins[row + 1] > fields[name].begins[row]
         }
+        length, width = manifest["text_length"], manifest["text_width"]
         return VideoSample(
-            latents=tensor("latents", channels, t, h, w),
-            text=tensor("text", manifest["text_length"], manifest["text_width"]),
-            pooled=tensor("pooled", manifest["pooled_width"]),
+            latents=fields["latents"].shaped(row, storage, channels, t, h, w),
+            text=fields["text"].shaped(row, storage, length, width),
+            pooled=fields["pooled"].shaped(row, storage, manifest["pooled_width"]),
             references=references,
             fps=fps,
             number=number,
-            caption=self.fields["caption"][row].tobytes().decode(),
+            caption=fields["caption"][row].tobytes().decode(errors="replace"),
         )
 
 
@@ -242,10 +305,18 @@ def write_null(folder: Path, text: Tensor, pooled: Tensor, storage: str) -> None
 
 
 def read_null(folder: Path, manifest: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The encoded empty caption, ``[l, d]`` and ``[e]``."""
+    """The encoded empty caption, ``[l, d]`` and ``[e]``.
+
+    Raises:
+        DataError: it is missing, damaged, or of other sizes.
+    """
     storage = manifest["storage"]
+    shapes = {
+        "text": (manifest["text_length"], manifest["text_width"]),
+        "pooled": (manifest["pooled_width"],),
+    }
     text, pooled = (
-        from_storage(Field(folder / f"null_{name}", dtype_of(name, storage))[0], storage)
-        for name in ("text", "pooled")
+        Field(folder / f"null_{name}", dtype_of(name, storage)).shaped(0, storage, *shape)
+        for name, shape in shapes.items()
     )
-    return text.reshape(manifest["text_length"], manifest["text_width"]), pooled
+    return text, pooled

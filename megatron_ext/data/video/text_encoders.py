@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,66 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_ext.config.encoding import HASHED, T5_CLIP, TextEncoderConfig
 from megatron_ext.data.video.identity import compared, public
 from megatron_ext.errors import ConfigError, DataError
 
-HASHED = "hashed"
-T5_CLIP = "t5-clip"
-_WIDTH = 64
 _WORD = re.compile(r"[^\W_]+")
-
-
-@dataclass(frozen=True)
-class TextEncoderConfig:
-    """Which text encoder, and its sizes.
-
-    Attributes:
-        text_encoder: ``hashed``, or ``t5-clip``.
-        t5_path, clip_path: local folders of the two models (t5-clip).
-        text_length: rows of an encoded caption; longer captions are cut, as the model's own.
-        text_width: width of the rows (hashed).
-        pooled_width: width of the pooled vector (hashed).
-
-    Raises:
-        ConfigError: an unknown name, a folder that is missing or of no use, a size below 1, or
-            sizes of hashed words given for models.
-    """
-
-    text_encoder: str = HASHED
-    t5_path: str | None = None
-    clip_path: str | None = None
-    text_length: int = 512
-    text_width: int = _WIDTH
-    pooled_width: int = _WIDTH
-
-    def __post_init__(self) -> None:
-        if self.text_encoder not in (HASHED, T5_CLIP):
-            raise ConfigError(
-                f"`text_encoder` ({self.text_encoder}) must be {HASHED} or {T5_CLIP}; choose one."
-            )
-        for name in ("text_length", "text_width", "pooled_width"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"`{name}` ({getattr(self, name)}) must be at least 1; raise it.")
-        for name in ("text_width", "pooled_width"):
-            if self.text_encoder == T5_CLIP and getattr(self, name) != _WIDTH:
-                raise ConfigError(
-                    f"`{name}` ({getattr(self, name)}) must be left out with `text_encoder` "
-                    f"{T5_CLIP}: the models decide; only {HASHED} takes it."
-                )
-        for name in ("t5_path", "clip_path"):
-            path = getattr(self, name)
-            if self.text_encoder == HASHED and path is not None:
-                raise ConfigError(
-                    f"`{name}` ({path}) has an effect only with `text_encoder` {T5_CLIP}; choose "
-                    "it, or leave the path out."
-                )
-            if self.text_encoder == T5_CLIP and not (
-                path and (Path(path) / "config.json").exists()
-            ):
-                raise ConfigError(
-                    f"`{name}` ({path}) must be a local folder with a config.json when "
-                    f"`text_encoder` is {T5_CLIP}; nothing is loaded from a hub, so give the path."
-                )
 
 
 class TextEncoder(Protocol):
@@ -281,6 +225,11 @@ def _load(
 def _read_settings(name: str, path: str) -> dict[str, Any]:
     try:
         return dict(json.loads((Path(path) / "config.json").read_bytes()))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"`{name}` ({path}) must be a local folder with a config.json; nothing is loaded from "
+            "a hub, so correct the path."
+        ) from None
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"`{name}` ({path}) has a config.json that cannot be read ({error}); copy it again."

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.data.video.codec_base import PATCH, causal_shape, check_channels
+from megatron_ext.config.encoding import PATCH
+from megatron_ext.data.video.codec_base import causal_shape, check_channels
 from megatron_ext.data.video.draws import generator
 from megatron_ext.data.video.identity import public
 from megatron_ext.errors import ConfigError
@@ -91,7 +92,8 @@ class DiffusersCodec:
         draws = generator(self._seed, number, f"posterior {piece}")
         noise = torch.from_numpy(draws.standard_normal(wanted, dtype=np.float32))
         sample = posterior.mean.float() + posterior.std.float() * noise.to(self.device)
-        return (sample - self._mean) / self._std
+        latents: Tensor = (sample - self._mean) / self._std
+        return latents
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -131,20 +133,20 @@ def _load_vae(folder: str, settings: dict[str, Any]) -> Any:
     kind = getattr(diffusers, name, None) if str(name).startswith("Autoencoder") else None
     if kind is None:
         raise ConfigError(
-            f"`codec` ({folder}) is a {name}, which is no VAE of the installed diffusers; give the "
-            "folder of a VAE, or install a newer diffusers."
+            f"`codec` ({folder}) is of the class {name}, which is no VAE of the installed "
+            "diffusers; give the folder of a VAE, or install a newer diffusers."
         )
     try:
         vae, info = kind.from_pretrained(folder, local_files_only=True, output_loading_info=True)
     # Broken weights give errors of safetensors, pickle and torch, which share no class.
     except Exception as error:
         raise ConfigError(
-            f"`codec` ({folder}) holds a {name} whose weights cannot be loaded ({error}); copy the "
-            "whole folder again."
+            f"`codec` ({folder}) holds an {name} whose weights cannot be loaded ({error}); copy "
+            "the whole folder again."
         ) from error
     if info["missing_keys"]:
         raise ConfigError(
-            f"`codec` ({folder}) holds a {name} without the weights {sorted(info['missing_keys'])};"
-            " copy the whole folder again."
+            f"`codec` ({folder}) lacks the weights {', '.join(sorted(info['missing_keys']))}; copy "
+            "the whole folder again."
         )
     return vae

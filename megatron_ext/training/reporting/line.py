@@ -53,7 +53,9 @@ def evaluation_lines(record: EvaluationRecord) -> list[str]:
         where += " with averaged weights"
     text = f" validation loss at {where} | "
     for name, value in record.losses.items():
-        text += f"{name} value: {value:.6E} | {name} PPL: {math.exp(min(20, value)):.6E} | "
+        text += f"{name} value: {value:.6E} | "
+        if record.perplexity:
+            text += f"{name} PPL: {math.exp(min(20, value)):.6E} | "
     frame = "-" * (len(text) + 1)
     return [frame, text, frame]
 

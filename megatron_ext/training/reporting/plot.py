@@ -59,10 +59,11 @@ def _plot_losses(axes: Axes, train: list[Row], evaluations: list[Row], resumed: 
     )
     for name in names:
         _draw(axes, *_series(train, name), label=f"{name}, training")
+    first = next(iter(names), "lm loss")
     for split in dict.fromkeys(row["split"] for row in evaluations):
-        mine = [row for row in evaluations if row["split"] == split and "lm loss" in row]
-        steps, values = _series(mine, "lm loss")
-        label = f"lm loss, {split}"
+        mine = [row for row in evaluations if row["split"] == split and first in row]
+        steps, values = _series(mine, first)
+        label = f"{first}, {split}"
         axes.plot(steps, values, linestyle="--", marker="o", markersize=4, label=label)
     for step in resumed:
         axes.axvline(step, color="tab:gray", linestyle=":", linewidth=1)

@@ -116,6 +116,7 @@ class EvaluationRecord:
         losses: by name.
         consumed_samples: training samples used so far.
         final: after the last step.
+        perplexity: the losses are cross-entropies, whose exponentials are perplexities.
     """
 
     split: str
@@ -123,6 +124,7 @@ class EvaluationRecord:
     losses: dict[str, float] = field(default_factory=dict)
     consumed_samples: int = 0
     final: bool = False
+    perplexity: bool = True
 
 
 class Reporter(Protocol):

@@ -5,49 +5,101 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from megatron_ext.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.data.gpt import Datasets
 from megatron_ext.data.loader import BatchSource
 from megatron_ext.data.video.conditions import sections
-from megatron_ext.data.video.dataset import ShardedVideos
+from megatron_ext.data.video.dataset import ShardedVideos, VideoClips
 from megatron_ext.data.video.encode import reference_name
 from megatron_ext.data.video.geometry import parse_plan
+from megatron_ext.data.video.online import open_online
+from megatron_ext.data.video.options import VideoPreprocessOptions
 from megatron_ext.data.video.plan import Geometry, VideoPlan
 from megatron_ext.data.video.sampler import BucketSteps
+from megatron_ext.data.video.shards import read_manifest, read_null
 from megatron_ext.data.video.step_loader import VideoLoader
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.models.mmdit.flops import flops_of_clip
 from megatron_ext.models.mmdit.stages import stage_blocks
 from megatron_ext.models.mmdit.tokens import grid
 from megatron_ext.training.video.microbatch import FlowMaker, FlowMicrobatch
+from megatron_ext.training.video.requests import check_sampling
 from megatron_ext.training.window import StepSize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from megatron_ext.config import RunConfig
+    from megatron_ext.config.mmdit import MMDiTConfig
     from megatron_ext.data.tokenizers import Tokenizer
-    from megatron_ext.layout import ParallelContext
     from megatron_ext.training.setup import Run
+
+Encoding = tuple[CodecConfig, TextEncoderConfig, EncodeConfig]
 
 EVALUATION_SEED = 1 << 32
 """Added to the seed, so that validation clips never share their noise with training clips."""
 
 
+def open_videos(config: RunConfig, path: str) -> VideoClips:
+    """The clips of a folder, or of a list of clips with ``--online-encoding``.
+
+    Raises:
+        ConfigError, DataError: see `ShardedVideos` and `open_online`.
+    """
+    encoding = (config.codec, config.text_encoder, config.encode)
+    return _opened(path, config.video.video_buckets, encoding if _online(config) else None)
+
+
+def manifest_of(config: RunConfig) -> dict[str, Any]:
+    """What the training data says of itself; clips that are encoded already are not opened."""
+    path = config.video.video_data_path
+    assert path is not None
+    if _online(config):
+        return open_videos(config, path).manifest
+    return read_manifest(Path(path))
+
+
+def null_text_of(config: RunConfig) -> tuple[Tensor, Tensor]:
+    """The encoded empty caption of the training data, ``[l, d]`` and ``[e]``."""
+    path = config.video.video_data_path
+    assert path is not None
+    if _online(config):
+        return open_videos(config, path).null_text
+    return read_null(Path(path), manifest_of(config))
+
+
+def _online(config: RunConfig) -> bool:
+    return config.video.online_encoding
+
+
 @lru_cache(maxsize=4)
-def open_videos(folder: str, buckets: str | None) -> ShardedVideos:
-    """The data of a folder; checked once, for the ranks that are forked later too."""
-    return ShardedVideos(folder, None if buckets is None else parse_plan(buckets))
+def _opened(path: str, buckets: str | None, encoding: Encoding | None) -> VideoClips:
+    """Checked and planned once, for the ranks that are forked later too."""
+    plan = None if buckets is None else parse_plan(buckets)
+    if encoding is None:
+        return ShardedVideos(path, plan)
+    assert plan is not None
+    codec, text_encoder, encode = encoding
+    options = VideoPreprocessOptions(
+        input=path, output="", plan=plan, codec=codec, text_encoder=text_encoder, encode=encode
+    )
+    return open_online(options, tell=int(os.environ.get("RANK", "0")) == 0)
 
 
 @dataclass(frozen=True)
 class VideoSplit:
     """One split, and in which order its clips come."""
 
-    clips: ShardedVideos
+    path: str
+    clips: VideoClips
     plan: VideoPlan
 
 
@@ -64,7 +116,7 @@ def open_split(config: RunConfig, folder: str, *, shuffle: bool) -> VideoSplit:
     Raises:
         ConfigError, DataError: see `ShardedVideos`, `BucketSteps`, `parse_plan`.
     """
-    clips = open_videos(folder, config.video.video_buckets)
+    clips = open_videos(config, folder)
     micro_batch_size, batch = config.training.batch_sizes
     replicas = config.parallel.data_parallel_size
     members = clips.members(micro_batch_size)
@@ -82,10 +134,10 @@ def open_split(config: RunConfig, folder: str, *, shuffle: bool) -> VideoSplit:
     units = {str(bucket): len(held.clips) for bucket, held in members.items()}
     deciding = [clips.manifest["fingerprint"], units, batch, config.training.seed]
     identity = hashlib.sha256(json.dumps(deciding).encode()).hexdigest()
-    return VideoSplit(clips, VideoPlan(steps, geometries, identity))
+    return VideoSplit(folder, clips, VideoPlan(steps, geometries, identity))
 
 
-def _geometry(config: RunConfig, clips: ShardedVideos, number: int) -> Geometry:
+def _geometry(config: RunConfig, clips: VideoClips, number: int) -> Geometry:
     shape = clips.latent_shape(number)
     t, rows, columns = grid(shape[1:], config.mmdit.sizes(config.model).patch_size)
     image, text = t * rows * columns, int(clips.manifest["text_length"])
@@ -115,13 +167,11 @@ def prepare_video(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     """
     video = config.video
     assert video.video_data_path is not None
-    manifest = open_videos(video.video_data_path, video.video_buckets).manifest
+    manifest = open_videos(config, video.video_data_path).manifest
+    if config.sample.sample_interval is not None:
+        check_sampling(config, manifest)
     mmdit = dataclasses.replace(
-        config.mmdit,
-        channels=manifest["latent_channels"],
-        text_width=manifest["text_width"],
-        pooled_width=manifest["pooled_width"],
-        cond_embed=config.conditions.modes != ("t2v",),
+        with_widths(config.mmdit, manifest), cond_embed=config.conditions.modes != ("t2v",)
     )
     training = config.training
     evaluates = video.video_valid_path is not None and training.eval_iters > 0
@@ -136,11 +186,23 @@ def prepare_video(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     _check_references(config, train)
     if video.video_valid_path is not None:
         _check_same_kind(train, open_split(config, video.video_valid_path, shuffle=False))
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(bucket_table(train), flush=True)
     longest = max(geometry.num_tokens for geometry in train.plan.geometries.values())
     model = dataclasses.replace(
         config.model, seq_length=longest, max_position_embeddings=longest, padded_vocab_size=None
     )
     return dataclasses.replace(config, model=model)
+
+
+def with_widths(mmdit: MMDiTConfig, manifest: Mapping[str, Any]) -> MMDiTConfig:
+    """The model for the latents and embeddings of a dataset."""
+    return dataclasses.replace(
+        mmdit,
+        channels=manifest["latent_channels"],
+        caption_width=manifest["text_width"],
+        pooled_caption_width=manifest["pooled_width"],
+    )
 
 
 def _check_references(config: RunConfig, split: VideoSplit) -> None:
@@ -168,8 +230,8 @@ def _check_same_kind(train: VideoSplit, valid: VideoSplit) -> None:
     for name in ("codec", "text_encoder"):
         if train.clips.manifest[name] != valid.clips.manifest[name]:
             raise ConfigError(
-                f"`--video-valid-path` ({valid.clips.folder}) was encoded by another "
-                f"{name.replace('_', ' ')} than `--video-data-path` ({train.clips.folder}); "
+                f"`--video-valid-path` ({valid.path}) was encoded by another "
+                f"{name.replace('_', ' ')} than `--video-data-path` ({train.path}); "
                 "preprocess both alike."
             )
 
@@ -256,7 +318,7 @@ def video_step_size(run: Run, num_microbatches: int) -> StepSize:
     )
 
 
-def bucket_table(split: VideoSplit, context: ParallelContext) -> str:
+def bucket_table(split: VideoSplit) -> str:
     """The buckets of a split, one a line, with the clips that an epoch leaves out."""
     steps = split.plan.steps
     lines = [

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ext.data.video.codecs import CodecConfig, build_codec
+from megatron_ext.config.encoding import CodecConfig
+from megatron_ext.data.video.codecs import build_codec
 from megatron_ext.data.video.patch_transform import cosine_basis, rotation
 from megatron_ext.errors import ConfigError, DataError
 
@@ -54,3 +55,51 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
         CodecConfig(codec_channels=769)
     with pytest.raises(ConfigError, match=r"must be `patch` or a local folder"):
         build_codec(CodecConfig(codec="/nowhere"))
+
+
+@pytest.mark.parametrize(("temporal", "spatial"), [(1, 2), (2, 4), (4, 2), (8, 2)])
+def test_inverse_and_causality_of_other_patches(temporal: int, spatial: int) -> None:
+    codec = build_codec(CodecConfig(codec_temporal=temporal, codec_spatial=spatial))
+    pixels = torch.rand(1, 3, 2 * temporal + 1, 8, 12, generator=torch.Generator().manual_seed(0))
+    latents = codec.encode(pixels)
+    assert latents.shape == (1, 3 * temporal * spatial**2, 3, 8 // spatial, 12 // spatial)
+    torch.testing.assert_close(codec.decode(latents), pixels, atol=1e-5, rtol=0)
+    changed = pixels.clone()
+    changed[:, :, 1:] += 1
+    assert torch.equal(codec.encode(changed)[:, :, :1], latents[:, :, :1])
+    # The transform is orthogonal: it keeps the energy of all frames, the first counted repeatedly.
+    energy = pixels.square().sum() + (temporal - 1) * pixels[:, :, 0].square().sum()
+    torch.testing.assert_close(latents.square().sum(), energy)
+
+
+def test_what_was_encoded_before_can_be_decoded_for_ever() -> None:
+    """The rotation is fixed: other numbers would make every stored latent useless."""
+    assert rotation(3).tolist() == [pytest.approx(row, abs=1e-12) for row in ROTATION_OF_THREE]
+
+
+ROTATION_OF_THREE = [
+    [0.908295984389481, 0.418197189555119, -0.010464960111879],
+    [-0.033019571207838, 0.046733290007737, -0.998361511438769],
+    [0.417022916227866, -0.907153300304448, -0.056256351530770],
+]
+
+
+def test_rows_of_a_basis_by_themselves() -> None:
+    rows = torch.tensor([5, 0, 47])
+    assert torch.equal(cosine_basis(4, 2, rows), cosine_basis(4, 2)[rows])
+    colours = cosine_basis(1, 1)
+    assert torch.allclose(colours[0], torch.full((3,), 3**-0.5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"codec_spatial": 0}, r"`codec_spatial` \(0\) must be at least 1; 1 leaves this side"),
+        ({"codec_scale": 0.0}, r"`codec_scale` \(0.0\) must be finite and differ from 0; use 1 /"),
+        ({"codec_scale": float("nan")}, r"`codec_scale` \(nan\) must be finite"),
+        ({"codec_shift": float("inf")}, r"`codec_shift` \(inf\) must be finite; 0 is the middle"),
+    ],
+)
+def test_options_of_no_use(wrong: dict[str, float], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        CodecConfig(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,123 @@
+"""tools/sample_video.py: clips from a training checkpoint, in any layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.checkpoint import read_run_config
+from megatron_ext.config.cli import read_words
+from megatron_ext.config.video_rules import ENCODING, VIDEO_DEFAULTS
+from megatron_ext.data.gpt import Datasets
+from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.training.pretrain import main
+from megatron_ext.training.task import Task
+from megatron_ext.training.video.data import manifest_of, with_widths
+from megatron_ext.training.video.requests import check_sampling
+from megatron_ext.training.video.samples import ClipSampler
+
+if TYPE_CHECKING:
+    from megatron_ext.config import RunConfig
+    from megatron_ext.data.tokenizers import Tokenizer
+    from megatron_ext.training.setup import Run
+
+_STORED = ("mmdit", "flow", "conditions", *ENCODING)
+"""Sections of the checkpoint's configuration that decide what the model is and how it samples."""
+
+
+_DATA = ("video_data_path", "video_buckets", "online_encoding")
+
+
+def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
+    """Values of flags as the checkpoint has them; the command line wins over them.
+
+    Raises:
+        ConfigError: no ``--load``, no captions, no folder for the clips, or no video model.
+        CheckpointError: see `read_run_config`.
+    """
+    asked = read_words(argv).values
+    given, sample = asked.get("checkpoint", {}), asked.get("sample", {})
+    missing = []
+    if not given.get("load"):
+        missing.append("`--load` is missing; give the --save folder of a run of pretrain_video.py.")
+    if not sample.get("sample_prompts") and not sample.get("sample_texts"):
+        missing.append("Captions are missing; give `--sample-prompts` or `--sample-texts`.")
+    if not sample.get("sample_dir"):
+        missing.append("`--sample-dir` is missing; give the folder for the clips.")
+    if missing:
+        raise ConfigError(missing)
+    stored = read_run_config(Path(given["load"]), given.get("ckpt_step"))
+    if not stored.get("video", {}).get("video"):
+        raise ConfigError(
+            f"`--load` ({given['load']}) must be a checkpoint of pretrain_video.py, but holds "
+            "another kind of model; give another."
+        )
+    return {**VIDEO_DEFAULTS, **_of_stored(stored), "for_sampling": _averaged(stored, sample)}
+
+
+def _of_stored(stored: Mapping[str, Any]) -> dict[str, Any]:
+    values = {name: value for section in _STORED for name, value in stored[section].items()}
+    for name in ("hidden_size", "num_attention_heads"):
+        values[name] = stored["model"][name]
+    for name in ("bf16", "fp16"):
+        values[name] = stored["precision"][name]
+    return values | {
+        **{name: stored["video"][name] for name in _DATA},
+        "skip_train": True,
+        "eval_iters": 0,
+        "micro_batch_size": 1,
+        "ema_decay": None,
+    }
+
+
+def _averaged(stored: Mapping[str, Any], sample: Mapping[str, Any]) -> bool:
+    return bool(stored["ema"]["ema_decay"]) and sample.get("sample_ema", True)
+
+
+def prepare_sampling(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
+    """Check what is asked for before any process group exists; see `Task.preflight`."""
+    manifest = manifest_of(config)
+    check_sampling(config, manifest)
+    return dataclasses.replace(config, mmdit=with_widths(config.mmdit, manifest))
+
+
+def no_datasets(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    sizes: Sequence[int | None],
+    is_built_on_rank: Callable[[], bool],
+) -> Datasets:
+    """Nothing is read but the manifest of the data."""
+    return Datasets(None, None, None)
+
+
+def sample_at_once(run: Run) -> None:
+    """Sample the clips and write them into ``--sample-dir``."""
+    folder = run.config.sample.sample_dir
+    assert folder is not None
+    ClipSampler(run)(Path(folder))
+
+
+def sample_video(task: Task, argv: Sequence[str]) -> int:
+    """The program.
+
+    Args:
+        task: of pretrain_video.py.
+        argv: the words after the program's name.
+
+    Returns:
+        Its exit code.
+    """
+    try:
+        defaults = {} if {"-h", "--help"} & {*argv} else defaults_of(argv)
+    except MegatronExtError as error:
+        print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
+        return EXIT_CODE_USER_ERROR
+    sampling = dataclasses.replace(
+        task, preflight=prepare_sampling, datasets=no_datasets, after_step=None
+    )
+    return main(sampling, argv, defaults=defaults, work=sample_at_once)

@@ -1,0 +1,134 @@
+"""Clips sampled from captions by the model of a run: now and then while it trains, or at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.data.video.text_dropout import Text
+from megatron_ext.sampling.clips import write_clips
+from megatron_ext.sampling.requests import EncodedRequests
+from megatron_ext.training.video.agreement import on_reporting_rank
+from megatron_ext.training.video.data import manifest_of, null_text_of
+from megatron_ext.training.video.generate import (
+    decoded,
+    encode_on_reporting_rank,
+    generate_latents,
+)
+from megatron_ext.training.video.requests import (
+    build_codec_of,
+    build_text_encoder_of,
+    requests_of,
+    sampling_config,
+    shape_of,
+)
+from megatron_ext.training.video.velocity import ParallelVelocity, forward_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from megatron_ext.training.setup import Run
+
+
+class ClipSampler:
+    """Samples the clips of a run's prompts; all ranks build and call it together.
+
+    Args:
+        run: whose model samples.
+
+    Raises:
+        ConfigError, DataError: prompts, references or encoders of no use; on all ranks alike.
+    """
+
+    def __init__(self, run: Run) -> None:
+        config = run.config
+        self._run, self._requests = run, requests_of(config)
+        manifest = manifest_of(config)
+        self._shape = shape_of(config.sample, manifest)
+        self._codec = on_reporting_rank(
+            lambda: build_codec_of(config, manifest, run.device), "Building the codec", run.context
+        )
+        self._encoded = self._encode(manifest)
+        sizes = config.mmdit.sizes(config.model)
+        core = run.runner.transformer_config
+        self._velocity = ParallelVelocity(
+            run.runner.engine or forward_engine(run.chunks, core, run.context),
+            run.chunks,
+            run.context,
+            patch_size=sizes.patch_size,
+            guidance=config.mmdit.guidance if sizes.guidance_embed else None,
+        )
+
+    def _encode(self, manifest: Mapping[str, Any]) -> EncodedRequests:
+        """Once for all calls; text encoders of many gigabytes go again."""
+        config, context = self._run.config, self._run.context
+        text_encoder = on_reporting_rank(
+            lambda: build_text_encoder_of(config, manifest, self._run.device),
+            "Building the text encoder",
+            context,
+        )
+        text, pooled = null_text_of(config)
+        return encode_on_reporting_rank(
+            self._requests,
+            self._shape,
+            self._codec,
+            text_encoder,
+            context,
+            null=Text(text[None].float(), pooled[None].float()),
+            conditions=config.conditions,
+        )
+
+    def __call__(self, folder: Path) -> None:
+        """Sample the clips and write them, with the averaged weights where the run keeps them.
+
+        Raises:
+            DataError: on all ranks, where the files cannot be written.
+        """
+        run, sample = self._run, self._run.config.sample
+        ema = run.ema if sample.sample_ema else None
+        with run.parameter_gather.paused(), ema.swapped_in(run.chunks) if ema else nullcontext():
+            latents = generate_latents(
+                self._velocity,
+                self._encoded,
+                flow=run.config.flow,
+                sampling=sampling_config(sample),
+                seed=sample.sample_seed,
+                context=run.context,
+                batch_size=sample.sample_batch_size,
+            )
+        facts = {"iteration": run.progress.iteration, "averaged_weights": ema is not None}
+
+        def write() -> None:
+            assert latents is not None and self._codec is not None
+            pixels = decoded(self._codec, latents, sample.sample_batch_size)
+            if not bool(pixels.isfinite().all()):
+                run.reporters.say("the sampled clips are not finite and are not written")
+                return
+            write_clips(
+                folder,
+                pixels,
+                self._requests,
+                fps=self._shape.fps,
+                seed=sample.sample_seed,
+                facts=facts,
+            )
+            run.reporters.say(f"sampled {len(self._requests)} clips into {folder}")
+
+        on_reporting_rank(write, f"Writing clips into {folder}", run.context)
+
+
+def sample_while_training(run: Run) -> Callable[[], None] | None:
+    """Sample after each multiple of ``--sample-interval``; see `Task.after_step`."""
+    sample = run.config.sample
+    if sample.sample_interval is None:
+        return None
+    interval, sampler = sample.sample_interval, ClipSampler(run)
+    root = Path(sample.sample_dir or Path(run.config.checkpoint.save or ".") / "samples")
+
+    def after_step() -> None:
+        if run.progress.iteration % interval == 0:
+            sampler(root / f"iter_{run.progress.iteration:07}")
+
+    return after_step

@@ -1,0 +1,90 @@
+"""Clips of a moving bar, as files of every kind, and datasets of them."""
+
+from __future__ import annotations
+
+import struct
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+from PIL import Image
+
+from megatron_ext.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
+from megatron_ext.data.video.clips import read_list
+from megatron_ext.data.video.codecs import build_codec
+from megatron_ext.data.video.encode import ClipEncoder, PlannedClip
+from megatron_ext.data.video.geometry import parse_plan
+from megatron_ext.data.video.planning import plan_clips
+from megatron_ext.data.video.text_encoders import build_text_encoder
+
+CODEC = CodecConfig(codec_spatial=4, codec_channels=24)
+TEXT = TextEncoderConfig(text_length=6, text_width=16)
+FLAGS = ["--codec-spatial=4", "--codec-channels=24", "--text-length=6", "--text-width=16"]
+PLAN = parse_plan({"32px": {"1": [1, 2], "5": [1, 2]}})
+
+
+def pictures(count: int, height: int = 32, width: int = 32, first: int = 0) -> np.ndarray:
+    """A red bar that moves right by two pixels a frame, ``[count, height, width, 3]``."""
+    made = np.full((count, height, width, 3), 30, np.uint8)
+    for i in range(count):
+        made[i, :, 2 * (first + i) : 2 * (first + i) + 8] = (220, 40, 60)
+    return made
+
+
+def write_video(
+    path: Path, made: np.ndarray, *, fps: int = 8, codec: str = "libx264", crf: str = "5"
+) -> Path:
+    options = {"crf": crf} | ({"b": "2M"} if codec == "libvpx" else {})
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=Fraction(fps), options=options)
+        stream.height, stream.width = made.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        for picture in made:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    return path
+
+
+def write_gif(path: Path, made: np.ndarray, milliseconds: int = 100) -> Path:
+    stills = [Image.fromarray(picture) for picture in made]
+    stills[0].save(path, save_all=True, append_images=stills[1:], duration=milliseconds)
+    return path
+
+
+def write_folder(path: Path, made: np.ndarray, name: str = "{:03}.png") -> Path:
+    path.mkdir(parents=True)
+    for i, picture in enumerate(made):
+        Image.fromarray(picture).save(path / name.format(i))
+    return path
+
+
+def lay_on_its_side(path: Path) -> None:
+    """Makes an mp4 that players turn by 90 degrees clockwise, as phones write them."""
+    data = bytearray(path.read_bytes())
+    matrix = data.index(b"tkhd") + 44
+    data[matrix : matrix + 36] = struct.pack(">9i", 0, 65536, 0, -65536, 0, 0, 0, 0, 1 << 30)
+    path.write_bytes(data)
+
+
+def hide_the_beginning(source: Path, target: Path, frames: int) -> Path:
+    """An mp4 whose edit list leaves out the first frames, as tools that cut without encoding do."""
+    disabled = {"avoid_negative_ts": "disabled"}
+    with av.open(str(source)) as given, av.open(str(target), "w", options=disabled) as made:
+        stream = given.streams.video[0]
+        written = made.add_stream_from_template(stream)
+        for packet in given.demux(stream):
+            if packet.size:
+                shift = round(frames / stream.average_rate / packet.time_base)
+                packet.pts, packet.dts = packet.pts - shift, packet.dts - shift
+                packet.stream = written
+                made.mux(packet)
+    return target
+
+
+def encoder(encode: EncodeConfig | None = None) -> ClipEncoder:
+    return ClipEncoder(encode or EncodeConfig(), build_codec(CODEC), build_text_encoder(TEXT))
+
+
+def planned(source: Path, encode: EncodeConfig | None = None) -> list[PlannedClip]:
+    return plan_clips(read_list(source), PLAN, encode or EncodeConfig())[0]

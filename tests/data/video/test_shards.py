@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_ext.data.video.encode import VideoSample
+from megatron_ext.data.video.shards import (
+    Shard,
+    ShardWriter,
+    read_manifest,
+    read_null,
+    write_json,
+    write_null,
+)
+from megatron_ext.errors import DataError
+
+MANIFEST: dict[str, Any] = {
+    "format": 1, "codec": {}, "text_encoder": {}, "plan": {}, "shards": [], "buckets": [0, 1, 2],
+    "references": ["head1", "tail1"], "storage": "float32", "latent_channels": 3,
+    "text_length": 4, "text_width": 5, "pooled_width": 2,
+}  # fmt: skip
+FIELDS = ("latents", "text", "pooled", "geometry", "caption", "head1", "tail1")
+
+
+def sample(number: int, frames: int) -> VideoSample:
+    dice = torch.Generator().manual_seed(number)
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=dice)
+
+    names = ("head1", "tail1") if frames > 1 else ()
+    return VideoSample(
+        latents=values(3, frames, 2, 6), text=values(4, 5), pooled=values(2),
+        references={name: values(3, 1, 2, 6) for name in names},
+        fps=8 * (frames > 1), number=number, caption=f"a café {number}",
+    )  # fmt: skip
+
+
+SAMPLES = [sample(7, 3), sample(9, 1), sample(2**31 - 1, 5)]
+
+
+def written(folder: Path, storage: str = "float32") -> dict[str, Any]:
+    with ShardWriter(folder, "shard_00000", MANIFEST["references"], storage) as writer:
+        for bucket, one in enumerate(SAMPLES):
+            writer.add(one, bucket)
+    return {**MANIFEST, "storage": storage}
+
+
+def same(one: VideoSample, other: VideoSample, dtype: torch.dtype) -> None:
+    for name in ("latents", "text", "pooled"):
+        found = getattr(one, name)
+        assert found.dtype == dtype and torch.equal(found, getattr(other, name).to(dtype)), name
+    assert set(one.references) == set(other.references)
+    for name, piece in other.references.items():
+        assert torch.equal(one.references[name], piece.to(dtype)), name
+    assert (one.fps, one.number, one.caption) == (other.fps, other.number, other.caption)
+
+
+@pytest.mark.parametrize(
+    ("storage", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)]
+)
+def test_round_trip(tmp_path: Path, storage: str, dtype: torch.dtype) -> None:
+    shard = Shard(tmp_path, "shard_00000", written(tmp_path, storage), 3)
+    assert len(shard) == 3 and shard.buckets().tolist() == [0, 1, 2]
+    # Also in a process of a data loader.
+    for reader in (shard, pickle.loads(pickle.dumps(shard))):
+        for row, one in enumerate(SAMPLES):
+            same(reader.sample(row), one, dtype)
+    bytes_each = {"float32": 4, "bfloat16": 2}[storage]
+    latents = sum(one.latents.numel() for one in SAMPLES)
+    assert (tmp_path / "shard_00000_latents.bin").stat().st_size == latents * bytes_each
+
+
+def test_megatron_core_reads_the_fields(tmp_path: Path) -> None:
+    written(tmp_path)
+    dataset = IndexedDataset(str(tmp_path / "shard_00000_latents"))
+    for row, one in enumerate(SAMPLES):
+        assert np.array_equal(dataset[row], one.latents.numpy().reshape(-1))
+
+
+def test_samples_may_be_changed_in_place(tmp_path: Path) -> None:
+    shard = Shard(tmp_path, "shard_00000", written(tmp_path), 3)
+    shard.sample(0).latents.zero_()
+    same(shard.sample(0), SAMPLES[0], torch.float32)
+
+
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    """A data set of thousands of shards would use up the open files of a process."""
+    shard = Shard(tmp_path, "shard_00000", written(tmp_path), 3)
+    kept = [shard.sample(row) for row in range(3)]
+    held = [path.resolve() for path in Path("/proc/self/fd").iterdir() if path.exists()]
+    maps = Path("/proc/self/maps").read_text()
+    assert kept and not any(tmp_path in path.parents for path in held)
+    assert str(tmp_path) not in maps
+
+
+def test_a_shard_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    shard = ShardWriter(tmp_path, "shard_00000", [], "float32")
+    with pytest.raises(RuntimeError, match="stop"), shard as writer:
+        writer.add(SAMPLES[1], 0)
+        raise RuntimeError("stop")
+    assert not list(tmp_path.iterdir())
+
+
+def test_empty_shard(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path, "shard_00000", MANIFEST["references"], "float32"):
+        pass
+    shard = Shard(tmp_path, "shard_00000", MANIFEST, 0)
+    assert len(shard) == 0 and shard.buckets().tolist() == []
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("damage", ["cut", "missing", "longer"])
+def test_files_that_are_not_whole(tmp_path: Path, field: str, damage: str) -> None:
+    manifest = written(tmp_path)
+    path = tmp_path / f"shard_00000_{field}.bin"
+    if damage == "missing":
+        path.unlink()
+        said = "is missing, but its index asks for"
+    else:
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] if damage == "cut" else whole + b"1234")
+        said = rf"has {path.stat().st_size} bytes, but its index asks for {len(whole)}; copy it ag"
+    with pytest.raises(DataError, match=rf"shard_00000_{field}.bin {said}"):
+        Shard(tmp_path, "shard_00000", manifest, 3)
+
+
+def test_files_cut_while_they_are_read(tmp_path: Path) -> None:
+    shard = Shard(tmp_path, "shard_00000", written(tmp_path), 3)
+    path = tmp_path / "shard_00000_latents.bin"
+    path.write_bytes(path.read_bytes()[:-4])
+    same(shard.sample(0), SAMPLES[0], torch.float32)
+    with pytest.raises(DataError, match=r"latents.bin was cut while it was in use; make it with"):
+        shard.sample(2)
+    path.unlink()
+    with pytest.raises(DataError, match=r"latents.bin cannot be read \(.*No such file"):
+        shard.sample(0)
+
+
+def test_files_of_others(tmp_path: Path) -> None:
+    manifest = written(tmp_path)
+    with pytest.raises(DataError, match=r"idx holds 3 clips, but the manifest says 4 \(latents\)"):
+        Shard(tmp_path, "shard_00000", manifest, 4)
+    wrong = manifest | {"storage": "bfloat16"}
+    with pytest.raises(DataError, match=r"latents.idx holds float32, but the manifest says int16"):
+        Shard(tmp_path, "shard_00000", wrong, 3)
+    few = Shard(tmp_path, "shard_00000", manifest | {"buckets": [0, 1]}, 3)
+    with pytest.raises(DataError, match=r"holds the bucket numbers 0 to 2, but the manifest has 2"):
+        few.buckets()
+    other = Shard(tmp_path, "shard_00000", manifest | {"text_width": 7}, 3)
+    with pytest.raises(DataError, match=r"text.bin has 20 numbers for clip 1, .* shape \(4, 7\)"):
+        other.sample(1)
+    (tmp_path / "shard_00000_text.idx").write_bytes(b"no index at all, but long enough for one")
+    with pytest.raises(DataError, match=r"text.idx does not start with the index magic MMIDIDX"):
+        Shard(tmp_path, "shard_00000", manifest, 3)
+
+
+def test_geometry_of_another_width(tmp_path: Path) -> None:
+    manifest = written(tmp_path)
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"shard_00000_geometry.{suffix}").unlink()
+    from megatron_ext.data.indexed_writer import IndexedWriter
+
+    with IndexedWriter(tmp_path / "shard_00000_geometry", np.dtype(np.int32)) as writer:
+        for _ in range(3):
+            writer.add_document(np.arange(5, dtype=np.int32), [5])
+    with pytest.raises(DataError, match=r"geometry.idx must give every clip 6 numbers, but does n"):
+        Shard(tmp_path, "shard_00000", manifest, 3)
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+def test_null(tmp_path: Path, storage: str) -> None:
+    text, pooled = torch.randn(4, 5), torch.randn(2)
+    write_null(tmp_path, text, pooled, storage)
+    manifest = MANIFEST | {"storage": storage}
+    found = read_null(tmp_path, manifest)
+    dtype = getattr(torch, storage)
+    assert torch.equal(found[0], text.to(dtype)) and torch.equal(found[1], pooled.to(dtype))
+    with pytest.raises(DataError, match=r"null_pooled.bin has 2 numbers for clip 0, .* \(9,\)"):
+        read_null(tmp_path, manifest | {"pooled_width": 9})
+
+
+def test_manifests(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    with pytest.raises(DataError, match=r"manifest.json does not exist, so the data is not whole"):
+        read_manifest(tmp_path)
+    write_json(path, MANIFEST)
+    assert read_manifest(tmp_path) == MANIFEST and list(tmp_path.iterdir()) == [path]
+    for content, said in {
+        "{": r"manifest.json cannot be read \(JSONDecodeError",
+        "[1]": r"manifest.json cannot be read \(TypeError",
+        "{}": r"manifest.json cannot be read \(KeyError\('format'\)\)",
+        '{"format": 2}': r"has format 2, but 1 is read here; make it with tools/preprocess_video",
+        '{"format": 1, "plan": {}}': r"manifest.json lacks codec, text_encoder, buckets, shards",
+        json.dumps(MANIFEST | {"storage": "int4"}): r"has the storage int4, which must be one of",
+    }.items():
+        path.write_text(content)
+        with pytest.raises(DataError, match=said):
+            read_manifest(tmp_path)

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.config.encoding import TextEncoderConfig
+from megatron_ext.data.video import text_encoders
+from megatron_ext.data.video.text_encoders import build_text_encoder, text_encoder_from_manifest
+from megatron_ext.errors import ConfigError, DataError
+
+HASHED = TextEncoderConfig(text_length=5, text_width=12, pooled_width=7)
+WORDS = "a red green square circle moves left right".split()
+
+
+def test_hashed_words() -> None:
+    encoder = build_text_encoder(HASHED)
+    rows, pooled = encoder.encode(["a red square", "A red, SQUARE!", "square a red", ""])
+    assert rows.shape == (4, 5, 12) and pooled.shape == (4, 7)
+    assert torch.equal(rows[0], rows[1]) and torch.equal(pooled[0], pooled[1])
+    # The order of words is kept in the rows, and lost in the pooled vector.
+    assert torch.equal(rows[2, [1, 2, 0]], rows[0, :3])
+    torch.testing.assert_close(pooled[2], pooled[0])
+    assert not rows[:, 3:].any() and not rows[3].any() and not pooled[3].any()
+    assert set(rows[0, :3].unique().tolist()) == {-1.0, 1.0}
+    assert len({tuple(row.tolist()) for row in rows[0, :3]}) == 3
+
+
+def test_hashed_words_are_cut_at_the_length_but_pooled_whole() -> None:
+    encoder = build_text_encoder(HASHED)
+    rows, pooled = encoder.encode(["a b c d e f", "a b c d e"])
+    assert torch.equal(rows[0], rows[1]) and not torch.equal(pooled[0], pooled[1])
+
+
+def test_hashed_words_are_the_same_in_every_process() -> None:
+    caption = "a red square 24 FPS, 4 motion score."
+    code = (
+        "from megatron_ext.data.video.text_encoders import *\n"
+        "rows, pooled = build_text_encoder(TextEncoderConfig(text_length=5, text_width=12, "
+        f"pooled_width=7)).encode([{caption!r}])\n"
+        "print(rows.tolist(), pooled.tolist())"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    rows, pooled = build_text_encoder(HASHED).encode([caption])
+    assert said.stdout.strip() == f"{rows.tolist()} {pooled.tolist()}"
+
+
+def test_words_have_no_common_direction() -> None:
+    encoder = build_text_encoder(TextEncoderConfig(text_length=200, text_width=256))
+    rows = encoder.encode([" ".join(f"word{i}" for i in range(200))])[0][0]
+    products = (rows @ rows.T / 256).fill_diagonal_(0)
+    # Random signs: products of mean 0 and standard deviation 1/16.
+    assert abs(products.mean()) < 0.01 and abs(products.std() - 1 / 16) < 0.005
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tiny T5 and a tiny CLIP with tokenizers of whole words."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    root = tmp_path_factory.mktemp("text")
+    torch.manual_seed(0)
+    for name, end in (("t5", "</s>"), ("clip", "<|endoftext|>")):
+        # CLIP's end token has the highest number, T5's a low one.
+        order = ["<pad>", "<unk>", "</s>", "<start>", *WORDS, "<|endoftext|>"]
+        vocabulary = {word: i for i, word in enumerate(order)}
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"$A {end}" if name == "t5" else f"<start> $A {end}",
+            special_tokens=[(token, vocabulary[token]) for token in (end, "<start>")],
+        )
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_object=made, pad_token="<pad>" if name == "t5" else end,
+            eos_token=end, unk_token="<unk>",
+        ).save_pretrained(root / name)  # fmt: skip
+    transformers.T5EncoderModel(
+        transformers.T5Config(vocab_size=13, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
+    ).save_pretrained(root / "t5")
+    transformers.CLIPTextModel(
+        transformers.CLIPTextConfig(
+            vocab_size=13, hidden_size=20, intermediate_size=32, num_hidden_layers=2,
+            num_attention_heads=2, max_position_embeddings=9, eos_token_id=12, bos_token_id=3,
+        )
+    ).save_pretrained(root / "clip")  # fmt: skip
+    return root / "t5", root / "clip"
+
+
+def config(folders: tuple[Path, Path], length: int = 11) -> TextEncoderConfig:
+    return TextEncoderConfig("t5-clip", str(folders[0]), str(folders[1]), length)
+
+
+def test_t5_and_clip(folders: tuple[Path, Path]) -> None:
+    transformers = pytest.importorskip("transformers")
+    encoder = build_text_encoder(config(folders))
+    rows, pooled = encoder.encode(["a red square", "", "a " * 40])
+    assert rows.shape == (3, 11, 16) and pooled.shape == (3, 20)
+    assert (encoder.length, encoder.width, encoder.pooled_width) == (11, 16, 20)
+    # a red square: 4, 5, 7; end 2; T5 pads with 0 and attends to the padding.
+    t5 = transformers.T5EncoderModel.from_pretrained(folders[0]).eval()
+    ids = torch.tensor([[4, 5, 7, 2, *[0] * 7], [2, *[0] * 10], [*[4] * 10, 2]])
+    with torch.no_grad():
+        wanted = t5(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+    torch.testing.assert_close(rows, wanted)
+    # CLIP's vector is that of the first end token, whatever follows it.
+    clip = transformers.CLIPTextModel.from_pretrained(folders[1]).eval()
+    for row, text in zip(pooled, ([3, 4, 5, 7, 12], [3, 12], [3, *[4] * 7, 12]), strict=True):
+        with torch.no_grad():
+            hidden = clip(input_ids=torch.tensor([text])).last_hidden_state
+        torch.testing.assert_close(row, hidden[0, -1], atol=1e-5, rtol=1e-5)
+
+
+def test_t5_and_clip_one_caption_is_as_many(folders: tuple[Path, Path]) -> None:
+    encoder = build_text_encoder(config(folders))
+    together = encoder.encode(["a red square", "a green circle moves left"])
+    for i, caption in enumerate(["a red square", "a green circle moves left"]):
+        for one, many in zip(encoder.encode([caption]), together, strict=True):
+            torch.testing.assert_close(one[0], many[i])
+
+
+def test_from_a_manifest(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    made = build_text_encoder(config(folders))
+    manifest = json.loads(json.dumps({"text_encoder": made.identity}))
+    again = text_encoder_from_manifest(manifest, str(folders[0]), str(folders[1]))
+    for one, other in zip(made.encode(["a red"]), again.encode(["a red"]), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(ConfigError, match=r"`t5_path` \(None\) must be a local folder with a conf"):
+        text_encoder_from_manifest(manifest)
+    manifest["text_encoder"]["t5"]["d_ff"] = 64
+    with pytest.raises(
+        DataError, match=r"not encoded with the models .*: `d_ff` was 64, but is 32"
+    ):
+        text_encoder_from_manifest(manifest, str(folders[0]), str(folders[1]))
+
+
+def test_hashed_words_from_a_manifest() -> None:
+    made = build_text_encoder(HASHED)
+    manifest = json.loads(json.dumps({"text_encoder": made.identity}))
+    again = text_encoder_from_manifest(manifest)
+    assert torch.equal(again.encode(["a b"])[0], made.encode(["a b"])[0])
+    assert again.encode(["a b"])[1].shape == (1, 7)
+    with pytest.raises(ConfigError, match=r"`t5_path` \(/t5\) has an effect only with"):
+        text_encoder_from_manifest(manifest, "/t5")
+    for wrong in ({}, {"text_encoder": "hashed"}, {"text_encoder": {"text_encoder": "bert"}}):
+        with pytest.raises(DataError, match=r"The manifest must name its text encoder, but holds"):
+            text_encoder_from_manifest(wrong)
+    del manifest["text_encoder"]["width"]
+    with pytest.raises(DataError, match=r"lacks a size \(KeyError\('width'\)\); make the data aga"):
+        text_encoder_from_manifest(manifest)
+
+
+def test_models_of_another_type_are_refused(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"holds a model of type clip_text_model, but must .* t5"):
+        build_text_encoder(config((folders[1], folders[1])))
+    with pytest.raises(
+        ConfigError, match=r"`clip_path` .* type t5, but .* clip or clip_text_model"
+    ):
+        build_text_encoder(config((folders[0], folders[0])))
+
+
+def test_weights_and_tokenizers_that_are_missing(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    shutil.copytree(folders[0], tmp_path / "t5")
+    weights = tmp_path / "t5" / "model.safetensors"
+    kept = safetensors.load_file(weights)
+    name = "encoder.block.1.layer.0.SelfAttention.q.weight"
+    kept.pop(name)
+    safetensors.save_file(kept, weights, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"`t5_path` .* lacks the weights {name}; copy"):
+        build_text_encoder(config((tmp_path / "t5", folders[1])))
+    weights.write_bytes(b"cut")
+    with pytest.raises(
+        ConfigError, match=r"no model and tokenizer that can be loaded \(.*copy the"
+    ):
+        build_text_encoder(config((tmp_path / "t5", folders[1])))
+    shutil.copytree(folders[1], tmp_path / "clip")
+    for file in (tmp_path / "clip").glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"`clip_path` .* no model and tokenizer that can be"):
+        build_text_encoder(config((folders[0], tmp_path / "clip")))
+    (tmp_path / "clip" / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"`clip_path` .* has a config.json that cannot be read"):
+        build_text_encoder(config((folders[0], tmp_path / "clip")))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"text_encoder": "bert"}, r"`text_encoder` \(bert\) must be hashed or t5-clip; choose"),
+        ({"text_length": 0}, r"`text_length` \(0\) must be at least 1; raise it"),
+        ({"clip_path": "/c"}, r"`clip_path` \(/c\) has an effect only with `text_encoder` t5-cl"),
+        ({"text_encoder": "t5-clip", "t5_path": "/none"}, r"`t5_path` \(/none\) must be a local f"),
+        (
+            {"text_encoder": "t5-clip", "t5_path": "/none", "text_width": 9},
+            r"`text_width` \(9\) must be left out with `text_encoder` t5-clip: the models decide",
+        ),
+    ],
+)
+def test_options_of_no_use(wrong: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        TextEncoderConfig(**wrong)
+
+
+def test_without_transformers(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(
+        ConfigError, match=r"needs the package transformers, which is not installed"
+    ):
+        text_encoders.build_text_encoder(config(folders))

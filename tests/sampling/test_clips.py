@@ -1,0 +1,138 @@
+"""Files of sampled clips, read back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.sampling import clips as module
+from megatron_ext.sampling.clips import CONTACT_SHEET, LIST, write_clips
+from megatron_ext.sampling.requests import ClipRequest
+
+ASKED = [ClipRequest("a red square moves left"), ClipRequest("Größe " * 40, "a.png", "i2v_head")]
+
+
+def smooth(num_clips: int = 2, frames: int = 9, height: int = 32, width: int = 48) -> Tensor:
+    """Slow waves, which H.264 hardly changes, ``[P, 3, f, H, W]``."""
+    t, y, x = torch.meshgrid(
+        *(torch.linspace(0, 3, size) for size in (frames, height, width)), indexing="ij"
+    )
+    phases = torch.arange(num_clips * 3).reshape(num_clips, 3, 1, 1, 1)
+    return 0.8 * torch.sin(t + 0.7 * y + 0.5 * x + phases)
+
+
+def read(path: Path) -> tuple[np.ndarray[Any, Any], float]:
+    """Frames ``[f, H, W, 3]`` and their rate."""
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        assert stream.codec_context.name == "h264"
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
+        assert stream.average_rate is not None
+        return np.stack(frames), float(stream.average_rate)
+
+
+def test_clips_are_playable_and_show_the_pixels(tmp_path: Path) -> None:
+    pixels = smooth()
+    pixels[0, 0, 0, 0, 0] = 7.0
+    write_clips(tmp_path / "out", pixels, ASKED, fps=12, seed=5, facts={"iteration": 40})
+    for i in range(2):
+        frames, fps = read(tmp_path / "out" / f"sample_00{i}.mp4")
+        assert frames.shape == (9, 32, 48, 3) and fps == 12
+        want = (pixels[i].permute(1, 2, 3, 0).clamp(-1, 1).numpy() + 1) * 127.5
+        assert np.abs(frames - want).mean() < 4
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"sample_000.mp4", "sample_001.mp4", CONTACT_SHEET, LIST}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_list_says_how_each_clip_came_about(tmp_path: Path) -> None:
+    write_clips(tmp_path / "out", smooth(), ASKED, fps=12, seed=5, facts={"iteration": 40})
+    rows = [json.loads(line) for line in (tmp_path / "out" / LIST).read_text("utf-8").splitlines()]
+    common = {"seed": 5, "num_frames": 9, "height": 32, "width": 48, "fps": 12, "iteration": 40}
+    wanted = {"path": "sample_001.mp4", "number": 1, "text": ASKED[1].text, "motion": None}
+    assert rows[1] == {**wanted, "mode": "i2v_head", "reference": "a.png", **common}
+    assert rows[0]["text"] == "a red square moves left" and rows[0]["reference"] is None
+
+
+def test_the_contact_sheet_has_a_row_for_each_clip(tmp_path: Path) -> None:
+    pixels = torch.full((2, 3, 9, 32, 48), -1.0)
+    pixels[1, 0, -1] = 1.0
+    write_clips(tmp_path / "out", pixels, ASKED, fps=12, seed=5)
+    with Image.open(tmp_path / "out" / CONTACT_SHEET) as picture:
+        sheet = np.asarray(picture)
+    row, column = 20 + 32 + 4, 48 + 4
+    assert sheet.shape == (2 * row, 4 + 8 * column, 3)
+    # The first and the last frame are among the eight.
+    assert (sheet[20:52, 4:52] == 0).all() and (sheet[20:52, -52:-4] == 0).all()
+    assert (sheet[row + 20 : row + 52, 4:52] == 0).all()
+    assert (sheet[row + 20 : row + 52, -52:-4] == (255, 0, 0)).all()
+    for title in (sheet[:20], sheet[row : row + 20]):
+        assert title.min() < 100 and (title[:, -4:] == 255).all()
+
+
+def test_large_frames_are_reduced_in_the_contact_sheet(tmp_path: Path) -> None:
+    write_clips(tmp_path / "out", smooth(1, 3, 512, 256), ASKED[:1], fps=12, seed=5)
+    with Image.open(tmp_path / "out" / CONTACT_SHEET) as picture:
+        assert picture.size == (4 + 3 * (128 + 4), 20 + 256 + 4)
+
+
+@pytest.mark.parametrize(("frames", "height", "width"), [(1, 32, 32), (3, 31, 33)])
+def test_images_and_odd_sizes_are_playable(
+    tmp_path: Path, frames: int, height: int, width: int
+) -> None:
+    pixels = smooth(1, frames, height, width)
+    write_clips(tmp_path / "out", pixels, ASKED[:1], fps=1, seed=5)
+    found, fps = read(tmp_path / "out" / "sample_000.mp4")
+    assert found.shape == (frames, height + height % 2, width + width % 2, 3) and fps == 1
+
+
+def test_older_samples_are_replaced_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    write_clips(out, smooth(), ASKED, fps=12, seed=5)
+
+    def fails(*_: Any) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "contact_sheet", fails)
+        with pytest.raises(OSError, match="disk full"):
+            write_clips(out, smooth(1), ASKED[:1], fps=12, seed=5)
+        with pytest.raises(OSError, match="disk full"):
+            write_clips(tmp_path / "new", smooth(1), ASKED[:1], fps=12, seed=5)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert len(list(out.glob("*.mp4"))) == 2
+    # What a killed run left behind is cleared.
+    left = tmp_path / ".out.writing"
+    left.mkdir()
+    (left / "sample_007.mp4").write_bytes(b"half")
+    write_clips(out, smooth(1), ASKED[:1], fps=12, seed=5)
+    assert [path.name for path in out.glob("*.mp4")] == ["sample_000.mp4"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    mine = tmp_path / "thesis"
+    mine.mkdir()
+    (mine / "chapter.tex").write_text("all of it")
+    with pytest.raises(DataError, match="holds files that are no samples and would be lost"):
+        write_clips(mine, smooth(), ASKED, fps=12, seed=5)
+    assert (mine / "chapter.tex").read_text() == "all of it"
+    out = tmp_path / "out"
+    with pytest.raises(DataError, match=r"shape \[1, 3, 9, 32, 48\], but must be \[2, 3, f"):
+        write_clips(out, smooth(1), ASKED, fps=12, seed=5)
+    with pytest.raises(DataError, match="not finite, so nothing was written"):
+        write_clips(out, smooth() / 0, ASKED, fps=12, seed=5)
+    with pytest.raises(ConfigError, match=r"`fps` \(0\) of sampled clips must be at least 1"):
+        write_clips(out, smooth(), ASKED, fps=0, seed=5)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis"]

@@ -1,0 +1,175 @@
+"""Prompts from files, and their references."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megatron_ext.config.conditions import ConditionConfig
+from megatron_ext.config.encoding import CodecConfig, TextEncoderConfig
+from megatron_ext.data.video.clips import Clip, decode, with_suffix
+from megatron_ext.data.video.codecs import build_codec
+from megatron_ext.data.video.text_dropout import Text
+from megatron_ext.data.video.text_encoders import build_text_encoder
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.sampling.clips import write_mp4
+from megatron_ext.sampling.requests import (
+    ClipRequest,
+    EncodedRequests,
+    SampleShape,
+    encode_requests,
+    read_requests,
+)
+
+SHAPE = SampleShape(num_frames=13, height=16, width=32, fps=8)
+CODEC = build_codec(CodecConfig(codec_spatial=4, codec_channels=6))
+ENCODER = build_text_encoder(TextEncoderConfig(text_length=12, text_width=8, pooled_width=4))
+CONDITIONS = ConditionConfig(v2v_frames=2)
+
+
+def prompts(folder: Path, *rows: Any) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
+    return path
+
+
+def encode(*asked: ClipRequest, shape: SampleShape = SHAPE) -> EncodedRequests:
+    return encode_requests(asked, shape, CODEC, ENCODER, conditions=CONDITIONS)
+
+
+@pytest.fixture(scope="module")
+def video(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty frames of 16 per second, each of a grey of its own."""
+    path = tmp_path_factory.mktemp("video") / "greys.mp4"
+    greys = np.arange(20, dtype=np.uint8)[:, None, None, None] * 10 + 30
+    write_mp4(path, np.broadcast_to(greys, (20, 16, 32, 3)), 16)
+    return path
+
+
+def test_a_text_file_has_a_caption_in_each_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("a red square\n\n  ein grüner Ring \n", "utf-8")
+    assert read_requests(path) == [ClipRequest("a red square"), ClipRequest("ein grüner Ring")]
+
+
+def test_a_jsonl_has_references_beside_it(tmp_path: Path) -> None:
+    path = prompts(
+        tmp_path,
+        {"text": " one "},
+        "",
+        {"text": "two", "reference": "a.png"},
+        {"text": "three", "reference": "/b.mp4", "mode": "i2v_loop", "motion": 4},
+    )
+    assert read_requests(path) == [
+        ClipRequest("one"),
+        ClipRequest("two", str(tmp_path / "a.png"), "i2v_head"),
+        ClipRequest("three", "/b.mp4", "i2v_loop", 4.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("{", "line 1 is no JSON"),
+        ({"caption": "a"}, "line 1 has no `text`"),
+        ({"text": "a", "refrence": "b.png"}, r"line 1 has \['refrence'\], but may have"),
+        ({"text": "a", "reference": 3}, "line 1 has `reference` 3, which is no text"),
+        ({"text": "a", "mode": "i2v_head"}, "line 1 is refused .*all other modes need one"),
+        ({"text": "a", "reference": "b", "mode": "t2v"}, "t2v takes no reference"),
+        ({"text": "a", "reference": "b", "mode": "i2v"}, r"The mode \(i2v\) .* must be one of"),
+        ({"text": "a", "motion": "fast"}, "line 1 is refused .*'fast'"),
+        ({"text": "a", "motion": float("inf")}, "no finite number"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, row: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        read_requests(prompts(tmp_path, row))
+
+
+def test_a_missing_or_empty_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.txt cannot be read"):
+        read_requests(tmp_path / "none.txt")
+    with pytest.raises(DataError, match="are empty; write a caption in each line"):
+        read_requests(prompts(tmp_path, ""))
+    (tmp_path / "latin").write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match="cannot be read"):
+        read_requests(tmp_path / "latin")
+
+
+def test_trap_11_captions_have_the_suffix_of_training() -> None:
+    encoded = encode(ClipRequest("a red square"), ClipRequest("a ring", motion=4.2))
+    captions = [with_suffix("a red square", 8), with_suffix("a ring", 8, 4.2)]
+    rows, pooled = ENCODER.encode(captions)
+    assert torch.equal(encoded.text.sequence, rows) and torch.equal(encoded.text.pooled, pooled)
+    assert len(encoded) == 2 and encoded.references is None
+    assert encoded.latent_shape == (6, 4, 4, 8)
+    assert torch.equal(encoded.null.sequence, ENCODER.encode([""])[0])
+    image = encode(ClipRequest("a ring", motion=4.2), shape=SampleShape(1, 16, 32))
+    assert torch.equal(image.text.sequence, ENCODER.encode(["a ring"])[0])
+
+
+def test_the_empty_caption_of_training_is_taken() -> None:
+    null = Text(torch.ones(1, 3, 8), torch.ones(1, 4))
+    found = encode_requests([ClipRequest("a")], SHAPE, CODEC, ENCODER, null=null)
+    assert torch.equal(found.null.sequence, null.sequence)
+    assert torch.equal(found.null.pooled, null.pooled)
+
+
+@pytest.mark.parametrize(
+    ("mode", "frames"),
+    [
+        ("i2v_head", {0: [0]}),
+        ("i2v_tail", {3: [19]}),
+        ("i2v_loop", {0: [0], 3: [19]}),
+        # Every other frame of 16 per second: 5 frames of the codec are 2 latent frames.
+        ("v2v_head", {0: [0, 2, 4, 6, 8]}),
+        ("v2v_tail", {2: [11, 13, 15, 17, 19]}),
+    ],
+)
+def test_references_are_the_frames_of_their_side_encoded_by_themselves(
+    mode: str, frames: dict[int, list[int]], video: Path
+) -> None:
+    encoded = encode(ClipRequest("a"), ClipRequest("b", str(video), mode))
+    given = encoded.references
+    assert given is not None and given.latents.shape == (2, *encoded.latent_shape)
+    assert not given.masks[0].any() and not given.latents[0].any()
+    whole = decode(Clip(str(video), ""), 0, 1, 20, (16, 32))
+    wanted_mask = torch.zeros(4, dtype=torch.bool)
+    for start, numbers in frames.items():
+        latents = CODEC.encode(whole[None, :, numbers])[0]
+        length = latents.size(1)
+        wanted_mask[start : start + length] = True
+        assert torch.equal(given.latents[1][:, start : start + length], latents)
+    assert torch.equal(given.masks[1], wanted_mask)
+
+
+def test_an_image_is_scaled_and_cut_to_the_clip(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    Image.fromarray(np.full((50, 20, 3), 200, np.uint8)).save(path)
+    given = encode(ClipRequest("a", str(path), "i2v_loop")).references
+    assert given is not None
+    pixels = CODEC.decode(given.latents[:, :, :1])
+    assert torch.allclose(pixels, torch.full((1, 3, 1, 16, 32), 200 / 127.5 - 1), atol=1e-5)
+    assert torch.equal(given.latents[:, :, 0], given.latents[:, :, 3])
+
+
+def test_references_and_shapes_that_do_not_fit_are_refused(tmp_path: Path, video: Path) -> None:
+    with pytest.raises(DataError, match="cannot be read"):
+        encode(ClipRequest("a", str(tmp_path / "none.mp4"), "i2v_head"))
+    longer = ConditionConfig(v2v_frames=3)
+    shape = SampleShape(17, 16, 32, fps=2)
+    asked = [ClipRequest("a", str(video), "v2v_head")]
+    with pytest.raises(DataError, match="has 20 frame.* but the mode v2v_head needs 65"):
+        encode_requests(asked, shape, CODEC, ENCODER, conditions=longer)
+    with pytest.raises(DataError, match="i2v_head was asked for a clip of 1 latent frame"):
+        encode(ClipRequest("a", str(video), "i2v_head"), shape=SampleShape(1, 16, 32))
+    with pytest.raises(ConfigError, match=r"number of frames \(12\)"):
+        encode(ClipRequest("a"), shape=SampleShape(12, 16, 32))
+    with pytest.raises(ConfigError, match=r"`height` \(0\) of sampled clips must be at least 1"):
+        SampleShape(9, 0, 32)

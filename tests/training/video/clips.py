@@ -1,0 +1,130 @@
+"""Tiny folders of made-up latents, as tools/preprocess_video.py would write them, and their runs.
+
+C = 4, 8 × 8 latents of 1, 3 and 5 frames, 8 text tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.config.video_rules import VIDEO_DEFAULTS
+from megatron_ext.data.video.encode import VideoSample, reference_names
+from megatron_ext.data.video.geometry import Bucket
+from megatron_ext.data.video.shards import FORMAT, ShardWriter, shard_name, write_json, write_null
+from pretrain_video import FLOW
+from tests.training_runs import train_on_ranks, training_rows
+
+CHANNELS, SIDE, TEXT, WIDTH, POOLED = 4, 8, 8, 12, 6
+IMAGE, SHORT, LONG = (Bucket("64px", frames, 64, 64) for frames in (1, 9, 17))
+
+FLAGS = (
+    "--mmdit-size tiny --no-adaln-zero --train-iters 3 --lr 1e-3 --lr-warmup-iters 1 "
+    "--micro-batch-size 2 --global-batch-size 8 --log-interval 1 --num-workers 0"
+).split()
+"""A run of three steps in which every weight takes part from the first one on."""
+
+Rows = list[dict[str, Any]]
+
+
+def latent_frames(bucket: Bucket) -> int:
+    """t of the latents of a bucket."""
+    return (bucket.num_frames - 1) // 4 + 1
+
+
+def clip(bucket: Bucket, number: int, lengths: Sequence[int] = (1,)) -> VideoSample:
+    """A clip whose latents, caption and references of these lengths follow from its number."""
+    random = torch.Generator().manual_seed(1000 + number)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random)
+
+    t = latent_frames(bucket)
+    latents = normal(CHANNELS, t, SIDE, SIDE)
+    references = {}
+    for length in lengths:
+        if length < t:
+            # Encoded by themselves, the frames are not quite those of the whole clip.
+            references[f"head{length}"] = 0.9 * latents[:, :length]
+            references[f"tail{length}"] = 0.9 * latents[:, -length:]
+    text, pooled = normal(TEXT, WIDTH), normal(POOLED)
+    fps = 24 if t > 1 else 0
+    return VideoSample(latents, text, pooled, references, fps, number, f"clip {number}")
+
+
+def write_clips(
+    folder: Path,
+    counts: Mapping[Bucket, int],
+    sizes: Mapping[Bucket, int] | None = None,
+    *,
+    distinct: int | None = None,
+    lengths: Sequence[int] = (1,),
+    storage: str = "float32",
+    **manifest: Any,
+) -> Path:
+    """Write a folder of clips, numbered bucket by bucket.
+
+    Args:
+        folder: to be made.
+        counts: clips of each bucket.
+        sizes: micro-batch sizes of buckets with one of their own.
+        distinct: clips that differ; the others repeat them.
+        lengths: of the references.
+        storage: type of the numbers.
+        manifest: entries in the place of the usual ones.
+    """
+    folder.mkdir(parents=True)
+    names = reference_names(lengths)
+    buckets = sorted(counts)
+    numbered = [(i, bucket) for i, bucket in enumerate(buckets) for _ in range(counts[bucket])]
+    with ShardWriter(folder, shard_name(0), names, storage) as writer:
+        for number, (index, bucket) in enumerate(numbered):
+            sample = clip(bucket, number % (distinct or len(numbered)), lengths)
+            writer.add(sample, index)
+    write_null(folder, torch.zeros(TEXT, WIDTH), torch.zeros(POOLED), storage)
+    entries = [
+        {"shape": dataclasses.asdict(bucket), "micro_batch_size": (sizes or {}).get(bucket)}
+        for bucket in buckets
+    ]
+    content = {
+        "format": FORMAT,
+        "codec": {"codec": "patch", "codec_spatial": 8, "codec_channels": CHANNELS},
+        "text_encoder": {"text_encoder": "hashed", "length": TEXT},
+        "encode": {"fps_cap": 24, "reference_lengths": list(lengths)},
+        "plan": {"64px": {str(bucket.num_frames): [1.0, None] for bucket in buckets}},
+        "buckets": entries,
+        "storage": storage,
+        "references": list(names),
+        "latent_channels": CHANNELS,
+        "text_length": TEXT,
+        "text_width": WIDTH,
+        "pooled_width": POOLED,
+        "shards": [{"name": shard_name(0), "clips": len(numbered)}],
+        **manifest,
+    }
+    deciding = json.dumps(content, sort_keys=True).encode()
+    write_json(
+        folder / "manifest.json", {**content, "fingerprint": hashlib.sha256(deciding).hexdigest()}
+    )
+    return folder
+
+
+def train(data: Path, save: Path, words: str = "", *, ranks: int = 1, **options: Any) -> Rows:
+    """All rows of ``metrics.jsonl`` after a run on a folder of clips, which must not fail."""
+    flags = [*FLAGS, "--video-data-path", str(data), *words.split()]
+    options = {"task": FLOW, "defaults": VIDEO_DEFAULTS, **options}
+    code, rows = train_on_ranks(flags, ranks=ranks, save=save, **options)
+    assert code == 0
+    return rows
+
+
+def steps(data: Path, save: Path, words: str = "", **options: Any) -> Rows:
+    """The rows of its training steps."""
+    return training_rows(train(data, save, words, **options))

@@ -1,0 +1,127 @@
+"""What video runs report: losses by time and mode, rates, and validation."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext.config.conditions import MODES, ConditionConfig
+from megatron_ext.data.video.conditions import draw_modes
+from megatron_ext.data.video.draws import draw_uniforms
+from megatron_ext.losses.flow_matching import QUARTERS
+from megatron_ext.training.setup import Run
+from tests.training.video.clips import LONG, SHORT, Rows, steps, train, write_clips
+from tests.training.video.record import record_steps, recorded_steps
+
+CONDITIONS = ConditionConfig(
+    i2v_head_weight=1, i2v_tail_weight=0, i2v_loop_weight=0, v2v_head_weight=8, v2v_frames=3
+)
+WORDS = (
+    "--i2v-head-weight 1 --i2v-tail-weight 0 --i2v-loop-weight 0 --v2v-head-weight 8 "
+    "--v2v-frames 3 --seed 4 --train-iters 8"
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Clips of which only the longer ones hold a piece of three frames."""
+    folder = tmp_path_factory.mktemp("logs") / "clips"
+    return write_clips(folder, {SHORT: 16, LONG: 16}, lengths=(1, 3))
+
+
+@pytest.fixture(scope="module")
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Rows, Path]:
+    """Rows of the log, and what the run was given."""
+    save = tmp_path_factory.mktemp("logs") / "run"
+    rows = steps(data, save, WORDS, prepare=partial(record_steps, folder=save / "steps"))
+    return rows, save / "steps"
+
+
+def test_losses_by_time_and_mode_sum_up_to_the_loss(run: tuple[Rows, Path]) -> None:
+    """Weighted by their tokens; what no clip of a step had is absent."""
+    rows, folder = run
+    for step, batches in recorded_steps(folder).items():
+        weights: dict[str, float] = defaultdict(float)
+        for batch in batches:
+            tokens = batch["weights"].sum(dim=1).tolist()
+            for time, mode, count in zip(batch["times"], batch["modes"], tokens, strict=True):
+                weights[f"loss {QUARTERS[min(int(time * 4), 3)]}"] += count
+                weights[f"loss {MODES[mode]}"] += count
+        row = rows[step - 1]
+        if step == 2:
+            continue  # Its row counts the first step once more, as Megatron-LM's log does.
+        assert {name for name in row if name.startswith("loss ")} - {"loss scale"} == set(weights)
+        for names in (QUARTERS, MODES):
+            parts = [f"loss {name}" for name in names if f"loss {name}" in weights]
+            total = sum(weights[part] * row[part] for part in parts)
+            mean = total / sum(weights[part] for part in parts)
+            assert math.isclose(mean, row["loss"], rel_tol=1e-6), (step, names)
+
+
+def test_trap_7_short_clips_do_not_take_modes_from_later_ones(run: tuple[Rows, Path]) -> None:
+    """Modes are drawn as the weights say in each step, after steps of clips too short for some."""
+    rows, folder = run
+    given = recorded_steps(folder)
+    frames = []
+    for step, row in enumerate(rows, 1):
+        t = int(given[step][0]["img_ids"][..., 0].max()) + 1
+        frames.append(t)
+        samples = range(8 * (step - 1), 8 * step)
+        drawn = draw_modes(CONDITIONS, t, draw_uniforms(4, samples, "condition"))
+        assert torch.equal(torch.cat([batch["modes"] for batch in given[step]]), drawn)
+        if step > 2:
+            assert ("loss v2v_head" in row) == (t == 5)
+    assert 5 in frames[frames.index(3) :]
+
+
+def test_rates(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], run: tuple[Rows, Path]
+) -> None:
+    rows, _ = run
+    for row in rows[2:]:
+        seconds = row["seconds_per_iteration"]
+        assert math.isclose(row["train/throughput"], 8 / seconds, rel_tol=1e-9)
+        tokens = row["tokens_per_second"] * seconds
+        assert any(math.isclose(tokens, 8 * n, rel_tol=1e-9) for n in (8 + 48, 8 + 80))
+        assert row["train/loss"] == row["loss"]
+    steps(data, tmp_path, f"{WORDS} --train-iters 1 --lr-warmup-iters 0")
+    (line,) = (line for line in capfd.readouterr().out.splitlines() if "iteration" in line)
+    assert "videos/s:" in line and "tokens/s:" in line
+
+
+def _count_clips(run: Run, folder: Path) -> None:
+    """Write down which clips each evaluation goes through."""
+    (source,) = run.valid_sources
+    next_step = source.next_step
+
+    def counted(num_microbatches: int):  # type: ignore[no-untyped-def]
+        batches = next_step(num_microbatches)
+        images = torch.cat([batch.targets.velocity.sum((1, 2)) for batch in batches])
+        torch.save(images, folder / f"{len(list(folder.iterdir()))}.pt")
+        return batches
+
+    source.next_step = counted  # type: ignore[method-assign]
+
+
+def test_validation_goes_through_the_whole_split_with_the_same_noise(
+    clips: Path, valid: Path, tmp_path: Path
+) -> None:
+    """Weights that stay give the same loss each time; what fills no step is left out."""
+    folder = tmp_path / "seen"
+    folder.mkdir()
+    words = f"--video-valid-path {valid} --eval-iters 1 --eval-interval 2 --lr 0 --train-iters 4"
+    rows = train(clips, tmp_path / "run", words, prepare=lambda run: _count_clips(run, folder))
+    found = [row for row in rows if row["kind"] == "evaluation"]
+    assert [row["iteration"] for row in found] == [2, 4, 4]
+    losses = [{k: v for k, v in row.items() if k.startswith("loss")} for row in found]
+    assert losses[0] == losses[1] == losses[2] and 1 < losses[0]["loss"] < 4
+    seen = [torch.load(folder / f"{i}.pt") for i in range(6)]
+    assert torch.equal(torch.cat(seen[:2]), torch.cat(seen[2:4]))
+    assert torch.equal(torch.cat(seen[:2]), torch.cat(seen[4:]))
+    assert len(torch.unique(torch.cat(seen[:2]))) == 16
+    print(losses[0])
