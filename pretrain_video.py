@@ -11,13 +11,9 @@ import sys
 from megatron_ext.config.video_rules import VIDEO_DEFAULTS
 from megatron_ext.training.pretrain import main
 from megatron_ext.training.task import Task
-from megatron_ext.training.video.data import (
-    build_video_datasets,
-    prepare_video,
-    video_source,
-    video_step_size,
-)
+from megatron_ext.training.video.data import build_video_datasets, prepare_video
 from megatron_ext.training.video.samples import sample_while_training
+from megatron_ext.training.video.source import video_source, video_step_size
 from megatron_ext.training.video.task import boundary_shape, build_video_chunk, flow_forward_step
 
 FLOW = Task(

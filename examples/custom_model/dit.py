@@ -33,7 +33,7 @@ from megatron_ext.models.mmdit.modulation import modulated, start_at_zero
 from megatron_ext.models.mmdit.rope import rotary_table, rotate
 from megatron_ext.models.mmdit.stages import stage_blocks
 from megatron_ext.training.pretrain import main
-from megatron_ext.training.video.data import video_step_size
+from megatron_ext.training.video.source import video_step_size
 from megatron_ext.training.window import StepSize
 from pretrain_video import FLOW
 

@@ -4,7 +4,7 @@
 #   0. make the Python environment (once)
 #   1. render clips of moving shapes with captions; 16 captions are held out of training
 #   2. turn them into latents and text embeddings
-#   3. train by flow matching on 2 ranks (DP2), text-to-video and image-to-video; stop half way
+#   3. train by flow matching on 2 ranks (DP2), text-to-video and image-to-video; stop on the way
 #   4. go on from the checkpoint on 2 ranks in another layout (PP2), sampling on the way
 #   5. sample the held-out captions from the averaged weights, and measure colour and motion
 #
@@ -18,7 +18,7 @@ OUT="${OUT:-out/video_quickstart}"
 if [[ -n "${SMOKE:-}" ]]; then
     CLIPS=2 ITERATIONS=8 HALF=4 WARMUP=2 STEPS=4 REQUIRED=0
 else
-    CLIPS=24 ITERATIONS=1200 HALF=1000 WARMUP=100 STEPS=25 REQUIRED=13
+    CLIPS=24 ITERATIONS=1000 HALF=800 WARMUP=100 STEPS=25 REQUIRED=13
 fi
 rm -rf "$OUT"
 mkdir -p "$OUT"
@@ -31,15 +31,16 @@ echo "== 2/5 latents and text embeddings"
 # No weights: pixels are rotated and scaled (patch), words are hashed. -0.875 is the background.
 "$PYTHON" tools/preprocess_video.py --input "$OUT/clips/clips.jsonl" --output "$OUT/data" \
     --buckets '{"32px": {"9": 1.0}}' --workers 2 \
-    --codec-spatial 4 --codec-temporal 4 --codec-channels 24 --codec-shift -0.875 --text-length 8
+    --codec-spatial 4 --codec-temporal 4 --codec-channels 24 --codec-shift -0.875 --codec-scale 0.8 \
+    --text-length 8
 
 MODEL=(
-    --mmdit-size tiny --hidden-size 96 --num-attention-heads 4 --axes-dim 8 8 8
+    --mmdit-size tiny --hidden-size 128 --num-attention-heads 4 --axes-dim 8 12 12
     --recompute-double-blocks 0 --recompute-single-blocks 0
 )
 TRAINING=(
     --video-data-path "$OUT/data" --micro-batch-size 16 --global-batch-size 32
-    --train-iters "$ITERATIONS" --lr 2e-3 --lr-warmup-iters "$WARMUP" --ema-decay 0.99
+    --train-iters "$ITERATIONS" --lr 2e-3 --lr-warmup-iters "$WARMUP" --ema-decay 0.995
     --t2v-weight 6 --i2v-head-weight 1 --i2v-tail-weight 0 --i2v-loop-weight 0
     --use-distributed-optimizer --num-workers 1 --log-interval 50
     --save "$OUT/checkpoints" --save-interval "$HALF" --resume-mode auto

@@ -108,8 +108,8 @@ class TextEncoderConfig:
                 )
             if self.text_encoder == T5_CLIP and path is None:
                 raise ConfigError(
-                    f"`{name}` must be a local folder when `text_encoder` is {T5_CLIP}; nothing is "
-                    "loaded from a hub, so give the path."
+                    f"`{name}` (None) must be a local folder when `text_encoder` is {T5_CLIP}; "
+                    "nothing is loaded from a hub, so give the path."
                 )
 
 

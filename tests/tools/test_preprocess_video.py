@@ -120,7 +120,7 @@ def test_finished_shards_are_kept_and_other_data_is_not_overwritten(
     assert run(clips, output, "--clips-per-shard=2") == 0
     assert "1 of 2 shards were finished before" in capsys.readouterr().err
     assert (output / "shard_00000_latents.bin").stat().st_mtime_ns == before
-    assert run(clips, output, "--clips-per-shard=2", "--seed=5") == 1
+    assert run(clips, output, "--clips-per-shard=2", "--clip-seed=5") == 1
     assert "holds a dataset of other clips or options" in capsys.readouterr().err
 
 

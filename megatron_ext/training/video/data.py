@@ -1,4 +1,4 @@
-"""The data of a video run: opened and checked before it starts, then given step by step."""
+"""The data of a video run: opened, planned and checked before it starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron_ext.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.data.gpt import Datasets
-from megatron_ext.data.loader import BatchSource
 from megatron_ext.data.video.conditions import sections
 from megatron_ext.data.video.dataset import ShardedVideos, VideoClips
 from megatron_ext.data.video.encode import reference_name
@@ -25,14 +24,10 @@ from megatron_ext.data.video.options import VideoPreprocessOptions
 from megatron_ext.data.video.plan import Geometry, VideoPlan
 from megatron_ext.data.video.sampler import BucketSteps
 from megatron_ext.data.video.shards import read_manifest, read_null
-from megatron_ext.data.video.step_loader import VideoLoader
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.models.mmdit.flops import flops_of_clip
 from megatron_ext.models.mmdit.stages import stage_blocks
 from megatron_ext.models.mmdit.tokens import grid
-from megatron_ext.training.video.microbatch import FlowMaker, FlowMicrobatch
 from megatron_ext.training.video.requests import check_sampling
-from megatron_ext.training.window import StepSize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,12 +35,8 @@ if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
     from megatron_ext.config.mmdit import MMDiTConfig
     from megatron_ext.data.tokenizers import Tokenizer
-    from megatron_ext.training.setup import Run
 
 Encoding = tuple[CodecConfig, TextEncoderConfig, EncodeConfig]
-
-EVALUATION_SEED = 1 << 32
-"""Added to the seed, so that validation clips never share their noise with training clips."""
 
 
 def open_videos(config: RunConfig, path: str) -> VideoClips:
@@ -234,88 +225,6 @@ def _check_same_kind(train: VideoSplit, valid: VideoSplit) -> None:
                 f"{name.replace('_', ' ')} than `--video-data-path` ({train.path}); "
                 "preprocess both alike."
             )
-
-
-class VideoSource(BatchSource):
-    """The steps of one split on this rank, from a step on.
-
-    Args:
-        run: the run.
-        split: the data.
-        first_step: of the plan.
-        consumed_samples: clips of all steps before, by which random decisions are numbered.
-        training: else every pass makes the same decisions about a clip.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        split: VideoSplit,
-        *,
-        first_step: int,
-        consumed_samples: int,
-        training: bool,
-    ) -> None:
-        self.video_plan = split.plan
-        super().__init__(None, len(split.clips), split.plan, first_step)  # type: ignore[arg-type]
-        self._dp_rank, self._training = run.context.dp_rank, training
-        self._consumed = consumed_samples
-        config = run.config
-        self._clips = VideoLoader(
-            split.clips,
-            split.plan,
-            run.context,
-            run.device,
-            patch=config.mmdit.sizes(config.model).patch_size,
-            multiple=sequence_multiple(config),
-            num_workers=config.data.num_workers,
-            first_step=first_step,
-        )
-        seed = config.training.seed + (0 if training else EVALUATION_SEED)
-        self._make = FlowMaker(config, run.context, self._clips.null, seed)
-
-    @property
-    def coming(self) -> int:
-        """The step that comes next, counted from the beginning of the run."""
-        return self._coming
-
-    def next_step(self, num_microbatches: int) -> list[FlowMicrobatch]:  # type: ignore[override]
-        """Micro-batches of the next step."""
-        planned = self.video_plan.microbatches(self._coming, self._dp_rank, self._consumed)
-        self._consumed += self.video_plan.num_samples(self._coming)
-        self._coming += 1
-        return [
-            self._make(self._clips.next(), batch.samples if self._training else batch.clips)
-            for batch in planned
-        ]
-
-
-def video_source(
-    run: Run, dataset: Any, tokenizer: Tokenizer, consumed_samples: int, full_epoch: bool
-) -> VideoSource:
-    """See `Task.source`. Validation begins anew each time, with the same noise."""
-    return VideoSource(
-        run,
-        dataset,
-        first_step=0 if full_epoch else run.progress.iteration,
-        consumed_samples=consumed_samples,
-        training=not full_epoch,
-    )
-
-
-def video_step_size(run: Run, num_microbatches: int) -> StepSize:
-    """Clips, tokens and floating-point operations of the coming step; see `Task.step_size`."""
-    source = run.train_source
-    assert isinstance(source, VideoSource)
-    sequences = source.video_plan.sequences(source.coming)
-    sizes = run.config.mmdit.sizes(run.config.model)
-    return StepSize(
-        samples=len(sequences),
-        tokens=sum(sequence.num_tokens for sequence in sequences),
-        flops=sum(
-            flops_of_clip(sizes, sequence.num_text, sequence.num_image) for sequence in sequences
-        ),
-    )
 
 
 def bucket_table(split: VideoSplit) -> str:

@@ -128,7 +128,7 @@ def test_finished_shards_of_other_options_are_not_overwritten(
     assert run(source, output, "--clips-per-shard=2") == 0
     (output / "manifest.json").unlink()
     before = contents(output)
-    for more in ("--seed=7", "--storage=bfloat16", "--codec-scale=2", "--text-length=7"):
+    for more in ("--clip-seed=7", "--storage=bfloat16", "--codec-scale=2", "--text-length=7"):
         assert run(source, output, "--clips-per-shard=2", more) == 1
         said = capsys.readouterr().err
         assert "holds a dataset of other clips or options (shard_00000.json); give anoth" in said

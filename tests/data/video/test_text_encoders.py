@@ -130,8 +130,10 @@ def test_from_a_manifest(folders: tuple[Path, Path], tmp_path: Path) -> None:
     again = text_encoder_from_manifest(manifest, str(folders[0]), str(folders[1]))
     for one, other in zip(made.encode(["a red"]), again.encode(["a red"]), strict=True):
         assert torch.equal(one, other)
-    with pytest.raises(ConfigError, match=r"`t5_path` \(None\) must be a local folder with a conf"):
+    with pytest.raises(ConfigError, match=r"`t5_path` \(None\) must be a local folder when"):
         text_encoder_from_manifest(manifest)
+    with pytest.raises(ConfigError, match=r"`t5_path` \(/none\) must be a local folder with a con"):
+        text_encoder_from_manifest(manifest, "/none", str(folders[1]))
     manifest["text_encoder"]["t5"]["d_ff"] = 64
     with pytest.raises(
         DataError, match=r"not encoded with the models .*: `d_ff` was 64, but is 32"
@@ -197,7 +199,7 @@ def test_weights_and_tokenizers_that_are_missing(
         ({"text_encoder": "bert"}, r"`text_encoder` \(bert\) must be hashed or t5-clip; choose"),
         ({"text_length": 0}, r"`text_length` \(0\) must be at least 1; raise it"),
         ({"clip_path": "/c"}, r"`clip_path` \(/c\) has an effect only with `text_encoder` t5-cl"),
-        ({"text_encoder": "t5-clip", "t5_path": "/none"}, r"`t5_path` \(/none\) must be a local f"),
+        ({"text_encoder": "t5-clip", "t5_path": "/t5"}, r"`clip_path` \(None\) must be a local f"),
         (
             {"text_encoder": "t5-clip", "t5_path": "/none", "text_width": 9},
             r"`text_width` \(9\) must be left out with `text_encoder` t5-clip: the models decide",
