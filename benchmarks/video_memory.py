@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import redirect_stdout
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -130,8 +131,9 @@ def run_rank(config: RunConfig, tokenizer: Tokenizer, folder: Path) -> int:
     torch.set_num_threads(1)
     context = init_groups(Layout.from_config(config), device, init_method=f"file://{folder}/store")
     seed_everything(context, config.training.seed)
-    run = build_run(config, FLOW, context, torch_device, tokenizer)
-    train(run)
+    with redirect_stdout(None):
+        run = build_run(config, FLOW, context, torch_device, tokenizer)
+        train(run)
     (folder / f"rank_{context.rank}.json").write_text(json.dumps(measured(run)))
     context.destroy()
     return 0

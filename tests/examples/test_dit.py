@@ -76,17 +76,20 @@ def test_a_stopped_run_goes_on(latents: Path, of_one_rank: list[Any], tmp_path: 
 def test_every_weight_is_trained_in_bf16(
     latents: Path, of_one_rank: list[Any], tmp_path: Path
 ) -> None:
-    initial: dict[str, Any] = {}
-
-    def idle(run: Run) -> None:
+    def watch(run: Run) -> Any:
         named = dict(run.chunks[0].named_parameters())
-        if run.progress.iteration == 1:
-            initial.update({name: p.detach().clone() for name, p in named.items()})
-        elif run.progress.iteration == STEPS:
-            still = [name for name, p in named.items() if p.equal(initial[name])]
-            assert not still, still
+        initial = {name: parameter.detach().clone() for name, parameter in named.items()}
 
-    rows = run(latents, tmp_path, "--bf16", task=dataclasses.replace(TASK, after_step=idle))
+        def after_step() -> None:
+            if run.progress.iteration == STEPS:
+                still = [name for name, p in named.items() if p.equal(initial[name])]
+                assert not still, still
+                (tmp_path / "watched").touch()
+
+        return after_step
+
+    rows = run(latents, tmp_path, "--bf16", task=dataclasses.replace(TASK, after_step=watch))
+    assert (tmp_path / "watched").exists()
     assert [row["loss"] for row in rows] == pytest.approx(
         [row["loss"] for row in of_one_rank], rel=2e-2
     )

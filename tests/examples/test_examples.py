@@ -78,6 +78,16 @@ def test_custom_model_reports_its_own_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_custom_video_model_trains_on_clips_that_it_renders(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run_example("custom_model/dit.sh", out)
+    losses = [row["loss"] for row in metrics(out) if row["kind"] == "train"]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert (out / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
+
+
+@pytest.mark.slow
 def test_quickstart_resumes_in_another_layout(tmp_path: Path) -> None:
     out = tmp_path / "quickstart"
     shown = run_example("quickstart.sh", out, timeout=400)
