@@ -98,7 +98,8 @@ def render(caption: Caption, size: int, num_frames: int, rng: random.Random) -> 
         fine = inside(shape, grid_y - y, grid_x - x, radius)
         cover = fine.reshape(size, FINER, size, FINER).mean(axis=(1, 3))[..., None]
         frames.append(BACKGROUND + cover * (np.array(COLOURS[colour]) - BACKGROUND))
-    return np.stack(frames).round().astype(np.uint8)
+    pictures: NDArray[np.uint8] = np.stack(frames).round().astype(np.uint8)
+    return pictures
 
 
 def write_mp4(path: Path, frames: NDArray[np.uint8], fps: int) -> None:
