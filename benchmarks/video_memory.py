@@ -131,8 +131,8 @@ def run_rank(config: RunConfig, tokenizer: Tokenizer, folder: Path) -> int:
     torch.set_num_threads(1)
     context = init_groups(Layout.from_config(config), device, init_method=f"file://{folder}/store")
     seed_everything(context, config.training.seed)
+    run = build_run(config, FLOW, context, torch_device, tokenizer)
     with redirect_stdout(None):
-        run = build_run(config, FLOW, context, torch_device, tokenizer)
         train(run)
     (folder / f"rank_{context.rank}.json").write_text(json.dumps(measured(run)))
     context.destroy()
@@ -146,7 +146,8 @@ def measure(size: str, precision: str, replicas: int, latents: Path) -> dict[str
     words += ["--bf16"] if precision == "bf16" else []
     device = select()
     parsed = parse_args(words, world_size=0, device=device.kind, defaults=VIDEO_DEFAULTS)
-    config, tokenizer = preflight(parsed.config, FLOW.preflight)
+    with redirect_stdout(None):
+        config, tokenizer = preflight(parsed.config, FLOW.preflight)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if fork_ranks(lambda: run_rank(config, tokenizer, folder), replicas) != 0:
