@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -102,8 +103,8 @@ def _count_clips(run: Run, folder: Path) -> None:
     (source,) = run.valid_sources
     next_step = source.next_step
 
-    def counted(num_microbatches: int):  # type: ignore[no-untyped-def]
-        batches = next_step(num_microbatches)
+    def counted(num_microbatches: int) -> Any:
+        batches: Any = next_step(num_microbatches)
         images = torch.cat([batch.targets.velocity.sum((1, 2)) for batch in batches])
         torch.save(images, folder / f"{len(list(folder.iterdir()))}.pt")
         return batches

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def compare_with_torch(run: Run) -> None:
             parameter.main_grad.mul_(FACTORS[run.progress.iteration])
         grads[:] = [parameter.main_grad.clone() for parameter in parameters]
 
-    def checked(*arguments):  # type: ignore[no-untyped-def]
+    def checked(*arguments: Any) -> Any:
         result = train(*arguments)
         norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))
         assert math.isclose(result.update.grad_norm, norm, rel_tol=1e-6)
