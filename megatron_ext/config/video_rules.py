@@ -96,7 +96,7 @@ def video_errors(given: RunConfig, resolve: Callable[[RunConfig], RunConfig]) ->
             f"`--pipeline-schedule {schedule}` takes sequences of one length only; use "
             f"{schedule.removeprefix('core-')}."
         )
-    found += [*_without_their_switch(given), *_encoding_errors(given)]
+    found += [*_without_their_switch(given), *_encoding_errors(given), *_sample_errors(given)]
     return [*found, *given.video.errors(), *given.mmdit.errors()]
 
 
@@ -126,13 +126,24 @@ def _encoding_errors(run: RunConfig) -> list[str]:
     if run.video.online_encoding:
         return []
     # Sampling finds the weights of a VAE and of text encoders by them.
-    samples = run.sample.sample_interval is not None or run.ema.for_sampling
-    samples = samples or run.training.skip_train
-    sections = ("encode",) if samples else ENCODING
+    sections = ("encode",) if _samples(run) else ENCODING
     return [
         f"`{spelled}` has an effect only with `--online-encoding`; leave it out."
         for spelled in _changed(run, sections)
     ]
+
+
+def _sample_errors(run: RunConfig) -> list[str]:
+    """Samples that are described, but not asked for."""
+    return [
+        f"`{spelled}` has an effect only with `--sample-interval`; give it too, or leave this out."
+        for spelled in ([] if _samples(run) else _changed(run, ("sample",)))
+    ]
+
+
+def _samples(run: RunConfig) -> bool:
+    """Whether clips are sampled, while training or, without training, at once."""
+    return run.sample.sample_interval is not None or run.training.skip_train
 
 
 def _changed(run: RunConfig, sections: Sequence[str]) -> list[str]:

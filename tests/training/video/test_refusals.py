@@ -116,6 +116,15 @@ def test_validation_clips_must_be_encoded_alike(
         ("--swiglu", f"`--swiglu` {IGNORED}{SHAPE}"),
         ("--data-path x", f"`--data-path` {IGNORED}its data is `--video-data-path`; leave it out."),
         ("--num-experts 4", f"`--num-experts` {IGNORED}its blocks have no experts; leave it out."),
+        (
+            "--sample-steps 9",
+            "`--sample-steps` has an effect only with `--sample-interval`; give it too, or leave "
+            "this out.",
+        ),
+        (
+            "--codec-spatial 4",
+            "`--codec-spatial` has an effect only with `--online-encoding`; leave it out.",
+        ),
         ("--lora-rank 4", f"`--lora-rank` {IGNORED}its layers take no adapters; leave it out."),
         (
             "--label-smoothing 0.1",
