@@ -107,9 +107,10 @@ class Storages:
         return total
 
 
-def measured(run: Run) -> dict[str, int]:
-    """Bytes of each kind on this rank, and of all other tensors that live."""
+def measured(run: Run, before: Iterable[torch.Tensor]) -> dict[str, int]:
+    """Bytes of each kind on this rank, and of all other tensors that were made for the run."""
     storages = Storages()
+    storages.take(before)
     buffers = [b for chunk in run.chunks for b in chunk.buffers]
     parameters = [p for chunk in run.chunks for p in chunk.parameters()]
     gradients = [b.grad_data for b in buffers] + [p.grad for p in parameters if p.grad is not None]
@@ -118,14 +119,19 @@ def measured(run: Run) -> dict[str, int]:
     found["gradients"] = storages.take(gradients)
     found["optimizer"] = storages.take(reachable(run.optimizer))
     found["average"] = storages.take(reachable(run.ema))
-    gc.collect()
-    others = (entry for entry in gc.get_objects() if issubclass(type(entry), torch.Tensor))
-    found["others"] = storages.take(others)
+    found["others"] = storages.take(living())
     return found
+
+
+def living() -> list[torch.Tensor]:
+    """Every tensor of this process."""
+    gc.collect()
+    return [entry for entry in gc.get_objects() if issubclass(type(entry), torch.Tensor)]
 
 
 def run_rank(config: RunConfig, tokenizer: Tokenizer, folder: Path) -> int:
     """Build the run, take its step, and write down what it holds."""
+    before = living()
     device = select()
     torch_device = device.activate(int(os.environ["LOCAL_RANK"]))
     torch.set_num_threads(1)
@@ -134,7 +140,7 @@ def run_rank(config: RunConfig, tokenizer: Tokenizer, folder: Path) -> int:
     run = build_run(config, FLOW, context, torch_device, tokenizer)
     with redirect_stdout(None):
         train(run)
-    (folder / f"rank_{context.rank}.json").write_text(json.dumps(measured(run)))
+    (folder / f"rank_{context.rank}.json").write_text(json.dumps(measured(run, before)))
     context.destroy()
     return 0
 
