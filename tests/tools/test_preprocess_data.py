@@ -116,7 +116,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, parts_before_kill: in
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_ends_all_and_keeps_parts(tmp_path: Path, how: signal.Signals) -> None:
-    tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(12_000))
+    tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(30_000))
     more = ["--workers", "2", "--engine", "native", "--part-megabytes", "0.2"]
     process = subprocess.Popen(
         command(tmp_path, *more), cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True
