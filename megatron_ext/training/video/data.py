@@ -122,7 +122,11 @@ def open_split(config: RunConfig, folder: str, *, shuffle: bool) -> VideoSplit:
     geometries = {
         bucket: _geometry(config, clips, held.clips[0]) for bucket, held in members.items()
     }
-    units = {str(bucket): len(held.clips) for bucket, held in members.items()}
+    per_step = batch // micro_batch_size
+    units = {
+        str(bucket): [len(held.clips), held.micro_batch_size * per_step]
+        for bucket, held in members.items()
+    }
     deciding = [clips.manifest["fingerprint"], units, batch, config.training.seed]
     identity = hashlib.sha256(json.dumps(deciding).encode()).hexdigest()
     return VideoSplit(folder, clips, VideoPlan(steps, geometries, identity))
@@ -161,18 +165,7 @@ def prepare_video(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     manifest = open_videos(config, video.video_data_path).manifest
     if config.sample.sample_interval is not None:
         check_sampling(config, manifest)
-    mmdit = dataclasses.replace(
-        with_widths(config.mmdit, manifest), cond_embed=config.conditions.modes != ("t2v",)
-    )
-    training = config.training
-    evaluates = video.video_valid_path is not None and training.eval_iters > 0
-    training = dataclasses.replace(
-        training, full_validation=evaluates, eval_iters=training.eval_iters if evaluates else 0
-    )
-    config = dataclasses.replace(config, mmdit=mmdit, training=training)
-    stages = config.parallel.pipeline_model_parallel_size
-    chunks = config.parallel.virtual_pipeline_model_parallel_size or 1
-    stage_blocks(mmdit.sizes(config.model), stages * chunks, mmdit.double_block_cost)
+    config = _with_evaluation(_with_model(config, manifest))
     train = open_split(config, video.video_data_path, shuffle=True)
     _check_references(config, train)
     if video.video_valid_path is not None:
@@ -184,6 +177,34 @@ def prepare_video(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
         config.model, seq_length=longest, max_position_embeddings=longest, padded_vocab_size=None
     )
     return dataclasses.replace(config, model=model)
+
+
+def _with_model(config: RunConfig, manifest: Mapping[str, Any]) -> RunConfig:
+    """With the model for the data, which the ranks must be able to share."""
+    mmdit = dataclasses.replace(
+        with_widths(config.mmdit, manifest), cond_embed=config.conditions.modes != ("t2v",)
+    )
+    sizes, parallel = mmdit.sizes(config.model), config.parallel
+    chunks = parallel.virtual_pipeline_model_parallel_size or 1
+    num_stages = parallel.pipeline_model_parallel_size * chunks
+    stage_blocks(sizes, num_stages, mmdit.double_block_cost)
+    shared = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    if parallel.cp_comm_type[0] == "a2a" and sizes.num_heads % shared:
+        raise ConfigError(
+            f"`--cp-comm-type a2a` trades heads ({sizes.num_heads}), which must be divisible by "
+            f"tensor x context parallel size ({shared}); use all_gather."
+        )
+    return dataclasses.replace(config, mmdit=mmdit)
+
+
+def _with_evaluation(config: RunConfig) -> RunConfig:
+    """With evaluation of the whole validation data, or none where there is no such data."""
+    training = config.training
+    evaluates = config.video.video_valid_path is not None and training.eval_iters > 0
+    training = dataclasses.replace(
+        training, full_validation=evaluates, eval_iters=training.eval_iters if evaluates else 0
+    )
+    return dataclasses.replace(config, training=training)
 
 
 def with_widths(mmdit: MMDiTConfig, manifest: Mapping[str, Any]) -> MMDiTConfig:

@@ -81,6 +81,11 @@ def test_sequences_and_steps_must_fit(refused: Printed, clips: Path) -> None:
         "error: the pipeline has 8 stages, but the model only 4 blocks (2 double, 2 single); use a "
         "smaller `--pipeline-model-parallel-size`.\n"
     )
+    heads = "--cp-comm-type a2a --context-parallel-size 8 --nproc-per-node 8"
+    assert refused(clips, heads) == (
+        "error: `--cp-comm-type a2a` trades heads (4), which must be divisible by tensor x context "
+        "parallel size (8); use all_gather.\n"
+    )
     assert refused(clips, '--video-buckets {"64px":{"9":[1.0,2]}}') == (
         "error: The data holds clips of 64px 1x64x64, but the bucket plan has no 64px of 1 frames "
         '({"64px": {"9": [1.0, 2]}}); add it.\n'
