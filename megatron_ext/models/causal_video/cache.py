@@ -175,8 +175,8 @@ class KVCache:
         new = range(first_frame, first_frame + num_frames)
         if first_frame > self.end:
             raise DataError(
-                f"`first_frame` ({first_frame}) must not exceed the frame at which the cache stands "
-                f"({self.end}); run the frames in order, or `skip_to` it."
+                f"`first_frame` ({first_frame}) must not exceed the frame at which the cache "
+                f"stands ({self.end}); run the frames in order, or `skip_to` it."
             )
         starts = self.window.blocks(first_frame, num_frames)
         seen = {f for start in starts for part in self.window.visible(start) for f in part}

@@ -13,13 +13,27 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.models.causal_video.sizes import VideoDiTSizes
 from megatron_ext.models.causal_video.tokens import FrameTokens
-from megatron_ext.models.mmdit.embedding import VectorEmbedder, timestep_sinusoid
+from megatron_ext.models.mmdit.embedding import VectorEmbedder
 from megatron_ext.models.mmdit.linear import mark_replicated
 from megatron_ext.models.mmdit.sizes import TIMESTEP_WIDTH
 from megatron_ext.models.mmdit.tokens import pack
 
-MAX_TIMESTEP = 1000.0
-"""That of pure noise."""
+MAX_PERIOD = 10_000.0
+
+
+def timestep_sinusoid(timesteps: Tensor) -> Tensor:
+    """128 cosines of ``t * 10000 ** (-j / 128)``, then the sines, in float64 as in Wan.
+
+    Args:
+        timesteps: ``[n]``, 0 to 1000.
+
+    Returns:
+        ``[n, 256]`` float64.
+    """
+    half = TIMESTEP_WIDTH // 2
+    exponents = torch.arange(half, dtype=torch.float64, device=timesteps.device) / half
+    angles = timesteps.double()[:, None] * MAX_PERIOD**-exponents
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
 class Conditioning(NamedTuple):
@@ -89,8 +103,7 @@ class Embedder(MegatronModule):  # type: ignore[misc]
         get the gradient of the rank's tokens, the text that of all.
         """
         b, f = timesteps.shape
-        sinusoid = timestep_sinusoid(timesteps.flatten() / MAX_TIMESTEP)
-        time: Tensor = self.time_in(sinusoid).view(b, f, -1).transpose(0, 1)
+        time: Tensor = self.time_in(timestep_sinusoid(timesteps.flatten())).view(b, f, -1).transpose(0, 1)
         words = F.gelu(self.text_in(text.to(self.text_in.weight.dtype)), approximate="tanh")
         return Conditioning(
             time, self.time_projection(F.silu(time)), self.text_out(words).transpose(0, 1)

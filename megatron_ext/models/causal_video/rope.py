@@ -53,6 +53,6 @@ def rotate(x: Tensor, table: Table) -> Tensor:
         As ``x``, in its dtype.
     """
     cos, sin = table
-    first, second = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    first, second = torch.unflatten(x.to(cos.dtype), -1, (-1, 2)).unbind(-1)
     turned = torch.stack((cos * first - sin * second, sin * first + cos * second), dim=-1)
     return turned.flatten(-2).to(x.dtype)

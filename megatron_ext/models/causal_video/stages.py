@@ -31,7 +31,7 @@ def check_layout(
     options: VideoDiTOptions,
     groups: ProcessGroupCollection,
 ) -> None:
-    """Compare the configuration with the sizes, and the heads with the ranks.
+    """Compare the configuration with the sizes, and the heads with the ranks; core sees to those of TP.
 
     Raises:
         ConfigError: see there.
@@ -43,11 +43,6 @@ def check_layout(
                 "configuration from `VideoDiTSizes.transformer_fields()`."
             )
     tp, cp = groups.tp.size(), groups.cp.size()
-    if sizes.num_heads % tp:
-        raise ConfigError(
-            f"the attention heads ({sizes.num_heads}) must be divisible by "
-            f"`--tensor-model-parallel-size` ({tp})."
-        )
     if options.cp_comm_type == "a2a" and sizes.num_heads // tp % cp:
         raise ConfigError(
             f"`cp_comm_type` a2a needs the attention heads of a tensor-parallel rank "
