@@ -67,6 +67,14 @@ class TextMemo:
         self.text = text.detach()
         return False
 
+    def state_dict(self) -> dict[str, Any]:
+        """What it holds; weights may have changed since it was made, so it is not made again."""
+        return {"text": self.text, "key_values": dict(self.key_values)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.text, self.key_values = state["text"], dict(state["key_values"])
+
 
 class KVCache:
     """Cached frames of one sequence batch on one rank; build it by `VideoDiT.new_cache`.
@@ -250,13 +258,14 @@ class KVCache:
         self._slots |= {f: next(free) for f in kept if f not in self._slots}
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it but the text, which the next pass fills in again; tensors are not copied."""
+        """All of it, on this rank; tensors are not copied."""
         return {
             "keys": self.keys,
             "values": self.values,
             "slots": dict(self._slots),
             "end": self.end,
             "absent_before": self._absent_before,
+            "memo": self.memo.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -279,6 +288,7 @@ class KVCache:
         self.reset()
         self._slots, self.end = dict(state["slots"]), state["end"]
         self._absent_before = state["absent_before"]
+        self.memo.load_state_dict(state["memo"])
         self._writes += 1
         self._stamps = dict.fromkeys(self._slots, self._writes)
 

@@ -103,7 +103,9 @@ class Embedder(MegatronModule):  # type: ignore[misc]
         get the gradient of the rank's tokens, the text that of all.
         """
         b, f = timesteps.shape
-        time: Tensor = self.time_in(timestep_sinusoid(timesteps.flatten())).view(b, f, -1).transpose(0, 1)
+        time: Tensor = (
+            self.time_in(timestep_sinusoid(timesteps.flatten())).view(b, f, -1).transpose(0, 1)
+        )
         words = F.gelu(self.text_in(text.to(self.text_in.weight.dtype)), approximate="tanh")
         return Conditioning(
             time, self.time_projection(F.silu(time)), self.text_out(words).transpose(0, 1)

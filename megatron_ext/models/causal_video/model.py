@@ -158,7 +158,7 @@ class VideoDiT(MegatronModule):  # type: ignore[misc]
             On the last stage the flow ``noise - x0``, ``[b, t, c, h, w]`` on every rank; before it
             hidden states and what all blocks need, see `boundary_shape`. Over context-parallel
             ranks the gradients of the losses are summed: each rank's loss counts, as those of
-            data-parallel ranks do.
+            data-parallel ranks do. The gradient of ``x`` lies on the ranks that hold the tokens.
 
         Raises:
             ConfigError: a cache that does not fit the model or the order of the passes.

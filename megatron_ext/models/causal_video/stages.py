@@ -31,7 +31,7 @@ def check_layout(
     options: VideoDiTOptions,
     groups: ProcessGroupCollection,
 ) -> None:
-    """Compare the configuration with the sizes, and the heads with the ranks; core sees to those of TP.
+    """Compare the configuration with the sizes, and the heads with the context-parallel ranks.
 
     Raises:
         ConfigError: see there.

@@ -91,7 +91,7 @@ def parts_first(x: Tensor, num_parts: int) -> Tensor:
 
 def positions(tokens: FrameTokens, device: torch.device) -> Tensor:
     """Absolute frame, row and column of the chunk's tokens, ``[t, n, 3]`` int64."""
-    first, last = tokens.first_frame, tokens.first_frame + tokens.num_frames
-    axes = (range(first, last), range(tokens.rows), range(tokens.columns))
-    grid = torch.cartesian_prod(*(torch.tensor(axis, device=device) for axis in axes))
+    sizes = (tokens.num_frames, tokens.rows, tokens.columns)
+    frames, rows, columns = (torch.arange(size, device=device) for size in sizes)
+    grid = torch.cartesian_prod(frames + tokens.first_frame, rows, columns)
     return grid.view(tokens.num_frames, tokens.per_frame, 3)[:, tokens.chunk]

@@ -45,6 +45,7 @@ class Problem:
     width: int = 8
     sequence_parallel: bool = False
     schedule: str | None = None
+    timestep_per_frame: bool = True
 
     @property
     def rule(self) -> Rule | None:
@@ -58,6 +59,8 @@ class Problem:
         latents = torch.randn(b, t, z.channels, self.height, self.width, generator=generator)
         text = torch.randn(b, self.num_text, z.text_width, generator=generator)
         timesteps = 1000 * torch.rand(b, t, generator=generator)
+        if not self.timestep_per_frame:
+            timesteps = timesteps[:, 0]
         return {"x": latents.to(dtype), "timesteps": timesteps, "text": text.to(dtype)}
 
     def target(self, number: int = 0) -> Tensor:

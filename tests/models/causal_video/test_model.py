@@ -167,13 +167,13 @@ def test_a_configuration_of_other_sizes_is_refused(context: ParallelContext) -> 
         VideoDiT(config, SIZES["tiny"], CAUSAL, context.pgs)
 
 
-@ranks(tp=4, cp=2)
+@ranks(cp=3)
 def test_layouts_that_cannot_share_are_refused(context: ParallelContext) -> None:
     a2a = dataclasses.replace(CAUSAL, cp_comm_type="a2a")
-    with pytest.raises(ConfigError, match=r"a2a needs the attention heads .* \(1\) to be divis"):
+    with pytest.raises(ConfigError, match=r"a2a needs the attention heads .* \(4\) to be divis"):
         one(Problem(options=a2a), context)
-    problem = Problem(height=2, width=6)
-    with pytest.raises(DataError, match="a frame of 1 x 3 = 3 tokens must be divisible by the"):
+    problem = Problem()
+    with pytest.raises(DataError, match="a frame of 2 x 4 = 8 tokens must be divisible by the"):
         one(problem, context)(**problem.inputs())
 
 

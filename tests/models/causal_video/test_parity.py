@@ -56,7 +56,7 @@ class Truths:
         self.known: dict[Any, Truth] = {}
 
     def of(self, problem: Problem, *, streaming: bool) -> Truth:
-        key = problem.rule, streaming, problem.frames
+        key = problem.rule, streaming, problem.frames, problem.timestep_per_frame
         if key not in self.known:
             self.known[key] = truth(problem, self.weights, streaming=streaming)
         return self.known[key]
@@ -111,8 +111,9 @@ def test_criterion_24_layouts_stream_alike(truths: Truths, name: str) -> None:
     run_on_ranks(check_streaming, layout_of(sizes), arguments)
 
 
+PER_SAMPLE = {"timestep_per_frame": False}
 DENSE: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
-    "tp2sp": ({"tp": 2}, {"sequence_parallel": True}, {}),
+    "tp2sp": ({"tp": 2}, {"sequence_parallel": True, **PER_SAMPLE}, {}),
     "cp2 a2a": ({"cp": 2}, {}, A2A),
     "dp2": ({"dp": 2}, {}, {}),
     "pp2": ({"pp": 2}, {}, {}),
@@ -122,7 +123,7 @@ DENSE: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
         {"sequence_parallel": True},
         {"recompute_blocks": 2},
     ),
-    "cp2 pp2": ({"cp": 2, "pp": 2}, {}, {}),
+    "cp2 pp2": ({"cp": 2, "pp": 2}, PER_SAMPLE, {}),
     "cp2 dp2": ({"cp": 2, "dp": 2}, {}, {}),
 }
 
