@@ -124,11 +124,13 @@ class FrameAttention:
         if not past:
             return self._collected(new) if collects else new
         before = torch.cat([k for k, _ in past]), torch.cat([v for _, v in past])
-        if collects:
-            new = self._collected(new)
+        if collects and torch.is_grad_enabled():
+            # Apart, so that the backward pass sums the gradients of the new frames alone.
+            new, collects = self._collected(new), False
             with torch.no_grad():
                 before = self._collected(before)
-        return torch.cat((before[0], new[0])), torch.cat((before[1], new[1]))
+        both = torch.cat((before[0], new[0])), torch.cat((before[1], new[1]))
+        return self._collected(both) if collects else both
 
     def _collected(self, pair: KeyValue) -> KeyValue:
         """All ranks' tokens of keys and values; gradients are summed back to their owners."""

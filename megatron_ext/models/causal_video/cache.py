@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
 from megatron_ext.models.causal_video.attention import KeyValue
+from megatron_ext.models.causal_video.text_memo import TextMemo
 from megatron_ext.models.causal_video.window import FrameWindow
 
 
@@ -36,44 +37,6 @@ class CacheShape:
     batch: int
     num_heads: int
     head_dim: int
-
-
-class TextMemo:
-    """Keys and values of the text in every block, for passes without gradient."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self.text: Tensor | None = None
-        self.key_values: dict[int, KeyValue] = {}
-
-    @property
-    def is_filled(self) -> bool:
-        """Every block has those of the text."""
-        return len(self.key_values) == self.num_blocks
-
-    def clear(self) -> None:
-        """Forget the text, at a new sequence or when the weights have changed."""
-        self.text, self.key_values = None, {}
-
-    def begin(self, text: Tensor) -> bool:
-        """Whether it is filled for this text ``[b, l, text_width]``; begins anew if not."""
-        known = self.text
-        same = known is not None and (
-            known is text or (known.shape == text.shape and torch.equal(known, text.to(known)))
-        )
-        if same and self.is_filled:
-            return True
-        self.clear()
-        self.text = text.detach()
-        return False
-
-    def state_dict(self) -> dict[str, Any]:
-        """What it holds; weights may have changed since it was made, so it is not made again."""
-        return {"text": self.text, "key_values": dict(self.key_values)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
-        self.text, self.key_values = state["text"], dict(state["key_values"])
 
 
 class KVCache:

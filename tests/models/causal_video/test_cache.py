@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
 from megatron_ext.layout import ParallelContext
 from megatron_ext.models.causal_video import SIZES, FrameWindow, KVCache
-from megatron_ext.models.causal_video.cache import CacheShape
+from megatron_ext.models.causal_video.cache import CachePass, CacheShape
 from tests.models.causal_video.problem import (
     CAUSAL,
     Problem,
@@ -234,6 +236,54 @@ def test_a_stored_cache_goes_on_as_the_first(context: ParallelContext) -> None:
     larger = new_cache(chunk, problem, chunk_frames=6)
     with pytest.raises(CheckpointError, match=r"holds 2 blocks of \[12, 8, 2, 4, 16\], but this"):
         larger.load_state_dict(state)
+
+
+def small_cache(window: FrameWindow, capacity: int, chunk: int) -> KVCache:
+    """One number for each frame."""
+    return KVCache(
+        window,
+        CacheShape(1, 1, 1, 1, 1),
+        capacity_frames=capacity,
+        chunk_frames=chunk,
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sink=st.integers(0, 5),
+    past=st.integers(0, 5),
+    block=st.integers(1, 3),
+    chunk_blocks=st.integers(1, 3),
+    spare=st.integers(0, 4),
+    moves=st.lists(st.integers(0, 6), min_size=1, max_size=30),
+)
+def test_whatever_is_run_again_the_frames_seen_are_the_last_written(
+    sink: int, past: int, block: int, chunk_blocks: int, spare: int, moves: list[int]
+) -> None:
+    """Any order of new blocks and blocks of the newest chunk, against a list of all frames."""
+    window = FrameWindow(block, sink + past + block, sink)
+    chunk = chunk_blocks * block
+    cache = small_cache(window, window.capacity_for(chunk) + spare, chunk)
+    written: list[float] = []
+    for number, move in enumerate(moves):
+        back = min(move, chunk_blocks, len(written) // block) * block
+        first = len(written) - back
+        values = [float(100 * number + i) for i in range(block)]
+        reading = CachePass(cache, first, block, updates=True)
+        got = {f: float(k) for f, (k, _) in zip(reading.past, reading.past_key_values(0))}  # noqa: B905
+        seen = [f for part in window.visible(first) for f in part if f < first]
+        assert got == {f: written[f] for f in seen}
+        new = torch.tensor(values, dtype=torch.float64).view(block, 1, 1, 1, 1)
+        reading.record(0, new, -new)
+        reading.finish()
+        written[first : first + block] = values
+        assert cache.end == len(written)
+        assert len(cache.frames) == min(len(written), cache.capacity_frames)
+        keys = {f: float(cache.keys[0][cache.slot_of(f)]) for f in cache.frames}
+        assert keys == {f: written[f] for f in cache.frames}
+        assert keys == {f: -float(cache.values[0][cache.slot_of(f)]) for f in cache.frames}
 
 
 def test_trap_10_its_sizes_come_from_the_model() -> None:

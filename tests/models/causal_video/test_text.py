@@ -42,6 +42,28 @@ def test_text_is_projected_once(context: ParallelContext) -> None:
     cache.memo.clear()
     stream(chunk, cache, inputs, 3, start=3)
     assert len(calls) == 6
+    with torch.inference_mode():
+        for _ in range(2):
+            text = inputs["text"].clone()
+            stream(chunk, cache, {**inputs, "text": text}, 3, start=3)
+    assert len(calls) == 6
+
+
+@ranks()
+def test_a_text_that_is_written_over_is_noticed(context: ParallelContext) -> None:
+    """Though it is the same tensor as before, also where writes are not counted."""
+    chunk, inputs = one(PROBLEM, context), PROBLEM.inputs()
+    cache, calls = new_cache(chunk, PROBLEM), count_projections(chunk)
+    stream(chunk, cache, inputs, 3)
+    inputs["text"].copy_(PROBLEM.inputs(1)["text"])
+    stream(chunk, cache, inputs, 3, start=3)
+    assert len(calls) == 4
+    with torch.inference_mode():
+        text = inputs["text"].clone()
+        stream(chunk, cache, {**inputs, "text": text}, 3, start=3)
+        text.add_(1)
+        stream(chunk, cache, {**inputs, "text": text}, 3, start=3)
+    assert len(calls) == 6
 
 
 @ranks()
