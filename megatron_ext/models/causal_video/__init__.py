@@ -33,6 +33,7 @@ Cache::
     cache.reset()                                         # new sequence
     recache(network, cache, latents=last21, first_frame=cur - 21, timestep=0.0,
             text=new_prompt, sink_latents=first3)         # prompt switch
+    cache.state_dict(), cache.load_state_dict(state)      # of this rank, text included
 
 A pass with ``update_cache`` writes its frames' keys and values, cut from the graph: after the
 newest frame it appends, and drops the oldest frames but the sinks if the cache is full; on frames

@@ -77,7 +77,7 @@ class KVCache:
         self.window, self.shape, self.capacity_frames = window, shape, capacity_frames
         size = (capacity_frames, shape.tokens, shape.batch, shape.num_heads, shape.head_dim)
         self.keys, self.values = (
-            [torch.empty(size, dtype=dtype, device=device) for _ in range(shape.num_blocks)]
+            [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.num_blocks)]
             for _ in range(2)
         )
         self.memo = TextMemo(shape.num_blocks)
@@ -237,16 +237,11 @@ class KVCache:
         Raises:
             CheckpointError: a cache of another shape.
         """
-        for name in ("keys", "values"):
-            own, given = getattr(self, name), state[name]
-            shapes = [list(x.shape) for x in own], [list(x.shape) for x in given]
-            if shapes[0] != shapes[1]:
-                raise CheckpointError(
-                    f"the stored cache holds {len(given)} blocks of {shapes[1][0]}, but this one "
-                    f"{len(own)} of {shapes[0][0]}; resume with the sizes and the layout that it "
-                    "was saved with, or begin a new sequence."
-                )
-            for mine, theirs in zip(own, given, strict=True):
+        pairs = list(zip(("keys", "values"), (self.keys, self.values), strict=True))
+        for name, own in pairs:
+            _check_shapes(own, state[name])
+        for name, own in pairs:
+            for mine, theirs in zip(own, state[name], strict=True):
                 mine.copy_(theirs)
         self.reset()
         self._slots, self.end = dict(state["slots"]), state["end"]
@@ -318,6 +313,15 @@ def _check_capacity(window: FrameWindow, capacity: int, chunk: int) -> None:
             f"`capacity_frames` ({capacity}) must be {needed} or more: window ({window.window}) + "
             f"chunk ({chunk}) - block ({window.block}), or the first block of a chunk cannot be "
             f"run again at its end; use {needed}."
+        )
+
+
+def _check_shapes(own: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    if [x.shape for x in own] != [x.shape for x in given]:
+        raise CheckpointError(
+            f"the stored cache holds {len(given)} blocks of {list(given[0].shape)}, but this one "
+            f"{len(own)} of {list(own[0].shape)}; resume with the sizes and the layout that it was "
+            "saved with, or begin a new sequence."
         )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.layout import ParallelContext
 from megatron_ext.models.causal_video import FrameWindow, KVCache, VideoDiT, recache
 from tests.models.causal_video.problem import (
@@ -166,6 +166,21 @@ def test_sinks_that_are_neither_given_nor_held_are_refused(context: ParallelCont
         switch(chunk, cache, inputs, 39, sink_latents=None)
     with pytest.raises(ConfigError, match="`sink_latents` were given, but `keep_sink` ignores"):
         switch(chunk, cache, inputs, 39, sink_latents=inputs["x"][:, :3], keep_sink=True)
+    with pytest.raises(
+        ConfigError, match="`keep_sink` keeps frames 0 to 2, but `latents` begin at"
+    ):
+        switch(chunk, cache, inputs, 21, keep_sink=True)
+    with pytest.raises(
+        DataError, match=r"`num_frames` \(20\) must be a multiple of the frame block"
+    ):
+        recache(
+            chunk,
+            cache,
+            latents=inputs["x"][:, :20],
+            first_frame=0,
+            timestep=0.0,
+            text=inputs["text"],
+        )
     # A refusal leaves the cache as it was.
     assert all(torch.equal(kv, before[f]) for f, kv in held(cache).items())
     with pytest.raises(ConfigError, match=r"`keep_sink` needs the sink frames \(0 to 2\) in the"):
