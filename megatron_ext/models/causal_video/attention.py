@@ -1,0 +1,159 @@
+"""Self-attention of frame blocks over cached and new frames, under context parallelism.
+
+A block's key set is one for all of its queries, so that no mask is ever made: each block attends to
+the frames that it sees. Keys are rotated by their absolute frame before they are cached; their
+order does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.models.causal_video.tokens import frames_first, parts_first
+from megatron_ext.models.causal_video.window import FrameWindow
+from megatron_ext.models.mmdit.attention import heads_to_sequence, sequence_to_heads
+
+KeyValue = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Which of the key frames each stretch of query frames attends to.
+
+    Attributes:
+        past: absolute numbers of cached frames whose keys come before the new ones.
+        blocks: stretches of the new frames, each with stretches of the key frames.
+    """
+
+    past: tuple[int, ...]
+    blocks: tuple[tuple[slice, tuple[slice, ...]], ...]
+
+    @classmethod
+    def bidirectional(cls, num_frames: int) -> AttentionPlan:
+        """All frames see each other."""
+        return cls((), ((slice(0, num_frames), (slice(0, num_frames),)),))
+
+    @classmethod
+    def causal(
+        cls, window: FrameWindow, first_frame: int, num_frames: int, past: Sequence[int]
+    ) -> AttentionPlan:
+        """What the window lets each block see of past and new frames.
+
+        Args:
+            window: see `FrameWindow`.
+            first_frame: absolute number of the first new frame.
+            num_frames: new frames, whole blocks.
+            past: absolute numbers of the frames before them that there are, ascending.
+        """
+        new = range(first_frame, first_frame + num_frames)
+        position = {frame: index for index, frame in enumerate((*past, *new))}
+        blocks = []
+        for start in window.blocks(first_frame, num_frames):
+            seen = (frame for part in window.visible(start) for frame in part if frame in position)
+            queries = slice(start - first_frame, start - first_frame + window.block)
+            blocks.append((queries, _slices(position[frame] for frame in seen)))
+        return cls(tuple(past), tuple(blocks))
+
+
+def _slices(indices: Iterable[int]) -> tuple[slice, ...]:
+    """Ascending indices as slices."""
+    found: list[slice] = []
+    for index in indices:
+        if found and found[-1].stop == index:
+            found[-1] = slice(found[-1].start, index + 1)
+        else:
+            found.append(slice(index, index + 1))
+    return tuple(found)
+
+
+class FrameAttention:
+    """Attention from this rank's tokens and heads to all tokens of the frames that it sees.
+
+    Args:
+        cp_group: ranks among which the tokens of every frame are shared out.
+        trades_heads: trade heads for tokens (Ulysses, arXiv:2309.14509) rather than collect keys
+            and values; cached keys then hold all tokens of fewer heads.
+    """
+
+    def __init__(self, cp_group: ProcessGroup, *, trades_heads: bool) -> None:
+        self.cp_group = cp_group
+        self.trades_heads = trades_heads and cp_group.size() > 1
+
+    def exchange(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From ``[t, n, b, heads, d]`` as the layers give it to how it is cached and attended."""
+        if not self.trades_heads:
+            return query, key, value
+        t, cp = query.size(0), self.cp_group.size()
+        stacked = torch.stack((query, key, value), dim=4).flatten(0, 1)
+        traded = frames_first(heads_to_sequence(stacked, self.cp_group), cp, t)
+        query, key, value = traded.unbind(4)
+        return query, key, value
+
+    def __call__(
+        self, query: Tensor, new: KeyValue, past: Sequence[KeyValue], plan: AttentionPlan
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: ``[t, n, b, heads, d]``, exchanged.
+            new: keys and values of the new frames, alike.
+            past: cached ones of each of ``plan.past``, ``[1, n, b, heads, d]``.
+            plan: who sees whom.
+
+        Returns:
+            ``[t, n, b, heads, d]`` as before `exchange`.
+        """
+        key, value = self._keys(new, past)
+        outputs = [_attend(query[own], key, value, seen) for own, seen in plan.blocks]
+        attended = torch.cat(outputs)
+        if not self.trades_heads:
+            return attended
+        rows = sequence_to_heads(parts_first(attended, self.cp_group.size()), self.cp_group)
+        return torch.unflatten(rows, 0, (query.size(0), -1))
+
+    def _keys(self, new: KeyValue, past: Sequence[KeyValue]) -> KeyValue:
+        """All tokens of past and new frames, ``[f, n, b, heads, d]`` each."""
+        collects = self.cp_group.size() > 1 and not self.trades_heads
+        if not past:
+            return self._collected(new) if collects else new
+        before = torch.cat([k for k, _ in past]), torch.cat([v for _, v in past])
+        if collects and torch.is_grad_enabled():
+            # Apart, so that the backward pass sums the gradients of the new frames alone.
+            new, collects = self._collected(new), False
+            with torch.no_grad():
+                before = self._collected(before)
+        both = torch.cat((before[0], new[0])), torch.cat((before[1], new[1]))
+        return self._collected(both) if collects else both
+
+    def _collected(self, pair: KeyValue) -> KeyValue:
+        """All ranks' tokens of keys and values; gradients are summed back to their owners."""
+        stacked = torch.stack(pair, dim=2).flatten(0, 1)
+        gathered = gather_from_sequence_parallel_region(
+            stacked, tensor_parallel_output_grad=True, group=self.cp_group
+        )
+        key, value = frames_first(gathered, self.cp_group.size(), pair[0].size(0)).unbind(2)
+        return key, value
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Sequence[slice]) -> Tensor:
+    """``softmax(q k / sqrt(d)) v`` over the frames seen; ``[t, n, b, heads, d]``."""
+    q, k, v = (
+        x.permute(2, 3, 0, 1, 4).flatten(2, 3)
+        for x in (query, _selected(key, seen), _selected(value, seen))
+    )
+    out = F.scaled_dot_product_attention(q, k, v)
+    return torch.unflatten(out, 2, query.shape[:2]).permute(2, 3, 0, 1, 4)
+
+
+def _selected(x: Tensor, seen: Sequence[slice]) -> Tensor:
+    """Some of the frames of ``[f, ...]``."""
+    if len(seen) == 1:
+        return x[seen[0]]
+    return torch.cat([x[part] for part in seen])

@@ -1,0 +1,176 @@
+"""The block of the video DiT: self-attention, attention to the text, feed-forward layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_ext.models.causal_video.attention import AttentionPlan, FrameAttention, KeyValue
+from megatron_ext.models.causal_video.cache import CachePass
+from megatron_ext.models.causal_video.embedder import Conditioning
+from megatron_ext.models.causal_video.layers import column, column_of_whole, heads_of, row
+from megatron_ext.models.causal_video.modulation import (
+    ModulationTable,
+    add_gated,
+    modulated_frames,
+)
+from megatron_ext.models.causal_video.norm import FullWidthRMSNorm, normalized
+from megatron_ext.models.causal_video.options import VideoDiTOptions
+from megatron_ext.models.causal_video.rope import Table, rotate
+from megatron_ext.models.causal_video.tokens import frames_first, parts_first
+from megatron_ext.models.mmdit.linear import mark_replicated
+from megatron_ext.models.norm import LayerNorm
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all blocks share in one forward pass.
+
+    Attributes:
+        num_frames: t.
+        parts: tensor-parallel ranks that share out the sequence.
+        table: rotary table of the chunk's tokens.
+        plan: which frames see which.
+        cached: pass over the cache, None without one.
+        text: keys and values of the text by block, to read and to fill; None computes them, so
+            that they get gradients.
+    """
+
+    num_frames: int
+    parts: int
+    table: Table
+    plan: AttentionPlan
+    cached: CachePass | None
+    text: dict[int, KeyValue] | None
+
+
+class SelfAttention(MegatronModule):  # type: ignore[misc]
+    """Attention over the frames that the window, or the absence of one, lets each frame see."""
+
+    def __init__(
+        self, config: TransformerConfig, options: VideoDiTOptions, groups: ProcessGroupCollection
+    ) -> None:
+        super().__init__(config=config)
+        h, tp = config.hidden_size, groups.tp
+        self.tp_group = tp
+        self.linear_qkv = column(config, tp, h, h, projections=3)
+        self.q_norm = FullWidthRMSNorm(config, tp)
+        self.k_norm = FullWidthRMSNorm(config, tp)
+        self.linear_proj = row(config, tp, h, h)
+        self.attention = FrameAttention(groups.cp, trades_heads=options.cp_comm_type == "a2a")
+
+    def forward(self, x: Tensor, number: int, run: Run) -> Tensor:
+        """``[s, b, h]`` to ``[s, b, h]``, in block ``number`` of the model."""
+        fused, _ = self.linear_qkv(x)
+        query, key, value = heads_of(fused, 3, self.config.kv_channels)
+        query, key = normalized((query, key), (self.q_norm, self.k_norm))
+        q, k, v = (frames_first(y, run.parts, run.num_frames) for y in (query, key, value))
+        q, k, v = self.attention.exchange(rotate(q, run.table), rotate(k, run.table), v)
+        past = run.cached.past_key_values(number) if run.cached is not None else ()
+        if run.cached is not None:
+            run.cached.record(number, k, v)
+        attended = self.attention(q, (k, v), past, run.plan)
+        out: Tensor = self.linear_proj(parts_first(attended, run.parts).flatten(2))[0]
+        return out
+
+
+class CrossAttention(MegatronModule):  # type: ignore[misc]
+    """Attention to all tokens of the text; padding, whose features are zero, is not masked."""
+
+    def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+        super().__init__(config=config)
+        h, tp = config.hidden_size, groups.tp
+        self.tp_group = tp
+        self.linear_q = column(config, tp, h, h)
+        self.linear_kv = column_of_whole(config, tp, h, h, projections=2)
+        self.q_norm = FullWidthRMSNorm(config, tp)
+        self.k_norm = FullWidthRMSNorm(config, tp)
+        self.linear_proj = row(config, tp, h, h)
+
+    def forward(self, x: Tensor, text: Tensor, number: int, run: Run) -> Tensor:
+        """``[s, b, h]`` and text ``[l, b, h]`` to ``[s, b, h]``, in block ``number``."""
+        (query,) = heads_of(self.linear_q(x)[0], 1, self.config.kv_channels)
+        key, value = self._key_value(text, number, run.text)
+        q, k, v = (y.permute(1, 2, 0, 3) for y in (self.q_norm(query), key, value))
+        attended = F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3)
+        out: Tensor = self.linear_proj(attended.flatten(2))[0]
+        return out
+
+    def _key_value(self, text: Tensor, number: int, known: dict[int, KeyValue] | None) -> KeyValue:
+        """Of the text, ``[l, b, n, d]`` each."""
+        if known is not None and number in known:
+            return known[number]
+        key, value = heads_of(self.linear_kv(text)[0], 2, self.config.kv_channels)
+        pair = self.k_norm(key), value
+        if known is not None:
+            known[number] = pair
+        return pair
+
+
+class Block(MegatronModule):  # type: ignore[misc]
+    """One block; its modulation differs from frame to frame.
+
+    Args:
+        config: of the run.
+        options: see there.
+        groups: of this rank.
+        number: of the block in the whole model.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        options: VideoDiTOptions,
+        groups: ProcessGroupCollection,
+        number: int,
+    ) -> None:
+        super().__init__(config=config)
+        h, ffn, tp = config.hidden_size, config.ffn_hidden_size, groups.tp
+        self.number, self.tp_group = number, tp
+        self.modulation = ModulationTable(config, 6)
+        self.self_attention = SelfAttention(config, options, groups)
+        self.cross_norm = LayerNorm(h, config.layernorm_epsilon, zero_centered=False)
+        mark_replicated(self.cross_norm, config)
+        self.cross_attention = CrossAttention(config, groups)
+        self.linear_fc1 = column(config, tp, h, ffn)
+        self.linear_fc2 = row(config, tp, ffn, h)
+
+    def forward(self, hidden: Tensor, given: Conditioning, run: Run) -> Tensor:
+        """Run the block.
+
+        Args:
+            hidden: what this rank holds of the frames' tokens, ``[s, b, h]``.
+            given: timesteps and text.
+            run: see there.
+
+        Returns:
+            As ``hidden``.
+        """
+        parts = self.modulation(torch.unflatten(given.modulation, -1, (6, -1)))
+        shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = parts
+        attended = self.self_attention(modulated_frames(hidden, shift, scale), self.number, run)
+        hidden = add_gated(hidden, attended, gate)
+        hidden = hidden + self.cross_attention(
+            self.cross_norm(hidden), given.text, self.number, run
+        )
+        out = self._ffn(modulated_frames(hidden, ffn_shift, ffn_scale))
+        return add_gated(hidden, out, ffn_gate)
+
+    def _ffn(self, x: Tensor) -> Tensor:
+        wide, _ = self.linear_fc1(x)
+        out: Tensor = self.linear_fc2(F.gelu(wide, approximate="tanh"))[0]
+        return out
+
+
+def recomputed(block: Block, hidden: Tensor, given: Conditioning, run: Run) -> Tensor:
+    """Run a block that keeps its inputs only; they need not require a gradient."""
+    output: Tensor = torch.utils.checkpoint.checkpoint(
+        block, hidden, given, run, use_reentrant=False, preserve_rng_state=False
+    )
+    return output

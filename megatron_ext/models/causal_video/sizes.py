@@ -1,0 +1,113 @@
+"""Sizes of the video DiT, by name from ``tiny`` (tests on a CPU) to ``14b`` (Wan 2.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.models.mmdit.sizes import EPSILON, TIMESTEP_WIDTH
+
+
+@dataclass(frozen=True)
+class VideoDiTSizes:
+    """Everything that decides the shapes of the parameters, causal or not.
+
+    Attributes:
+        hidden_size: h.
+        num_heads: n; the size of a head d is h / n.
+        ffn_size: width of the feed-forward layers.
+        num_blocks: transformer blocks.
+        channels: c of the latents.
+        patch_size: p; a token holds p x p pixels of a latent frame, c * p * p numbers.
+        text_width: features of a text token (4096 for umT5-XXL).
+        rope_theta: base of the rotary frequencies.
+
+    Raises:
+        ConfigError: sizes that do not fit together.
+    """
+
+    hidden_size: int
+    num_heads: int
+    ffn_size: int
+    num_blocks: int
+    channels: int = 16
+    patch_size: int = 2
+    text_width: int = 4096
+    rope_theta: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"`{name}` ({getattr(self, name)}) must be 1 or more.")
+        if self.rope_theta <= 1:
+            raise ConfigError(f"`rope_theta` ({self.rope_theta}) must exceed 1; 10000 is usual.")
+        if self.hidden_size % self.num_heads:
+            raise ConfigError(
+                f"`hidden_size` ({self.hidden_size}) must be divisible by `num_heads` "
+                f"({self.num_heads})."
+            )
+        if self.head_dim % 2 or self.head_dim < 6:
+            raise ConfigError(
+                f"the size of a head, hidden_size / num_heads ({self.head_dim}), must be even and "
+                "6 or more, so that pairs of features rotate with frame, row and column."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head, d."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def axes_dim(self) -> tuple[int, int, int]:
+        """Features of a head that rotate with frame, row and column; (44, 42, 42) of 128."""
+        space = 2 * (self.head_dim // 6)
+        return self.head_dim - 2 * space, space, space
+
+    @property
+    def token_width(self) -> int:
+        """Features of a token, c * p * p."""
+        return self.channels * self.patch_size**2
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model."""
+        h = self.hidden_size
+        attention = 4 * _linear(h, h) + 2 * h
+        ffn = _linear(h, self.ffn_size) + _linear(self.ffn_size, h)
+        block = 2 * attention + ffn + 2 * h + 6 * h
+        embedding = _linear(self.token_width, h)
+        embedding += _linear(self.text_width, h) + _linear(h, h)
+        embedding += _linear(TIMESTEP_WIDTH, h) + _linear(h, h) + _linear(h, 6 * h)
+        head = _linear(h, self.token_width) + 2 * h
+        return embedding + self.num_blocks * block + head
+
+    def transformer_fields(self) -> dict[str, Any]:
+        """What the sizes decide of megatron-core's TransformerConfig."""
+        return {
+            "num_layers": self.num_blocks,
+            "hidden_size": self.hidden_size,
+            "num_attention_heads": self.num_heads,
+            "kv_channels": self.head_dim,
+            "ffn_hidden_size": self.ffn_size,
+            "layernorm_epsilon": EPSILON,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+        }
+
+
+def _linear(inputs: int, outputs: int) -> int:
+    """Parameters of a linear layer with bias."""
+    return (inputs + 1) * outputs
+
+
+_POSITIVE = "hidden_size num_heads ffn_size num_blocks channels patch_size text_width".split()
+
+SIZES = {
+    "tiny": VideoDiTSizes(64, 4, 128, 2, channels=4, text_width=32),
+    "small": VideoDiTSizes(384, 6, 1536, 8, text_width=512),
+    "base": VideoDiTSizes(768, 12, 3072, 16),
+    "1.3b": VideoDiTSizes(1536, 12, 8960, 30),
+    "14b": VideoDiTSizes(5120, 40, 13824, 40),
+}
+"""Named sizes; ``1.3b`` and ``14b`` are Wan 2.1 text to video (arXiv:2503.20314)."""
