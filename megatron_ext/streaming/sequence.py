@@ -294,9 +294,9 @@ class StreamingSequence:
     def _encode_anew(self, known: Tensor, length: int, *, keep_sink: bool | None = None) -> None:
         s, generator, config = self._state, self.generator, self.generator.schedule.config
         keep = self.options.sink_at_switch == "keep" if keep_sink is None else keep_sink
-        first = max(0, length - self.options.recache_frames)
-        if keep:
-            first = max(first, min(self._num_sinks, length))
+        if keep and length <= self._num_sinks:
+            return  # nothing but sinks
+        first = max(0, length - self.options.recache_frames, self._num_sinks if keep else 0)
         sinks = None
         if first and not keep and self._num_sinks:
             sinks = s.first_frames(known, length, self._num_sinks)
