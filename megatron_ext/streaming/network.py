@@ -1,12 +1,11 @@
-"""What streaming needs of networks, caches, prompts and codecs.
+"""What streaming needs of networks, caches and codecs.
 
 `models.causal_video` has networks and a cache of this kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -122,26 +121,3 @@ class FirstFrame(Protocol):
 
     def __call__(self, latents: Tensor) -> Tensor:
         """``[b, 1, c, h, w]`` of frames in order, ``[b, t, c, h, w]``."""
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """What the samples of a sequence are made from.
-
-    Attributes:
-        text: embeddings, ``[b, l, d]``.
-        text_after: those after the switch; needed where sequences switch.
-        start: clean latents of given first frames, ``[b, t, c, h, w]``; whole blocks, and fewer
-            than a chunk.
-    """
-
-    text: Tensor
-    text_after: Tensor | None = None
-    start: Tensor | None = None
-
-
-class PromptSource(Protocol):
-    """Gives the prompts of samples."""
-
-    def __call__(self, samples: Sequence[int]) -> Prompts:
-        """Prompts of samples, a function of their numbers in the run."""

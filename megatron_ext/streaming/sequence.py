@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from megatron_ext.data.video.draws import sample_numbers
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import ConfigError
 from megatron_ext.losses.noise_schedule import mixed
 from megatron_ext.streaming import draws
 from megatron_ext.streaming.chunk import StreamChunk, TrainedBlock, assembled, new_frame_mask
-from megatron_ext.streaming.network import FirstFrame, Prompts, PromptSource, Recache
+from megatron_ext.streaming.network import FirstFrame, Recache
 from megatron_ext.streaming.options import StreamingOptions
+from megatron_ext.streaming.prompts import PromptSource, given_frames, second_prompt
 from megatron_ext.streaming.rollout import WRITE_BACK, BlockNoise, Generator
 from megatron_ext.streaming.state import NEVER, SequenceState, stored_state
 
@@ -134,8 +135,8 @@ class StreamingSequence:
         consumed = old.consumed_samples + replica.batch * replica.dp_size if old else 0
         prompts = self.prompts(self._samples(consumed))
         switch = draws.switch_frame(options, replica.seed, sequence)
-        after = self._checked_texts(prompts, switches=switch is not None)
-        start = self._checked_start(prompts)
+        after = second_prompt(prompts, replica.batch, switches=switch is not None)
+        start = given_frames(prompts, self.like, options)
         self.generator.cache.reset()
         self.state = SequenceState(
             sequence=sequence,
@@ -154,38 +155,6 @@ class StreamingSequence:
         for frame in range(0, start.size(1), options.block):
             block = start[:, frame : frame + options.block]
             self.generator.write_back(block, frame, prompts.text, self._noise())
-
-    def _checked_texts(self, prompts: Prompts, *, switches: bool) -> Tensor:
-        """The second prompt; empty if it is not needed."""
-        batch, after = self.replica.batch, prompts.text_after
-        if switches and after is None:
-            raise DataError(
-                "the prompts have no `text_after`, but sequences switch to a second prompt; give "
-                "pairs of prompts, or turn `switch_prompts` off."
-            )
-        for name, text in (("text", prompts.text), ("text_after", after)):
-            if text is not None and (text.dim() != 3 or text.size(0) != batch):
-                raise DataError(
-                    f"`{name}` has the shape {list(text.shape)}, but must be [{batch}, l, d], one "
-                    "for each sample."
-                )
-        return after if switches and after is not None else prompts.text.new_empty(0)
-
-    def _checked_start(self, prompts: Prompts) -> Tensor:
-        """Given frames; none if nothing is given."""
-        options, batch = self.options, self.replica.batch
-        if prompts.start is None:
-            return self.like
-        start = prompts.start.to(self.like)
-        if (start.shape[0], *start.shape[2:]) != (batch, *self.like.shape[2:]) or (
-            start.size(1) % options.block or start.size(1) >= options.chunk_frames
-        ):
-            raise DataError(
-                f"`start` has the shape {list(start.shape)}, but must be [{batch}, t, "
-                f"{', '.join(map(str, self.like.shape[2:]))}] with whole blocks of "
-                f"{options.block} frames, fewer than a chunk ({options.chunk_frames})."
-            )
-        return start
 
     @property
     def _num_sinks(self) -> int:

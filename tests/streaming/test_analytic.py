@@ -37,7 +37,7 @@ def test_criterion_25_clean_latents_of_one_gaussian_are_those_of_the_formula() -
 def test_clean_latents_are_the_mean_of_samples_that_lead_there(t: float) -> None:
     """E[x0 | x_t], by weighting samples with the probability of x_t given each."""
     teacher = MixtureTeacher(MEANS, 0.5, SCHEDULE)
-    x0 = teacher.sample(200_000, seeded(1)).flatten(1)
+    x0 = teacher.sample(50_000, seeded(1)).flatten(1)
     x_t = torch.tensor([[0.5, 0.2], [1.0, -1.0]], dtype=torch.float64)
     timesteps = torch.tensor([t])
     s = float(SCHEDULE.sigma(timesteps))
@@ -45,7 +45,7 @@ def test_clean_latents_are_the_mean_of_samples_that_lead_there(t: float) -> None
     x = x_t.view(1, 2, 2, 1, 1)
     flow = teacher(x=x, timesteps=timesteps, text=TEXT)
     got = x0_from_flow(x, flow, SCHEDULE.sigma(timesteps)).view(2, 2)
-    torch.testing.assert_close(got, weights @ x0, rtol=0, atol=0.03)
+    torch.testing.assert_close(got, weights @ x0, rtol=0, atol=0.05)
 
 
 def test_timesteps_of_frames() -> None:
@@ -68,7 +68,7 @@ def test_samples_have_the_moments_of_the_mixture() -> None:
     torch.testing.assert_close(x.var(dim=0), spread, rtol=0.02, atol=0)
 
 
-def gaussian(mean: Tensor, deviation: float, seed: int, n: int = 20_000) -> Tensor:
+def gaussian(mean: Tensor, deviation: float, seed: int, n: int = 5_000) -> Tensor:
     return mean + deviation * torch.randn(n, len(mean), generator=seeded(seed), dtype=torch.float64)
 
 
@@ -77,8 +77,8 @@ def test_distance_of_gaussians_is_that_of_the_formula() -> None:
     mean = torch.tensor([3.0, -1.0, 2.0], dtype=torch.float64)
     a, b = gaussian(torch.zeros(3), 1.0, 1), gaussian(mean, 1.5, 2)
     want = math.sqrt(float(mean.square().sum()) / 3 + 0.25)
-    got = sliced_wasserstein(a, b, seeded(0), projections=4000)
-    assert got == pytest.approx(want, rel=0.02)
+    got = sliced_wasserstein(a, b, seeded(0), projections=500)
+    assert got == pytest.approx(want, rel=0.05)
 
 
 def test_distance_of_equal_sets_is_0_and_sees_modes() -> None:

@@ -17,9 +17,8 @@ from megatron_ext.streaming.options import StreamingOptions
 from megatron_ext.streaming.rollout import WRITE_BACK, Generator
 from megatron_ext.streaming.scores import generator_losses
 from megatron_ext.streaming.sequence import StreamingSequence
-from tests.streaming.tiny import OPTIONS, Cache, TinyDiT, Window, build, network
+from tests.streaming.tiny import OPTIONS, PLAIN, Cache, TinyDiT, Window, build, network
 
-PLAIN = dataclasses.replace(OPTIONS, switch_prompts=False)
 STEPS = len(NoiseSchedule(NoiseConfig()).denoising_timesteps)
 
 

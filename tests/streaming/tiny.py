@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.noise_schedule import NoiseConfig, NoiseSchedule
-from megatron_ext.streaming.network import Prompts
+from megatron_ext.streaming.chunk import StreamChunk
 from megatron_ext.streaming.options import StreamingOptions
+from megatron_ext.streaming.prompts import Prompts
 from megatron_ext.streaming.rollout import Generator
 from megatron_ext.streaming.sequence import Replica, StreamingSequence
 
@@ -21,6 +23,7 @@ TEXT, WIDTH = 4, 16
 OPTIONS = StreamingOptions(
     chunk_frames=9, min_new_frames=6, max_new_frames=6, sequence_lengths=(27,), recache_frames=9
 )
+PLAIN = dataclasses.replace(OPTIONS, switch_prompts=False)
 PAPER = StreamingOptions()
 
 
@@ -235,3 +238,30 @@ def build(
         like=torch.empty(0, 0, *shape, dtype=dtype),
         **others,
     )
+
+
+PAPER_WINDOW = Window(window=12)
+
+
+def paper(options: StreamingOptions = PAPER, **others: Any) -> StreamingSequence:
+    """The sequence of the paper on latents of one number."""
+    others.setdefault("replica", Replica(seed=1))
+    return build(options, window=PAPER_WINDOW, shape=(1, 1, 1), **others)
+
+
+def switching_at(frame: int, options: StreamingOptions = OPTIONS) -> StreamingOptions:
+    return dataclasses.replace(options, switch_frames=(frame,))
+
+
+def cache_of(sequence: StreamingSequence) -> Cache:
+    cache = sequence.generator.cache
+    assert isinstance(cache, Cache)
+    return cache
+
+
+def chunks_of(sequence: StreamingSequence, number: int) -> list[StreamChunk]:
+    return [sequence.next_chunk(trains_generator=False) for _ in range(number)]
+
+
+def new_of(chunk: StreamChunk) -> Tensor:
+    return chunk.latents[:, -(chunk.end - chunk.first_new) :]

@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron_ext.losses.dmd import DMDConfig
 from megatron_ext.losses.noise_schedule import NoiseConfig, NoiseSchedule
 from megatron_ext.streaming.analytic import MixtureTeacher, sliced_wasserstein
-from megatron_ext.streaming.network import Prompts
 from megatron_ext.streaming.options import StreamingOptions
+from megatron_ext.streaming.prompts import Prompts
 from megatron_ext.streaming.ratio import passes
 from megatron_ext.streaming.scores import (
     critic_chunk_loss,
