@@ -103,8 +103,7 @@ class StreamingOptions:
 
     def can_grow(self, current: int, length: int) -> bool:
         """Whether a sequence of ``current`` frames may have another chunk before ``length``."""
-        first = self.chunk_frames if current == 0 else self.min_new_frames
-        return current + first <= length
+        return current + self.min_new_frames <= length
 
     def switch_candidates(self, length: int) -> tuple[int, ...]:
         """Frames at which a sequence may switch; none where it is too short."""

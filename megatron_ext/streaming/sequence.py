@@ -87,7 +87,9 @@ class StreamingSequence:
     def can_generate_more(self) -> bool:
         """The current sequence may have another chunk."""
         s = self.state
-        return s is not None and self.options.can_grow(s.current_length, s.max_length)
+        if s is None:
+            return False
+        return s.chunk == 0 or self.options.can_grow(s.current_length, s.max_length)
 
     def next_chunk(self, *, trains_generator: bool) -> StreamChunk:
         """Generate the next chunk to be trained, of a new sequence if the old one has ended.
@@ -306,7 +308,8 @@ class StreamingSequence:
         Raises:
             CheckpointError: an entry is missing, or belongs to other sizes.
         """
-        self.state = stored_state(stored, self.like) if stored else None
+        frames = self.options.chunk_frames
+        self.state = stored_state(stored, self.like, frames) if stored else None
         if "cache" in stored:
             self.generator.cache.load_state_dict(stored["cache"])
         elif stored:

@@ -75,12 +75,13 @@ class SequenceState:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def stored_state(stored: Mapping[str, Any], like: Tensor) -> SequenceState:
+def stored_state(stored: Mapping[str, Any], like: Tensor, chunk_frames: int) -> SequenceState:
     """The state that `SequenceState.state_dict` gave.
 
     Args:
         stored: from a checkpoint.
         like: ``[b, 0, c, h, w]``, whose sizes, dtype and device latents must have.
+        chunk_frames: of this run.
 
     Raises:
         CheckpointError: an entry is missing, or belongs to other sizes.
@@ -100,11 +101,22 @@ def stored_state(stored: Mapping[str, Any], like: Tensor) -> SequenceState:
         else:
             values[name] = int(value)
     for name in ("previous", "sink"):
-        shape, wanted = values[name].shape, like.shape
-        if (shape[0], *shape[2:]) != (wanted[0], *wanted[2:]):
-            raise CheckpointError(
-                f"the stored `{name}` frames have the shape {list(shape)}, but this run's are "
-                f"[{wanted[0]}, t, {', '.join(map(str, wanted[2:]))}]; resume with the batch size "
-                "and the latent size that they were saved with, or begin a new sequence."
-            )
-    return SequenceState(**values)
+        _check_sizes(name, values[name].shape, like.shape)
+    state = SequenceState(**values)
+    kept, wanted = state.previous.size(1), min(chunk_frames, state.current_length)
+    if kept != wanted:
+        raise CheckpointError(
+            f"the stored sequence keeps its last {kept} frames, but `chunk_frames` "
+            f"({chunk_frames}) needs {wanted}; resume with the value that it was saved with, or "
+            "begin a new sequence."
+        )
+    return state
+
+
+def _check_sizes(name: str, shape: torch.Size, wanted: torch.Size) -> None:
+    if (shape[0], *shape[2:]) != (wanted[0], *wanted[2:]):
+        raise CheckpointError(
+            f"the stored `{name}` frames have the shape {list(shape)}, but this run's are "
+            f"[{wanted[0]}, t, {', '.join(map(str, wanted[2:]))}]; resume with the batch size and "
+            "the latent size that they were saved with, or begin a new sequence."
+        )

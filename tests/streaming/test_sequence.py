@@ -111,15 +111,20 @@ def test_the_first_chunk_may_be_generated_without_a_loss() -> None:
     assert numbers == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2)]
 
 
-def test_given_first_frames_are_the_past_of_the_first_chunk() -> None:
-    start = torch.randn(2, 3, 2, 2, 2, dtype=torch.float64)
-    sequence = build(switching_at(3), source=lambda s: dataclasses.replace(prompts(s), start=start))
+@pytest.mark.parametrize("frames", [3, 6])
+def test_given_first_frames_are_the_past_of_the_first_chunk(frames: int) -> None:
+    """A switch among them comes with the first new block."""
+    start = torch.randn(2, frames, 2, 2, 2, dtype=torch.float64)
+    options = dataclasses.replace(switching_at(3), sequence_lengths=(9,))
+    sequence = build(options, source=lambda s: dataclasses.replace(prompts(s), start=start))
     sequence.begin()
-    assert sorted(cache_of(sequence).held) == [0, 1, 2]
+    assert sorted(cache_of(sequence).held) == list(range(frames))
     chunk = sequence.next_chunk(trains_generator=True)
-    assert torch.equal(chunk.latents[:, :3], start)
-    assert chunk.mask[0].tolist() == [False] * 3 + [True] * 6
-    assert [b.frames for b in chunk.blocks] == [slice(3, 6), slice(6, 9)]
+    assert chunk.sequence == 0 and torch.equal(chunk.latents[:, :frames], start)
+    assert chunk.mask[0].tolist() == [i >= frames for i in range(9)]
+    wanted = [slice(i, i + 3) for i in range(frames, 9, 3)]
+    assert [b.frames for b in chunk.blocks] == wanted
+    assert torch.equal(chunk.text, prompts(chunk.samples).text_after)
 
 
 def saved(sequence: StreamingSequence) -> dict[str, object]:
@@ -163,6 +168,10 @@ def test_stored_states_of_other_runs_are_refused() -> None:
     stored = saved(run)
     with pytest.raises(CheckpointError, match=r"have the shape \[2, 9, 2, 2, 2\], but this run's"):
         build(PLAIN, replica=Replica(seed=1, batch=1)).load_state_dict(stored)
+    longer = dataclasses.replace(PLAIN, chunk_frames=12)
+    with pytest.raises(CheckpointError, match=r"keeps its last 9 frames, but `chunk_frames` \(12"):
+        run.next_chunk(trains_generator=False)
+        build(longer).load_state_dict(saved(run))
     del stored["sink"]
     with pytest.raises(CheckpointError, match="lacks sink"):
         build(PLAIN).load_state_dict(stored)
