@@ -85,8 +85,11 @@ def test_criterion_18_recache_with_the_same_prompt_reproduces_the_cache() -> Non
             torch.testing.assert_close(new, old, rtol=0, atol=1e-12)
 
 
-def test_criterion_18_holds_with_context_noise_too() -> None:
-    sequence = build(PLAIN, NoiseConfig(context_noise=100.0))
+@pytest.mark.parametrize("frames", [6, 9])
+def test_criterion_18_holds_with_context_noise_too(frames: int) -> None:
+    """Also where the sinks lie before the frames that are encoded anew."""
+    options = dataclasses.replace(PLAIN, recache_frames=frames)
+    sequence = build(options, NoiseConfig(context_noise=100.0))
     chunks_of(sequence, 1)
     before = copy.deepcopy(cache_of(sequence).held)
     sequence.rebuild_cache()
