@@ -123,6 +123,24 @@ def test_trap_1_the_sinks_after_a_switch(sink: str, frame: int) -> None:
     assert same == (sink == "keep")
 
 
+def test_sinks_that_are_kept_and_are_all_there_is_are_left_alone() -> None:
+    """A switch inside the sinks: those before it were made under the first prompt."""
+    options = dataclasses.replace(switching_at(3), sink_at_switch="keep")
+    sequence = build(options, window=Window(window=9, sink=6))
+    first = chunks_of(sequence, 1)[0]
+    fresh = Cache(Window(window=9, sink=6), 15, 2)
+    for frame, which in ((0, "text"), (3, "text_after")):
+        sequence.generator.network(
+            x=first.latents[:, frame : frame + 3],
+            timesteps=torch.zeros(2, 3),
+            text=getattr(prompts(first.samples), which),
+            cache=fresh,
+            first_frame=frame,
+        )
+    held = {f: cache_of(sequence).held[f] for f in range(6)}
+    torch.testing.assert_close(held, fresh.held, rtol=0, atol=1e-12)
+
+
 def test_trap_3_recached_frames_see_their_own_past_only() -> None:
     """Frames that are recached do not depend on later ones."""
     keys = []

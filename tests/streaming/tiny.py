@@ -182,6 +182,7 @@ def recache(
     sink_latents: Tensor | None = None,
     keep_sink: bool = False,
 ) -> None:
+    assert not keep_sink or first_frame >= cache.window.sink
     cache.reset(keep_sink=keep_sink)
     if first_frame and cache.window.sink and not keep_sink:
         assert sink_latents is not None
