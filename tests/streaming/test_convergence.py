@@ -1,7 +1,7 @@
 """A generator of one layer learns a distribution that is known in closed form, chunk by chunk.
 
-With two layers, 600 steps and smaller steps the distance falls by 79%; what remains is that
-distribution matching gives the two components weights of 0.6 and 0.4.
+With two layers and smaller steps the distance falls by 78% in 300 steps. What remains is that the
+few layers leave the two components blurred.
 """
 
 from __future__ import annotations

@@ -69,6 +69,7 @@ class Cache:
         return wanted
 
     def write(self, frame: int, keys_values: list[tuple[Tensor, Tensor]]) -> None:
+        assert frame == self.end or frame in self.held, "frames come in order"
         self.held[frame] = [(k.detach().clone(), v.detach().clone()) for k, v in keys_values]
         self.end = max(self.end, frame + 1)
         while len(self.held) > self.capacity_frames:
