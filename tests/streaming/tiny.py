@@ -1,0 +1,269 @@
+"""A causal network of a few layers with a real KV cache, in plain torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.losses.noise_schedule import NoiseConfig, NoiseSchedule
+from megatron_ext.streaming.chunk import StreamChunk
+from megatron_ext.streaming.options import StreamingOptions
+from megatron_ext.streaming.prompts import Prompts
+from megatron_ext.streaming.rollout import Generator
+from megatron_ext.streaming.sequence import Replica, StreamingSequence
+
+TEXT, WIDTH = 4, 16
+OPTIONS = StreamingOptions(
+    chunk_frames=9, min_new_frames=6, max_new_frames=6, sequence_lengths=(27,), recache_frames=9
+)
+PLAIN = dataclasses.replace(OPTIONS, switch_prompts=False)
+PAPER = StreamingOptions()
+
+
+@dataclass(frozen=True)
+class Window:
+    block: int = 3
+    window: int = 6
+    sink: int = 3
+
+    def seen(self, start: int) -> list[int]:
+        """Frames that the block from ``start`` on sees (section 3 of the specification)."""
+        end = start + self.block
+        local = max(self.sink, end - (self.window - self.sink))
+        return sorted({*range(min(self.sink, end)), *range(local, end)})
+
+
+@dataclass
+class Cache:
+    """Keys and values by layer and frame."""
+
+    window: Window
+    capacity_frames: int
+    layers: int
+    held: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    end: int = 0
+    absent_before: int = 0
+
+    def reset(self, *, keep_sink: bool = False) -> None:
+        self.held = {f: x for f, x in self.held.items() if keep_sink and f < self.window.sink}
+        self.end = max(self.held, default=-1) + 1
+        self.absent_before = 0
+
+    def skip_to(self, frame: int) -> None:
+        self.held = {f: x for f, x in self.held.items() if f < self.window.sink}
+        self.end = self.absent_before = frame
+
+    def past(self, start: int) -> list[int]:
+        wanted = [f for f in self.window.seen(start) if f < start]
+        wanted = [f for f in wanted if not self.window.sink <= f < self.absent_before]
+        lost = [f for f in wanted if f not in self.held]
+        if lost:
+            raise ConfigError(f"frame {lost[0]} is not in the cache, but frame {start} sees it.")
+        return wanted
+
+    def write(self, frame: int, keys_values: list[tuple[Tensor, Tensor]]) -> None:
+        assert frame == self.end or frame in self.held, "frames come in order"
+        self.held[frame] = [(k.detach().clone(), v.detach().clone()) for k, v in keys_values]
+        self.end = max(self.end, frame + 1)
+        while len(self.held) > self.capacity_frames:
+            del self.held[min(f for f in self.held if f >= self.window.sink)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": dict(self.held), "end": self.end, "absent_before": self.absent_before}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.held = dict(state["held"])
+        self.end, self.absent_before = state["end"], state["absent_before"]
+
+
+def sinusoids(x: Tensor, size: int) -> Tensor:
+    angles = x[..., None].to(x) * torch.exp(-torch.arange(size // 2, device=x.device) * 0.7).to(x)
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.text_kv, self.text_q = nn.Linear(TEXT, 2 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+
+    def forward(
+        self, x: Tensor, text: Tensor, past: Sequence[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``x`` [b, n, width]; gives also the keys and values of its tokens."""
+        q, k, v = self.qkv(self.norms[0](x)).chunk(3, dim=-1)
+        keys = torch.cat([*(p[0] for p in past), k], dim=1)
+        values = torch.cat([*(p[1] for p in past), v], dim=1)
+        x = x + self.out(attend(q, keys, values))
+        x = x + attend(self.text_q(self.norms[1](x)), *self.text_kv(text).chunk(2, dim=-1))
+        return x + self.mlp(self.norms[2](x)), k, v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.transpose(1, 2) / math.sqrt(q.size(-1)), dim=-1) @ v
+
+
+class TinyDiT(nn.Module):
+    """Causal over blocks with a window; with None all frames see each other."""
+
+    def __init__(
+        self, window: Window | None, *, channels: int = 2, layers: int = 2, width: int = WIDTH
+    ) -> None:
+        super().__init__()
+        self.window, self.width = window, width
+        self.embed, self.head = nn.Linear(channels, width), nn.Linear(width, channels)
+        self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.calls: list[tuple[int, bool]] = []
+
+    def forward(
+        self,
+        *,
+        x: Tensor,
+        timesteps: Tensor,
+        text: Tensor,
+        cache: Cache | None = None,
+        first_frame: int = 0,
+        update_cache: bool = True,
+    ) -> Tensor:
+        self.calls.append((first_frame, torch.is_grad_enabled()))
+        step = self.window.block if self.window else x.size(1)
+        if timesteps.dim() == 1:
+            timesteps = timesteps[:, None].expand(x.shape[:2])
+        parts = [
+            self._block(x[:, i : i + step], timesteps[:, i : i + step], text, cache,
+                        first_frame + i, update_cache)
+            for i in range(0, x.size(1), step)
+        ]  # fmt: skip
+        return torch.cat(parts, dim=1)
+
+    def _block(
+        self, x: Tensor, t: Tensor, text: Tensor, cache: Cache | None, start: int, update: bool
+    ) -> Tensor:
+        b, f, c, h, w = x.shape
+        frames = torch.arange(start, start + f, device=x.device).to(x)
+        tokens = self.embed(x.permute(0, 1, 3, 4, 2).reshape(b, f, h * w, c))
+        tokens = tokens + sinusoids(frames, self.width)[None, :, None]
+        tokens = tokens + self.time(sinusoids(t.to(x) / 100, self.width))[:, :, None]
+        tokens = tokens.reshape(b, f * h * w, self.width)
+        past = cache.past(start) if cache is not None else []
+        new: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(f)]
+        for number, layer in enumerate(self.layers):
+            before = [cache.held[p][number] for p in past] if cache is not None else []
+            tokens, k, v = layer(tokens, text, before)
+            for i in range(f):
+                part = slice(i * h * w, (i + 1) * h * w)
+                new[i].append((k[:, part], v[:, part]))
+        if cache is not None and update:
+            for i in range(f):
+                cache.write(start + i, new[i])
+        return self.head(tokens).view(b, f, h, w, c).permute(0, 1, 4, 2, 3)
+
+
+@torch.no_grad()
+def recache(
+    model: TinyDiT,
+    cache: Cache,
+    *,
+    latents: Tensor,
+    first_frame: int,
+    timestep: float,
+    text: Tensor,
+    sink_latents: Tensor | None = None,
+    keep_sink: bool = False,
+) -> None:
+    assert not keep_sink or first_frame >= cache.window.sink
+    cache.reset(keep_sink=keep_sink)
+    if first_frame and cache.window.sink and not keep_sink:
+        assert sink_latents is not None
+        t = torch.full(sink_latents.shape[:2], timestep)
+        model(x=sink_latents, timesteps=t, text=text, cache=cache)
+    if first_frame:
+        cache.skip_to(first_frame)
+    if latents.size(1):
+        t = torch.full(latents.shape[:2], timestep)
+        model(x=latents, timesteps=t, text=text, cache=cache, first_frame=first_frame)
+
+
+def text_of(sample: int, which: str) -> Tensor:
+    number = torch.Generator().manual_seed(2 * sample + (which == "after"))
+    return torch.randn(3, TEXT, generator=number, dtype=torch.float64)
+
+
+def prompts(samples: Sequence[int]) -> Prompts:
+    text, after = (torch.stack([text_of(s, x) for s in samples]) for x in ("text", "after"))
+    return Prompts(text, after)
+
+
+def network(
+    window: Window | None = None, *, seed: int = 0, dtype: torch.dtype = torch.float64, **sizes: int
+) -> TinyDiT:
+    torch.manual_seed(seed)
+    return TinyDiT(window, **sizes).to(dtype)
+
+
+def build(
+    options: StreamingOptions = OPTIONS,
+    noise: NoiseConfig | None = None,
+    *,
+    window: Window | None = None,
+    replica: Replica | None = None,
+    capacity: int | None = None,
+    source: Callable[[Sequence[int]], Prompts] = prompts,
+    model: TinyDiT | None = None,
+    shape: tuple[int, int, int] = (2, 2, 2),
+    dtype: torch.dtype = torch.float64,
+    **others: Any,
+) -> StreamingSequence:
+    """A sequence on a tiny network in float64."""
+    window = window or Window(block=options.block)
+    capacity = capacity or window.window + options.chunk_frames - window.block
+    model = model or network(window, channels=shape[0], dtype=dtype)
+    cache = Cache(window, capacity, len(model.layers))
+    return StreamingSequence(
+        options,
+        Generator(model, cache, NoiseSchedule(noise or NoiseConfig())),
+        recache=recache,
+        prompts=source,
+        replica=replica or Replica(seed=1, batch=2),
+        like=torch.empty(0, 0, *shape, dtype=dtype),
+        **others,
+    )
+
+
+PAPER_WINDOW = Window(window=12)
+
+
+def paper(options: StreamingOptions = PAPER, **others: Any) -> StreamingSequence:
+    """The sequence of the paper on latents of one number."""
+    others.setdefault("replica", Replica(seed=1))
+    return build(options, window=PAPER_WINDOW, shape=(1, 1, 1), **others)
+
+
+def switching_at(frame: int, options: StreamingOptions = OPTIONS) -> StreamingOptions:
+    return dataclasses.replace(options, switch_frames=(frame,))
+
+
+def cache_of(sequence: StreamingSequence) -> Cache:
+    cache = sequence.generator.cache
+    assert isinstance(cache, Cache)
+    return cache
+
+
+def chunks_of(sequence: StreamingSequence, number: int) -> list[StreamChunk]:
+    return [sequence.next_chunk(trains_generator=False) for _ in range(number)]
+
+
+def new_of(chunk: StreamChunk) -> Tensor:
+    return chunk.latents[:, -(chunk.end - chunk.first_new) :]
