@@ -1,4 +1,4 @@
-"""Noise levels of distribution matching on videos, and conversions between what they relate.
+"""Noise levels of distribution matching on videos.
 
 The path is ``x_t = (1 - sigma) * x0 + sigma * noise``, networks predict the flow ``v = noise - x0``
 and are told the timestep ``t``, 0 to 1000. Sigma of a timestep is looked up in a table with a shift
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.flow_matching import shift
+from megatron_ext.models.causal_video.conversions import spread
 
 
 @dataclass(frozen=True)
@@ -162,24 +163,5 @@ def mixed(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
     Returns:
         ``[b, t, c, h, w]`` in the dtype of ``x0``.
     """
-    s = _spread(sigma, x0)
+    s = spread(sigma, x0)
     return ((1 - s) * x0.double() + s * noise.double()).to(x0.dtype)
-
-
-def x0_from_flow(x_t: Tensor, flow: Tensor, sigma: Tensor) -> Tensor:
-    """Clean latents, ``x_t - sigma * v``, as ``x_t``; arguments as of `mixed`."""
-    return (x_t.double() - _spread(sigma, x_t) * flow.double()).to(x_t.dtype)
-
-
-def flow_from_x0(x_t: Tensor, x0: Tensor, sigma: Tensor) -> Tensor:
-    """Flow that leads to clean latents, ``(x_t - x0) / sigma``, as ``x_t``.
-
-    Sigma must not be 0, where there is no noise that tells the flow; the table has no such entry.
-    """
-    return ((x_t.double() - x0.double()) / _spread(sigma, x_t)).to(x_t.dtype)
-
-
-def _spread(sigma: Tensor, x: Tensor) -> Tensor:
-    """In float64, to broadcast over ``x``."""
-    sigma = sigma.to(x.device, torch.float64)
-    return sigma.view(*sigma.shape, *[1] * (x.dim() - sigma.dim()))

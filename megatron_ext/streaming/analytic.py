@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.losses.noise_schedule import NoiseSchedule, flow_from_x0
+from megatron_ext.losses.noise_schedule import NoiseSchedule
+from megatron_ext.models.causal_video.conversions import flow_from_x0
 
 
 class MixtureTeacher(nn.Module):

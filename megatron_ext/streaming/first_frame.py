@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ext.data.video.codecs import VideoCodec
+from megatron_ext.data.video.codec_base import VideoCodec
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.losses.noise_schedule import NoiseSchedule, mixed, x0_from_flow
+from megatron_ext.losses.noise_schedule import NoiseSchedule, mixed
+from megatron_ext.models.causal_video.conversions import x0_from_flow
 from megatron_ext.streaming.network import CausalNetwork, FrameCache
 
 BlockNoise = Callable[[int, int], Tensor]

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatron_ext.losses.contract import Report
 from megatron_ext.losses.dmd import DMDConfig, critic_loss, dmd_direction, dmd_loss
-from megatron_ext.losses.noise_schedule import NoiseSchedule, x0_from_flow
+from megatron_ext.losses.noise_schedule import NoiseSchedule
+from megatron_ext.models.causal_video.conversions import x0_from_flow
 from megatron_ext.streaming import draws
 from megatron_ext.streaming.chunk import StreamChunk
 from megatron_ext.streaming.network import FlowNetwork

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.losses.noise_schedule import NoiseConfig, NoiseSchedule, x0_from_flow
+from megatron_ext.losses.noise_schedule import NoiseConfig, NoiseSchedule
+from megatron_ext.models.causal_video.conversions import x0_from_flow
 from megatron_ext.streaming.analytic import MixtureTeacher, sliced_wasserstein
 
 SCHEDULE = NoiseSchedule(NoiseConfig())

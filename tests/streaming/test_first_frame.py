@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.data.video.codecs import CodecConfig, PatchCodec
+from megatron_ext.config.encoding import CodecConfig
+from megatron_ext.data.video.codecs import PatchCodec
 from megatron_ext.streaming.first_frame import CodecFirstFrame
 
 CODEC = PatchCodec(CodecConfig(codec_spatial=2, codec_temporal=2))

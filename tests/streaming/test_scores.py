@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.losses.dmd import DMDConfig, dmd_direction
-from megatron_ext.losses.noise_schedule import NoiseConfig, NoiseSchedule, x0_from_flow
+from megatron_ext.losses.noise_schedule import NoiseConfig, NoiseSchedule
+from megatron_ext.models.causal_video.conversions import x0_from_flow
 from megatron_ext.streaming.chunk import StreamChunk
 from megatron_ext.streaming.scores import (
     critic_chunk_loss,

@@ -6,6 +6,7 @@ The path is ``x_t = (1 - sigma) * x0 + sigma * noise``, and the flow ``v = noise
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -20,7 +21,7 @@ def x0_from_flow(x_t: Tensor, flow: Tensor, sigma: Tensor) -> Tensor:
     Returns:
         As ``x_t``, in its dtype.
     """
-    x0 = x_t.double() - _spread(sigma, x_t) * flow.double()
+    x0 = x_t.double() - spread(sigma, x_t) * flow.double()
     return x0.to(x_t.dtype)
 
 
@@ -29,10 +30,11 @@ def flow_from_x0(x_t: Tensor, x0: Tensor, sigma: Tensor) -> Tensor:
 
     Sigma must not be 0, where there is no noise that tells the flow.
     """
-    flow = (x_t.double() - x0.double()) / _spread(sigma, x_t)
+    flow = (x_t.double() - x0.double()) / spread(sigma, x_t)
     return flow.to(x_t.dtype)
 
 
-def _spread(sigma: Tensor, x: Tensor) -> Tensor:
-    """``[b]`` or ``[b, t]`` in float64, to broadcast over ``x``."""
-    return sigma.double().view(*sigma.shape, *[1] * (x.dim() - sigma.dim()))
+def spread(sigma: Tensor, x: Tensor) -> Tensor:
+    """``[]``, ``[b]`` or ``[b, t]`` in float64, to broadcast over ``x``."""
+    sigma = sigma.to(x.device, torch.float64)
+    return sigma.view(*sigma.shape, *[1] * (x.dim() - sigma.dim()))
