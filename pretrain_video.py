@@ -1,4 +1,4 @@
-"""Pretrain a video model by flow matching, text-to-video and image-to-video.
+"""Pretrain a video model by flow matching, or tune one on long videos (``--task streaming``).
 
 Started by torchrun, or plainly: ``python pretrain_video.py --nproc-per-node 4 ...`` makes its own
 ranks. ``python pretrain_video.py --help`` lists the flags.
@@ -7,9 +7,14 @@ ranks. ``python pretrain_video.py --help`` lists the flags.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from megatron_ext.config.video_rules import VIDEO_DEFAULTS
+from megatron_ext.config import RunConfig
+from megatron_ext.config.cli import read_words
+from megatron_ext.config.video_rules import STREAMING_DEFAULTS, VIDEO_DEFAULTS
 from megatron_ext.training.pretrain import main
+from megatron_ext.training.streaming.task import STREAMING
 from megatron_ext.training.task import Task
 from megatron_ext.training.video.data import build_video_datasets, prepare_video
 from megatron_ext.training.video.samples import sample_while_training
@@ -29,5 +34,17 @@ FLOW = Task(
     preflight=prepare_video,
 )
 
+
+def task_of(config: RunConfig) -> Task:
+    """What the flags ask for."""
+    return STREAMING if config.video.streams else FLOW
+
+
+def defaults_of(argv: Sequence[str]) -> Mapping[str, Any]:
+    """What a run of the task starts from."""
+    task = read_words(argv).values.get("video", {}).get("task")
+    return STREAMING_DEFAULTS if task == "streaming" else VIDEO_DEFAULTS
+
+
 if __name__ == "__main__":
-    sys.exit(main(FLOW, sys.argv[1:], defaults=VIDEO_DEFAULTS))
+    sys.exit(main(task_of, sys.argv[1:], defaults=defaults_of(sys.argv[1:])))

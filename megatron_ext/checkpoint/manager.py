@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_ext.checkpoint.adapters import check_adapters, leave_out_new, new_branches
 from megatron_ext.checkpoint.agreement import together
 from megatron_ext.checkpoint.best import BEST_TRACKER, BestCheckpoint, write_best
+from megatron_ext.checkpoint.companion import Companion
 from megatron_ext.checkpoint.ema import (
     EMA,
     averages_to_load,
@@ -25,6 +25,7 @@ from megatron_ext.checkpoint.ema import (
     load_averages,
 )
 from megatron_ext.checkpoint.fit import check_model, check_optimizer, same_model_ranks
+from megatron_ext.checkpoint.loaded import LoadedCheckpoint
 from megatron_ext.checkpoint.manifest import checksum_fault, read_manifest
 from megatron_ext.checkpoint.optimizer_state import is_distributed
 from megatron_ext.checkpoint.paths import folder_of
@@ -38,7 +39,14 @@ from megatron_ext.checkpoint.state import (
     content_metadata,
     sharded_state,
 )
-from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG, Found, find, read_json, refusal
+from megatron_ext.checkpoint.stored import (
+    RUN_CONFIG,
+    Found,
+    find,
+    read_json,
+    refusal,
+    stored_progress,
+)
 from megatron_ext.checkpoint.strategies import load_strategy, save_strategy
 from megatron_ext.checkpoint.writing import (
     describe_written,
@@ -50,25 +58,6 @@ from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layout import ParallelContext
 from megatron_ext.optim.ema import ShardedEMA
-
-
-@dataclass(frozen=True)
-class LoadedCheckpoint:
-    """What was loaded besides weights and optimizer.
-
-    Attributes:
-        iteration: training steps done; 0 with ``--finetune``.
-        progress: the counters that were saved.
-        run_config: the configuration of the run that saved.
-        path: the folder.
-        notes: what was not loaded, and why.
-    """
-
-    iteration: int
-    progress: dict[str, Any]
-    run_config: dict[str, Any]
-    path: Path
-    notes: list[str] = field(default_factory=list)
 
 
 class CheckpointManager:
@@ -88,6 +77,7 @@ class CheckpointManager:
         progress: dict[str, Any],
         run_config: dict[str, Any],
         ema: ShardedEMA | None = None,
+        companion: Companion | None = None,
         best: Sequence[BestCheckpoint] = (),
         outdone: Collection[int] = (),
     ) -> Path:
@@ -97,6 +87,7 @@ class CheckpointManager:
             progress: counters that JSON can hold.
             run_config: the resolved configuration, sections of plain values.
             ema: averaged weights, where the run keeps any.
+            companion: what belongs to the run besides its model.
             best: the checkpoints of the lowest validation loss, lowest first; the tracker of the
                 best names the first, and none is removed.
             outdone: iterations that are no longer among them and have no other reason to stay.
@@ -113,7 +104,7 @@ class CheckpointManager:
         root = Path(config.save)
         on_first_rank(lambda: prepare(root, iteration), f"`--save` ({root}) cannot be written")
         temporary = temporary_folder_of(root, iteration)
-        state = self._state(model, optimizer, scheduler, run_config, ema)
+        state = self._state(model, optimizer, scheduler, run_config, ema, companion)
         state.update(common_state(iteration, progress, run_config))
         strategy = save_strategy(
             config.ckpt_format,
@@ -149,6 +140,7 @@ class CheckpointManager:
         scheduler: OptimizerParamScheduler | None,
         run_config: dict[str, Any],
         ema: ShardedEMA | None,
+        companion: Companion | None,
     ) -> dict[str, Any]:
         """What a checkpoint holds besides counters and configuration."""
         config = self._config
@@ -164,6 +156,9 @@ class CheckpointManager:
         )
         if ema is not None:
             state[EMA] = averages_to_save(ema, {key: state[key] for key in chunk_keys(model)})
+        if companion is not None:
+            cut = {**metadata, "dp_cp_group": self._context.pgs.dp_cp}
+            state |= companion.state_to_save(cut, with_optimizer=not config.no_save_optim)
         state["content_metadata"] = metadata
         if scheduler is not None and not config.no_save_optim:
             state["opt_param_scheduler"] = scheduler.state_dict()
@@ -179,6 +174,7 @@ class CheckpointManager:
         optimizer: MegatronOptimizer | None,
         scheduler: OptimizerParamScheduler | None,
         ema: ShardedEMA | None = None,
+        companion: Companion | None = None,
     ) -> LoadedCheckpoint | None:
         """Load what ``--load`` (or ``--pretrained-checkpoint``) asks for.
 
@@ -212,6 +208,10 @@ class CheckpointManager:
         if self._loads_random(found, arguments, notes):
             apart = getattr(arguments, "data_parallel_random_init", False)
             state["rng_state"] = random_state(self._context, every_replica=apart)
+        goes_on = companion if not found.weights_only else None
+        if goes_on is not None:
+            metadata = {**common["content_metadata"], "dp_cp_group": self._context.pgs.dp_cp}
+            state |= goes_on.state_to_load(path, metadata, with_optimizer=with_optimizer)
         loaded = self._read(path, state, notes)
         notes += new_branches(path, new)
         for chunk, values in new.items():
@@ -219,12 +219,14 @@ class CheckpointManager:
         apply_state(loaded, model, optimizer, scheduler, with_optimizer=with_optimizer)
         if ema is not None:
             load_averages(ema, loaded[EMA]) if with_averages else ema.restart()
+        if goes_on is not None:
+            goes_on.load(loaded, with_optimizer=with_optimizer, notes=notes)
         if "rng_state" in state:
             restore_random_state(self._context, loaded["rng_state"])
         run_config = read_json(path / RUN_CONFIG)
         if found.weights_only:
             return LoadedCheckpoint(0, {}, run_config, path, notes)
-        progress = _progress(path, arguments)
+        progress = stored_progress(path, arguments)
         return LoadedCheckpoint(int(common["iteration"]), progress, run_config, path, notes)
 
     def _find(self) -> Found | None:
@@ -337,12 +339,3 @@ class CheckpointManager:
                 if keys:
                     notes.append(f"Of {path} these names are {kind}: {sorted(keys)}.")
         return dict(loaded)
-
-
-def _progress(path: Path, arguments: Namespace) -> dict[str, Any]:
-    """Counters of our own checkpoints, or what Megatron-LM keeps in its arguments."""
-    stored = read_json(path / PROGRESS)
-    if stored:
-        return stored
-    names = ("consumed_train_samples", "consumed_valid_samples")
-    return {name: getattr(arguments, name, 0) for name in names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,3 +198,12 @@ def read_json(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); load another checkpoint.") from error
+
+
+def stored_progress(path: Path, arguments: Namespace) -> dict[str, Any]:
+    """Counters of our own checkpoints, or what Megatron-LM keeps in its arguments."""
+    stored = read_json(path / PROGRESS)
+    if stored:
+        return stored
+    names = ("consumed_train_samples", "consumed_valid_samples")
+    return {name: getattr(arguments, name, 0) for name in names}

@@ -25,6 +25,7 @@ from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.precision import PrecisionConfig
 from megatron_ext.config.sft import SftConfig
+from megatron_ext.config.streaming import StreamingConfig
 from megatron_ext.config.tokenizer import TokenizerConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.config.transformer import transformer_fields
@@ -58,6 +59,7 @@ class RunConfig:
     text_encoder: TextEncoderConfig = field(default_factory=TextEncoderConfig)
     encode: EncodeConfig = field(default_factory=EncodeConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
+    streaming: StreamingConfig = field(default_factory=StreamingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     device: str = "cpu"
@@ -86,7 +88,7 @@ class RunConfig:
             ConfigError: sizes of a video model that do not fit together.
         """
         world_size = world_size or self.parallel.nproc_per_node
-        model = self.mmdit.described(self.model) if self.video.video else self.model
+        model = self._described_model()
         model = model.resolved(has_te=_has_transformer_engine(device))
         parallel = self.parallel.resolved(model, world_size)
         return dataclasses.replace(
@@ -105,6 +107,11 @@ class RunConfig:
             data=self.data.resolved(),
             sft=self.sft.resolved(model.seq_length),
         )
+
+    def _described_model(self) -> ModelConfig:
+        if not self.video.video:
+            return self.model
+        return (self.streaming if self.video.streams else self.mmdit).described(self.model)
 
     def errors(self, *, has_te: bool) -> list[str]:
         """All that cannot be run, one sentence each."""

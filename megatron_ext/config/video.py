@@ -15,6 +15,11 @@ class VideoConfig:
         video: this is a run of pretrain_video.py.
     """
 
+    task: str = flag(
+        "flow",
+        "flow matching on clips, or streaming long-tuning on prompts",
+        choices=("flow", "streaming"),
+    )
     video_data_path: str | None = flag(
         None,
         "folder that tools/preprocess_video.py wrote; with --online-encoding a list of clips",
@@ -31,8 +36,15 @@ class VideoConfig:
     )
     video: bool = False
 
+    @property
+    def streams(self) -> bool:
+        """Streaming long-tuning, whose data is prompts."""
+        return self.video and self.task == "streaming"
+
     def errors(self) -> list[str]:
         """What is missing, one sentence each."""
+        if self.streams:
+            return []
         if self.video_data_path is None:
             return [
                 "`--video-data-path` is missing; give the folder that tools/preprocess_video.py "

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
 
 ENCODING = ("codec", "text_encoder", "encode")
-SECTIONS = ("video", "mmdit", "flow", "conditions", "text_dropout", *ENCODING, "sample")
+FLOW_ONLY = ("mmdit", "flow", "conditions", "text_dropout", "encode", "sample")
+SECTIONS = ("video", *FLOW_ONLY, "codec", "text_encoder", "streaming")
 """Sections of which a text run follows nothing."""
 
 VIDEO_DEFAULTS: Mapping[str, Any] = {
@@ -29,6 +30,20 @@ VIDEO_DEFAULTS: Mapping[str, Any] = {
 """What pretrain_video.py starts from where it differs from Megatron-LM: linear warm-up to a
 constant rate, and an epsilon that is meant to be that small: with normed queries and keys it is
 stable (arXiv:2403.03206)."""
+
+STREAMING_DEFAULTS: Mapping[str, Any] = {
+    **VIDEO_DEFAULTS,
+    "lr": 1e-5,
+    "lr_warmup_iters": 0,
+    "adam_beta1": 0.0,
+    "adam_beta2": 0.999,
+    "adam_eps": 1e-8,
+    "clip_grad": 10.0,
+    "ema_decay": 0.99,
+    "ema_start": 200,
+    "eval_iters": 0,
+}
+"""The same with ``--task streaming``, as LongLive trains (arXiv:2509.22622)."""
 
 _WHOLE = {
     "tokenizer": "captions are encoded by the text encoder of the data",
@@ -96,8 +111,47 @@ def video_errors(given: RunConfig, resolve: Callable[[RunConfig], RunConfig]) ->
             f"`--pipeline-schedule {schedule}` takes sequences of one length only; use "
             f"{schedule.removeprefix('core-')}."
         )
+    if given.video.streams:
+        return [*found, *_streaming_errors(given), *given.streaming.errors()]
+    found += [
+        f"`{spelled}` has an effect only with `--task streaming`; leave it out."
+        for spelled in _changed(given, ("streaming",))
+    ]
     found += [*_without_their_switch(given), *_encoding_errors(given), *_sample_errors(given)]
     return [*found, *given.video.errors(), *given.mmdit.errors()]
+
+
+def _streaming_errors(run: RunConfig) -> list[str]:
+    """Flags that streaming long-tuning would ignore or cannot follow."""
+    ignored = [x for x in _changed(run, ("video", *FLOW_ONLY)) if x != "--task"]
+    found = [
+        f"`{spelled}` has no effect with `--task streaming`, whose data is prompts; leave it out."
+        for spelled in ignored
+    ]
+    found += [
+        f"`{_spelled(run.model, name)}` has no effect with `--task streaming`: "
+        "`--generator-size` and the flags beside it decide; leave it out."
+        for name in ("hidden_size", "num_attention_heads")
+        if getattr(run.model, name) is not None
+    ]
+    refused = (
+        ("parallel", "pipeline_model_parallel_size", "a chunk is generated block after block, so "
+         "that pipeline stages would wait for one another; use tensor parallelism"),
+        ("optimizer", "overlap_grad_reduce", "blocks are trained one by one; leave it out"),
+        ("optimizer", "overlap_param_gather", "blocks are generated one by one; leave it out"),
+        ("precision", "fp16", "three networks have no common loss scale; use --bf16"),
+        ("training", "calculate_per_token_loss", "chunks count all alike; leave it out"),
+        ("training", "skip_train", "there is nothing to evaluate; leave it out"),
+        ("training", "eval_iters", "there is nothing to evaluate; use 0"),
+    )  # fmt: skip
+    usual = {"pipeline_model_parallel_size": 1, "eval_iters": 0}
+    found += [
+        f"`--{name.replace('_', '-')}` ({getattr(getattr(run, section), name)}) does not go with "
+        f"`--task streaming`: {reason}."
+        for section, name, reason in refused
+        if getattr(getattr(run, section), name) not in (usual.get(name, False), None)
+    ]
+    return found
 
 
 def _without_their_switch(run: RunConfig) -> list[str]:

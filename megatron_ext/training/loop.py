@@ -95,7 +95,7 @@ def _step(run: Run, window: LogWindow) -> None:
     )
     run.parameter_gather.switch_on()
     window.add(result, size, nan=_advance(run, result, size))
-    if run.ema is not None and result.update.applied:
+    if run.ema is not None and result.update.applied and result.trains_model:
         run.ema.update(run.progress.iteration)
 
 

@@ -115,6 +115,7 @@ class Run:
                 progress=self.progress.to_dict(),
                 run_config=self.config.to_dict(),
                 ema=self.ema,
+                companion=self.runner.companion,
                 best=self.progress.best_checkpoints,
                 outdone=outdone,
             )
@@ -138,7 +139,15 @@ def build_run(
         scheduler = build_scheduler(config, optimizer)
     ema = _average(config, chunks, optimizer)
     checkpoints = CheckpointManager(config.checkpoint, context)
-    loaded = checkpoints.load(model=chunks, optimizer=optimizer, scheduler=scheduler, ema=ema)
+    make_runner = task.step_runner or StepRunner
+    runner = make_runner(config, task, context, core, chunks, optimizer, scheduler)
+    loaded = checkpoints.load(
+        model=chunks,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        ema=ema,
+        companion=runner.companion,
+    )
     progress = Progress()
     if loaded is not None:
         progress = Progress.from_dict({**loaded.progress, "iteration": loaded.iteration})
@@ -156,7 +165,7 @@ def build_run(
         chunks=chunks,
         optimizer=optimizer,
         scheduler=scheduler,
-        runner=StepRunner(config, task, context, core, chunks, optimizer, scheduler),
+        runner=runner,
         parameter_gather=_parameter_gather(config, core, chunks),
         checkpoints=checkpoints,
         progress=progress,

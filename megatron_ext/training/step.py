@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_ext.checkpoint.companion import Companion
 from megatron_ext.data.batch import Batch
 from megatron_ext.data.step_loader import iterators_per_chunk
 from megatron_ext.losses.contract import LossFunction, Report, StepCounts, checked
@@ -74,11 +75,14 @@ class StepResult:
         losses: mean of each reported loss over the step's targets; empty but on the last stage.
         counts: sum of the targets' weights of each.
         update: see `UpdateResult`.
+        trains_model: the step was one of the model of the run, whose average then moves; some
+            tasks train other networks in between.
     """
 
     losses: dict[str, Tensor]
     counts: dict[str, Tensor]
     update: UpdateResult
+    trains_model: bool = True
 
 
 class StepRunner:
@@ -90,7 +94,10 @@ class StepRunner:
             then holds whole gradients.
         check_zeroed_at: the coming iteration, if it is to be checked that no gradient is left
             over; else None.
+        companion: what a checkpoint holds besides the model of the run; None for nothing.
     """
+
+    companion: Companion | None = None
 
     def __init__(
         self,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megatron_ext.data.tokenizers import Tokenizer
     from megatron_ext.layout import ParallelContext
     from megatron_ext.training.setup import Run
+    from megatron_ext.training.step import StepRunner
     from megatron_ext.training.window import StepSize
 
 DatasetsProvider = Callable[
@@ -34,6 +35,7 @@ ForwardStep = Callable[
 ]
 PrepareWindow = Callable[["RunConfig", Sequence[Batch], "ParallelContext"], Sequence[Batch]]
 SourceProvider = Callable[["Run", Any, "Tokenizer", int, bool], "BatchSource"]
+StepRunnerProvider = Callable[..., "StepRunner"]
 BoundaryShape = Callable[[Sequence[Any], torch.nn.Module], Sequence[int]]
 
 
@@ -60,6 +62,8 @@ class Task:
             each of its steps; None where there is nothing to do.
         sample_name: what a sample is called in the log, whose rate is then shown.
         perplexity: the losses are cross-entropies, and evaluation reports their exponentials too.
+        step_runner: ``(config, task, context, core, chunks, optimizer, scheduler)`` to what runs
+            the steps and holds what else a checkpoint needs; None for `step.StepRunner`.
         preflight: ``(config, tokenizer)`` to the configuration with what only the data decides;
             checks the data before any process group exists, on every rank alike.
     """
@@ -76,6 +80,7 @@ class Task:
     sample_name: str | None = None
     perplexity: bool = True
     preflight: Preflight = check_gpt_data
+    step_runner: StepRunnerProvider | None = None
 
 
 TaskOrChoice = Task | Callable[["RunConfig"], Task]

@@ -51,12 +51,12 @@ the mean over both, as megatron-core's DDP does. Pipeline stages are for models 
 ``boundary_shape(x, timesteps, text)`` is what passes between them.
 """
 
+from megatron_ext.config.video_dit_sizes import SIZES, VideoDiTSizes
 from megatron_ext.models.causal_video.cache import KVCache
 from megatron_ext.models.causal_video.conversions import flow_from_x0, x0_from_flow
 from megatron_ext.models.causal_video.model import VideoDiT, build_video_dit_chunk
 from megatron_ext.models.causal_video.options import VideoDiTOptions
 from megatron_ext.models.causal_video.recache import recache
-from megatron_ext.models.causal_video.sizes import SIZES, VideoDiTSizes
 from megatron_ext.models.causal_video.window import FrameWindow
 
 __all__ = [

@@ -8,9 +8,9 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext.config.video_dit_sizes import VideoDiTSizes
 from megatron_ext.models.causal_video.modulation import ModulationTable, modulated_frames
 from megatron_ext.models.causal_video.options import VideoDiTOptions
-from megatron_ext.models.causal_video.sizes import VideoDiTSizes
 from megatron_ext.models.mmdit.linear import mark_replicated
 from megatron_ext.models.mmdit.modulation import start_at_zero
 

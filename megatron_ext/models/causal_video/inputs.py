@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_ext.config.video_dit_sizes import VideoDiTSizes
 from megatron_ext.errors import DataError
-from megatron_ext.models.causal_video.sizes import VideoDiTSizes
 
 
 def check_inputs(sizes: VideoDiTSizes, x: Tensor, timesteps: Tensor, text: Tensor) -> None:

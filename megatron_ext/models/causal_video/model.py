@@ -17,6 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_ext.config.video_dit_sizes import VideoDiTSizes
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.causal_video.attention import AttentionPlan
 from megatron_ext.models.causal_video.blocks import Block, Run, recomputed
@@ -26,7 +27,6 @@ from megatron_ext.models.causal_video.head import Head
 from megatron_ext.models.causal_video.inputs import check_inputs
 from megatron_ext.models.causal_video.options import VideoDiTOptions
 from megatron_ext.models.causal_video.rope import rotary_table
-from megatron_ext.models.causal_video.sizes import VideoDiTSizes
 from megatron_ext.models.causal_video.stages import check_layout, stage_blocks
 from megatron_ext.models.causal_video.tokens import FrameTokens, frames_first, positions
 from megatron_ext.models.mmdit.model import Blocks

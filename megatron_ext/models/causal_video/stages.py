@@ -5,9 +5,9 @@ from __future__ import annotations
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 
+from megatron_ext.config.video_dit_sizes import VideoDiTSizes
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.causal_video.options import VideoDiTOptions
-from megatron_ext.models.causal_video.sizes import VideoDiTSizes
 
 
 def stage_blocks(num_blocks: int, num_stages: int) -> list[range]:

@@ -1,0 +1,138 @@
+"""Flags of streaming long-tuning: its networks, sequences, noise levels and losses."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_ext.config.flags import flag
+from megatron_ext.config.mmdit_sizes import EPSILON
+from megatron_ext.config.video_dit_sizes import SIZES, VideoDiTSizes
+
+if TYPE_CHECKING:
+    from megatron_ext.config.model import ModelConfig
+
+_FRAMES = "latent frames"
+
+
+@dataclass(frozen=True)
+class StreamingConfig:
+    """The three networks of ``--task streaming``, and what they are trained on.
+
+    `streaming.options.StreamingOptions`, `losses.noise_schedule.NoiseConfig` and
+    `losses.dmd.DMDConfig` explain the fields that they share, and check them.
+
+    Attributes:
+        text_features: width of the text encoder's rows, which decides that of the networks.
+    """
+
+    generator_size: str = flag("tiny", "named size of the generator", choices=tuple(SIZES))
+    critic_size: str | None = flag(
+        None, "of the critic; default: as the generator", choices=tuple(SIZES)
+    )
+    teacher_size: str | None = flag(
+        None, "of the teacher; default: as the generator", choices=tuple(SIZES)
+    )
+    critic_checkpoint: str | None = flag(None, "weights that the critic starts from")
+    teacher_checkpoint: str | None = flag(None, "weights of the teacher")
+    zero_head: bool = flag(True, "the last layers of new networks start at zero")
+    recompute_blocks: int = flag(0, "first blocks that keep only their inputs")
+    prompts_path: str | None = flag(None, "file of prompts, one a line")
+    second_prompts_path: str | None = flag(
+        None, "prompts after the switch, in the order of the first; default: no switch"
+    )
+    negative_prompt: str = flag("", "what the teacher's guidance leads away from")
+    latent_size: tuple[int, int] = flag((60, 104), "height and width of the latents", nargs=2)
+    frame_block: int = flag(3, "frames that are denoised together", unit=_FRAMES)
+    window_frames: int = flag(12, "frames that a frame sees, sinks included", unit=_FRAMES)
+    sink_frames: int = flag(3, "first frames of a video, which are always seen", unit=_FRAMES)
+    chunk_frames: int = flag(21, "of the chunks that critic and teacher see", unit=_FRAMES)
+    min_new_frames: int = flag(18, "of a chunk but the first", unit=_FRAMES)
+    max_new_frames: int = flag(18, "of a chunk but the first", unit=_FRAMES)
+    sequence_lengths: tuple[int, ...] = flag(
+        (240,), "at which sequences end at the latest; one is drawn", nargs="+", unit=_FRAMES
+    )
+    train_first_chunk: bool = flag(True, "else it is generated without a loss")
+    switch_frames: tuple[int, ...] | None = flag(
+        None, "where prompts may switch; default: where chunks begin", nargs="+", unit=_FRAMES
+    )
+    recache_frames: int = flag(21, "that are encoded anew at a switch", unit=_FRAMES)
+    sink_at_switch: str = flag(
+        "rebuild", "sinks under the new prompt, or as they are", choices=("rebuild", "keep")
+    )
+    same_exit_across_blocks: bool = flag(True, "one exit step for all blocks of a chunk")
+    last_step_only: bool = flag(False, "blocks always end at the last denoising step")
+    two_phase: bool = flag(True, "run exit steps again with gradient, one block at a time")
+    encode_first_frame: bool = flag(True, "the codec makes an image of a chunk's first frame")
+    decode_history: bool = flag(True, "the codec then decodes all of the previous chunk")
+    generator_interval: int = flag(5, "the generator is trained in one of so many", unit="steps")
+    timestep_shift: float = flag(5.0, "shift of noise levels towards the noise")
+    denoising_steps: tuple[int, ...] = flag(
+        (1000, 750, 500, 250), "of the generator, before the shift", nargs="+"
+    )
+    warp_denoising_steps: bool = flag(True, "else the denoising steps are timesteps")
+    min_timestep: float = flag(20.0, "at which critic and teacher look at chunks")
+    max_timestep: float = flag(980.0, "at which critic and teacher look at chunks")
+    context_noise: float = flag(0.0, "timestep of frames that the generator sees as its past")
+    context_noise_from_table: bool = flag(
+        False, "frames of the past get the noise of the table, 0.5% at timestep 0, as in LongLive"
+    )
+    guidance_scale: float = flag(4.0, "of the teacher, u + w * (c - u)")
+    critic_lr: float | None = flag(None, "learning rate of the critic; default: --lr / 5")
+    critic_clip_grad: float = flag(10.0, "largest gradient norm of the critic, 0 for no clipping")
+    text_features: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("latent_size", "sequence_lengths", "switch_frames", "denoising_steps"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else tuple(value))
+
+    def sizes(self, size: str | None) -> VideoDiTSizes:
+        """Sizes of a network, None as the generator's."""
+        named = SIZES[size or self.generator_size]
+        width = self.text_features or named.text_width
+        return dataclasses.replace(
+            named, channels=SIZES[self.generator_size].channels, text_width=width
+        )
+
+    def described(self, model: ModelConfig, size: str | None = None) -> ModelConfig:
+        """The model's section for one of the networks, None for the generator."""
+        sizes = self.sizes(size)
+        return dataclasses.replace(
+            model,
+            num_layers=sizes.num_blocks,
+            hidden_size=sizes.hidden_size,
+            num_attention_heads=sizes.num_heads,
+            num_query_groups=None,
+            kv_channels=sizes.head_dim,
+            ffn_hidden_size=sizes.ffn_size,
+            norm_epsilon=EPSILON,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            untie_embeddings_and_output_weights=True,
+            blocks_dealt_by_cost=True,
+        )
+
+    def errors(self) -> list[str]:
+        """What cannot be run, one sentence each."""
+        found = []
+        if self.prompts_path is None:
+            found.append("`--prompts-path` is missing; give a file with one prompt a line.")
+        if self.switch_frames is not None and self.second_prompts_path is None:
+            found.append(
+                f"`--switch-frames` ({' '.join(map(str, self.switch_frames))}) needs "
+                "`--second-prompts-path`; give the prompts after the switch."
+            )
+        if self.critic_lr is not None and self.critic_lr <= 0:
+            found.append(f"`--critic-lr` ({self.critic_lr}) must be above 0.")
+        if self.critic_clip_grad < 0:
+            found.append(
+                f"`--critic-clip-grad` ({self.critic_clip_grad}) must be 0 or more; 0 means none."
+            )
+        if self.recompute_blocks < 0:
+            found.append(
+                f"`--recompute-blocks` ({self.recompute_blocks}) must be 0 or more; 0 recomputes "
+                "nothing."
+            )
+        return found

@@ -1,0 +1,1 @@
+"""Streaming long-tuning: a generator, a critic and a frozen teacher in one run."""

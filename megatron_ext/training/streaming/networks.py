@@ -1,0 +1,162 @@
+"""Generator, critic and teacher: built, put on the device, and two of them trained."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from megatron_ext.checkpoint import CheckpointManager
+from megatron_ext.models.causal_video import (
+    FrameWindow,
+    VideoDiT,
+    VideoDiTOptions,
+    build_video_dit_chunk,
+)
+from megatron_ext.models.chunks import build_chunks, wrap_chunks
+from megatron_ext.models.transformer_config import build_transformer_config
+from megatron_ext.optim.builder import build_optimizer, build_scheduler
+from megatron_ext.optim.update import UpdateResult, update_parameters
+from megatron_ext.training.streaming.configuration import window_of
+
+if TYPE_CHECKING:
+    from megatron_ext.config import RunConfig
+    from megatron_ext.layout import ParallelContext
+
+CRITIC_LR = 1 / 5
+"""Of the generator's learning rate, as 2e-6 to 1e-5 (arXiv:2509.22622)."""
+
+
+@dataclass(frozen=True)
+class TrainedNetwork:
+    """A network with its gradients and its optimizer.
+
+    Attributes:
+        chunks: the network, wrapped for data parallelism, the only one of a list.
+        optimizer: of it alone.
+        scheduler: of its learning rate.
+        clip_grad: largest global norm of its gradient, 0 for no clipping.
+    """
+
+    chunks: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    clip_grad: float
+
+    @property
+    def network(self) -> Any:
+        """What is called."""
+        return self.chunks[0]
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def update(self) -> UpdateResult:
+        """Reduce, clip and apply the gradients; all ranks call this together."""
+        finalize_model_grads(self.chunks)
+        return update_parameters(self.optimizer, self.clip_grad)
+
+
+def build_generator_chunk(
+    config: RunConfig,
+    transformer_config: TransformerConfig,
+    context: ParallelContext,
+    *,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None = None,
+) -> VideoDiT:
+    """The generator of a run; see `Task.model_chunk`."""
+    window = window_of(config.streaming)
+    return _build(config, transformer_config, context, size=None, window=window, vp_stage=vp_stage)
+
+
+def _build(
+    config: RunConfig,
+    transformer_config: TransformerConfig,
+    context: ParallelContext,
+    *,
+    size: str | None,
+    window: FrameWindow | None = None,
+    vp_stage: int | None = None,
+    **stage: bool,
+) -> VideoDiT:
+    """One network; the model itself knows by ``context`` that it has but one stage."""
+    options = VideoDiTOptions(
+        window=window,
+        zero_head=config.streaming.zero_head,
+        recompute_blocks=config.streaming.recompute_blocks,
+        cp_comm_type=config.parallel.cp_comm_type[0],
+    )
+    sizes = config.streaming.sizes(size)
+    return build_video_dit_chunk(sizes, options, transformer_config, context, vp_stage=vp_stage)
+
+
+def build_critic(
+    config: RunConfig, context: ParallelContext, device: torch.device
+) -> TrainedNetwork:
+    """The critic, with its own optimizer and its own schedule of the learning rate."""
+    streaming, lr = config.streaming, config.optimizer.lr
+    assert lr is not None
+    ratio = CRITIC_LR if streaming.critic_lr is None else streaming.critic_lr / lr
+    optimizer = dataclasses.replace(
+        config.optimizer, lr=lr * ratio, min_lr=config.optimizer.min_lr * ratio,
+        lr_warmup_init=config.optimizer.lr_warmup_init * ratio,
+    )  # fmt: skip
+    own = dataclasses.replace(_of_size(config, streaming.critic_size), optimizer=optimizer)
+    core = build_transformer_config(own)
+    bare = build_chunks(partial(_build, size=streaming.critic_size), own, core, context)
+    chunks = wrap_chunks(bare, own, core, context, device)
+    built = build_optimizer(own, chunks)
+    _load_weights(config, context, streaming.critic_checkpoint, chunks, built)
+    return TrainedNetwork(chunks, built, build_scheduler(own, built), streaming.critic_clip_grad)
+
+
+def build_teacher(config: RunConfig, context: ParallelContext, device: torch.device) -> Any:
+    """The teacher: frozen, so without buffers for gradients and without optimizer.
+
+    Without a checkpoint its random weights are others than those of generator and critic, which
+    start alike.
+    """
+    streaming = config.streaming
+    training = dataclasses.replace(config.training, seed=config.training.seed + 1)
+    own = dataclasses.replace(_of_size(config, streaming.teacher_size), training=training)
+    core = build_transformer_config(own)
+    (bare,) = build_chunks(partial(_build, size=streaming.teacher_size), own, core, context)
+    bare = bare.to(device).requires_grad_(False).eval()
+    teacher: Any = Float16Module(core, bare) if config.precision.bf16 else bare
+    _load_weights(config, context, streaming.teacher_checkpoint, [teacher], None)
+    return teacher
+
+
+def _of_size(config: RunConfig, size: str | None) -> RunConfig:
+    return dataclasses.replace(config, model=config.streaming.described(config.model, size))
+
+
+def _load_weights(
+    config: RunConfig,
+    context: ParallelContext,
+    path: str | None,
+    chunks: list[Any],
+    optimizer: MegatronOptimizer | None,
+) -> None:
+    """Start from the weights of a checkpoint, where one is given.
+
+    Raises:
+        CheckpointError: none is there, or it holds another model.
+    """
+    if path is None:
+        return
+    asked = dataclasses.replace(config.checkpoint, load=None, pretrained_checkpoint=path)
+    CheckpointManager(asked, context).load(model=chunks, optimizer=optimizer, scheduler=None)

@@ -1,0 +1,217 @@
+"""A step of streaming long-tuning: chunks for generator and critic, and their updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from megatron_ext.data.video.codecs import build_codec
+from megatron_ext.data.video.text_encoders import build_text_encoder
+from megatron_ext.losses.contract import Report
+from megatron_ext.losses.dmd import dmd_loss
+from megatron_ext.losses.noise_schedule import NoiseSchedule
+from megatron_ext.models.causal_video import recache
+from megatron_ext.optim.update import UpdateResult
+from megatron_ext.streaming.first_frame import CodecFirstFrame
+from megatron_ext.streaming.ratio import passes
+from megatron_ext.streaming.rollout import Generator
+from megatron_ext.streaming.scores import (
+    critic_chunk_loss,
+    generator_direction,
+    generator_losses,
+    noised_chunk,
+)
+from megatron_ext.streaming.sequence import Replica, StreamingSequence
+from megatron_ext.training.invariants import check_zeroed
+from megatron_ext.training.step import StepResult, StepRunner, mean_of, reduce_reports
+from megatron_ext.training.streaming.configuration import dmd_of, noise_of, options_of
+from megatron_ext.training.streaming.networks import TrainedNetwork, build_critic, build_teacher
+from megatron_ext.training.streaming.prompts import FilePrompts, read_prompts
+from megatron_ext.training.streaming.stored import StreamingState
+
+if TYPE_CHECKING:
+    from megatron_ext.config import RunConfig
+    from megatron_ext.layout import ParallelContext
+    from megatron_ext.training.task import Task
+
+
+class StreamingRunner(StepRunner):
+    """Trains the generator in one of so many steps, the critic in all, on one long sequence.
+
+    The generator is the model of the run. Critic, teacher and the sequence belong to the runner,
+    which hands them to checkpoints as its companion.
+
+    Args:
+        config: of the run.
+        task: of the run.
+        context: of this rank.
+        transformer_config: of the generator.
+        chunks: the generator, wrapped.
+        optimizer: of the generator.
+        scheduler: of the generator.
+
+    Attributes:
+        generator: see `TrainedNetwork`.
+        critic: see `TrainedNetwork`.
+        teacher: frozen.
+        sequence: of this replica.
+    """
+
+    companion: StreamingState
+
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        context: ParallelContext,
+        transformer_config: TransformerConfig,
+        chunks: list[DistributedDataParallel],
+        optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None,
+    ) -> None:
+        super().__init__(config, task, context, transformer_config, chunks, optimizer, scheduler)
+        assert optimizer is not None and scheduler is not None
+        streaming = config.streaming
+        self.options, self.dmd = options_of(streaming), dmd_of(streaming)
+        self.schedule = NoiseSchedule(noise_of(streaming))
+        self.generator = TrainedNetwork(chunks, optimizer, scheduler, config.optimizer.clip_grad)
+        self.critic = build_critic(config, context, self.device)
+        self.teacher = build_teacher(config, context, self.device)
+        prompts = FilePrompts(
+            *read_prompts(streaming),
+            encoder=build_text_encoder(config.text_encoder, self.device),
+            seed=config.training.seed,
+            device=self.device,
+        )
+        self.negative_text = prompts.encode([streaming.negative_prompt])
+        self.sequence = self._sequence(prompts)
+        self.companion = StreamingState(self.critic, self.sequence, context)
+
+    def _sequence(self, prompts: FilePrompts) -> StreamingSequence:
+        config, streaming = self.config, self.config.streaming
+        micro_batch_size, _ = config.training.batch_sizes
+        height, width = streaming.latent_size
+        (model,) = unwrap_model(self.chunks)
+        cache = model.new_cache(
+            micro_batch_size, height, width, chunk_frames=self.options.chunk_frames
+        )
+        first_frame = None
+        if streaming.encode_first_frame:
+            first_frame = CodecFirstFrame(build_codec(config.codec, self.device))
+        shape = 0, 0, streaming.sizes(None).channels, height, width
+        return StreamingSequence(
+            self.options,
+            Generator(self.generator.network, cache, self.schedule),
+            recache=recache,
+            prompts=prompts,
+            replica=Replica(
+                config.training.seed,
+                micro_batch_size,
+                self.context.dp_rank,
+                self.context.layout.data_parallel_size,
+            ),
+            like=torch.empty(shape, device=self.device),
+            first_frame=first_frame,
+        )
+
+    def train(
+        self,
+        batches: Sequence[Any] | None,
+        num_microbatches: int,
+        consumed_samples: int,
+        num_samples: int,
+    ) -> StepResult:
+        """One step; see `StepRunner.train`.
+
+        Args:
+            batches: None, prompts belong to the sequence.
+            num_microbatches: chunks of each kind in the step.
+            consumed_samples: not looked at, the sequence counts its own.
+            num_samples: by which the schedules of the learning rates move on.
+        """
+        kinds = passes(self.options, self.companion.steps, num_microbatches)
+        trained = {"critic": self.critic, "generator": self.generator}
+        trained = {kind: network for kind, network in trained.items() if kind in kinds}
+        reports: dict[str, list[Report]] = {kind: [] for kind in trained}
+        for network in trained.values():
+            network.zero_grad()
+            if self.check_zeroed_at is not None:
+                check_zeroed(network.chunks, self.check_zeroed_at)
+        for kind in kinds:
+            reports[kind] += self._generator_pass(num_microbatches) if kind == "generator" else (
+                self._critic_pass(num_microbatches)
+            )  # fmt: skip
+        if self.observer is not None:
+            self.observer()
+        updates = {kind: network.update() for kind, network in trained.items()}
+        self._move_on(updates, num_samples)
+        return self._result(reports, updates)
+
+    def _move_on(self, updates: dict[str, UpdateResult], num_samples: int) -> None:
+        """Count the step; both learning rates follow the steps of the run, not the updates."""
+        self.companion.steps += 1
+        for kind, network in (("generator", self.generator), ("critic", self.critic)):
+            if kind not in updates or updates[kind].applied:
+                network.scheduler.step(increment=num_samples)
+        if "generator" in updates:
+            # It holds the text as the weights before the update saw it.
+            self.sequence.generator.cache.memo.clear()  # type: ignore[attr-defined]
+
+    def _generator_pass(self, accumulation: int) -> list[Report]:
+        """Gradients of the generator on the next chunk."""
+        chunk = self.sequence.next_chunk(trains_generator=True)
+        noised = noised_chunk(chunk, self.schedule, self.config.training.seed, "generator")
+        direction = generator_direction(
+            chunk,
+            noised,
+            critic=self.critic.network,
+            teacher=self.teacher,
+            negative_text=self.negative_text,
+            config=self.dmd,
+        )
+        reports, counted = [], chunk.mask.sum() * accumulation
+        if self.options.two_phase:
+            for total, _, report in generator_losses(chunk, direction, self.sequence):
+                (total / counted).backward()
+                reports.append(report)
+        else:
+            total, _, report = dmd_loss(chunk.latents, direction=direction, mask=chunk.mask)
+            (total / counted).backward()
+            reports.append(report)
+        return reports
+
+    def _critic_pass(self, accumulation: int) -> list[Report]:
+        """Gradients of the critic on the next chunk."""
+        chunk = self.sequence.next_chunk(trains_generator=False)
+        noised = noised_chunk(chunk, self.schedule, self.config.training.seed, "critic")
+        total, count, report = critic_chunk_loss(chunk, noised, self.critic.network)
+        (total / (count * accumulation)).backward()
+        return [report]
+
+    def _result(
+        self, reports: dict[str, list[Report]], updates: dict[str, UpdateResult]
+    ) -> StepResult:
+        losses, counts = dict[str, Tensor](), dict[str, Tensor]()
+        for kind, entries in reports.items():
+            totals = reduce_reports(entries, self.context)
+            losses |= {name: mean_of(total) for name, total in totals.items()}
+            counts |= {name: total[1] for name, total in totals.items()}
+            norm = torch.tensor(updates[kind].grad_norm, dtype=torch.float64, device=self.device)
+            losses[f"{kind} grad norm"] = norm
+            counts[f"{kind} grad norm"] = torch.ones_like(norm)
+        applied = all(update.applied for update in updates.values())
+        critic = updates["critic"]
+        return StepResult(
+            losses,
+            counts,
+            UpdateResult(applied, critic.grad_norm, critic.num_zeros),
+            trains_model="generator" in updates and updates["generator"].applied,
+        )
