@@ -140,7 +140,6 @@ def _streaming_errors(run: RunConfig) -> list[str]:
         ("optimizer", "overlap_grad_reduce", "blocks are trained one by one; leave it out"),
         ("optimizer", "overlap_param_gather", "blocks are generated one by one; leave it out"),
         ("precision", "fp16", "three networks have no common loss scale; use --bf16"),
-        ("training", "calculate_per_token_loss", "chunks count all alike; leave it out"),
         ("training", "skip_train", "there is nothing to evaluate; leave it out"),
         ("training", "eval_iters", "there is nothing to evaluate; use 0"),
     )  # fmt: skip

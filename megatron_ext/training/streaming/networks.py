@@ -13,6 +13,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from torch import Tensor
 
 from megatron_ext.checkpoint import CheckpointManager
 from megatron_ext.models.causal_video import (
@@ -62,9 +63,14 @@ class TrainedNetwork:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def update(self) -> UpdateResult:
-        """Reduce, clip and apply the gradients; all ranks call this together."""
-        finalize_model_grads(self.chunks)
+    def update(self, num_frames: Tensor | None) -> UpdateResult:
+        """Reduce, clip and apply the gradients; all ranks call this together.
+
+        Args:
+            num_frames: that counted on this rank, by whose sum over all ranks the gradients are
+                divided; None if the losses were means already.
+        """
+        finalize_model_grads(self.chunks, num_frames)
         return update_parameters(self.optimizer, self.clip_grad)
 
 

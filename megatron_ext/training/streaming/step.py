@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +21,12 @@ from megatron_ext.losses.dmd import dmd_loss
 from megatron_ext.losses.noise_schedule import NoiseSchedule
 from megatron_ext.models.causal_video import recache
 from megatron_ext.optim.update import UpdateResult
+from megatron_ext.streaming.chunk import StreamChunk
 from megatron_ext.streaming.first_frame import CodecFirstFrame
-from megatron_ext.streaming.ratio import passes
+from megatron_ext.streaming.ratio import Pass, passes
 from megatron_ext.streaming.rollout import Generator
 from megatron_ext.streaming.scores import (
+    NoisedChunk,
     critic_chunk_loss,
     generator_direction,
     generator_losses,
@@ -41,6 +44,18 @@ if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
     from megatron_ext.layout import ParallelContext
     from megatron_ext.training.task import Task
+
+
+Loss = tuple[Tensor, Tensor, Report]
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A pass: what for, what to log, and how many frames counted."""
+
+    kind: Pass
+    reports: list[Report]
+    num_frames: Tensor
 
 
 class StreamingRunner(StepRunner):
@@ -138,37 +153,59 @@ class StreamingRunner(StepRunner):
             num_samples: by which the schedules of the learning rates move on.
         """
         kinds = passes(self.options, self.companion.steps, num_microbatches)
-        trained = {"critic": self.critic, "generator": self.generator}
-        trained = {kind: network for kind, network in trained.items() if kind in kinds}
-        reports: dict[str, list[Report]] = {kind: [] for kind in trained}
+        networks: dict[Pass, TrainedNetwork] = {"critic": self.critic, "generator": self.generator}
+        trained = {kind: network for kind, network in networks.items() if kind in kinds}
         for network in trained.values():
             network.zero_grad()
             if self.check_zeroed_at is not None:
                 check_zeroed(network.chunks, self.check_zeroed_at)
-        for kind in kinds:
-            reports[kind] += self._generator_pass(num_microbatches) if kind == "generator" else (
-                self._critic_pass(num_microbatches)
-            )  # fmt: skip
+        done = [self._pass(kind, num_microbatches) for kind in kinds]
+        reports = {kind: [x for one in done if one.kind == kind for x in one.reports]
+                   for kind in trained}  # fmt: skip
         if self.observer is not None:
             self.observer()
-        updates = {kind: network.update() for kind, network in trained.items()}
+        updates = {
+            kind: network.update(self._divisor([one for one in done if one.kind == kind]))
+            for kind, network in trained.items()
+        }
         self._move_on(updates, num_samples)
         return self._result(reports, updates)
 
-    def _move_on(self, updates: dict[str, UpdateResult], num_samples: int) -> None:
+    def _move_on(self, updates: dict[Pass, UpdateResult], num_samples: int) -> None:
         """Count the step; both learning rates follow the steps of the run, not the updates."""
         self.companion.steps += 1
-        for kind, network in (("generator", self.generator), ("critic", self.critic)):
-            if kind not in updates or updates[kind].applied:
-                network.scheduler.step(increment=num_samples)
+        refused = [kind for kind, update in updates.items() if not update.applied]
+        if "generator" not in refused:
+            self.generator.scheduler.step(increment=num_samples)
+        if "critic" not in refused:
+            self.critic.scheduler.step(increment=num_samples)
         if "generator" in updates:
             # It holds the text as the weights before the update saw it.
             self.sequence.generator.cache.memo.clear()  # type: ignore[attr-defined]
 
-    def _generator_pass(self, accumulation: int) -> list[Report]:
-        """Gradients of the generator on the next chunk."""
-        chunk = self.sequence.next_chunk(trains_generator=True)
-        noised = noised_chunk(chunk, self.schedule, self.config.training.seed, "generator")
+    def _pass(self, kind: Pass, accumulation: int) -> _Done:
+        """Gradients of one of the networks on the next chunk."""
+        chunk = self.sequence.next_chunk(trains_generator=kind == "generator")
+        noised = noised_chunk(chunk, self.schedule, self.config.training.seed, kind)
+        num_frames = chunk.mask.sum()
+        # Frames of all chunks count alike, or chunks do: data-parallel ranks add up, or average.
+        per_frame = self.config.training.calculate_per_token_loss
+        share = 1 if per_frame else num_frames * accumulation
+        reports = []
+        losses = self._generator_losses if kind == "generator" else self._critic_losses
+        for total, _, report in losses(chunk, noised):
+            (total / share).backward()
+            reports.append(report)
+        return _Done(kind, reports, num_frames)
+
+    def _divisor(self, done: Sequence[_Done]) -> Tensor | None:
+        """Frames that counted, see `TrainedNetwork.update`."""
+        if not self.config.training.calculate_per_token_loss:
+            return None
+        return torch.stack([one.num_frames for one in done]).sum()
+
+    def _generator_losses(self, chunk: StreamChunk, noised: NoisedChunk) -> Iterator[Loss]:
+        """Block by block, or of the whole chunk where it was generated with gradient."""
         direction = generator_direction(
             chunk,
             noised,
@@ -177,27 +214,16 @@ class StreamingRunner(StepRunner):
             negative_text=self.negative_text,
             config=self.dmd,
         )
-        reports, counted = [], chunk.mask.sum() * accumulation
         if self.options.two_phase:
-            for total, _, report in generator_losses(chunk, direction, self.sequence):
-                (total / counted).backward()
-                reports.append(report)
+            yield from generator_losses(chunk, direction, self.sequence)
         else:
-            total, _, report = dmd_loss(chunk.latents, direction=direction, mask=chunk.mask)
-            (total / counted).backward()
-            reports.append(report)
-        return reports
+            yield dmd_loss(chunk.latents, direction=direction, mask=chunk.mask)
 
-    def _critic_pass(self, accumulation: int) -> list[Report]:
-        """Gradients of the critic on the next chunk."""
-        chunk = self.sequence.next_chunk(trains_generator=False)
-        noised = noised_chunk(chunk, self.schedule, self.config.training.seed, "critic")
-        total, count, report = critic_chunk_loss(chunk, noised, self.critic.network)
-        (total / (count * accumulation)).backward()
-        return [report]
+    def _critic_losses(self, chunk: StreamChunk, noised: NoisedChunk) -> Iterator[Loss]:
+        yield critic_chunk_loss(chunk, noised, self.critic.network)
 
     def _result(
-        self, reports: dict[str, list[Report]], updates: dict[str, UpdateResult]
+        self, reports: dict[Pass, list[Report]], updates: dict[Pass, UpdateResult]
     ) -> StepResult:
         losses, counts = dict[str, Tensor](), dict[str, Tensor]()
         for kind, entries in reports.items():
