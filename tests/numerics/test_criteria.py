@@ -34,7 +34,9 @@ def test_criterion_2_multi_token_prediction(words: str, capfd: pytest.CaptureFix
     agree(f"{OWN_STAGE},mbs4,pp2vpp2,tp2sp,cp2pp2", f"--mtp-num-layers 2 {words}", capfd)
 
 
-@pytest.mark.parametrize("reduction", ["token", "sample", "square"])
+@pytest.mark.parametrize(
+    "reduction", ["token", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sample", "square"))]
+)
 def test_criterion_3_reductions(reduction: str, capfd: pytest.CaptureFixture[str]) -> None:
     """To 1e-6, with multi-token prediction; values of the denominators: tests/data."""
     words = f"--loss-reduction {reduction} --mtp-num-layers 1"

@@ -25,8 +25,12 @@ def run(layouts: str, words: str, steps: int = 3) -> int:
     [
         (f"{MANY},pp2zbv,pp2zbvtp2spdp2", "--eod-mask-loss"),
         ("tp2sp,pp2vpp2,tp2spcp2", "--eod-mask-loss --mtp-num-layers 2"),
-        ("tp2sp,pp2zbh1,pp2zbv,cp2,ep2,ep2pp2vpp2dp2,tp2spcp2,ep4pp2zbh1dp4", EXPERTS),
-        ("tp2sp,pp2vpp2,cp2a2a,dp2,mbs4,tp2sppp2cp2", DROPOUT),
+        pytest.param(
+            "tp2sp,pp2zbh1,pp2zbv,cp2,ep2,ep2pp2vpp2dp2,tp2spcp2,ep4pp2zbh1dp4",
+            EXPERTS,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("tp2sp,pp2vpp2,cp2a2a,dp2,mbs4,tp2sppp2cp2", DROPOUT, marks=pytest.mark.slow),
         ("pp2zbh1,pp2tp2sp,cp2dp2", "--mtp-num-layers 1 --no-untie-embeddings-and-output-weights"),
     ],
     ids=["dense", "mtp", "experts", "dropout", "tied mtp"],

@@ -119,7 +119,12 @@ def test_interrupt_ends_all_and_keeps_parts(tmp_path: Path, how: signal.Signals)
     tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(30_000))
     more = ["--workers", "2", "--engine", "native", "--part-megabytes", "0.2"]
     process = subprocess.Popen(
-        command(tmp_path, *more), cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True
+        command(tmp_path, *more),
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # Shells start jobs in the background with the interrupt ignored, which children inherit.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not list((tmp_path / "out.parts").glob("p0*.json")):
         time.sleep(0.01)

@@ -37,13 +37,14 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
         (1, ""),
         (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
         (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
-        (4, "--context-parallel-size 2"),
+        pytest.param(4, "--context-parallel-size 2", marks=pytest.mark.slow),
         (2, "--overlap-grad-reduce --ddp-bucket-size 5000"),
         # The embedding's copy has a bucket of its own, with padding before the next one.
-        (
+        pytest.param(
             3,
             "--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Etttt|mm|L "
             "--mtp-num-layers 2",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -14,7 +14,9 @@ PACKED = "[--sft-batching token-budget]"
 LAYOUTS = f"mbs4,dp2,dp1{PACKED},cp2{PACKED},pp2dp2{PACKED},tp2sp{PACKED}"
 
 
-@pytest.mark.parametrize("reduction", ["token", "sample", "square"])
+@pytest.mark.parametrize(
+    "reduction", ["token", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sample", "square"))]
+)
 def test_packing_changes_no_gradient(
     reduction: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,7 +44,8 @@ KEEP = "--eval-iters 1 --train-iters 12 --save-interval 4 --keep-best 2 --keep-l
 
 
 @pytest.mark.parametrize(
-    ("layout", "parts"), [("one", (12,)), ("one", (4, 10, 12)), ("dp2", (6, 12))]
+    ("layout", "parts"),
+    [pytest.param("one", (12,), marks=pytest.mark.slow), ("one", (4, 10, 12)), ("dp2", (6, 12))],
 )
 def test_the_best_stay_and_what_they_outdo_goes(
     layout: str, parts: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
