@@ -11,11 +11,11 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext.config.mmdit_sizes import TIMESTEP_WIDTH
 from megatron_ext.models.causal_video.sizes import VideoDiTSizes
 from megatron_ext.models.causal_video.tokens import FrameTokens
 from megatron_ext.models.mmdit.embedding import VectorEmbedder
 from megatron_ext.models.mmdit.linear import mark_replicated
-from megatron_ext.models.mmdit.sizes import TIMESTEP_WIDTH
 from megatron_ext.models.mmdit.tokens import pack
 
 MAX_PERIOD = 10_000.0

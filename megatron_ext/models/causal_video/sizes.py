@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.config.mmdit_sizes import EPSILON, TIMESTEP_WIDTH
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.mmdit.sizes import EPSILON, TIMESTEP_WIDTH
 
 
 @dataclass(frozen=True)
