@@ -156,14 +156,14 @@ def measure(
 def sequence_of(
     network: VideoDiT, frames: int, *, two_phase: bool, height: int
 ) -> StreamingSequence:
-    """A sequence that grows by so many frames a chunk, until the window is full and once more."""
+    """A sequence that grows by so many frames a chunk, long enough to fill the window before."""
     sizes, weight = network.sizes, next(network.parameters())
     options = StreamingOptions(
         block=WINDOW.block,
         chunk_frames=frames,
         min_new_frames=frames,
         max_new_frames=frames,
-        sequence_lengths=(WINDOW.window + frames,),
+        sequence_lengths=(WINDOW.window + 2 * frames,),
         recache_frames=WINDOW.block,
         switch_prompts=False,
         two_phase=two_phase,
