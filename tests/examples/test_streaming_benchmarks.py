@@ -51,7 +51,8 @@ def test_s3_two_phases_keep_one_block(context: ParallelContext) -> None:
         for two_phase in (False, True)
     }
     phases, whole = ({n: found[n, x] for n in (1, 2, 4)} for x in (True, False))
-    assert phases[1].peak == phases[2].peak == phases[4].peak
+    for blocks in (2, 4):  # but for the mask, a byte for each frame of the chunk
+        assert 0 <= phases[blocks].peak - phases[1].peak <= 3 * blocks
     assert whole[1].peak == pytest.approx(phases[1].peak, rel=0.02)
     assert whole[4].peak == pytest.approx(4 * whole[1].peak, rel=0.02)
     for blocks in (1, 2, 4):
