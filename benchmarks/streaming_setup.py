@@ -1,0 +1,95 @@
+"""What the benchmarks of streaming share: one rank, networks on it, and how results are kept."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from megatron_ext.device import select
+from megatron_ext.layout import Layout, ParallelContext, init_groups, seed_everything
+from megatron_ext.models.causal_video import (
+    VideoDiT,
+    VideoDiTOptions,
+    VideoDiTSizes,
+    build_video_dit_chunk,
+)
+from megatron_ext.models.initialization import initialize_by_name, mark_methods, unmark_methods
+from megatron_ext.models.transformer_config import StepTransformerConfig
+from megatron_ext.training.known_warnings import silence_known_warnings
+
+RESULTS = Path(__file__).parent / "results"
+SEED = 1234
+
+
+@contextmanager
+def one_rank() -> Iterator[ParallelContext]:
+    """Groups of a single rank, on the GPU if there is one."""
+    device = select()
+    silence_known_warnings(device.kind)
+    device.activate(0)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    with tempfile.TemporaryDirectory() as folder:
+        context = init_groups(
+            Layout(world_size=1), device, init_method=f"file://{folder}/rendezvous"
+        )
+        seed_everything(context, SEED)
+        yield context
+        context.destroy()
+
+
+def build_network(
+    context: ParallelContext,
+    sizes: VideoDiTSizes,
+    options: VideoDiTOptions,
+    *,
+    seed: int = SEED,
+    deviation: float = 0.02,
+) -> VideoDiT:
+    """A video DiT in float32, its weights drawn with a standard deviation."""
+    config = StepTransformerConfig(**sizes.transformer_fields(), init_method_std=deviation)
+    mark_methods(config)
+    network = build_video_dit_chunk(sizes, options, config, context)
+    initialize_by_name([network], config, seed)
+    unmark_methods(config)
+    return network
+
+
+def heading(script: str, argv: Sequence[str]) -> list[str]:
+    """When, on what, and by which command."""
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return [
+        f"{date.today()}  python {platform.python_version()}  torch {torch.__version__}  "
+        f"megatron-core {version('megatron-core')}  {where}",
+        f"python benchmarks/{script}.py {' '.join(argv)}".rstrip(),
+        "",
+    ]
+
+
+def table_head(*cells: str) -> list[str]:
+    """The first two lines of a table."""
+    return [table_row(*cells), "|---" * len(cells) + "|"]
+
+
+def table_row(*cells: object) -> str:
+    """A line of a table."""
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def saved_as(script: str, suffix: str) -> Path:
+    """Where today's results lie."""
+    RESULTS.mkdir(exist_ok=True)
+    return RESULTS / f"{script}_{date.today()}{suffix}"
+
+
+def show(lines: Sequence[str]) -> None:
+    """Print as soon as it is known."""
+    print("\n".join(lines), flush=True, file=sys.stdout)
