@@ -8,6 +8,7 @@ import signal
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,12 +89,25 @@ def test_criterion_26_a_run_goes_on_bit_for_bit(
     check_same_run(rows, whole, again, tmp_path / "save")
 
 
-def _train_for_ever(folder: Path, words: str) -> int:
+def _linger(run: Run) -> None:
+    """Wait after the step that follows the checkpoint, for the kill."""
+    runner = runner_of(run)
+    train = runner.train
+
+    def slow(*args: Any) -> Any:
+        if runner.companion.steps > SAVED:
+            time.sleep(60)
+        return train(*args)
+
+    runner.train = slow  # type: ignore[method-assign]
+
+
+def _launch(folder: Path, words: str) -> int:
     """A launcher of two ranks in a process of its own."""
     pid = os.fork()
     if pid == 0:
         try:
-            attempt(folder, words, ranks=2, batch=2)
+            attempt(folder, words, ranks=2, batch=2, prepare=_linger)
         finally:
             os._exit(1)
     return pid
@@ -104,18 +118,20 @@ def test_criterion_26_a_killed_launcher_leaves_a_run_that_goes_on_bit_for_bit(
     tmp_path: Path,
 ) -> None:
     """Killed between two checkpoints, in the middle of a sequence; the ranks die with it."""
-    words = f"--save-interval {SAVED} --use-distributed-optimizer"
-    whole = run(tmp_path / "whole", f"--train-iters {STEPS} {words}", ranks=2, batch=2)
-    save, decay = tmp_path / "killed" / "save", f"--lr-decay-iters {STEPS}"
-    launcher = _train_for_ever(tmp_path / "killed", f"--train-iters 500 {decay} {words}")
+    words = f"--train-iters {STEPS} --save-interval {SAVED} --use-distributed-optimizer"
+    whole = run(tmp_path / "whole", words, ranks=2, batch=2)
+    save = tmp_path / "killed" / "save"
+    launcher = _launch(tmp_path / "killed", words)
     end = time.monotonic() + 60
-    while len(read_metrics(save / "metrics.jsonl")) < SAVED + 1 and time.monotonic() < end:
+    while len(read_metrics(save / "metrics.jsonl")) <= SAVED and time.monotonic() < end:
         time.sleep(0.02)
     os.kill(launcher, signal.SIGKILL)
     os.waitpid(launcher, 0)
-    assert read_tracker(save) in range(SAVED, STEPS, SAVED)
-    words = f"--train-iters {STEPS} {words} --load {save}"
-    rows = run(tmp_path / "killed", words, ranks=2, batch=2, prepare=in_the_middle)
+    assert len(read_metrics(save / "metrics.jsonl")) == SAVED + 1
+    assert read_tracker(save) == SAVED
+    rows = run(
+        tmp_path / "killed", f"{words} --load {save}", ranks=2, batch=2, prepare=in_the_middle
+    )
     check_same_run(rows[SAVED:], whole, save, tmp_path / "whole" / "save")
 
 

@@ -45,11 +45,9 @@ def test_a_step_counts_what_torch_counts(tmp_path: Path, words: str) -> None:
 
 
 def test_operations_of_all_replicas_count(tmp_path: Path) -> None:
-    words = "--train-iters 2 --no-encode-first-frame"
     for ranks in (1, 2):
         record = partial(_record, path=tmp_path / f"{ranks}.pt")
-        run(
-            tmp_path, words, ranks=ranks, batch=2, micro=2 // ranks, save=str(ranks), prepare=record
-        )
+        sizes = {"ranks": ranks, "batch": 2, "micro": 2 // ranks}
+        run(tmp_path, "--train-iters 2", save=str(ranks), prepare=record, **sizes)
     (one, _), (two, _) = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 2))
     assert [ours for _, ours in one] == [ours for _, ours in two]

@@ -21,10 +21,11 @@ Rows = list[dict[str, Any]]
 FLAGS = (
     "--task streaming --generator-size tiny --no-zero-head --latent-size 4 4 --frame-block 3 "
     "--window-frames 6 --sink-frames 3 --chunk-frames 9 --min-new-frames 6 --max-new-frames 6 "
-    "--sequence-lengths 27 --recache-frames 9 --codec-spatial 2 --codec-channels 4 "
+    "--sequence-lengths 27 --recache-frames 9 "
     "--text-length 8 --text-width 32 --lr 1e-3 --critic-lr 2e-3 --ema-decay 0.8 --log-interval 1 "
     "--seed 7"
 ).split()
+CODEC = "--codec-spatial 2 --codec-channels 4".split()
 CHUNKS = 4
 """Of a sequence, which end at frames 9, 15, 21 and 27."""
 
@@ -50,7 +51,8 @@ def flags_of(
         f"--ema-start {start} {words}"
     )
     prompts = [] if "--prompts-path" in words else write_prompts(folder)
-    return [*FLAGS, *prompts, *own.split()]
+    codec = [] if "--no-encode-first-frame" in words else CODEC
+    return [*FLAGS, *codec, *prompts, *own.split()]
 
 
 def attempt(
