@@ -227,12 +227,14 @@ def _check_latents(config: RunConfig) -> None:
 def _check_layout(config: RunConfig) -> None:
     """Ranks must share out heads, feed-forward layers and the tokens of a frame.
 
+    Those of the teacher are checked elsewhere, since it may have a layout of its own.
+
     Raises:
         ConfigError: they cannot.
     """
     streaming, parallel, found = config.streaming, config.parallel, list[str]()
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    for role in ("generator", "critic", "teacher"):
+    for role in ("generator", "critic"):
         name = getattr(streaming, f"{role}_size") or streaming.generator_size
         sizes = streaming.sizes(name)
         for what, number in (("heads", sizes.num_heads), ("feed-forward rows", sizes.ffn_size)):

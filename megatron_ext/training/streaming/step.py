@@ -239,5 +239,5 @@ class StreamingRunner(StepRunner):
             counts,
             UpdateResult(applied, critic.grad_norm, critic.num_zeros),
             trains_model="generator" in updates and updates["generator"].applied,
-            flops=self._work.take() * self.context.layout.data_parallel_size,
+            flops=self._work.take() * self.context.layout.world_size,
         )

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from megatron.core.utils import unwrap_model
 
 from megatron_ext.models.causal_video import VideoDiT
 from megatron_ext.models.causal_video.flops import flops_of_pass
@@ -20,22 +19,24 @@ class WorkCounter:
     memory does not count, as in all throughputs of this package.
 
     Args:
-        networks: wrapped or not; what is no `VideoDiT`, such as a score in closed form, is free.
+        networks: this rank's parts, wrapped or not, whose operations are those of the `VideoDiT` in
+            them; a score in closed form is free.
     """
 
-    def __init__(self, networks: Iterable[Any]) -> None:
+    def __init__(self, networks: Iterable[torch.nn.Module]) -> None:
         self._flops = 0.0
         for network in networks:
-            (bare,) = unwrap_model([network])
-            if isinstance(bare, VideoDiT):
-                bare.register_forward_pre_hook(self._count, with_kwargs=True)
+            for module in network.modules():
+                if isinstance(module, VideoDiT):
+                    module.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, model: VideoDiT, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
         passes = FORWARD_AND_BACKWARD if trains else 1
-        self._flops += passes * flops_of_pass(model, *args, **inputs)
+        ranks = model.tp_group.size() * model.cp_group.size() * model.num_stages
+        self._flops += passes * flops_of_pass(model, *args, **inputs) / ranks
 
     def take(self) -> float:
-        """Floating-point operations since the last call, of one replica."""
+        """Floating-point operations of this rank since the last call; all ranks have as many."""
         flops, self._flops = self._flops, 0.0
         return flops
