@@ -235,7 +235,9 @@ def _check_layout(config: RunConfig) -> None:
     streaming, parallel, found = config.streaming, config.parallel, list[str]()
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     for role in ("generator", "critic"):
-        name = getattr(streaming, f"{role}_size") or streaming.generator_size
+        name = getattr(streaming, f"{role}_size")
+        if name is None:
+            continue  # as the generator
         sizes = streaming.sizes(name)
         for what, number in (("heads", sizes.num_heads), ("feed-forward rows", sizes.ffn_size)):
             if number % tp:
