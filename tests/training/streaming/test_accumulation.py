@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,12 @@ def _record(run: Run, path: Path) -> None:
     runner = runner_of(run)
     networks = {"generator": runner.generator.network, "critic": runner.critic.network}
     seen: list[dict[str, Any]] = []
-    frames: list[int] = []
+    frames: dict[str, list[int]] = {"generator": [], "critic": []}
     next_chunk = runner.sequence.next_chunk
 
     def counted(*, trains_generator: bool) -> Any:
         chunk = next_chunk(trains_generator=trains_generator)
-        if trains_generator:
-            frames.append(int(chunk.mask.sum()))
+        frames["generator" if trains_generator else "critic"].append(int(chunk.mask.sum()))
         return chunk
 
     def observe() -> None:
@@ -38,8 +38,9 @@ def _record(run: Run, path: Path) -> None:
             for role, network in networks.items()
             for name, p in unwrap_model([network])[0].named_parameters()
         }
-        seen.append({"grads": grads, "frames": list(frames)})
-        frames.clear()
+        seen.append({"grads": grads, "frames": copy.deepcopy(frames)})
+        for counts in frames.values():
+            counts.clear()
         torch.save(seen, path)
 
     runner.sequence.next_chunk = counted  # type: ignore[method-assign]
@@ -65,10 +66,13 @@ def test_frames_of_accumulated_chunks_count_alike_or_chunks_do(
     (both,) = gradients(tmp_path / "both", words, batch=2, steps=1)
     first, second = gradients(tmp_path / "single", words, batch=1, steps=2)
     # The first frame of chunks but the first is an image; those before a switch are of the past.
-    a, b = (*first["frames"], *second["frames"])
-    assert a != b and both["frames"] == [a, b]
-    weight = a / (a + b) if per_frame else 0.5
+    shares = {}
+    for role, (a, b) in both["frames"].items():
+        assert [a] == first["frames"][role] and [b] == second["frames"][role]
+        shares[role] = a / (a + b) if per_frame else 0.5
+    assert both["frames"]["generator"][0] != both["frames"]["generator"][1]
     for key, grad in both["grads"].items():
+        weight = shares[key[0]]
         want = weight * first["grads"][key] + (1 - weight) * second["grads"][key]
         scale = float(want.abs().max())
         torch.testing.assert_close(grad, want, rtol=1e-5, atol=1e-5 * scale, msg=str(key))

@@ -31,10 +31,15 @@ def _record(run: Run, path: Path) -> None:
     runner.train = recorded  # type: ignore[method-assign]
 
 
+def stored(folder: Path) -> dict[str, Tensor]:
+    """What the checkpoint of the last step holds."""
+    return whole_tensors(folder / f"iter_{STEPS:07d}", folder / "whole.pt")
+
+
 def averages(folder: Path) -> dict[str, Tensor]:
     """Averaged weights after the last step, by the names of the weights."""
-    stored = whole_tensors(folder / f"iter_{STEPS:07d}", folder / "whole.pt")
-    return {k.removeprefix("ema."): x for k, x in stored.items() if k.startswith("ema.")}
+    found = stored(folder)
+    return {k.removeprefix("ema."): x for k, x in found.items() if k.startswith("ema.")}
 
 
 def test_criterion_21_the_average_follows_the_updates_of_the_generator(tmp_path: Path) -> None:
@@ -65,7 +70,9 @@ def test_criterion_21_sharded_averages_are_the_whole_ones_bit_for_bit(tmp_path: 
     for name in ("", "no-"):
         words = f"--train-iters {STEPS} --{name}use-distributed-optimizer"
         run(tmp_path, words, ranks=2, batch=2, start=4, save=f"{name}sharded")
-    found, wanted = averages(tmp_path / "sharded"), averages(tmp_path / "no-sharded")
-    assert found.keys() == wanted.keys() and found
-    for name, average in wanted.items():
-        assert torch.equal(found[name], average), name
+    found, wanted = stored(tmp_path / "sharded"), stored(tmp_path / "no-sharded")
+    names = [name for name in wanted if "optimizer" not in name]
+    assert any(name.startswith("ema.") for name in names)
+    assert any(name.startswith("critic.") for name in names)
+    for name in names:
+        assert torch.equal(found[name], wanted[name]), name

@@ -16,7 +16,6 @@ from tests.training.streaming.tiny import Rows, losses_of, run
 STEPS = 3
 TP = "--tensor-model-parallel-size 2"
 CP = "--context-parallel-size 2"
-DP = "--use-distributed-optimizer"
 
 
 @dataclass(frozen=True)
@@ -66,15 +65,14 @@ def check_same(found: Result, wanted: Result, tolerance: float = 1e-5) -> None:
     ("ranks", "micro", "words"),
     [
         (2, 2, TP),
-        (2, 1, DP),
+        (2, 1, ""),
         (2, 2, f"{CP} --cp-comm-type a2a"),
         pytest.param(2, 2, f"{CP} --cp-comm-type all_gather", marks=pytest.mark.slow),
         pytest.param(2, 2, f"{TP} --sequence-parallel", marks=pytest.mark.slow),
-        pytest.param(2, 1, "--no-use-distributed-optimizer", marks=pytest.mark.slow),
         pytest.param(4, 2, f"{TP} {CP}", marks=pytest.mark.slow),
         pytest.param(4, 2, f"{TP} {CP} --sequence-parallel --cp-comm-type a2a",
                      marks=pytest.mark.slow),
-        pytest.param(4, 1, f"{TP} {DP}", marks=pytest.mark.slow),
+        pytest.param(4, 1, TP, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_criterion_24_layouts_train_alike(

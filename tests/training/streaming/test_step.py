@@ -90,7 +90,9 @@ def test_criterion_20_the_generator_is_trained_in_one_of_so_many_steps(
     assert logged[:1] + logged[2:] == TRAINED[:1] + TRAINED[2:]
     for row, trains in zip(rows[2:], TRAINED[2:], strict=True):
         assert ("dmdtrain_gradient_norm" in row) == ("generator grad norm" in row) == trains
-        assert row["train/loss"] == row["critic loss"] and row["grad_norm"] == row["critic grad norm"]
+        assert (
+            row["train/loss"] == row["critic loss"] and row["grad_norm"] == row["critic grad norm"]
+        )
         assert math.isfinite(row["critic loss"]) and row["critic loss"] > 0 and row["grad_norm"] > 0
         assert row["seconds_per_iteration"] > 0
 
