@@ -23,7 +23,7 @@ def flops_of_pass(
     text: Tensor,
     cache: KVCache | None = None,
     first_frame: int = 0,
-    **_: Any,
+    **others: Any,
 ) -> float:
     """Of a pass without gradient through the whole model, on all its model-parallel ranks together.
 
@@ -32,7 +32,7 @@ def flops_of_pass(
 
     Args:
         model: any rank's part of it.
-        x, timesteps, text, cache, first_frame: as of `VideoDiT.forward`.
+        x, timesteps, text, cache, first_frame, others: as of `VideoDiT.forward`.
     """
     batch, frames, _, height, width = x.shape
     per_frame = height * width // model.sizes.patch_size**2

@@ -193,7 +193,7 @@ class StreamingRunner(StepRunner):
         reports = []
         losses = self._generator_losses if kind == "generator" else self._critic_losses
         for total, _, report in losses(chunk, noised):
-            (total / share).backward()
+            torch.autograd.backward(total / share)
             reports.append(report)
         return _Done(kind, reports, num_frames)
 

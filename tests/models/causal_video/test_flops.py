@@ -19,9 +19,9 @@ def counted(chunk: Any, inputs: dict[str, Any]) -> tuple[float, float]:
     """Operations of a pass without gradient, ours and torch's."""
     ours = flops_of_pass(chunk, **inputs)
     # Torch counts no fused attention of a CPU.
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        with FlopCounterMode(display=False) as counter:
-            chunk(**inputs)
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+        chunk(**inputs)
     return ours, float(counter.get_total_flops())
 
 
