@@ -76,9 +76,10 @@ def test_wan_there_and_back(tmp_path: Path) -> None:
     ]
     assert f"--critic-size tiny --critic-checkpoint {root}" in others
     assert f"--teacher-size tiny --teacher-checkpoint {root}" in others
-    export = ["export", "--load", root, "--hf", back]
+    export: list[str | Path] = ["export", "--load", root, "--hf", back]
     code, out, errors = in_fork(tmp_path / "3", *export, "--vocab-size", "8")
-    assert (code, errors[:34]) == (2, "error: `--vocab-size` has no effect")
+    assert code == 2
+    assert errors.startswith("error: `--vocab-size` has no effect on Wan")
     done = in_fork(tmp_path / "4", *export, "--naming", "original", "--network", "generator")
     assert done == (0, f"{root} -> {back}\n", "")
     before, after = wan.original_tensors(source), wan.tensors_of(back)
@@ -89,7 +90,7 @@ def test_wan_there_and_back(tmp_path: Path) -> None:
 
 def test_options_of_wan_are_refused_for_language_models(tmp_path: Path) -> None:
     source, root = make("llama", tmp_path / "hf"), tmp_path / "ours"
-    flags = ["import", "--hf", source, "--save", root]
+    flags: list[str | Path] = ["import", "--hf", source, "--save", root]
     code, out, errors = in_fork(tmp_path / "1", *flags, "--entry", "generator")
     assert (code, out) == (2, "")
     assert errors == "error: `--entry` has no effect on a language model; leave it out.\n"

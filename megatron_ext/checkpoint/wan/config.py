@@ -248,9 +248,9 @@ def config_json(sizes: VideoDiTSizes, naming: Naming) -> dict[str, Any]:
     }
     if naming is Naming.DIFFUSERS:
         return values
-    left_out = ("patch_size", "cross_attn_norm", "qk_norm")
+    left_out = {"patch_size", "cross_attn_norm", "qk_norm"}
     if sizes.text_width == _FREE[naming]["text_dim"]:
-        left_out += ("text_dim",)
+        left_out.add("text_dim")
     # The original's class does not let a file say them.
     return {k: v for k, v in values.items() if k not in left_out} | {"text_len": 512}
 

@@ -62,6 +62,8 @@ def import_wan(order: WanImport) -> tuple[str, str]:
         raise CheckpointError(f"`--save` ({order.save}) holds checkpoints; give a new folder.")
     with open_wan(order.source, order.entry) as (model, tensors):
         check_tensors(model.sizes, model.naming, tensors)
+        # Also where a dtype is asked for: numbers of a quantized model mean nothing without scales.
+        tensors.dtypes()
         dtype = order.dtype or only_dtype(tensors)
         config = run_config(model, dtype, order.save)
         with one_rank(config) as context:
@@ -69,7 +71,7 @@ def import_wan(order: WanImport) -> tuple[str, str]:
             fill(chunk, model.naming, tensors)
             CheckpointManager(config.checkpoint, context).save(
                 0,
-                model=[chunk],  # type: ignore[list-item]
+                model=[chunk],
                 optimizer=None,
                 scheduler=None,
                 progress={"iteration": 0, "consumed_train_samples": 0},
@@ -101,8 +103,9 @@ def build_bare(sizes: VideoDiTSizes, dtype: str, context: ParallelContext) -> Vi
         use_cpu_initialization=True,
         perform_initialization=False,
     )
-    chunk = build_video_dit_chunk(sizes, VideoDiTOptions(), config, context)
-    return chunk.to(torch_dtype(dtype))
+    chunk: VideoDiT = build_video_dit_chunk(sizes, VideoDiTOptions(), config, context)
+    chunk.to(torch_dtype(dtype))
+    return chunk
 
 
 @torch.no_grad()

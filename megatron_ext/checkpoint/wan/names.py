@@ -83,7 +83,7 @@ _NAMES = _table()
 def shapes(sizes: VideoDiTSizes) -> dict[str, tuple[int, ...]]:
     """Names and full shapes of all parameters of a video DiT."""
     h, ffn, token = sizes.hidden_size, sizes.ffn_size, sizes.token_width
-    linears = {
+    linears: dict[str, tuple[int, ...]] = {
         "embedder.patch_in": (h, token),
         "embedder.text_in": (h, sizes.text_width),
         "embedder.time_in.linear_in": (h, TIMESTEP_WIDTH),
@@ -142,7 +142,7 @@ def from_wan(name: str, tensors: Sequence[Tensor], sizes: VideoDiTSizes) -> Tens
         sizes: of the model.
     """
     if len(tensors) > 1:
-        heads = [x.unflatten(0, (sizes.num_heads, 1, sizes.head_dim)) for x in tensors]
+        heads = [torch.unflatten(x, 0, (sizes.num_heads, 1, sizes.head_dim)) for x in tensors]
         return torch.cat(heads, dim=1).flatten(0, 2)
     (tensor,) = tensors
     if name.endswith(_TABLE):
@@ -150,25 +150,20 @@ def from_wan(name: str, tensors: Sequence[Tensor], sizes: VideoDiTSizes) -> Tens
     if name == _PATCH_IN:
         return tensor.flatten(1)
     if name.startswith(_HEAD):
-        return tensor.unflatten(0, (-1, sizes.channels)).transpose(0, 1).flatten(0, 1)
+        return torch.unflatten(tensor, 0, (-1, sizes.channels)).transpose(0, 1).flatten(0, 1)
     return tensor
 
 
 def to_wan(name: str, tensor: Tensor, sizes: VideoDiTSizes) -> tuple[Tensor, ...]:
     """One of our parameters as Wan's tensors; the inverse of `from_wan`."""
-    if number := _projections(name):
-        heads = tensor.unflatten(0, (sizes.num_heads, number, sizes.head_dim))
+    if (number := len(wan_names(name, Naming.ORIGINAL))) > 1:
+        heads = torch.unflatten(tensor, 0, (sizes.num_heads, number, sizes.head_dim))
         return tuple(part.flatten(0, 1) for part in heads.unbind(1))
     if name.endswith(_TABLE):
         return (tensor.unsqueeze(0),)
     if name == _PATCH_IN:
-        return (tensor.unflatten(1, (sizes.channels, 1, sizes.patch_size, sizes.patch_size)),)
+        p = sizes.patch_size
+        return (torch.unflatten(tensor, 1, (sizes.channels, 1, p, p)),)
     if name.startswith(_HEAD):
-        return (tensor.unflatten(0, (sizes.channels, -1)).transpose(0, 1).flatten(0, 1),)
+        return (torch.unflatten(tensor, 0, (sizes.channels, -1)).transpose(0, 1).flatten(0, 1),)
     return (tensor,)
-
-
-def _projections(name: str) -> int:
-    """Parts of a fused parameter, 0 for one that is not."""
-    number = len(wan_names(name, Naming.ORIGINAL))
-    return number if number > 1 else 0

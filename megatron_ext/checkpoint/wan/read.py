@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -150,7 +150,7 @@ def _chosen(path: Path, entry: str | None) -> Mapping[str, Tensor]:
     )
 
 
-def _holds_tensors(value: Any) -> bool:
+def _holds_tensors(value: Any) -> TypeGuard[Mapping[str, Tensor]]:
     return isinstance(value, Mapping) and bool(value) and all(map(torch.is_tensor, value.values()))
 
 
