@@ -38,12 +38,14 @@ class StreamingConfig:
     teacher_checkpoint: str | None = flag(None, "weights of the teacher")
     teacher_tensor_model_parallel_size: int | None = flag(
         None,
-        "share each matrix of the teacher over this many; default: the run's, and its context "
-        "parallelism, which the teacher otherwise has not",
+        "share each matrix of the teacher over this many, and its sequences over none; default: "
+        "both as the run",
         unit="ranks",
     )
     teacher_pipeline_model_parallel_size: int = flag(
-        1, "cut the blocks of the teacher into this many", unit="stages"
+        1,
+        "cut the blocks of the teacher into this many; its sequences are then shared over none",
+        unit="stages",
     )
     zero_head: bool = flag(True, "the last layers of new networks start at zero")
     recompute_blocks: int = flag(0, "first blocks that keep only their inputs")

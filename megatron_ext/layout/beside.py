@@ -59,5 +59,8 @@ def peers(step: int, block: int, world_size: int, *, timeout_minutes: float = 10
 
 def _group(groups: list[list[int]], timeout: timedelta) -> ProcessGroup:
     """Create all groups of a kind; this rank's."""
-    own, _ = torch.distributed.new_subgroups_by_enumeration(groups, timeout=timeout)
+    own: ProcessGroup
+    own, _ = torch.distributed.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+        groups, timeout=timeout
+    )
     return own

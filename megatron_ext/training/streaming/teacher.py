@@ -61,24 +61,16 @@ def build_teacher(
     if sizes is None:
         return _network(own, build_transformer_config(own), context, device)
     run, minutes = context.layout, config.parallel.distributed_timeout_minutes
-    lies = groups_beside(
-        Layout(
-            run.world_size,
-            sizes.tensor,
-            sizes.pipeline,
-            # A group is of consecutive ranks.
-            use_tp_pp_dp_mapping=True,
-        ),
-        timeout_minutes=minutes,
-    )
+    # A group is of consecutive ranks, so that the replicas of the teacher vary slowest.
+    layout = Layout(run.world_size, sizes.tensor, sizes.pipeline, use_tp_pp_dp_mapping=True)
+    lies = groups_beside(layout, timeout_minutes=minutes)
     core = build_transformer_config(own)
-    stretches = sorted((run.model_parallel_size, sizes.ranks))
-    others = peers(*stretches, run.world_size, timeout_minutes=minutes)
+    step, block = sorted((run.model_parallel_size, sizes.ranks))
     return ParallelTeacher(
         _network(own, core, lies, device),
         core,
         lies,
-        others,
+        peers(step, block, run.world_size, timeout_minutes=minutes),
         num_replicas=max(1, sizes.ranks // run.model_parallel_size),
     )
 

@@ -296,6 +296,10 @@ def test_criterion_13_a_teacher_saved_under_one_layout_loads_under_another(
     words = f"--teacher-checkpoint {tmp_path} {TENSOR} 1 {STAGES} 2"
     loaded = build_teacher(configuration(context, words), context, device)
     assert isinstance(loaded, ParallelTeacher)
+    # The stages hold every weight, and none of them twice.
+    held = torch.tensor(sum(parameter.numel() for parameter in loaded.parameters()))
+    torch.distributed.all_reduce(held)
+    assert int(held) == config.streaming.sizes(None).num_parameters
     torch.testing.assert_close(loaded(**inputs(2)), wanted, rtol=0, atol=1e-5)
 
 
