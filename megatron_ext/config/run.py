@@ -26,6 +26,7 @@ from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.precision import PrecisionConfig
 from megatron_ext.config.sft import SftConfig
 from megatron_ext.config.streaming import StreamingConfig
+from megatron_ext.config.teacher import teacher_errors
 from megatron_ext.config.tokenizer import TokenizerConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.config.transformer import transformer_fields
@@ -128,6 +129,7 @@ class RunConfig:
             *self.data.errors(full_validation=self.training.full_validation),
             *self.sft.errors(self),
             *self.sample.errors(self.checkpoint.save),
+            *(teacher_errors(self.streaming, self.parallel) if self.video.streams else ()),
             *self.checkpoint.errors(evaluates=self.training.evaluates),
             *self.logging.errors(),
         ]

@@ -39,6 +39,17 @@ class StreamingConfig:
     )
     critic_checkpoint: str | None = flag(None, "weights that the critic starts from")
     teacher_checkpoint: str | None = flag(None, "weights of the teacher")
+    teacher_tensor_model_parallel_size: int | None = flag(
+        None,
+        "share each matrix of the teacher over this many, and its sequences over none; default: "
+        "both as the run",
+        unit="ranks",
+    )
+    teacher_pipeline_model_parallel_size: int = flag(
+        1,
+        "cut the blocks of the teacher into this many; its sequences are then shared over none",
+        unit="stages",
+    )
     zero_head: bool = flag(True, "the last layers of new networks start at zero")
     recompute_blocks: int = flag(0, "first blocks that keep only their inputs")
     prompts_path: str | None = flag(
