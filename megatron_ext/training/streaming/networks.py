@@ -16,6 +16,8 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron_ext.checkpoint import CheckpointManager
+from megatron_ext.checkpoint.frozen import FrozenBase
+from megatron_ext.config.lora import LoraConfig
 from megatron_ext.models.causal_video import (
     FrameWindow,
     VideoDiT,
@@ -45,12 +47,14 @@ class TrainedNetwork:
         optimizer: of it alone.
         scheduler: of its learning rate.
         clip_grad: largest global norm of its gradient, 0 for no clipping.
+        base: what lies under its adapters, where its checkpoints hold these only.
     """
 
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     clip_grad: float
+    base: FrozenBase | None = None
 
     @property
     def network(self) -> Any:
@@ -126,7 +130,11 @@ def build_critic(
     chunks = wrap_chunks(bare, own, core, context, device)
     built = build_optimizer(own, chunks)
     _load_weights(config, context, streaming.critic_checkpoint, chunks, built)
-    return TrainedNetwork(chunks, built, build_scheduler(own, built), streaming.critic_clip_grad)
+    base = FrozenBase.of_run(config)
+    if base is not None and streaming.critic_checkpoint is not None:
+        base = FrozenBase.given(streaming.critic_checkpoint)
+    scheduler = build_scheduler(own, built)
+    return TrainedNetwork(chunks, built, scheduler, streaming.critic_clip_grad, base)
 
 
 def build_teacher(config: RunConfig, context: ParallelContext, device: torch.device) -> Any:
@@ -137,7 +145,9 @@ def build_teacher(config: RunConfig, context: ParallelContext, device: torch.dev
     """
     streaming = config.streaming
     training = dataclasses.replace(config.training, seed=config.training.seed + 1)
-    own = dataclasses.replace(_of_size(config, streaming.teacher_size), training=training)
+    own = dataclasses.replace(
+        _of_size(config, streaming.teacher_size), training=training, lora=LoraConfig()
+    )
     core = build_transformer_config(own)
     (bare,) = build_chunks(partial(_build, size=streaming.teacher_size), own, core, context)
     bare = bare.to(device).requires_grad_(False).eval()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing import ShardedObject, load_common_state_dict
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megatron_ext.checkpoint.state import apply_state, sharded_state
+from megatron_ext.checkpoint.frozen import BASE, FrozenBase, leave_out_base, put_back_base
+from megatron_ext.checkpoint.state import apply_state, chunk_keys, sharded_state
 from megatron_ext.streaming.sequence import StreamingSequence
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class StreamingState:
         self, path: Path, metadata: dict[str, Any], *, with_optimizer: bool
     ) -> dict[str, Any]:
         """See `Companion`; objects of another layout are left out."""
+        if self._critic.base is not None:
+            check_base(path, self._critic.base)
         stored = FileSystemReader(str(path)).read_metadata().state_dict_metadata
         state = self._critic_state(metadata, with_optimizer=with_optimizer, is_loading=True)
         wanted = self._objects(None, None)
@@ -65,6 +68,8 @@ class StreamingState:
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
         """See `Companion`."""
         critic = self._critic
+        if critic.base is not None:
+            put_back_base(loaded[CRITIC], critic.chunks)
         apply_state(
             loaded[CRITIC],
             critic.chunks,
@@ -96,9 +101,13 @@ class StreamingState:
             metadata=metadata,
             is_loading=is_loading,
         )
+        if critic.base is not None:
+            leave_out_base(state, chunk_keys(critic.chunks))
         add_prefix_for_sharding(state, f"{CRITIC}.")
         if with_optimizer and not is_loading:
             state["opt_param_scheduler"] = critic.scheduler.state_dict()
+        if critic.base is not None and not is_loading:
+            state[BASE] = critic.base.record()
         return {CRITIC: state}
 
     def _objects(self, stands: dict[str, Any] | None, cache: Any) -> dict[str, ShardedObject]:
@@ -111,3 +120,14 @@ class StreamingState:
             SEQUENCE: ShardedObject(SEQUENCE, stands, sizes[:1], ranks[:1], replica_id=peer),
             CACHE: ShardedObject(CACHE, cache, sizes, ranks),
         }
+
+
+def check_base(path: Path, base: FrozenBase) -> None:
+    """Refuse adapters of the critic that were trained on other weights.
+
+    Raises:
+        CheckpointError: the checkpoint's base is not the critic's.
+    """
+    recorded = FrozenBase.recorded(load_common_state_dict(str(path))[CRITIC])
+    if recorded is not None:
+        base.check(path, recorded, "--critic-checkpoint")
