@@ -13,17 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.dist_checkpointing import load_common_state_dict
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.utils import unwrap_model
 
 from megatron_ext.checkpoint.adapters import MARK
 from megatron_ext.checkpoint.manifest import MANIFEST, describe_file
-from megatron_ext.checkpoint.state import Chunks, chunk_keys
-from megatron_ext.checkpoint.stored import find
+from megatron_ext.checkpoint.reading import read_state, verify
+from megatron_ext.checkpoint.state import Chunks, apply_state, chunk_keys, sharded_state
+from megatron_ext.checkpoint.stored import Found, find
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.errors import CheckpointError
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
+    from megatron_ext.layout import ParallelContext
 
 BASE = "frozen_base"
 """Key of the record in a checkpoint that holds adapters alone."""
@@ -134,3 +138,38 @@ def refuse_adapters_alone(path: Path, recorded: FrozenBase | None) -> None:
             f"{path} holds adapters without the weights under them, so that no run can start from "
             "it; merge them first with `tools/lora.py merge`."
         )
+
+
+def load_adapters(
+    found: Found,
+    base: FrozenBase,
+    model: Chunks,
+    section: str,
+    config: CheckpointConfig,
+    context: ParallelContext,
+) -> None:
+    """Load the adapters of a network that is not the model of the run; all ranks call this.
+
+    Args:
+        found: the checkpoint.
+        base: what the network is now.
+        model: the network.
+        section: key of its state in the checkpoint, and what its names begin with.
+        config: how to read.
+        context: of this rank.
+
+    Raises:
+        CheckpointError: a damaged checkpoint, or adapters of another network or of other weights.
+    """
+    verify(found, context)
+    common = load_common_state_dict(str(found.path))
+    recorded = FrozenBase.recorded(common[section])
+    assert recorded is not None
+    base.check(found.path, recorded, "--pretrained-checkpoint")
+    metadata = {**common["content_metadata"], "dp_cp_group": context.pgs.dp_cp}
+    state = sharded_state(model, None, metadata=metadata, is_loading=True)
+    leave_out_base(state, chunk_keys(model))
+    add_prefix_for_sharding(state, f"{section}.")
+    loaded = read_state(found.path, {section: state}, config, context, [])[section]
+    put_back_base(loaded, model)
+    apply_state(loaded, model, None, None, with_optimizer=False)
