@@ -84,8 +84,8 @@ def merge_checkpoint(
     stored = RunConfig.from_dict(read_run_config(root, step))
     if base is not None and FrozenBase.of_run(stored) is None:
         raise CheckpointError(
-            f"`--pretrained-checkpoint` ({base}) has no effect: `--load` ({root}) holds all weights "
-            "itself; leave it out."
+            f"`--pretrained-checkpoint` ({base}) has no effect: `--load` ({root}) holds all "
+            "weights itself; leave it out."
         )
     config = _on_one_rank(stored, root, save, device, step, base or network.base(stored))
     if config.lora.lora_rank is None:
