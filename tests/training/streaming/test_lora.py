@@ -14,17 +14,12 @@ from megatron_ext.config.video_rules import STREAMING_DEFAULTS
 from pretrain_video import task_of
 from tests.checkpoint.tiny import whole_tensors
 from tests.training.streaming.tiny import FLAGS, run, write_prompts
-from tests.training.streaming.tuned import ADAPTERS, NETWORKS, SAVED, STEPS, Tuned, tune
+from tests.training.streaming.tuned import ADAPTERS, NETWORKS, SAVED, STEPS, Tuned
 from tests.training_runs import train_on_ranks
 
 KEYS = ("loss", "grad_norm", "learning_rate", "consumed_samples")
 LAYERS = 2 * 7
 """Linear layers in the blocks of a tiny network."""
-
-
-@pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
-    return tune(tmp_path_factory.mktemp("tuned"))
 
 
 def names_in(checkpoint: Path) -> list[str]:
@@ -47,7 +42,7 @@ def test_criterion_22_adapters_change_nothing_at_the_start(tuned: Tuned, tmp_pat
     (plain,) = run(tmp_path, f"{tuned.words} --train-iters 1")
     first = tuned.rows[0]
     names = [name for name in plain if name.endswith("loss")]
-    assert {"train/generator loss", "train/critic loss"} <= set(names)
+    assert {"generator loss", "critic loss"} <= set(names)
     assert {name: first[name] for name in names} == {name: plain[name] for name in names}
     base = whole_tensors(tuned.base / "iter_0000001", tmp_path / "base.pt")
     for network in NETWORKS:
@@ -67,7 +62,11 @@ def test_criterion_22_a_checkpoint_holds_adapters_and_not_what_is_under_them(tun
 
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [(1, ""), (2, "--tensor-model-parallel-size 2"), (2, "--use-distributed-optimizer")],
+    [
+        (1, ""),
+        pytest.param(2, "--tensor-model-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param(2, "--use-distributed-optimizer", marks=pytest.mark.slow),
+    ],
 )
 def test_criterion_22_a_run_goes_on_bit_for_bit(
     tuned: Tuned, tmp_path: Path, ranks: int, layout: str
@@ -94,17 +93,19 @@ def test_criterion_22_a_run_goes_on_bit_for_bit(
         assert torch.equal(found[name], tensor), name
 
 
-SGD = "--optimizer sgd --clip-grad 0 --critic-clip-grad 0 --lr 0.5 --critic-lr 0.5"
+SGD = "--optimizer sgd --weight-decay 0 --clip-grad 0 --critic-clip-grad 0 --lr 5 --critic-lr 2"
 
 
 def trained(tuned: Tuned, folder: Path, layout: str, ranks: int) -> dict[str, Tensor]:
-    """Adapters of both networks after updates that are linear in their gradients."""
+    """How far updates that are linear in their gradients move the adapters of both networks."""
     run(folder, f"{tuned.words} {ADAPTERS} {SGD} --train-iters 3 {layout}", ranks=ranks)
     found = whole_tensors(folder / "save" / "iter_0000003", folder / "whole.pt")
+    before = tuned.seen["before"]
     return {
-        name: tensor
-        for name, tensor in found.items()
-        if ".lora." in name and "optimizer." not in name
+        f"{prefix}{name}": found[f"{prefix}{name}"] - weight
+        for network, prefix in (("generator", ""), ("critic", "critic."))
+        for name, weight in before[network].items()
+        if ".lora." in name
     }
 
 
@@ -117,21 +118,25 @@ def one_rank(tuned: Tuned, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     ("layout", "ranks"),
     [
         ("--tensor-model-parallel-size 2", 2),
-        ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
-        ("--context-parallel-size 2", 2),
+        pytest.param(
+            "--tensor-model-parallel-size 2 --sequence-parallel", 2, marks=pytest.mark.slow
+        ),
+        pytest.param("--context-parallel-size 2", 2, marks=pytest.mark.slow),
         ("--recompute-blocks 2", 1),
-        ("--no-two-phase", 1),
+        pytest.param("--no-two-phase", 1, marks=pytest.mark.slow),
     ],
 )
 def test_criterion_22_layouts_and_recomputation_train_as_one_rank(
     tuned: Tuned, one_rank: dict[str, Tensor], tmp_path: Path, layout: str, ranks: int
 ) -> None:
     found = trained(tuned, tmp_path, layout, ranks)
-    assert found.keys() == one_rank.keys() and len(found) == 3 * 2 * LAYERS
-    for name, tensor in found.items():
+    assert found.keys() == one_rank.keys() and len(found) == 2 * 2 * LAYERS
+    for name, change in found.items():
         want = one_rank[name]
-        assert (tensor - want).norm() <= 1e-5 * want.norm(), name
-        assert not name.endswith(".b") or want.norm() > 0, name
+        size = float(want.abs().max())
+        assert size > 1e-4, name
+        # A, of up to 0.25, is rounded with each update.
+        assert float((change - want).abs().max()) <= 1e-5 * size + 3e-8, name
 
 
 @pytest.mark.parametrize(
@@ -169,8 +174,9 @@ def test_adapters_do_not_go_on_without_their_weights(
 def test_random_weights_under_adapters_are_known_by_their_seed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run(tmp_path, f"{ADAPTERS} --train-iters 1")
-    words = f"{ADAPTERS} --train-iters 2 --load {tmp_path / 'save'}"
+    words = f"{ADAPTERS} --train-iters 2"
+    run(tmp_path, f"{words} --exit-interval 1")
+    words += f" --load {tmp_path / 'save'}"
     (row,) = run(tmp_path, words, save="more")
     assert row["iteration"] == 2
     flags = [*FLAGS, *write_prompts(tmp_path), *f"{words} --global-batch-size 1 --seed 8".split()]

@@ -24,13 +24,8 @@ from megatron_ext.training.streaming.merging import network_of
 from tests.checkpoint.tiny import whole_tensors
 from tests.ranks import ranks
 from tests.training.streaming.tiny import run
-from tests.training.streaming.tuned import NETWORKS, STEPS, Tuned, output, tune
+from tests.training.streaming.tuned import NETWORKS, STEPS, Tuned, output
 from tools.lora import main
-
-
-@pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
-    return tune(tmp_path_factory.mktemp("tuned"))
 
 
 def tool(*words: str | Path) -> int:
