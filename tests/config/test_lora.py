@@ -32,6 +32,11 @@ def test_adapters_of_a_streaming_run_lie_on_all_layers_of_its_blocks() -> None:
     assert one.lora_target_modules == ["linear_kv"]
 
 
+def test_a_resolved_configuration_is_one_that_can_be_given() -> None:
+    run = streaming("--lora-rank", "2")
+    assert RunConfig.from_dict(run.to_dict()).finalize(1, "cpu") == run
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
