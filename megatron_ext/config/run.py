@@ -97,7 +97,7 @@ class RunConfig:
             device=device,
             model=model,
             parallel=parallel,
-            lora=self.lora.resolved(),
+            lora=self.lora.resolved(streams=self.video.streams),
             precision=self.precision.resolved(),
             training=self.training.resolved(parallel.data_parallel_size),
             loss=self.loss.resolved(
@@ -120,7 +120,7 @@ class RunConfig:
             *self.model.errors(),
             *self.parallel.errors(self.model),
             *self.moe.errors(max(1, self.parallel.expert_model_parallel_size)),
-            *self.lora.errors(self.model, self.moe, self.optimizer),
+            *self.lora.errors(self.model, self.moe, self.optimizer, streams=self.video.streams),
             *self.precision.errors(),
             *self.training.errors(self.parallel.data_parallel_size),
             *self.loss.errors(per_token=self.training.calculate_per_token_loss, has_te=has_te),

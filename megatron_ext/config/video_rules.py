@@ -123,6 +123,7 @@ def video_errors(given: RunConfig, resolve: Callable[[RunConfig], RunConfig]) ->
 
 def _streaming_errors(run: RunConfig) -> list[str]:
     """Flags that streaming long-tuning would ignore or cannot follow."""
+    described = run.streaming.described(run.model)
     ignored = [x for x in _changed(run, ("video", *FLOW_ONLY)) if x != "--task"]
     found = [
         f"`{spelled}` has no effect with `--task streaming`, whose data is prompts; leave it out."
@@ -132,7 +133,7 @@ def _streaming_errors(run: RunConfig) -> list[str]:
         f"`{_spelled(run.model, name)}` has no effect with `--task streaming`: "
         "`--generator-size` and the flags beside it decide; leave it out."
         for name in ("hidden_size", "num_attention_heads")
-        if getattr(run.model, name) is not None
+        if getattr(run.model, name) not in (None, getattr(described, name))
     ]
     refused = (
         ("parallel", "pipeline_model_parallel_size", "a chunk is generated block after block, so "
@@ -237,6 +238,8 @@ def _settled(run: RunConfig, bare: RunConfig) -> list[tuple[str, str, str]]:
     """What the model and the data of a video run do not leave open."""
     shape = "its shape follows from `--mmdit-size` and the flags beside it"
     reasons = {**_WHOLE, "model": shape, "data": "its data is `--video-data-path`"}
+    if run.video.streams:
+        del reasons["lora"]
     return [
         (name, field.name, reason)
         for name, reason in reasons.items()

@@ -15,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext.checkpoint import CheckpointManager
+from megatron_ext.checkpoint.frozen import FrozenBase
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.models.causal_video import (
     FrameWindow,
@@ -44,12 +45,14 @@ class TrainedNetwork:
         optimizer: of it alone.
         scheduler: of its learning rate.
         clip_grad: largest global norm of its gradient, 0 for no clipping.
+        base: what lies under its adapters, where its checkpoints hold these only.
     """
 
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     clip_grad: float
+    base: FrozenBase | None = None
 
     @property
     def network(self) -> Any:
@@ -126,7 +129,11 @@ def build_critic(
     chunks = wrap_chunks(bare, own, core, context, device)
     built = build_optimizer(own, chunks)
     load_weights(config, context, streaming.critic_checkpoint, chunks, built)
-    return TrainedNetwork(chunks, built, build_scheduler(own, built), streaming.critic_clip_grad)
+    base = FrozenBase.of_run(config)
+    if base is not None and streaming.critic_checkpoint is not None:
+        base = FrozenBase.given(streaming.critic_checkpoint)
+    scheduler = build_scheduler(own, built)
+    return TrainedNetwork(chunks, built, scheduler, streaming.critic_clip_grad, base)
 
 
 def of_size(config: RunConfig, size: str | None) -> RunConfig:
