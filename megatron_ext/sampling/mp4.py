@@ -15,8 +15,9 @@ from megatron_ext.errors import ConfigError
 
 _CONSTANT_QUALITY = {"crf": "17"}
 """Of x264, where differences can hardly be seen."""
-_FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof"}
+_FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof", "flush_packets": "1"}
 """What was written can be played before the file is whole, and its index is not kept in memory."""
+_FRAGMENT = 2  # seconds
 
 
 class Mp4Writer:
@@ -34,7 +35,8 @@ class Mp4Writer:
     def __init__(self, path: Path, fps: int, *, growing: bool = False) -> None:
         self._av = _av()
         self._container = self._av.open(str(path), "w", options=_FRAGMENTED if growing else {})
-        self._stream = self._container.add_stream("libx264", rate=fps, options=_CONSTANT_QUALITY)
+        options = _CONSTANT_QUALITY | ({"g": str(_FRAGMENT * fps)} if growing else {})
+        self._stream = self._container.add_stream("libx264", rate=fps, options=options)
         self._stream.pix_fmt = "yuv420p"
         self._is_begun = False
 

@@ -5,8 +5,9 @@ decides whether a stretch can be decoded exactly.
 
 - The patch codec looks at each latent frame by itself: exact.
 - Wan's VAE keeps, for every convolution, the two frames before: exact, and nothing is done twice.
-- Another VAE decodes `OVERLAP` latent frames before the stretch once more: its first frames are not
-  quite those of a whole decoding, since they came about without what lies farther back.
+- Another VAE decodes `OVERLAP` latent frames before the stretch once more, which is exact only if
+  it looks no farther back. HunyuanVideo's does, and its norms take in all frames that it is given,
+  so that the pixels come close to those of a whole decoding, but are not the same.
 """
 
 from __future__ import annotations
