@@ -98,7 +98,7 @@ def test_other_codecs_are_exact_where_the_overlap_is_what_they_look_back_at() ->
         parts = in_stretches(OverlapDecoder(codec, overlap), latents, STRETCHES)
         assert [x.size(2) for x in parts] == [5, 6, 2, 10]
         errors.append(float((torch.cat(parts, dim=2) - want).abs().max()))
-    assert errors[0] > 1 and errors[1] > 1 and errors[2] == errors[3] == 0
+    assert errors[0] > 1 and errors[1] > 1 and max(errors[2:]) < 1e-5
 
 
 def test_a_vae_that_is_not_quite_causal_is_decoded_with_overlap(folders: dict[str, Path]) -> None:

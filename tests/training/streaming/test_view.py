@@ -22,7 +22,7 @@ from tests.checkpoint.tiny import whole_tensors
 from tests.sampling.test_clips import read
 from tests.training.streaming.tiny import run
 
-STEPS = 4
+STEPS = 3
 VIEWED = (
     "--sample-interval 1 --sample-texts disc square --sample-second-texts bar wheel "
     "--sample-latent-frames 12 --sample-switch-frame 5"
@@ -83,7 +83,7 @@ def _assert_same(a: Any, b: Any, where: str = "") -> None:
     ("ranks", "batch", "layout"),
     [
         (1, 1, ""),
-        (2, 1, "--tensor-model-parallel-size 2"),
+        pytest.param(2, 1, "--tensor-model-parallel-size 2", marks=pytest.mark.slow),
         (2, 2, "--use-distributed-optimizer"),
     ],
 )
@@ -102,13 +102,12 @@ def test_criterion_27_visualisation_changes_nothing(
         seen.append([torch.load(folder / f"rank_{i}.pt", weights_only=False) for i in range(ranks)])
     for without, viewed in zip(*rows, strict=True):
         assert without.keys() == viewed.keys()
-        kept = [
-            k for k in without if k in ("loss", "learning_rate") or "train/" in k or "norm" in k
-        ]
+        kept = [k for k in without if "loss" in k or "norm" in k or "learning" in k]
         assert len(kept) > 4
         _assert_same({k: without[k] for k in kept}, {k: viewed[k] for k in kept})
     _assert_same(*weights)
-    assert len(seen[0][0]) == STEPS and seen[0][0][-1]["sequence"]["cache"]["memo"]["key_values"]
+    # After a step of the critic alone, the memo of the text is still in use.
+    assert len(seen[0][0]) == STEPS and seen[0][0][2]["sequence"]["cache"]["memo"]["key_values"]
     _assert_same(*seen)
     root = tmp_path / "with" / "save" / "samples"
     assert sorted(x.name for x in root.iterdir()) == [f"iter_{i:07}" for i in range(1, STEPS + 1)]
