@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.training.video.sample_tool import sample_video
-from pretrain_video import FLOW
+from pretrain_video import task_of
 
 if __name__ == "__main__":
-    sys.exit(sample_video(FLOW, sys.argv[1:]))
+    sys.exit(sample_video(task_of, sys.argv[1:]))

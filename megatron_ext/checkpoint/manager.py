@@ -22,7 +22,9 @@ from megatron_ext.checkpoint.ema import (
     averages_to_load,
     averages_to_save,
     goes_on_averaging,
+    holds_averages,
     load_averages,
+    take_averages,
 )
 from megatron_ext.checkpoint.fit import check_model, check_optimizer, same_model_ranks
 from megatron_ext.checkpoint.loaded import LoadedCheckpoint
@@ -193,6 +195,8 @@ class CheckpointManager:
             return None
         self._verify(found)
         path, notes = found.path, list[str]()
+        if self._config.pretrained_average and found.weights_only and not holds_averages(path):
+            notes.append(f"{path} holds no averaged weights, so its weights are taken.")
         common = dict(dist_checkpointing.load_common_state_dict(str(path)))
         arguments = common.get("args", Namespace())
         with_optimizer = self._loads_optimizer(found, arguments, notes)
@@ -291,6 +295,7 @@ class CheckpointManager:
         """
         path, layout = found.path, self._context.layout
         keys, strictness = chunk_keys(model), self._config.dist_ckpt_strictness
+        average = found.weights_only and self._config.pretrained_average
         stored = dict(common.get("content_metadata") or {})
         metadata = {**stored, "dp_cp_group": self._context.pgs.dp_cp}
 
@@ -299,6 +304,8 @@ class CheckpointManager:
             if found.weights_only:
                 leave_out_new(path, bare, keys)
             check_adapters(path, bare, keys, strictness)
+            if average:
+                take_averages(path, bare, keys)
             if ema is not None:
                 bare[EMA] = averages_to_load(ema, {key: bare[key] for key in keys})
             check_model(path, bare, arguments, layout, strictness)
@@ -309,10 +316,12 @@ class CheckpointManager:
 
         together(check, f"{path} cannot be compared with the model")
         state = sharded_state(model, optimizer, metadata=metadata, is_loading=True)
-        assert all(key in state for key in keys)
         if ema is not None:
             state[EMA] = averages_to_load(ema, {key: state[key] for key in keys})
-        return state, leave_out_new(path, state, keys) if found.weights_only else {}
+        new = leave_out_new(path, state, keys) if found.weights_only else {}
+        if average:
+            take_averages(path, state, keys)
+        return state, new
 
     def _read(self, path: Path, state: dict[str, Any], notes: list[str]) -> dict[str, Any]:
         strategy = load_strategy(

@@ -165,4 +165,8 @@ def _load_weights(
     if path is None:
         return
     asked = dataclasses.replace(config.checkpoint, load=None, pretrained_checkpoint=path)
-    CheckpointManager(asked, context).load(model=chunks, optimizer=optimizer, scheduler=None)
+    loaded = CheckpointManager(asked, context).load(
+        model=chunks, optimizer=optimizer, scheduler=None
+    )
+    if loaded is not None and context.is_reporting_rank:
+        print("\n".join(f"> {note}" for note in loaded.notes), end="\n" * bool(loaded.notes))

@@ -1,0 +1,79 @@
+"""Flow matching with video DiTs: layouts against plain torch, and what the runs start from."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.video.clips import SHORT, write_clips
+from tests.training.video.dit import KINDS, Truth, check_gradients, record, train, truth_of
+
+TOLERANCE = 1e-5
+LAYOUTS = {
+    "tp2": (2, "--tensor-model-parallel-size 2"),
+    "cp2": (2, "--context-parallel-size 2"),
+    "dp2": (2, ""),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "tp2sp cp2 a2a": (
+        4,
+        "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 "
+        "--cp-comm-type a2a --recompute-blocks 1",
+    ),
+}
+CASES = [(kind, layout) for kind in KINDS for layout in ("one", *LAYOUTS)]
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Clips of three latent frames."""
+    return write_clips(tmp_path_factory.mktemp("dit") / "clips", {SHORT: 9})
+
+
+class Truths:
+    """One truth for all layouts; their ranks inherit it."""
+
+    def __init__(self, data: Path, folder: Path) -> None:
+        self.data, self.folder = data, folder
+        self.known: dict[str, Truth] = {}
+
+    def of(self, kind: str) -> Truth:
+        if kind not in self.known:
+            path = self.folder / f"{kind}.pt"
+            train(self.data, self.folder / kind, KINDS[kind], prepare=partial(record, path=path))
+            self.known[kind] = truth_of(torch.load(path), kind)
+        return self.known[kind]
+
+
+@pytest.fixture(scope="module")
+def truths(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Truths:
+    return Truths(short, tmp_path_factory.mktemp("truths"))
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_criterion_24_layouts_train_as_plain_torch(
+    short: Path, truths: Truths, kind: str, layout: str, tmp_path: Path
+) -> None:
+    """The loss, and the gradient of each weight, of the first step of a run."""
+    ranks, words = LAYOUTS.get(layout, (1, ""))
+    want = truths.of(kind)
+    prepare = partial(check_gradients, truth=want, tolerance=TOLERANCE)
+    rows = train(short, tmp_path, f"{KINDS[kind]} {words}", ranks=ranks, prepare=prepare)
+    (row,) = (row for row in rows if row["kind"] == "train")
+    assert row["loss"] == pytest.approx(want.loss, rel=TOLERANCE)
+
+
+def test_the_kinds_differ(truths: Truths) -> None:
+    losses = {kind: truths.of(kind).loss for kind in KINDS}
+    assert len({round(loss, 4) for loss in losses.values()}) == len(KINDS)
+
+
+def test_quarters_of_the_times_count_each_frame(short: Path, tmp_path: Path) -> None:
+    """Where frame blocks have times of their own."""
+    rows = train(short, tmp_path, f"{KINDS['independent']} --train-iters 3")
+    for row in rows:
+        quarters = {k: row[f"loss {k}"] for k in ("t_q1", "t_q2", "t_q3", "t_q4")}
+        # Six clips and 18 frames: with one time for a clip at most two quarters would be seen.
+        assert sum(loss > 0 for loss in quarters.values()) >= 2
