@@ -26,6 +26,7 @@ from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.precision import PrecisionConfig
 from megatron_ext.config.sft import SftConfig
 from megatron_ext.config.streaming import StreamingConfig
+from megatron_ext.config.streaming_sample import StreamingSampleConfig
 from megatron_ext.config.tokenizer import TokenizerConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.config.transformer import transformer_fields
@@ -62,6 +63,7 @@ class RunConfig:
     encode: EncodeConfig = field(default_factory=EncodeConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     streaming: StreamingConfig = field(default_factory=StreamingConfig)
+    streaming_sample: StreamingSampleConfig = field(default_factory=StreamingSampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     device: str = "cpu"

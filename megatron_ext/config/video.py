@@ -82,7 +82,9 @@ class SampleConfig:
         None, "sample clips after each multiple of this", unit="steps"
     )
     sample_prompts: str | None = flag(
-        None, "file of captions: text, one a line, or jsonl with text, reference and mode"
+        None,
+        "file of captions: text, one a line, or jsonl with text, reference and mode; with --task "
+        "streaming text and switches, [{frame, text}]",
     )
     sample_texts: list[str] | None = flag(
         None, "captions themselves, in the place of a file", nargs="+"
@@ -99,7 +101,9 @@ class SampleConfig:
         None, "height and width; default: of the largest bucket of the data", nargs=2, unit="pixels"
     )
     sample_frames: int | None = flag(None, "length; default: of the largest bucket", unit="frames")
-    sample_fps: int | None = flag(None, "frames per second; default: of the data")
+    sample_fps: int | None = flag(
+        None, "frames per second; default: of the data, 16 with --task streaming"
+    )
     sample_seed: int = flag(42, "of the noise that sampling starts from")
     sample_batch_size: int = flag(4, "clips that a replica samples at once", unit="clips")
     sample_ema: bool = flag(True, "sample with the averaged weights, where they are kept")
@@ -107,7 +111,8 @@ class SampleConfig:
     def errors(self, save: str | None) -> list[str]:
         """What cannot be sampled, one sentence each."""
         found = []
-        for name in ("sample_steps", "sample_batch_size", "sample_interval", "sample_frames"):
+        counts = "sample_steps sample_batch_size sample_interval sample_frames sample_fps".split()
+        for name in counts:
             value = getattr(self, name)
             if value is not None and value < 1:
                 found.append(f"`--{name.replace('_', '-')}` ({value}) must be at least 1.")

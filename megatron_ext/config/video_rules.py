@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.model import ModelConfig
@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
 
 ENCODING = ("codec", "text_encoder", "encode")
-FLOW_ONLY = ("mmdit", "video_dit", "flow", "conditions", "text_dropout", "encode", "sample")
-SECTIONS = ("video", *FLOW_ONLY, "codec", "text_encoder", "streaming")
+FLOW_ONLY = ("mmdit", "video_dit", "flow", "conditions", "text_dropout", "encode")
+STREAMING_ONLY = ("streaming", "streaming_sample")
+SECTIONS = ("video", *FLOW_ONLY, "sample", "codec", "text_encoder", *STREAMING_ONLY)
 """Sections of which a text run follows nothing."""
 
 VIDEO_DEFAULTS: Mapping[str, Any] = {
@@ -71,6 +72,10 @@ _ALLOWED = {
     },
     "data": {"num_workers"},
 }
+_SAMPLES_OF_FLOW = (
+    "sample_steps sample_text_scale sample_image_scale sample_oscillation sample_scale_by_frame "
+    "sample_size sample_frames"
+).split()
 _SHIFTS = "shift_base_tokens shift_base shift_max_tokens shift_max shift_by_length".split()
 _REFUSED: tuple[tuple[str, str, str], ...] = (
     ("training", "rampup_batch_size", "a step is as large as its bucket says"),
@@ -122,7 +127,9 @@ def video_errors(given: RunConfig, resolve: Callable[[RunConfig], RunConfig]) ->
             f"{schedule.removeprefix('core-')}."
         )
     if given.video.streams:
-        return [*found, *_streaming_errors(given), *given.streaming.errors()]
+        found += [*_streaming_errors(given), *_sample_errors(given, STREAMING_ONLY[1:])]
+        sampling = given.streaming_sample.errors(given.sample, given.streaming)
+        return [*found, *given.streaming.errors(), *sampling]
     found += _dit_errors(given) if given.video.uses_dit else _mmdit_errors(given)
     found += [*_without_their_switch(given), *_encoding_errors(given), *_sample_errors(given)]
     return [*found, *given.video.errors(), *given.mmdit.errors()]
@@ -134,6 +141,11 @@ def _streaming_errors(run: RunConfig) -> list[str]:
     found = [
         f"`{spelled}` has no effect with `--task streaming`, whose data is prompts; leave it out."
         for spelled in ignored
+    ]
+    found += [
+        f"`{spelled}` has no effect with `--task streaming`, whose videos follow the flags of "
+        "training; leave it out."
+        for spelled in _changed(run, ("sample",), _SAMPLES_OF_FLOW)
     ]
     found += [
         f"`{_spelled(run.model, name)}` has no effect with `--task streaming`: "
@@ -150,7 +162,11 @@ def _streaming_errors(run: RunConfig) -> list[str]:
         ("training", "skip_train", "there is nothing to evaluate; leave it out"),
         ("training", "eval_iters", "there is nothing to evaluate; use 0"),
     )  # fmt: skip
-    usual = {"pipeline_model_parallel_size": 1, "eval_iters": 0}
+    usual = {
+        "pipeline_model_parallel_size": 1,
+        "eval_iters": 0,
+        "skip_train": run.streaming_sample.only_samples,
+    }
     found += [
         f"`--{name.replace('_', '-')}` ({getattr(getattr(run, section), name)}) does not go with "
         f"`--task streaming`: {reason}."
@@ -169,7 +185,7 @@ def _mmdit_errors(run: RunConfig) -> list[str]:
     ]
     return found + [
         f"`{spelled}` has an effect only with `--task streaming`; leave it out."
-        for spelled in _changed(run, ("streaming",))
+        for spelled in _changed(run, STREAMING_ONLY)
     ]
 
 
@@ -183,6 +199,7 @@ def _dit_errors(run: RunConfig) -> list[str]:
     model = f"`--video-model {run.video.video_model}`"
     reasons = [
         ("streaming", shared, "it decides nothing but what `--task streaming` does"),
+        ("streaming_sample", set[str](), "it decides nothing but what `--task streaming` does"),
         ("mmdit", set[str](), "it is one of the MMDiT"),
         ("conditions", {"t2v_weight"}, "a video DiT is given no reference frames"),
     ]
@@ -247,11 +264,11 @@ def _encoding_errors(run: RunConfig) -> list[str]:
     ]
 
 
-def _sample_errors(run: RunConfig) -> list[str]:
-    """Samples that are described, but not asked for."""
+def _sample_errors(run: RunConfig, more: Sequence[str] = ()) -> list[str]:
+    """Samples that are described, in one section or more, but not asked for."""
     return [
         f"`{spelled}` has an effect only with `--sample-interval`; give it too, or leave this out."
-        for spelled in ([] if _samples(run) else _changed(run, ("sample",)))
+        for spelled in ([] if _samples(run) else _changed(run, ("sample", *more)))
     ]
 
 
@@ -260,14 +277,18 @@ def _samples(run: RunConfig) -> bool:
     return run.sample.sample_interval is not None or run.training.skip_train
 
 
-def _changed(run: RunConfig, sections: Sequence[str]) -> list[str]:
-    """Flags of sections that are not at their defaults."""
+def _changed(
+    run: RunConfig, sections: Sequence[str], only: Collection[str] | None = None
+) -> list[str]:
+    """Flags of sections that are not at their defaults; ``only`` those of some names."""
     return [
         _spelled(section, field.name)
         for name in sections
         for section in (getattr(run, name),)
         for field in dataclasses.fields(section)
-        if "help" in field.metadata and getattr(section, field.name) != field.default
+        if "help" in field.metadata
+        and getattr(section, field.name) != field.default
+        and (only is None or field.name in only)
     ]
 
 

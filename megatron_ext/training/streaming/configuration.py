@@ -15,6 +15,7 @@ from megatron_ext.models.causal_video import FrameWindow
 from megatron_ext.streaming.options import StreamingOptions
 from megatron_ext.streaming.ratio import warn_of_aliasing
 from megatron_ext.training.streaming.prompts import read_prompts
+from megatron_ext.training.streaming.requests import film_requests
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -84,6 +85,18 @@ def prepare_streaming(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
         warn_of_aliasing(options, accumulation_of(config))
         if streaming.teacher_checkpoint is None:
             print("> the teacher has random weights; give `--teacher-checkpoint`", flush=True)
+    if config.sample.sample_interval is not None:
+        film_requests(config)
+    return sized(config)
+
+
+def sized(config: RunConfig) -> RunConfig:
+    """With what text encoder, codec and chunks decide about the networks.
+
+    Raises:
+        ConfigError: latents or a codec that do not fit the networks.
+    """
+    streaming = config.streaming
     width = build_text_encoder(config.text_encoder).width
     streaming = dataclasses.replace(streaming, text_features=width)
     _check_latents(config)
@@ -108,12 +121,14 @@ def _check_latents(config: RunConfig) -> None:
             f"`--latent-size` ({' '.join(map(str, streaming.latent_size))}) must be positive "
             f"multiples of the patch size ({sizes.patch_size})."
         )
-    if not streaming.encode_first_frame:
+    samples = config.sample.sample_interval is not None or config.streaming_sample.only_samples
+    if not streaming.encode_first_frame and not samples:
         return
     channels = build_codec(config.codec).channels
     if channels != sizes.channels:
         raise ConfigError(
             f"`--codec` has {channels} latent channels, but `--generator-size "
             f"{streaming.generator_size}` has {sizes.channels}; give `--codec-channels "
-            f"{sizes.channels}`, another codec, or `--no-encode-first-frame`."
+            f"{sizes.channels}` or another codec, or, with `--no-encode-first-frame`, sample no "
+            "videos."
         )

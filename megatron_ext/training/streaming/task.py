@@ -18,6 +18,7 @@ from megatron_ext.training.streaming.configuration import (
 )
 from megatron_ext.training.streaming.networks import build_generator_chunk
 from megatron_ext.training.streaming.step import StreamingRunner
+from megatron_ext.training.streaming.view import view_while_training
 from megatron_ext.training.task import Task
 from megatron_ext.training.window import StepSize
 
@@ -69,6 +70,7 @@ STREAMING = Task(
     forward_step=_no_forward_step,
     source=no_batches,
     step_size=streaming_step_size,
+    after_step=view_while_training,
     sample_name="chunks",
     perplexity=False,
     preflight=prepare_streaming,

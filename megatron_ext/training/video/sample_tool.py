@@ -34,8 +34,8 @@ _STORED = ("mmdit", "video_dit", "flow", "conditions", *ENCODING)
 _DATA = ("video_data_path", "video_buckets", "online_encoding")
 
 
-def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
-    """Values of flags as the checkpoint has them; the command line wins over them.
+def stored_of(argv: Sequence[str]) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """The configuration of the checkpoint, and what the command line says by section.
 
     Raises:
         ConfigError: no ``--load``, no captions, no folder for the clips, or no video model.
@@ -58,7 +58,24 @@ def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
             f"`--load` ({given['load']}) must be a checkpoint of pretrain_video.py, but holds "
             "another kind of model; give another."
         )
-    return {**VIDEO_DEFAULTS, **_of_stored(stored), "for_sampling": _averaged(stored, sample)}
+    return stored, asked
+
+
+def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
+    """Values of flags as the checkpoint has them; the command line wins over them.
+
+    Raises:
+        ConfigError: see `stored_of`; or a checkpoint of streaming long-tuning.
+        CheckpointError: see `read_run_config`.
+    """
+    stored, asked = stored_of(argv)
+    if stored["video"].get("task") == "streaming":
+        raise ConfigError(
+            f"`--load` ({asked['checkpoint']['load']}) is a checkpoint of `--task streaming`, "
+            "whose videos are made block by block; give `--streaming`."
+        )
+    averages = averaged(stored, asked.get("sample", {}))
+    return {**VIDEO_DEFAULTS, **_of_stored(stored), "for_sampling": averages}
 
 
 def _of_stored(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,7 +96,8 @@ def _of_stored(stored: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _averaged(stored: Mapping[str, Any], sample: Mapping[str, Any]) -> bool:
+def averaged(stored: Mapping[str, Any], sample: Mapping[str, Any]) -> bool:
+    """Whether to sample with averaged weights: they are kept, and ``--sample-ema`` is on."""
     return bool(stored["ema"]["ema_decay"]) and sample.get("sample_ema", True)
 
 
