@@ -68,12 +68,3 @@ def test_criterion_24_layouts_train_as_plain_torch(
 def test_the_kinds_differ(truths: Truths) -> None:
     losses = {kind: truths.of(kind).loss for kind in KINDS}
     assert len({round(loss, 4) for loss in losses.values()}) == len(KINDS)
-
-
-def test_quarters_of_the_times_count_each_frame(short: Path, tmp_path: Path) -> None:
-    """Where frame blocks have times of their own."""
-    rows = train(short, tmp_path, f"{KINDS['independent']} --train-iters 3")
-    for row in rows:
-        quarters = {k: row[f"loss {k}"] for k in ("t_q1", "t_q2", "t_q3", "t_q4")}
-        # Six clips and 18 frames: with one time for a clip at most two quarters would be seen.
-        assert sum(loss > 0 for loss in quarters.values()) >= 2

@@ -145,9 +145,9 @@ def test_what_it_would_ignore_or_cannot_do_is_refused(
 def test_samples_of_a_causal_model_are_whole_blocks(
     mixed: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = f"{KINDS['causal']} --sample-interval 1 --sample-texts a"
+    words = f"{KINDS['causal']} --sample-interval 1 --sample-texts a --sample-dir x"
     window = "--frame-block 5 --window-frames 6"
-    assert run(mixed, f"{words} {window} --sample-frames 9") == EXIT_CODE_USER_ERROR
+    assert run(mixed, f"{words} {window} --sample-frames 9 --sample-fps 8") == EXIT_CODE_USER_ERROR
     assert "error: Sampled clips have 3 latent frames, which must be divisible by" in (
         capfd.readouterr().err
     )
