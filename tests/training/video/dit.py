@@ -15,16 +15,18 @@ from megatron_ext.config.flow import FlowConfig
 from megatron_ext.config.video_rules import VIDEO_DIT_DEFAULTS
 from megatron_ext.data.video.draws import draw_noise, draw_normals, draw_uniforms
 from megatron_ext.models.causal_video import SIZES
+from megatron_ext.models.mmdit.tokens import pack, unpack
 from megatron_ext.models.shards import shards_of
 from megatron_ext.training.setup import Run
+from megatron_ext.training.video.samples import velocity_of
 from pretrain_video import FLOW_OF_DIT
 from tests.models.causal_video.names import Tensors, to_parallel
 from tests.models.causal_video.problem import plain_model
-from tests.training.video.clips import CHANNELS, SHORT, SIDE, WIDTH, Rows, clip
+from tests.training.video.clips import CHANNELS, SHORT, SIDE, TEXT, WIDTH, Rows, clip
 from tests.training_runs import train_on_ranks
 
 SIZES_OF_CLIPS = dataclasses.replace(SIZES["tiny"], channels=CHANNELS, text_width=WIDTH)
-FRAMES, SEED = 3, 5
+FRAMES, PATCH, SEED = 3, 2, 5
 FLAGS = (
     "--video-dit-size tiny --no-zero-head --train-iters 1 --lr 1e-3 --lr-warmup-iters 0 "
     f"--micro-batch-size 2 --global-batch-size 4 --log-interval 1 --num-workers 0 --seed {SEED} "
@@ -54,6 +56,7 @@ class Truth:
     weights: Tensors
     loss: float
     gradients: Tensors
+    predicted: Tensor
 
 
 def record(run: Run, path: Path) -> None:
@@ -69,11 +72,15 @@ def record(run: Run, path: Path) -> None:
     )
 
 
-def check_gradients(run: Run, truth: Truth, tolerance: float) -> None:
-    """Let each rank compare its weights before, and its whole gradients in, the step."""
+def check_run(run: Run, truth: Truth, tolerance: float) -> None:
+    """Let each rank compare weights and predictions before the step, and its gradients in it."""
     for chunk in run.chunks:
         for shard in shards_of(chunk.module):
             assert torch.equal(shard.tensor, shard.cut(truth.weights[shard.name])), shard.name
+    velocity = velocity_of(run).of_shape((FRAMES, SIDE, SIDE))
+    predicted = velocity(*(x.float() for x in sampling_inputs()))
+    error = (predicted - truth.predicted).norm() / truth.predicted.norm()
+    assert predicted.dtype is torch.float32 and float(error) <= tolerance
 
     def compare() -> None:
         for chunk in run.chunks:
@@ -90,15 +97,35 @@ def check_gradients(run: Run, truth: Truth, tolerance: float) -> None:
 def truth_of(recorded: dict[str, Any], kind: str) -> Truth:
     """The same step in plain torch."""
     model = plain_model(recorded["weights"], SIZES_OF_CLIPS)
+    rule = None if kind == "video-dit" else WINDOW
     losses = []
     for clips, samples in recorded["steps"]:
         inputs, velocity = microbatch(clips, samples, per_block=kind == "independent")
-        flow = model(**inputs, rule=None if kind == "video-dit" else WINDOW)
+        flow = model(**inputs, rule=rule)
         losses.append((flow - velocity).square().mean())
     loss = torch.stack(losses).mean()
     loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return Truth(recorded["weights"], float(loss.detach()), to_parallel(gradients, SIZES_OF_CLIPS))
+    wanted = to_parallel(gradients, SIZES_OF_CLIPS)
+    x, times, text, *_ = sampling_inputs()
+    latents = unpack(x, (FRAMES, SIDE, SIDE), PATCH).transpose(1, 2)
+    timesteps = 1000 * times[:, None].expand(-1, FRAMES)
+    with torch.no_grad():
+        flow = model(x=latents, timesteps=timesteps, text=text, rule=rule)
+    predicted = pack(flow.transpose(1, 2), PATCH)
+    return Truth(recorded["weights"], float(loss.detach()), wanted, predicted)
+
+
+def sampling_inputs() -> list[Tensor]:
+    """Tokens, times and text of two clips, and what a video DiT does not look at."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).double()
+
+    tokens = normal(2, FRAMES * (SIDE // PATCH) ** 2, CHANNELS * PATCH**2)
+    times = torch.tensor([0.2, 0.9], dtype=torch.float64)
+    return [tokens, times, normal(2, TEXT, WIDTH), normal(2, 1), normal(2, 1)]
 
 
 def microbatch(

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from tests.training.video.clips import SHORT, write_clips
-from tests.training.video.dit import KINDS, Truth, check_gradients, record, train, truth_of
+from tests.training.video.dit import KINDS, Truth, check_run, record, train, truth_of
 
 TOLERANCE = 1e-5
 LAYOUTS = {
+    "one": (1, ""),
     "tp2": (2, "--tensor-model-parallel-size 2"),
     "cp2": (2, "--context-parallel-size 2"),
     "dp2": (2, ""),
@@ -23,7 +24,15 @@ LAYOUTS = {
         "--cp-comm-type a2a --recompute-blocks 1",
     ),
 }
-CASES = [(kind, layout) for kind in KINDS for layout in ("one", *LAYOUTS)]
+CASES = [
+    *(("video-dit", layout) for layout in LAYOUTS),
+    *(("independent", layout) for layout in ("cp2", "pp2", "tp2sp cp2 a2a")),
+    ("causal", "cp2"),
+    *(
+        pytest.param(kind, layout, marks=pytest.mark.slow)
+        for kind, layout in (("independent", "tp2"), ("independent", "dp2"), ("causal", "pp2"))
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +65,10 @@ def truths(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Truths:
 def test_criterion_24_layouts_train_as_plain_torch(
     short: Path, truths: Truths, kind: str, layout: str, tmp_path: Path
 ) -> None:
-    """The loss, and the gradient of each weight, of the first step of a run."""
-    ranks, words = LAYOUTS.get(layout, (1, ""))
+    """Predictions, the loss, and the gradient of each weight in the first step of a run."""
+    ranks, words = LAYOUTS[layout]
     want = truths.of(kind)
-    prepare = partial(check_gradients, truth=want, tolerance=TOLERANCE)
+    prepare = partial(check_run, truth=want, tolerance=TOLERANCE)
     rows = train(short, tmp_path, f"{KINDS[kind]} {words}", ranks=ranks, prepare=prepare)
     (row,) = (row for row in rows if row["kind"] == "train")
     assert row["loss"] == pytest.approx(want.loss, rel=TOLERANCE)
