@@ -22,7 +22,9 @@ from megatron_ext.checkpoint.ema import (
     averages_to_load,
     averages_to_save,
     goes_on_averaging,
+    holds_averages,
     load_averages,
+    take_averages,
 )
 from megatron_ext.checkpoint.fit import check_model, check_optimizer
 from megatron_ext.checkpoint.frozen import (
@@ -216,6 +218,8 @@ class CheckpointManager:
             return None
         verify(found, self._context)
         path, notes = found.path, list[str]()
+        if self._config.pretrained_average and found.weights_only and not holds_averages(path):
+            notes.append(f"{path} holds no averaged weights, so its weights are taken.")
         common = dict(dist_checkpointing.load_common_state_dict(str(path)))
         arguments = common.get("args", Namespace())
         recorded = FrozenBase.recorded(common)
@@ -312,6 +316,7 @@ class CheckpointManager:
         path, layout = found.path, self._context.layout
         keys, strictness = chunk_keys(model), self._config.dist_ckpt_strictness
         is_of_adapters = FrozenBase.recorded(common) is not None
+        average = found.weights_only and self._config.pretrained_average
         stored = dict(common.get("content_metadata") or {})
         metadata = {**stored, "dp_cp_group": self._context.pgs.dp_cp}
 
@@ -322,6 +327,8 @@ class CheckpointManager:
             check_adapters(path, bare, keys, strictness)
             if is_of_adapters:
                 leave_out_base(bare, keys)
+            if average:
+                take_averages(path, bare, keys)
             if ema is not None:
                 bare[EMA] = averages_to_load(ema, {key: bare[key] for key in keys})
             check_model(path, bare, arguments, layout, strictness)
@@ -332,9 +339,11 @@ class CheckpointManager:
 
         together(check, f"{path} cannot be compared with the model")
         state = sharded_state(model, optimizer, metadata=metadata, is_loading=True)
-        assert all(key in state for key in keys)
         if ema is not None:
             state[EMA] = averages_to_load(ema, {key: state[key] for key in keys})
+        new = leave_out_new(path, state, keys) if found.weights_only else {}
+        if average:
+            take_averages(path, state, keys)
         if is_of_adapters:
             leave_out_base(state, keys)
-        return state, leave_out_new(path, state, keys) if found.weights_only else {}
+        return state, new

@@ -32,6 +32,7 @@ from megatron_ext.config.tokenizer import TokenizerConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.config.transformer import transformer_fields
 from megatron_ext.config.video import SampleConfig, VideoConfig
+from megatron_ext.config.video_dit import VideoDiTConfig, described_by
 from megatron_ext.config.video_rules import video_errors
 from megatron_ext.errors import ConfigError
 
@@ -54,6 +55,7 @@ class RunConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
     mmdit: MMDiTConfig = field(default_factory=MMDiTConfig)
+    video_dit: VideoDiTConfig = field(default_factory=VideoDiTConfig)
     flow: FlowConfig = field(default_factory=FlowConfig)
     conditions: ConditionConfig = field(default_factory=ConditionConfig)
     text_dropout: TextDropoutConfig = field(default_factory=TextDropoutConfig)
@@ -114,6 +116,8 @@ class RunConfig:
     def _described_model(self) -> ModelConfig:
         if not self.video.video:
             return self.model
+        if self.video.uses_dit:
+            return described_by(self.video_dit.sizes, self.model)
         return (self.streaming if self.video.streams else self.mmdit).described(self.model)
 
     def errors(self, *, has_te: bool) -> list[str]:
@@ -132,7 +136,9 @@ class RunConfig:
             *self.sft.errors(self),
             *self.sample.errors(self.checkpoint.save),
             *(teacher_errors(self.streaming, self.parallel) if self.video.streams else ()),
-            *self.checkpoint.errors(evaluates=self.training.evaluates),
+            *self.checkpoint.errors(
+                evaluates=self.training.evaluates, starts_others=self.streaming.starts_others
+            ),
             *self.logging.errors(),
         ]
         if self.model.transformer_impl == "transformer_engine" and not has_te:

@@ -157,8 +157,13 @@ def load_weights(
         return
     asked = CheckpointConfig(
         pretrained_checkpoint=path,
+        pretrained_average=config.checkpoint.pretrained_average,
         ckpt_format=config.checkpoint.ckpt_format,
         ckpt_fully_parallel_load=config.checkpoint.ckpt_fully_parallel_load,
         dist_ckpt_strictness=config.checkpoint.dist_ckpt_strictness,
     )
-    CheckpointManager(asked, context).load(model=chunks, optimizer=optimizer, scheduler=None)
+    loaded = CheckpointManager(asked, context).load(
+        model=chunks, optimizer=optimizer, scheduler=None
+    )
+    if loaded is not None and context.is_reporting_rank:
+        print("\n".join(f"> {note}" for note in loaded.notes), end="\n" * bool(loaded.notes))
