@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_ext.checkpoint import CheckpointManager, read_run_config
 from megatron_ext.checkpoint.lora_export import export_adapters
-from megatron_ext.checkpoint.lora_wan import MODULES
 from megatron_ext.config import RunConfig
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.errors import CheckpointError
@@ -27,6 +26,17 @@ from tests.ranks import ranks
 from tests.training.streaming.tiny import run
 from tests.training.streaming.tuned import NETWORKS, STEPS, Tuned, inputs, output
 from tools.lora import main
+
+MODULES = {
+    "self_attention.linear_qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
+    "self_attention.linear_proj": ("attn1.to_out.0",),
+    "cross_attention.linear_q": ("attn2.to_q",),
+    "cross_attention.linear_kv": ("attn2.to_k", "attn2.to_v"),
+    "cross_attention.linear_proj": ("attn2.to_out.0",),
+    "linear_fc1": ("ffn.net.0.proj",),
+    "linear_fc2": ("ffn.net.2",),
+}
+"""Linear layers of our blocks, and what diffusers calls them."""
 
 
 def tool(*words: str | Path) -> int:
