@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from megatron_ext.checkpoint import CheckpointManager
 from megatron_ext.config import RunConfig, parse_args
 from megatron_ext.config.video_rules import STREAMING_DEFAULTS
+from megatron_ext.errors import DataError
 from megatron_ext.layout import ParallelContext
 from megatron_ext.models.shards import shards_of
 from megatron_ext.optim.update import parts_of
@@ -301,6 +302,15 @@ def test_criterion_13_a_teacher_saved_under_one_layout_loads_under_another(
     torch.distributed.all_reduce(held)
     assert int(held) == config.streaming.sizes(None).num_parameters
     torch.testing.assert_close(loaded(**inputs(2)), wanted, rtol=0, atol=1e-5)
+
+
+@ranks(dp=2, timeout=20)
+def test_inputs_that_do_not_fit_are_refused_before_a_stage_waits(context: ParallelContext) -> None:
+    teacher = build_teacher(configuration(context, f"{STAGES} 2"), context, torch.device("cpu"))
+    given = inputs(2)
+    with pytest.raises(DataError, match="`text` has the shape"):
+        teacher(**{**given, "text": given["text"][..., :7]})
+    assert teacher(**given).shape == given["x"].shape
 
 
 @ranks(dp=2)
