@@ -15,17 +15,18 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext.checkpoint import CheckpointManager
+from megatron_ext.checkpoint.frozen import FrozenBase
+from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.models.causal_video import (
     FrameWindow,
     VideoDiT,
-    VideoDiTOptions,
     build_video_dit_chunk,
 )
 from megatron_ext.models.chunks import build_chunks, wrap_chunks
 from megatron_ext.models.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer, build_scheduler
 from megatron_ext.optim.update import UpdateResult, update_parameters
-from megatron_ext.training.streaming.configuration import window_of
+from megatron_ext.training.streaming.configuration import network_options, window_of
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -44,12 +45,14 @@ class TrainedNetwork:
         optimizer: of it alone.
         scheduler: of its learning rate.
         clip_grad: largest global norm of its gradient, 0 for no clipping.
+        base: what lies under its adapters, where its checkpoints hold these only.
     """
 
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     clip_grad: float
+    base: FrozenBase | None = None
 
     @property
     def network(self) -> Any:
@@ -62,14 +65,18 @@ class TrainedNetwork:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def update(self, num_frames: Tensor | None) -> UpdateResult:
-        """Reduce, clip and apply the gradients; all ranks call this together.
+    def reduce(self, num_frames: Tensor | None, *, everywhere: bool) -> None:
+        """Sum or average the gradients over the replicas; all ranks call this together.
 
         Args:
             num_frames: that counted on this rank, by whose sum over all ranks the gradients are
                 divided; None if the losses were means already.
+            everywhere: leave whole gradients on every rank, also with a distributed optimizer.
         """
-        finalize_model_grads(self.chunks, num_frames)
+        finalize_model_grads(self.chunks, num_frames, force_all_reduce=everywhere)
+
+    def update(self) -> UpdateResult:
+        """Clip and apply the reduced gradients; all ranks call this together."""
         return update_parameters(self.optimizer, self.clip_grad)
 
 
@@ -100,12 +107,7 @@ def build_network(
     **stage: bool,
 ) -> VideoDiT:
     """One network; the model itself knows by ``context`` that it has but one stage."""
-    options = VideoDiTOptions(
-        window=window,
-        zero_head=config.streaming.zero_head,
-        recompute_blocks=config.streaming.recompute_blocks,
-        cp_comm_type=config.parallel.cp_comm_type[0],
-    )
+    options = network_options(config, window)
     sizes = config.streaming.sizes(size)
     return build_video_dit_chunk(sizes, options, transformer_config, context, vp_stage=vp_stage)
 
@@ -127,7 +129,11 @@ def build_critic(
     chunks = wrap_chunks(bare, own, core, context, device)
     built = build_optimizer(own, chunks)
     load_weights(config, context, streaming.critic_checkpoint, chunks, built)
-    return TrainedNetwork(chunks, built, build_scheduler(own, built), streaming.critic_clip_grad)
+    base = FrozenBase.of_run(config)
+    if base is not None and streaming.critic_checkpoint is not None:
+        base = FrozenBase.given(streaming.critic_checkpoint)
+    scheduler = build_scheduler(own, built)
+    return TrainedNetwork(chunks, built, scheduler, streaming.critic_clip_grad, base)
 
 
 def of_size(config: RunConfig, size: str | None) -> RunConfig:
@@ -149,5 +155,15 @@ def load_weights(
     """
     if path is None:
         return
-    asked = dataclasses.replace(config.checkpoint, load=None, pretrained_checkpoint=path)
-    CheckpointManager(asked, context).load(model=chunks, optimizer=optimizer, scheduler=None)
+    asked = CheckpointConfig(
+        pretrained_checkpoint=path,
+        pretrained_average=config.checkpoint.pretrained_average,
+        ckpt_format=config.checkpoint.ckpt_format,
+        ckpt_fully_parallel_load=config.checkpoint.ckpt_fully_parallel_load,
+        dist_ckpt_strictness=config.checkpoint.dist_ckpt_strictness,
+    )
+    loaded = CheckpointManager(asked, context).load(
+        model=chunks, optimizer=optimizer, scheduler=None
+    )
+    if loaded is not None and context.is_reporting_rank:
+        print("\n".join(f"> {note}" for note in loaded.notes), end="\n" * bool(loaded.notes))

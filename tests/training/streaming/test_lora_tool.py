@@ -1,0 +1,167 @@
+"""Adapters of a streaming run merged into its networks, and given to diffusers and peft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from megatron_ext.checkpoint import CheckpointManager, read_run_config
+from megatron_ext.checkpoint.lora_export import export_adapters
+from megatron_ext.checkpoint.lora_wan import MODULES
+from megatron_ext.config import RunConfig
+from megatron_ext.config.checkpoint import CheckpointConfig
+from megatron_ext.errors import CheckpointError
+from megatron_ext.layout import ParallelContext
+from megatron_ext.models.causal_video.layers import heads_of
+from megatron_ext.models.chunks import build_chunks
+from megatron_ext.models.transformer_config import build_transformer_config
+from megatron_ext.training.launch import fork_ranks
+from megatron_ext.training.streaming.merging import network_of
+from tests.checkpoint.tiny import whole_tensors
+from tests.ranks import ranks
+from tests.training.streaming.tiny import run
+from tests.training.streaming.tuned import NETWORKS, STEPS, Tuned, output
+from tools.lora import main
+
+
+def tool(*words: str | Path) -> int:
+    """The exit code of tools/lora.py in a process of its own: ranks cannot be forked from it."""
+    return fork_ranks(lambda: main([str(word) for word in words]), 1)
+
+
+@pytest.fixture(scope="module")
+def merged(tuned: Tuned) -> Tuned:
+    """With folders of both networks, merged."""
+    for network in NETWORKS:
+        words = ["--load", tuned.saved, "--save", tuned.root / network, "--network", network]
+        assert tool("merge", *words) == 0
+    return tuned
+
+
+@ranks()
+def test_criterion_22_merged_networks_give_the_same(
+    context: ParallelContext, merged: Tuned
+) -> None:
+    for network in NETWORKS:
+        root = merged.root / network
+        stored = RunConfig.from_dict(read_run_config(root))
+        assert stored.lora.lora_rank is None
+        build = network_of(stored, network).build
+        (chunk,) = build_chunks(build, stored, build_transformer_config(stored), context)
+        manager = CheckpointManager(CheckpointConfig(pretrained_checkpoint=str(root)), context)
+        manager.load(model=[chunk], optimizer=None, scheduler=None)  # type: ignore[list-item]
+        want = merged.seen["outputs"][network]
+        assert (output(chunk) - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_merged_networks_start_a_run(merged: Tuned, tmp_path: Path) -> None:
+    words = f"--pretrained-checkpoint {merged.root / 'generator'}"
+    words += f" --critic-checkpoint {merged.root / 'critic'} --train-iters 1"
+    (row,) = run(tmp_path, words)
+    assert row["iteration"] == 1
+
+
+def test_merging_needs_the_weights_under_the_adapters(
+    tuned: Tuned, merged: Tuned, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--load", tuned.saved, "--save", tmp_path / "merged"]
+    for network in NETWORKS:
+        other = ["--network", network, "--pretrained-checkpoint", merged.root / network]
+        assert tool("merge", *words, *other) == 1
+        assert "must be the weights under the adapters in" in capfd.readouterr().err
+    assert not (tmp_path / "merged").exists()
+    # Elsewhere than where the run found them.
+    moved = tmp_path / "moved"
+    tuned.base.rename(moved)
+    try:
+        assert tool("merge", *words) == 1
+        capfd.readouterr()
+        assert tool("merge", *words, "--pretrained-checkpoint", moved) == 0
+    finally:
+        moved.rename(tuned.base)
+    whole = tmp_path / "again"
+    assert tool("merge", "--load", tmp_path / "merged", "--save", whole) == 1
+    assert "there is nothing to merge" in capfd.readouterr().err
+
+
+# ------------------------------------------------------------------------------------- diffusers
+
+
+def wan() -> Any:
+    """diffusers' model of the sizes of ours, with random weights."""
+    diffusers = pytest.importorskip("diffusers")
+    return diffusers.WanTransformer3DModel(
+        num_attention_heads=4,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        text_dim=32,
+        ffn_dim=128,
+        num_layers=2,
+        cross_attn_norm=True,
+    )
+
+
+def by_peft(model: Any, folder: Path) -> None:
+    import peft
+
+    peft.PeftModel.from_pretrained(model, folder)
+
+
+def by_diffusers(model: Any, folder: Path) -> None:
+    model.load_lora_adapter(
+        folder,
+        prefix="base_model.model",
+        weight_name="adapter_model.safetensors",
+        adapter_name="default",
+    )
+
+
+def added(merged: Tuned, network: str) -> dict[str, Tensor]:
+    """What merging added to weights, by Wan's layers, taken apart as our attention does it."""
+    folder = merged.root / network / f"iter_{STEPS:07d}"
+    after = whole_tensors(folder, merged.root / "after.pt")
+    before = whole_tensors(merged.base / "iter_0000001", merged.root / "before.pt")
+    found = {}
+    for block in range(2):
+        for ours, theirs in MODULES.items():
+            name = f"blocks.{block}.{ours}.weight"
+            columns = (after[name] - before[name]).t()[:, None]
+            if len(theirs) == 1:
+                parts: tuple[Tensor, ...] = (columns,)
+            else:
+                parts = tuple(x.flatten(2) for x in heads_of(columns, len(theirs), 16))
+            for layer, part in zip(theirs, parts, strict=True):
+                found[f"blocks.{block}.{layer}"] = part[:, 0].t()
+    return found
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("load", [by_peft, by_diffusers])
+def test_criterion_22_peft_and_diffusers_add_the_same(
+    merged: Tuned, tmp_path: Path, load: Callable[[Any, Path], None], network: str
+) -> None:
+    pytest.importorskip("peft")
+    folder = tmp_path / "adapter"
+    assert export_adapters(merged.saved, folder, network=network) == []
+    model = wan()
+    load(model, folder)
+    want = added(merged, network)
+    layers = {n: m for n, m in model.named_modules() if hasattr(m, "get_delta_weight")}
+    assert layers.keys() == want.keys() and len(layers) == 2 * 10
+    for name, layer in layers.items():
+        delta = layer.get_delta_weight("default")
+        assert want[name].abs().max() > 1e-4, name
+        # Merging rounds weights of up to 0.5.
+        assert (delta - want[name]).abs().max() <= 1e-7, name
+
+
+def test_networks_of_other_runs(tuned: Tuned, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"`--load` \(.*\) holds a model without adapters"):
+        export_adapters(tuned.base, tmp_path / "adapter")
+    assert tool("export", "--load", tuned.saved, "--output", tmp_path / "own") == 0
+    assert (tmp_path / "own" / "adapter_config.json").is_file()
