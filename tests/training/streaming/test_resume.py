@@ -173,7 +173,10 @@ def copied(one_rank: tuple[Path, Rows], folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "words",
-    ["--tensor-model-parallel-size 2", "--context-parallel-size 2 --cp-comm-type a2a"],
+    [
+        "--tensor-model-parallel-size 2",
+        pytest.param("--context-parallel-size 2 --cp-comm-type a2a", marks=pytest.mark.slow),
+    ],
 )
 def test_another_layout_makes_the_cache_anew(
     one_rank: tuple[Path, Rows], tmp_path: Path, words: str, capfd: pytest.CaptureFixture[str]
@@ -206,7 +209,11 @@ def test_another_number_of_replicas_begins_the_sequences_that_come_next(
     ("words", "note"),
     [
         ("--micro-batch-size 1", "`--micro-batch-size` was 2 and is 1, so that new video sequence"),
-        ("--sink-frames 0", "`--sink-frames` was 3 and is 0, so that the cache of past frames is"),
+        pytest.param(
+            "--sink-frames 0",
+            "`--sink-frames` was 3 and is 0, so that the cache of past frames is",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_other_flags_say_what_begins_anew(
