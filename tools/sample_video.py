@@ -1,11 +1,18 @@
 #!/usr/bin/env python3
-"""Samples clips from a checkpoint of pretrain_video.py, in any layout, as mp4.
+r"""Samples clips from a checkpoint of pretrain_video.py, in any layout, as mp4.
 
     python tools/sample_video.py --load RUN --sample-dir CLIPS --sample-texts "a red square"
 
 takes the flags of pretrain_video.py; the model is the checkpoint's, with its averaged weights where
 it has some (``--no-sample-ema``). Captions may come from a file, with references for image to
 video: ``--sample-prompts``.
+
+    python tools/sample_video.py --streaming --load RUN --sample-dir VIDEOS \
+        --sample-texts "a cat" --sample-second-texts "a dog" --sample-latent-frames 240
+
+makes long videos with a checkpoint of ``--task streaming``, block by block, and says how fast. A
+jsonl as ``--sample-prompts`` may switch captions more often: ``{"text": "a cat", "switches":
+[{"frame": 60, "text": "a dog"}, {"frame": 120, "text": "a bird"}]}``.
 """
 
 from __future__ import annotations
@@ -15,8 +22,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_ext.training.streaming.sample_tool import sample_streaming
 from megatron_ext.training.video.sample_tool import sample_video
-from pretrain_video import FLOW
+from pretrain_video import task_of
+
+STREAMING = "--streaming"
 
 if __name__ == "__main__":
-    sys.exit(sample_video(FLOW, sys.argv[1:]))
+    words = [word for word in sys.argv[1:] if word != STREAMING]
+    is_streaming = STREAMING in sys.argv[1:]
+    sys.exit(sample_streaming(words) if is_streaming else sample_video(task_of, words))

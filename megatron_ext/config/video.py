@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.config.flags import flag
+from megatron_ext.config.video_dit import CAUSAL, VIDEO_MODELS
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,11 @@ class VideoConfig:
         "flow",
         "flow matching on clips, or streaming long-tuning on prompts",
         choices=("flow", "streaming"),
+    )
+    video_model: str = flag(
+        "mmdit",
+        "what flow matching trains; video DiTs are what streaming starts from",
+        choices=VIDEO_MODELS,
     )
     video_data_path: str | None = flag(
         None,
@@ -40,6 +46,16 @@ class VideoConfig:
     def streams(self) -> bool:
         """Streaming long-tuning, whose data is prompts."""
         return self.video and self.task == "streaming"
+
+    @property
+    def uses_dit(self) -> bool:
+        """Flow matching with a video DiT, causal or not."""
+        return self.video and self.task == "flow" and self.video_model != "mmdit"
+
+    @property
+    def is_causal(self) -> bool:
+        """Flow matching with a video DiT that sees no later frames."""
+        return self.uses_dit and self.video_model == CAUSAL
 
     def errors(self) -> list[str]:
         """What is missing, one sentence each."""
@@ -66,7 +82,9 @@ class SampleConfig:
         None, "sample clips after each multiple of this", unit="steps"
     )
     sample_prompts: str | None = flag(
-        None, "file of captions: text, one a line, or jsonl with text, reference and mode"
+        None,
+        "file of captions: text, one a line, or jsonl with text, reference and mode; with --task "
+        "streaming text and switches, [{frame, text}]",
     )
     sample_texts: list[str] | None = flag(
         None, "captions themselves, in the place of a file", nargs="+"
@@ -83,7 +101,9 @@ class SampleConfig:
         None, "height and width; default: of the largest bucket of the data", nargs=2, unit="pixels"
     )
     sample_frames: int | None = flag(None, "length; default: of the largest bucket", unit="frames")
-    sample_fps: int | None = flag(None, "frames per second; default: of the data")
+    sample_fps: int | None = flag(
+        None, "frames per second; default: of the data, 16 with --task streaming"
+    )
     sample_seed: int = flag(42, "of the noise that sampling starts from")
     sample_batch_size: int = flag(4, "clips that a replica samples at once", unit="clips")
     sample_ema: bool = flag(True, "sample with the averaged weights, where they are kept")
@@ -91,7 +111,8 @@ class SampleConfig:
     def errors(self, save: str | None) -> list[str]:
         """What cannot be sampled, one sentence each."""
         found = []
-        for name in ("sample_steps", "sample_batch_size", "sample_interval", "sample_frames"):
+        counts = "sample_steps sample_batch_size sample_interval sample_frames sample_fps".split()
+        for name in counts:
             value = getattr(self, name)
             if value is not None and value < 1:
                 found.append(f"`--{name.replace('_', '-')}` ({value}) must be at least 1.")

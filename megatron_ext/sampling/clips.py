@@ -7,16 +7,17 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.sampling.mp4 import Mp4Writer, as_bytes, missing
 from megatron_ext.sampling.requests import ClipRequest
 
 CONTACT_SHEET = "contact_sheet.png"
@@ -30,8 +31,6 @@ TITLE = 20
 GAP = 4
 
 _CLIP = re.compile(r"sample_\d{3,}\.mp4")
-_CONSTANT_QUALITY = {"crf": "17"}
-"""Of x264, where differences can hardly be seen."""
 
 
 def clip_name(number: int) -> str:
@@ -66,22 +65,47 @@ def write_clips(
             folder that holds other files.
     """
     target = Path(folder)
-    _check(target, pixels, requests, fps)
-    # One name for all runs, so that what a killed one left is cleared.
-    writing = target.with_name(f".{target.name}.writing")
-    shutil.rmtree(writing, ignore_errors=True)
-    writing.mkdir(parents=True)
+    _check(pixels, requests, fps)
+    writing = open_folder(target)
     try:
-        frames = _bytes(pixels)
+        frames = as_bytes(pixels)
         rows = _rows(frames, requests, fps, seed, facts or {})
         for row, clip in zip(rows, frames, strict=True):
             write_mp4(writing / row["path"], clip, fps)
         contact_sheet([request.text for request in requests], frames, writing / CONTACT_SHEET)
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (writing / LIST).write_text(lines, "utf-8")
-        _publish(writing, target)
+        publish(writing, target)
     finally:
         shutil.rmtree(writing, ignore_errors=True)
+
+
+def open_folder(target: Path) -> Path:
+    """A folder to write samples into, beside their own; see `publish`.
+
+    Raises:
+        DataError: the folder exists and holds other files.
+    """
+    if target.exists() and not _is_ours(target):
+        raise DataError(
+            f"The folder {target} holds files that are no samples and would be lost; give the "
+            "name of a new folder."
+        )
+    # One name for all runs, so that what a killed one left is cleared.
+    writing = target.with_name(f".{target.name}.writing")
+    shutil.rmtree(writing, ignore_errors=True)
+    writing.mkdir(parents=True)
+    return writing
+
+
+def publish(writing: Path, target: Path) -> None:
+    """Give the folder its name; older samples of this name go only after that."""
+    older = target.with_name(f".{target.name}.older")
+    if target.exists():
+        shutil.rmtree(older, ignore_errors=True)
+        os.rename(target, older)
+    os.rename(writing, target)
+    shutil.rmtree(older, ignore_errors=True)
 
 
 def write_mp4(path: Path, frames: NDArray[np.uint8], fps: int) -> None:
@@ -95,16 +119,8 @@ def write_mp4(path: Path, frames: NDArray[np.uint8], fps: int) -> None:
     Raises:
         ConfigError: PyAV is not installed.
     """
-    av = _av()
-    _, height, width, _ = frames.shape
-    even = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=fps, options=_CONSTANT_QUALITY)
-        stream.height, stream.width, stream.pix_fmt = even.shape[1], even.shape[2], "yuv420p"
-        for frame in even:
-            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
-            container.mux(stream.encode(picture))
-        container.mux(stream.encode())
+    with closing(Mp4Writer(path, fps)) as writer:
+        writer.append(frames)
 
 
 def contact_sheet(titles: Sequence[str], clips: NDArray[np.uint8], path: Path) -> None:
@@ -145,7 +161,7 @@ def _shortened(title: str, fits: Any) -> str:
     return f"{line}..."
 
 
-def _check(target: Path, pixels: Tensor, requests: Sequence[ClipRequest], fps: int) -> None:
+def _check(pixels: Tensor, requests: Sequence[ClipRequest], fps: int) -> None:
     if fps < 1:
         raise ConfigError(f"`fps` ({fps}) of sampled clips must be at least 1; 24 is usual.")
     if pixels.dim() != 5 or pixels.size(1) != 3 or len(pixels) != len(requests) or not requests:
@@ -158,11 +174,6 @@ def _check(target: Path, pixels: Tensor, requests: Sequence[ClipRequest], fps: i
             "Sampled clips hold values that are not finite, so nothing was written; look whether "
             "the training diverged, or lower the guidance."
         )
-    if target.exists() and not _is_ours(target):
-        raise DataError(
-            f"The folder {target} holds files that are no samples and would be lost; give the "
-            "name of a new folder."
-        )
 
 
 def _is_ours(target: Path) -> bool:
@@ -171,13 +182,6 @@ def _is_ours(target: Path) -> bool:
         return False
     names = {path.name for path in target.iterdir()}
     return all(name in (CONTACT_SHEET, LIST) or _CLIP.fullmatch(name) for name in names)
-
-
-def _bytes(pixels: Tensor) -> NDArray[np.uint8]:
-    """``[P, 3, f, H, W]`` in [-1, 1] to ``[P, f, H, W, 3]``."""
-    scaled = ((pixels.detach().float().cpu() + 1) * 127.5).round().clamp(0, 255)
-    frames: NDArray[np.uint8] = scaled.to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous().numpy()
-    return frames
 
 
 def _rows(
@@ -195,34 +199,9 @@ def _rows(
     ]
 
 
-def _publish(writing: Path, target: Path) -> None:
-    """Give the folder its name; older samples of this name go only after that."""
-    older = target.with_name(f".{target.name}.older")
-    if target.exists():
-        shutil.rmtree(older, ignore_errors=True)
-        os.rename(target, older)
-    os.rename(writing, target)
-    shutil.rmtree(older, ignore_errors=True)
-
-
-def _av() -> Any:
-    try:
-        import av
-    except ImportError:
-        raise _missing("av") from None
-    return av
-
-
 def _pillow() -> tuple[Any, Any, Any]:
     try:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError:
-        raise _missing("pillow") from None
+        raise missing("pillow") from None
     return Image, ImageDraw, ImageFont
-
-
-def _missing(package: str) -> ConfigError:
-    return ConfigError(
-        f"Writing clips needs the package {package}, which is not installed; run "
-        "`pip install 'megatron-ext[video]'`."
-    )

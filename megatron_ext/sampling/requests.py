@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from megatron_ext.data.video.text_dropout import Text
 from megatron_ext.data.video.text_encoders import TextEncoder
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.sampling.flow import References
+
+Request = TypeVar("Request")
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,27 @@ def read_requests(path: str | os.PathLike[str]) -> list[ClipRequest]:
     Raises:
         DataError: no such file, a row that cannot be read, or no row at all.
     """
+    return read_prompts(path, lambda text, _: ClipRequest(text), _request, ClipRequest)
+
+
+def read_prompts(
+    path: str | os.PathLike[str],
+    of_line: Callable[[str, Path], Request],
+    of_row: Callable[[dict[str, Any], Path], Request],
+    kind: type[Any],
+) -> list[Request]:
+    """Read a text file with a caption in each line, or a jsonl; empty lines are left out.
+
+    Args:
+        path: of the file.
+        of_line: makes a request of a caption and the file.
+        of_row: makes one of a row with ``text`` and perhaps other fields of ``kind``; may raise
+            ConfigError, ValueError or TypeError.
+        kind: the dataclass of requests.
+
+    Raises:
+        DataError: no such file, a row that cannot be read, or no row at all.
+    """
     source = Path(path)
     try:
         lines = source.read_text("utf-8").splitlines()
@@ -122,28 +145,39 @@ def read_requests(path: str | os.PathLike[str]) -> list[ClipRequest]:
             f"The prompts {source} cannot be read ({error}); give a text file with a caption in "
             "each line, or a jsonl."
         ) from None
-    parse = _row if source.suffix == ".jsonl" else lambda line, *_: ClipRequest(line.strip())
-    found = [parse(line, source, i) for i, line in enumerate(lines, 1) if line.strip()]
+    found = [
+        of_line(line.strip(), source)
+        if source.suffix != ".jsonl"
+        else _row(line, source, number, of_row, kind)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
     if not found:
         raise DataError(f"The prompts {source} are empty; write a caption in each line.")
     return found
 
 
-def _row(line: str, source: Path, number: int) -> ClipRequest:
+def _row(
+    line: str,
+    source: Path,
+    number: int,
+    of_row: Callable[[dict[str, Any], Path], Request],
+    kind: type[Any],
+) -> Request:
     try:
         row = json.loads(line)
     except ValueError as error:
         raise _bad_row(source, number, f"is no JSON ({error})") from None
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         raise _bad_row(source, number, "has no `text`")
-    known = [field.name for field in fields(ClipRequest)]
+    known = [field.name for field in fields(kind)]
     if unknown := sorted(row.keys() - set(known)):
         raise _bad_row(source, number, f"has {unknown}, but may have {known}")
     for name in ("reference", "mode"):
         if not isinstance(row.get(name), str | None):
             raise _bad_row(source, number, f"has `{name}` {row[name]!r}, which is no text")
     try:
-        return _request(row, source)
+        return of_row(row, source)
     except (ConfigError, ValueError, TypeError) as error:
         raise _bad_row(source, number, f"is refused ({error})") from None
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from megatron_ext.data.video.draws import sample_numbers
 from megatron_ext.errors import ConfigError
-from megatron_ext.losses.noise_schedule import mixed
 from megatron_ext.streaming import draws
 from megatron_ext.streaming.chunk import StreamChunk, TrainedBlock, assembled, new_frame_mask
+from megatron_ext.streaming.history import History, encode_anew, num_sinks
 from megatron_ext.streaming.network import FirstFrame, Recache
 from megatron_ext.streaming.options import StreamingOptions
 from megatron_ext.streaming.prompts import PromptSource, given_frames, second_prompt
-from megatron_ext.streaming.rollout import WRITE_BACK, BlockNoise, Generator
+from megatron_ext.streaming.rollout import BlockNoise, Generator
 from megatron_ext.streaming.state import NEVER, SequenceState, stored_state
 
 
@@ -170,9 +170,7 @@ class StreamingSequence:
 
     @property
     def _num_sinks(self) -> int:
-        """First frames that are kept: the sinks, in whole blocks."""
-        window = self.generator.cache.window
-        return -(-window.sink // window.block) * window.block
+        return num_sinks(self.generator.cache.window)
 
     def _samples(self, consumed: int) -> range:
         r = self.replica
@@ -273,35 +271,17 @@ class StreamingSequence:
             self._encode_anew(s.previous, s.current_length, keep_sink=False)
 
     def _encode_anew(self, known: Tensor, length: int, *, keep_sink: bool | None = None) -> None:
-        s, generator, config = self._state, self.generator, self.generator.schedule.config
-        keep = self.options.sink_at_switch == "keep" if keep_sink is None else keep_sink
-        if keep and length <= self._num_sinks:
-            return  # nothing but sinks
-        first = max(0, length - self.options.recache_frames, self._num_sinks if keep else 0)
-        sinks = None
-        if first and not keep and self._num_sinks:
-            sinks = s.first_frames(known, length, self._num_sinks)
-            sinks = self._context(sinks, 0)
-        self.recache(
-            generator.network,
-            generator.cache,
-            latents=self._context(known[:, known.size(1) - (length - first) :], first),
-            first_frame=first,
-            timestep=config.context_noise,
-            text=s.text,
-            sink_latents=sinks,
-            keep_sink=keep,
+        s, options = self._state, self.options
+        sinks = s.first_frames(known, length, self._num_sinks)
+        encode_anew(
+            self.generator,
+            self.recache,
+            History(known, length, sinks),
+            s.text,
+            self._noise(),
+            frames=options.recache_frames,
+            keep_sink=options.sink_at_switch == "keep" if keep_sink is None else keep_sink,
         )
-
-    def _context(self, latents: Tensor, first_frame: int) -> Tensor:
-        """Frames of the past as the generator sees them when they are encoded anew."""
-        sigma = self.generator.schedule.context_sigma(recached=True)
-        if not sigma:
-            return latents
-        noise, block = self._noise(), self.options.block
-        frames = range(first_frame, first_frame + latents.size(1), block)
-        drawn = torch.cat([noise(frame, WRITE_BACK) for frame in frames], dim=1)
-        return mixed(latents, drawn, torch.tensor(sigma))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the sequence stands, with its cache; empty before the first sequence."""

@@ -103,9 +103,18 @@ class DiffusersCodec:
             DataError: the latents have another number of channels.
         """
         check_channels(self, latents)
-        raw = latents.to(self.device).float() * self._std + self._mean
-        decoded: Tensor = self._vae.decode(raw.to(self._vae.dtype)).sample
+        decoded: Tensor = self._vae.decode(self.raw(latents)).sample
         return decoded.float()
+
+    @property
+    def vae(self) -> Any:
+        """Of diffusers."""
+        return self._vae
+
+    def raw(self, latents: Tensor) -> Tensor:
+        """Latents ``[b, c, t, h, w]`` as the VAE has them, in its dtype and on its device."""
+        raw: Tensor = latents.to(self.device).float() * self._std + self._mean
+        return raw.to(self._vae.dtype)
 
 
 def _read_config(folder: str) -> dict[str, Any]:

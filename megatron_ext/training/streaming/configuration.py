@@ -18,6 +18,7 @@ from megatron_ext.models.causal_video import FrameWindow, VideoDiTOptions
 from megatron_ext.streaming.options import StreamingOptions, num_chunks
 from megatron_ext.streaming.ratio import chunks_seen, warn_of_aliasing
 from megatron_ext.training.streaming.prompt_file import read_prompts
+from megatron_ext.training.streaming.requests import film_requests
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -116,19 +117,31 @@ def prepare_streaming(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
         config.streaming,
         switches=rows[0].second_text is not None,
         given_frames=0 if rows[0].start is None else config.streaming.frame_block,
-        text_features=width_of(config.text_encoder),
     )
     config = dataclasses.replace(config, streaming=streaming)
     options, _, _ = options_of(streaming), noise_of(streaming), dmd_of(streaming)
     network_options(config, window_of(streaming))
     _check_sequences(streaming, options)
-    _check_latents(config)
-    _check_layout(config)
     if int(os.environ.get("RANK", "0")) == 0:
         warn_of_aliasing(options, accumulation_of(config))
         print(f"> {coverage(options, accumulation_of(config))}", flush=True)
         if streaming.teacher_checkpoint is None:
             print("> the teacher has random weights; give `--teacher-checkpoint`", flush=True)
+    if config.sample.sample_interval is not None:
+        film_requests(config)
+    return sized(config)
+
+
+def sized(config: RunConfig) -> RunConfig:
+    """With what text encoder, codec and chunks decide about the networks.
+
+    Raises:
+        ConfigError: latents or a codec that do not fit the networks.
+    """
+    streaming = dataclasses.replace(config.streaming, text_features=width_of(config.text_encoder))
+    config = dataclasses.replace(config, streaming=streaming)
+    _check_latents(config)
+    _check_layout(config)
     model = dataclasses.replace(streaming.described(config.model), padded_vocab_size=None)
     length = chunk_tokens(streaming)
     model = dataclasses.replace(model, seq_length=length, max_position_embeddings=length)
@@ -208,7 +221,8 @@ def _check_latents(config: RunConfig) -> None:
             f"`--latent-size` ({_words(streaming.latent_size)}) must be positive multiples of the "
             f"patch size ({sizes.patch_size})."
         )
-    if not streaming.encode_first_frame and not streaming.given_frames:
+    samples = config.sample.sample_interval is not None or config.streaming_sample.only_samples
+    if not streaming.encode_first_frame and not streaming.given_frames and not samples:
         if config.codec != CodecConfig():
             raise ConfigError(
                 "`--no-encode-first-frame` leaves nothing for the codec to do; leave the flags of "
@@ -220,7 +234,8 @@ def _check_latents(config: RunConfig) -> None:
         raise ConfigError(
             f"`--codec` has {channels} latent channels, but `--generator-size "
             f"{streaming.generator_size}` has {sizes.channels}; give `--codec-channels "
-            f"{sizes.channels}`, another codec, or `--no-encode-first-frame`."
+            f"{sizes.channels}` or another codec, or, with `--no-encode-first-frame`, sample no "
+            "videos."
         )
 
 

@@ -14,6 +14,7 @@ from megatron_ext.training.streaming.configuration import (
 )
 from megatron_ext.training.streaming.networks import build_generator_chunk
 from megatron_ext.training.streaming.step import StreamingRunner
+from megatron_ext.training.streaming.view import view_while_training
 from megatron_ext.training.task import Task
 from megatron_ext.training.window import StepSize
 
@@ -58,6 +59,7 @@ STREAMING = Task(
     model_chunk=build_generator_chunk,
     source=no_batches,
     step_size=streaming_step_size,
+    after_step=view_while_training,
     sample_name="chunks",
     perplexity=False,
     preflight=prepare_streaming,

@@ -10,30 +10,32 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.checkpoint import read_run_config
 from megatron_ext.config.cli import read_words
+from megatron_ext.config.video_dit import stored_dit
 from megatron_ext.config.video_rules import ENCODING, VIDEO_DEFAULTS
 from megatron_ext.data.gpt import Datasets
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.training.pretrain import main
-from megatron_ext.training.task import Task
-from megatron_ext.training.video.data import manifest_of, with_widths
+from megatron_ext.training.task import Task, TaskOrChoice, choose
+from megatron_ext.training.video.data import manifest_of
 from megatron_ext.training.video.requests import check_sampling
 from megatron_ext.training.video.samples import ClipSampler
+from megatron_ext.training.video.widths import with_widths
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
     from megatron_ext.data.tokenizers import Tokenizer
     from megatron_ext.training.setup import Run
 
-_STORED = ("mmdit", "flow", "conditions", *ENCODING)
+_STORED = ("mmdit", "video_dit", "flow", "conditions", *ENCODING)
 """Sections of the checkpoint's configuration that decide what the model is and how it samples."""
 
 
 _DATA = ("video_data_path", "video_buckets", "online_encoding")
 
 
-def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
-    """Values of flags as the checkpoint has them; the command line wins over them.
+def stored_of(argv: Sequence[str]) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """The configuration of the checkpoint, and what the command line says by section.
 
     Raises:
         ConfigError: no ``--load``, no captions, no folder for the clips, or no video model.
@@ -56,13 +58,33 @@ def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
             f"`--load` ({given['load']}) must be a checkpoint of pretrain_video.py, but holds "
             "another kind of model; give another."
         )
-    return {**VIDEO_DEFAULTS, **_of_stored(stored), "for_sampling": _averaged(stored, sample)}
+    return stored, asked
+
+
+def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
+    """Values of flags as the checkpoint has them; the command line wins over them.
+
+    Raises:
+        ConfigError: see `stored_of`; or a checkpoint of streaming long-tuning.
+        CheckpointError: see `read_run_config`.
+    """
+    stored, asked = stored_of(argv)
+    if stored["video"].get("task") == "streaming":
+        raise ConfigError(
+            f"`--load` ({asked['checkpoint']['load']}) is a checkpoint of `--task streaming`, "
+            "whose videos are made block by block; give `--streaming`."
+        )
+    averages = averaged(stored, asked.get("sample", {}))
+    return {**VIDEO_DEFAULTS, **_of_stored(stored), "for_sampling": averages}
 
 
 def _of_stored(stored: Mapping[str, Any]) -> dict[str, Any]:
-    values = {name: value for section in _STORED for name, value in stored[section].items()}
-    for name in ("hidden_size", "num_attention_heads"):
-        values[name] = stored["model"][name]
+    values = {k: value for section in _STORED for k, value in stored.get(section, {}).items()}
+    dit = stored_dit(stored)
+    if dit is None:
+        values |= {k: stored["model"][k] for k in ("hidden_size", "num_attention_heads")}
+    else:
+        values |= {"video_model": stored["video"]["video_model"], **dit["streaming"]}
     for name in ("bf16", "fp16"):
         values[name] = stored["precision"][name]
     return values | {
@@ -74,7 +96,8 @@ def _of_stored(stored: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _averaged(stored: Mapping[str, Any], sample: Mapping[str, Any]) -> bool:
+def averaged(stored: Mapping[str, Any], sample: Mapping[str, Any]) -> bool:
+    """Whether to sample with averaged weights: they are kept, and ``--sample-ema`` is on."""
     return bool(stored["ema"]["ema_decay"]) and sample.get("sample_ema", True)
 
 
@@ -82,7 +105,7 @@ def prepare_sampling(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     """Check what is asked for before any process group exists; see `Task.preflight`."""
     manifest = manifest_of(config)
     check_sampling(config, manifest)
-    return dataclasses.replace(config, mmdit=with_widths(config.mmdit, manifest))
+    return with_widths(config, manifest)
 
 
 def no_datasets(
@@ -102,7 +125,7 @@ def sample_at_once(run: Run) -> None:
     ClipSampler(run)(Path(folder))
 
 
-def sample_video(task: Task, argv: Sequence[str]) -> int:
+def sample_video(task: TaskOrChoice, argv: Sequence[str]) -> int:
     """The program.
 
     Args:
@@ -117,7 +140,10 @@ def sample_video(task: Task, argv: Sequence[str]) -> int:
     except MegatronExtError as error:
         print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
         return EXIT_CODE_USER_ERROR
-    sampling = dataclasses.replace(
-        task, preflight=prepare_sampling, datasets=no_datasets, after_step=None
-    )
+
+    def sampling(config: RunConfig) -> Task:
+        return dataclasses.replace(
+            choose(task, config), preflight=prepare_sampling, datasets=no_datasets, after_step=None
+        )
+
     return main(sampling, argv, defaults=defaults, work=sample_at_once)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import av
 import numpy as np
+import pytest
+import torch
 from PIL import Image
 
 from megatron_ext.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
@@ -88,3 +90,22 @@ def encoder(encode: EncodeConfig | None = None) -> ClipEncoder:
 
 def planned(source: Path, encode: EncodeConfig | None = None) -> list[PlannedClip]:
     return plan_clips(read_list(source), PLAN, encode or EncodeConfig())[0]
+
+
+def write_vaes(root: Path) -> dict[str, Path]:
+    """A tiny VAE of each kind, as diffusers saves it."""
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    made = {
+        "AutoencoderKLHunyuanVideo": diffusers.AutoencoderKLHunyuanVideo(
+            latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1,
+            norm_num_groups=4,
+        ),
+        "AutoencoderKLWan": diffusers.AutoencoderKLWan(
+            base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
+            latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.0, 2.0, 0.5, 3.0],
+        ),
+    }  # fmt: skip
+    for name, vae in made.items():
+        vae.save_pretrained(root / name)
+    return {name: root / name for name in made}

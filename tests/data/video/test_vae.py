@@ -20,7 +20,7 @@ from megatron_ext.data.video.preprocess import main
 from megatron_ext.data.video.text_encoders import text_encoder_from_manifest
 from megatron_ext.data.video.vae import DiffusersCodec
 from megatron_ext.errors import ConfigError, DataError
-from tests.data.video.making import PLAN, pictures, planned, write_gif
+from tests.data.video.making import PLAN, pictures, planned, write_gif, write_vaes
 
 KINDS = ("AutoencoderKLHunyuanVideo", "AutoencoderKLWan")
 
@@ -28,22 +28,7 @@ KINDS = ("AutoencoderKLHunyuanVideo", "AutoencoderKLWan")
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A tiny VAE of each kind, as diffusers saves it."""
-    diffusers = pytest.importorskip("diffusers")
-    torch.manual_seed(0)
-    made = {
-        "AutoencoderKLHunyuanVideo": diffusers.AutoencoderKLHunyuanVideo(
-            latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1,
-            norm_num_groups=4,
-        ),
-        "AutoencoderKLWan": diffusers.AutoencoderKLWan(
-            base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1,
-            latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.0, 2.0, 0.5, 3.0],
-        ),
-    }  # fmt: skip
-    root = tmp_path_factory.mktemp("vaes")
-    for name, vae in made.items():
-        vae.save_pretrained(root / name)
-    return {name: root / name for name in made}
+    return write_vaes(tmp_path_factory.mktemp("vaes"))
 
 
 def pixels(frames: int = 9) -> torch.Tensor:

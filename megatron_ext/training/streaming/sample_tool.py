@@ -1,0 +1,134 @@
+"""tools/sample_video.py --streaming: long videos from a checkpoint, block by block."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.config.video_rules import STREAMING_DEFAULTS
+from megatron_ext.data.video.codecs import build_codec
+from megatron_ext.data.video.text_encoders import build_text_encoder
+from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.training.pretrain import main
+from megatron_ext.training.streaming.configuration import noise_of, sized, window_of
+from megatron_ext.training.streaming.films import FilmMaker, Pace
+from megatron_ext.training.streaming.requests import film_requests
+from megatron_ext.training.streaming.task import STREAMING
+from megatron_ext.training.video.sample_tool import averaged, stored_of
+
+if TYPE_CHECKING:
+    from megatron_ext.config import RunConfig
+    from megatron_ext.data.tokenizers import Tokenizer
+    from megatron_ext.training.setup import Run
+
+_STORED = ("streaming", "codec", "text_encoder")
+"""Sections of the checkpoint's configuration that decide what the model is and how it samples."""
+
+EVERY = 5.0
+"""Seconds between two lines about the progress, at least."""
+
+
+def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
+    """Values of flags as the checkpoint has them; the command line wins over them.
+
+    Raises:
+        ConfigError: see `stored_of`; or the checkpoint is of another task.
+        CheckpointError: see `read_run_config`.
+    """
+    stored, asked = stored_of(argv)
+    if stored["video"].get("task") != "streaming":
+        raise ConfigError(
+            f"`--load` ({asked['checkpoint']['load']}) must be a checkpoint of `--task streaming`, "
+            "but is of a flow-matching run; leave out `--streaming`."
+        )
+    return {
+        **STREAMING_DEFAULTS,
+        **{name: value for section in _STORED for name, value in stored[section].items()},
+        "task": "streaming",
+        "bf16": stored["precision"]["bf16"],
+        "only_samples": True,
+        "skip_train": True,
+        "micro_batch_size": 1,
+        "ema_decay": None,
+        "ema_start": 1,
+        "for_sampling": averaged(stored, asked.get("sample", {})),
+    }
+
+
+def prepare_sampling(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
+    """Check what is asked for before any process group exists; see `Task.preflight`."""
+    noise_of(config.streaming)
+    window_of(config.streaming)
+    film_requests(config)
+    return sized(config)
+
+
+def sample_at_once(run: Run) -> None:
+    """Make the videos, say how it goes, and at the end how fast it went."""
+    config = run.config
+    assert config.sample.sample_dir is not None
+    maker = FilmMaker(run, partial(_encode, run), lambda: build_codec(config.codec, run.device))
+    pace = maker(Path(config.sample.sample_dir), _Teller(run, maker.num_blocks))
+    run.reporters.say(summary(pace, config.streaming.frame_block))
+
+
+def _encode(run: Run, captions: Sequence[str]) -> Tensor:
+    encoder = build_text_encoder(run.config.text_encoder, run.device)
+    return torch.cat([encoder.encode([caption])[0].cpu() for caption in captions])
+
+
+class _Teller:
+    """Says how far the reporting rank's replica is, at the first block and then now and then."""
+
+    def __init__(self, run: Run, num_blocks: int) -> None:
+        self._run, self._num_blocks = run, num_blocks
+        self._said: float | None = None
+
+    def __call__(self, pace: Pace) -> None:
+        now = time.perf_counter()
+        if self._said is None or now - self._said >= EVERY:
+            self._said = now
+            self._run.reporters.say(
+                f"frame block {pace.blocks} of {self._num_blocks} after {pace.seconds:.1f} s, "
+                f"{pace.blocks / pace.seconds:.2f} blocks/s"
+            )
+
+
+def summary(pace: Pace, block: int) -> str:
+    """How fast videos came about, whose frame blocks have so many latent frames."""
+    rate = pace.blocks / pace.seconds
+    return (
+        f"made {pace.videos} videos of {pace.blocks} frame blocks ({pace.blocks * block} latent "
+        f"frames, {pace.frames} frames) in {pace.seconds:.1f} s: {rate:.2f} blocks/s, "
+        f"{rate * block:.2f} latent frames/s, {pace.frames / pace.seconds:.2f} frames/s; first "
+        f"block after {pace.first_block:.2f} s"
+    )
+
+
+def sample_streaming(argv: Sequence[str]) -> int:
+    """The program.
+
+    Args:
+        argv: the words after the program's name, without ``--streaming``.
+
+    Returns:
+        Its exit code.
+    """
+    try:
+        defaults: Mapping[str, Any] = {} if {"-h", "--help"} & {*argv} else defaults_of(argv)
+    except MegatronExtError as error:
+        print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
+        return EXIT_CODE_USER_ERROR
+    sampling = dataclasses.replace(
+        STREAMING, preflight=prepare_sampling, after_step=None, step_runner=None
+    )
+    return main(sampling, argv, defaults=defaults, work=sample_at_once)
