@@ -88,7 +88,7 @@ class FilmMaker:
             for request in self._requests
         ]
         encoded = encode([caption for some in captions for caption in some])
-        self._texts = encoded.split([len(some) for some in captions])
+        self._texts = torch.split(encoded, [len(some) for some in captions])
         fault: MegatronExtError | None = None
         codec: VideoCodec | None = None
         try:
