@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,8 @@ class StreamingConfig:
 
     Attributes:
         text_features: width of the text encoder's rows, which decides that of the networks.
+        switches: there are prompts after the switch.
+        given_frames: that sequences begin with, a block or none.
     """
 
     generator_size: str = flag("tiny", "named size of the generator", choices=tuple(SIZES))
@@ -38,7 +41,11 @@ class StreamingConfig:
     teacher_checkpoint: str | None = flag(None, "weights of the teacher")
     zero_head: bool = flag(True, "the last layers of new networks start at zero")
     recompute_blocks: int = flag(0, "first blocks that keep only their inputs")
-    prompts_path: str | None = flag(None, "file of prompts, one a line")
+    prompts_path: str | None = flag(
+        None,
+        "file of prompts, one a line, or jsonl with text and perhaps second_text, and image or "
+        "video, whose first frames a sequence begins with",
+    )
     second_prompts_path: str | None = flag(
         None, "prompts after the switch, in the order of the first; default: no switch"
     )
@@ -82,6 +89,8 @@ class StreamingConfig:
     critic_lr: float | None = flag(None, "learning rate of the critic; default: --lr / 5")
     critic_clip_grad: float = flag(10.0, "largest gradient norm of the critic, 0 for no clipping")
     text_features: int | None = None
+    switches: bool = False
+    given_frames: int = 0
 
     def __post_init__(self) -> None:
         for name in ("latent_size", "sequence_lengths", "switch_frames", "denoising_steps"):
@@ -116,16 +125,16 @@ class StreamingConfig:
 
     def errors(self) -> list[str]:
         """What cannot be run, one sentence each."""
-        found = []
+        found = [
+            f"`--{field.name.replace('_', '-')}` ({value}) must be a finite number; leave it out "
+            "to get the default."
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), float) and not math.isfinite(value)
+        ]
         if self.prompts_path is None:
             found.append("`--prompts-path` is missing; give a file with one prompt a line.")
-        if self.switch_frames is not None and self.second_prompts_path is None:
-            found.append(
-                f"`--switch-frames` ({' '.join(map(str, self.switch_frames))}) needs "
-                "`--second-prompts-path`; give the prompts after the switch."
-            )
         if self.critic_lr is not None and self.critic_lr <= 0:
-            found.append(f"`--critic-lr` ({self.critic_lr}) must be above 0.")
+            found.append(f"`--critic-lr` ({self.critic_lr}) must be above 0; 2e-6 is LongLive's.")
         if self.critic_clip_grad < 0:
             found.append(
                 f"`--critic-clip-grad` ({self.critic_clip_grad}) must be 0 or more; 0 means none."
@@ -135,4 +144,26 @@ class StreamingConfig:
                 f"`--recompute-blocks` ({self.recompute_blocks}) must be 0 or more; 0 recomputes "
                 "nothing."
             )
-        return found
+        if self.encode_first_frame and self.chunk_frames == 1:
+            found.append(
+                "`--chunk-frames` (1) leaves no frame to train, since the codec makes a chunk's "
+                "first; give longer chunks, or `--no-encode-first-frame`."
+            )
+        return found + self._ignored()
+
+    def _ignored(self) -> list[str]:
+        """Flags that others leave without effect."""
+        rules = (
+            ("no_decode_history", not self.decode_history, "no_encode_first_frame",
+             not self.encode_first_frame),
+            ("no_same_exit_across_blocks", not self.same_exit_across_blocks, "last_step_only",
+             self.last_step_only),
+            ("negative_prompt", self.negative_prompt != "", "guidance_scale 1",
+             self.guidance_scale == 1),
+        )  # fmt: skip
+        return [
+            f"`--{name.replace('_', '-')}` has no effect with `--{other.replace('_', '-')}`; leave "
+            "one of them out."
+            for name, given, other, works in rules
+            if given and works
+        ]

@@ -154,11 +154,15 @@ def _streaming_errors(run: RunConfig) -> list[str]:
         ("precision", "fp16", "three networks have no common loss scale; use --bf16"),
         ("training", "skip_train", "there is nothing to evaluate; leave it out"),
         ("training", "eval_iters", "there is nothing to evaluate; use 0"),
+        ("data", "num_workers", "no clips are read; leave it out"),
+        ("text_encoder", "pooled_width", "its networks take no pooled text; leave it out"),
     )  # fmt: skip
     usual = {
         "pipeline_model_parallel_size": 1,
         "eval_iters": 0,
         "skip_train": run.streaming_sample.only_samples,
+        "num_workers": _default(run.data, "num_workers"),
+        "pooled_width": _default(run.text_encoder, "pooled_width"),
     }
     found += [
         f"`--{name.replace('_', '-')}` ({getattr(getattr(run, section), name)}) does not go with "

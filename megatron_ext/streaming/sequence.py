@@ -56,6 +56,8 @@ class StreamingSequence:
 
     Attributes:
         state: None before the first sequence.
+        first: number of the first sequence, and number in the run of the first of its samples; a
+            run that goes on without a sequence begins where the old one ended.
 
     Raises:
         ConfigError: a cache that does not fit the options.
@@ -76,12 +78,21 @@ class StreamingSequence:
         self.recache, self.prompts, self.first_frame = recache, prompts, first_frame
         self.like = like.new_empty(replica.batch, 0, *like.shape[2:])
         self.state: SequenceState | None = None
+        self.first = 0, 0
         block = generator.cache.window.block
         if block != options.block:
             raise ConfigError(
                 f"`block` ({options.block}) must be that of the network ({block}); use {block}."
             )
         generator.check_capacity(options.chunk_frames)
+
+    @property
+    def coming(self) -> tuple[int, int]:
+        """Number of the next sequence, and number in the run of the first of its samples."""
+        s, replica = self.state, self.replica
+        if s is None:
+            return self.first
+        return s.sequence + 1, s.consumed_samples + replica.batch * replica.dp_size
 
     @property
     def can_generate_more(self) -> bool:
@@ -132,9 +143,8 @@ class StreamingSequence:
         Raises:
             DataError: prompts that do not fit.
         """
-        old, replica, options = self.state, self.replica, self.options
-        sequence = old.sequence + 1 if old else 0
-        consumed = old.consumed_samples + replica.batch * replica.dp_size if old else 0
+        replica, options = self.replica, self.options
+        sequence, consumed = self.coming
         prompts = self.prompts(self._samples(consumed))
         switch = draws.switch_frame(options, replica.seed, sequence)
         after = second_prompt(prompts, replica.batch, switches=switch is not None)

@@ -6,6 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_ext.training.evaluate import evaluate
@@ -93,9 +94,11 @@ def _step(run: Run, window: LogWindow) -> None:
         run.progress.consumed_train_samples,
         run.batch_size.global_batch_size,
     )
+    if result.flops is not None:
+        size = replace(size, flops=result.flops)
     run.parameter_gather.switch_on()
     window.add(result, size, nan=_advance(run, result, size))
-    if run.ema is not None and result.update.applied and result.trains_model:
+    if run.ema is not None and result.moves_average:
         run.ema.update(run.progress.iteration)
 
 
@@ -179,7 +182,7 @@ def _check_invariants(run: Run) -> None:
     """Compare what ranks must share, every --check-invariants steps."""
     if _due(run.progress.iteration, run.config.training.check_invariants):
         with run.parameter_gather.paused():
-            check_replicas(run.chunks, run.context, run.progress.iteration)
+            check_replicas(run.runner.trained_chunks, run.context, run.progress.iteration)
 
 
 def _garbage_collector(run: Run) -> Callable[[int], None]:

@@ -75,14 +75,21 @@ class StepResult:
         losses: mean of each reported loss over the step's targets; empty but on the last stage.
         counts: sum of the targets' weights of each.
         update: see `UpdateResult`.
-        trains_model: the step was one of the model of the run, whose average then moves; some
-            tasks train other networks in between.
+        trains_model: the model of the run was updated, whose average then moves; some tasks train
+            other networks in between. None if ``update`` is that of the model.
+        flops: floating-point operations on all ranks, where they are known after the step only.
     """
 
     losses: dict[str, Tensor]
     counts: dict[str, Tensor]
     update: UpdateResult
-    trains_model: bool = True
+    trains_model: bool | None = None
+    flops: float | None = None
+
+    @property
+    def moves_average(self) -> bool:
+        """The model of the run was updated."""
+        return self.update.applied if self.trains_model is None else self.trains_model
 
 
 class StepRunner:
@@ -133,6 +140,11 @@ class StepRunner:
         if optimizer is not None:
             self._connect(transformer_config, optimizer)
 
+    @property
+    def trained_chunks(self) -> list[DistributedDataParallel]:
+        """All that is trained, whose replicas must stay equal."""
+        return self.chunks
+
     def _connect(self, core: TransformerConfig, optimizer: MegatronOptimizer) -> None:
         """Tell megatron-core's schedule how to scale, overlap and finalize gradients."""
         core.grad_scale_func = optimizer.scale_loss
@@ -171,12 +183,15 @@ class StepRunner:
         counts = None if forward_only else self._count(batches, num_microbatches)
         masks = self._masks(consumed_samples)
 
+        run_chunk = self.task.forward_step
+        assert run_chunk is not None
+
         def forward_step(
             iterator: Iterator[Batch] | None, chunk: torch.nn.Module
         ) -> tuple[Tensor, LossFunction]:
             batch = next(iterator) if iterator is not None else _NO_BATCH
             with masks(chunk):
-                output, loss = self.task.forward_step(self.config, batch, chunk, counts)
+                output, loss = run_chunk(self.config, batch, chunk, counts)
             return output, checked(loss)
 
         iterators = iterators_per_chunk(batches, len(self.chunks))

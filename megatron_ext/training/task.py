@@ -49,7 +49,8 @@ class Task:
             vp_stage=)`` to one pipeline chunk.
         forward_step: ``(config, batch, model, counts)`` to the output of the chunk and the loss
             function, which is called on the last stage only. ``counts`` are the targets of the
-            whole training step there, None on other stages and in evaluation.
+            whole training step there, None on other stages and in evaluation. It may be None where
+            a step runner of the task does without.
         auxiliary_losses: the model attaches losses of its own with
             `models.auto_scaler.attach_microbatch_loss`.
         prepare_window: ``(config, batches, context)`` to the batches, called on the last stage with
@@ -70,7 +71,7 @@ class Task:
 
     datasets: DatasetsProvider
     model_chunk: ModelChunk
-    forward_step: ForwardStep
+    forward_step: ForwardStep | None = None
     auxiliary_losses: bool = False
     prepare_window: PrepareWindow | None = None
     source: SourceProvider = text_source

@@ -151,6 +151,24 @@ def build_text_encoder(
     return T5AndClip(config, device or torch.device("cpu"))
 
 
+def width_of(config: TextEncoderConfig) -> int:
+    """Features of a row of the embeddings, without loading a model.
+
+    Raises:
+        ConfigError: a folder without a configuration of T5.
+    """
+    if config.text_encoder == HASHED:
+        return config.text_width
+    path = str(config.t5_path)
+    width = _read_settings("t5_path", path).get("d_model")
+    if not isinstance(width, int) or width < 1:
+        raise ConfigError(
+            f"`t5_path` ({path}) has a config.json whose `d_model` is {width!r}, but must be the "
+            "width of T5; correct the path."
+        )
+    return width
+
+
 def text_encoder_from_manifest(
     manifest: Mapping[str, Any],
     t5_path: str | None = None,

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron_ext.config.encoding import CodecConfig
 from megatron_ext.data.video.codecs import build_codec
-from megatron_ext.data.video.text_encoders import build_text_encoder
+from megatron_ext.data.video.text_encoders import width_of
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.dmd import DMDConfig
 from megatron_ext.losses.noise_schedule import NoiseConfig
-from megatron_ext.models.causal_video import FrameWindow
-from megatron_ext.streaming.options import StreamingOptions
-from megatron_ext.streaming.ratio import warn_of_aliasing
-from megatron_ext.training.streaming.prompts import read_prompts
+from megatron_ext.models.causal_video import FrameWindow, VideoDiTOptions
+from megatron_ext.streaming.options import StreamingOptions, num_chunks
+from megatron_ext.streaming.ratio import chunks_seen, warn_of_aliasing
+from megatron_ext.training.streaming.prompt_file import read_prompts
 from megatron_ext.training.streaming.requests import film_requests
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
     from megatron_ext.config.streaming import StreamingConfig
     from megatron_ext.data.tokenizers import Tokenizer
+
+T = TypeVar("T")
+
+_NAMES = {"block": "frame_block", "window": "window_frames", "sink": "sink_frames"}
+"""Flags that have not the name of the field that they give."""
 
 
 def options_of(config: StreamingConfig) -> StreamingOptions:
@@ -29,30 +37,42 @@ def options_of(config: StreamingConfig) -> StreamingOptions:
     Raises:
         ConfigError: see `StreamingOptions`.
     """
-    values = _shared(config, StreamingOptions)
-    return StreamingOptions(
-        **{
-            **values,
-            "block": config.frame_block,
-            "switch_prompts": config.second_prompts_path is not None,
-            "switch_frames": config.switch_frames or (),
-        }
-    )
+    values = {
+        **_shared(config, StreamingOptions),
+        "block": config.frame_block,
+        "switch_prompts": config.switches,
+        "switch_frames": config.switch_frames or (),
+    }
+    return _spoken(lambda: StreamingOptions(**values))
 
 
 def noise_of(config: StreamingConfig) -> NoiseConfig:
     """Which noise levels there are; ConfigErrors as of `NoiseConfig`."""
-    return NoiseConfig(**_shared(config, NoiseConfig))
+    return _spoken(lambda: NoiseConfig(**_shared(config, NoiseConfig)))
 
 
 def dmd_of(config: StreamingConfig) -> DMDConfig:
     """Options of the loss; ConfigErrors as of `DMDConfig`."""
-    return DMDConfig(**_shared(config, DMDConfig))
+    return _spoken(lambda: DMDConfig(**_shared(config, DMDConfig)))
 
 
 def window_of(config: StreamingConfig) -> FrameWindow:
     """Which frames the generator sees; ConfigErrors as of `FrameWindow`."""
-    return FrameWindow(config.frame_block, config.window_frames, config.sink_frames)
+    return _spoken(
+        lambda: FrameWindow(config.frame_block, config.window_frames, config.sink_frames)
+    )
+
+
+def network_options(config: RunConfig, window: FrameWindow | None) -> VideoDiTOptions:
+    """How a network attends, None for critic and teacher; ConfigErrors as of the options."""
+    return _spoken(
+        lambda: VideoDiTOptions(
+            window=window,
+            zero_head=config.streaming.zero_head,
+            recompute_blocks=config.streaming.recompute_blocks,
+            cp_comm_type=config.parallel.cp_comm_type[0],
+        )
+    )
 
 
 def _shared(config: StreamingConfig, kind: type[Any]) -> dict[str, Any]:
@@ -63,6 +83,21 @@ def _shared(config: StreamingConfig, kind: type[Any]) -> dict[str, Any]:
         for field in dataclasses.fields(config)
         if field.name in names
     }
+
+
+def _spoken(build: Callable[[], T]) -> T:
+    """Build an object; its errors name the flags in the place of its fields."""
+    try:
+        return build()
+    except ConfigError as error:
+        raise ConfigError([_in_flags(message) for message in error.messages]) from error
+
+
+def _in_flags(message: str) -> str:
+    def flag(found: re.Match[str]) -> str:
+        return f"`--{_NAMES.get(found[1], found[1]).replace('_', '-')}`"
+
+    return re.sub("`([a-z_]+)`", flag, message)
 
 
 def accumulation_of(config: RunConfig) -> int:
@@ -77,52 +112,118 @@ def prepare_streaming(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     Raises:
         ConfigError, DataError: flags or prompts that do not fit.
     """
-    streaming = config.streaming
-    read_prompts(streaming)
+    rows = read_prompts(config.streaming)
+    streaming = dataclasses.replace(
+        config.streaming,
+        switches=rows[0].second_text is not None,
+        given_frames=0 if rows[0].start is None else config.streaming.frame_block,
+        text_features=width_of(config.text_encoder),
+    )
+    config = dataclasses.replace(config, streaming=streaming)
     options, _, _ = options_of(streaming), noise_of(streaming), dmd_of(streaming)
-    window_of(streaming)
+    network_options(config, window_of(streaming))
+    _check_sequences(streaming, options)
+    check_latents(config)
+    check_layout(config)
     if int(os.environ.get("RANK", "0")) == 0:
         warn_of_aliasing(options, accumulation_of(config))
+        print(f"> {coverage(options, accumulation_of(config))}", flush=True)
         if streaming.teacher_checkpoint is None:
             print("> the teacher has random weights; give `--teacher-checkpoint`", flush=True)
     if config.sample.sample_interval is not None:
         film_requests(config)
-    return sized(config)
+    return with_sizes(config)
 
 
-def sized(config: RunConfig) -> RunConfig:
-    """With what text encoder, codec and chunks decide about the networks.
-
-    Raises:
-        ConfigError: latents or a codec that do not fit the networks.
-    """
+def with_sizes(config: RunConfig) -> RunConfig:
+    """With what the size of the generator and the length of chunks decide about the model."""
     streaming = config.streaming
-    width = build_text_encoder(config.text_encoder).width
-    streaming = dataclasses.replace(streaming, text_features=width)
-    _check_latents(config)
     model = dataclasses.replace(streaming.described(config.model), padded_vocab_size=None)
     length = chunk_tokens(streaming)
     model = dataclasses.replace(model, seq_length=length, max_position_embeddings=length)
-    return dataclasses.replace(config, streaming=streaming, model=model)
+    return dataclasses.replace(config, model=model)
+
+
+def coverage(options: StreamingOptions, accumulation: int) -> str:
+    """Which chunks of a sequence the generator is trained on, in a sentence."""
+    start = f"the generator is trained in one of {options.generator_interval} steps"
+    counts = {num_chunks(options, length) for length in options.sequence_lengths}
+    if len(counts) > 1 or options.min_new_frames < options.max_new_frames:
+        return f"{start}, on chunks of sequences whose growth is drawn"
+    trained = counts.pop() - (not options.train_first_chunk)
+    seen = len(chunks_seen(options, trained, accumulation))
+    return f"{start}, on {seen} of the {trained} trained chunks of a sequence"
 
 
 def chunk_tokens(config: StreamingConfig) -> int:
     """Tokens of a chunk."""
+    return config.chunk_frames * _frame_tokens(config)
+
+
+def _frame_tokens(config: StreamingConfig) -> int:
     height, width = config.latent_size
-    return config.chunk_frames * height * width // config.sizes(None).patch_size ** 2
+    return height * width // config.sizes(None).patch_size ** 2
 
 
-def _check_latents(config: RunConfig) -> None:
-    """The codec's channels must be those of the networks, and patches must fill the latents."""
+def _check_sequences(config: StreamingConfig, options: StreamingOptions) -> None:
+    """Flags of switches must have a switch, and chunks of all kinds frames that count.
+
+    Raises:
+        ConfigError: a flag that would have no effect, or frames that do not fit.
+    """
+    found = []
+    if not config.switches:
+        for name, usual in (("switch_frames", None), ("sink_at_switch", "rebuild")):
+            if getattr(config, name) != usual:
+                found.append(
+                    f"`--{name.replace('_', '-')}` ({getattr(config, name)}) needs prompts after a "
+                    "switch; give `--second-prompts-path`, or `second_text` in the jsonl."
+                )
+    elif not any(_switches(config, options, length) for length in config.sequence_lengths):
+        asked = config.switch_frames
+        found.append(
+            f"no sequence of `--sequence-lengths` ({_words(config.sequence_lengths)}) is long "
+            f"enough to switch {'inside' if asked is None else f'at {_words(asked)}'}; give longer "
+            "ones, or leave out the prompts after the switch."
+        )
+    if config.given_frames >= config.chunk_frames:
+        found.append(
+            f"`--chunk-frames` ({config.chunk_frames}) must exceed the frame block "
+            f"({config.frame_block}) that the images or videos of `--prompts-path` begin with."
+        )
+    if found:
+        raise ConfigError(found)
+
+
+def _switches(config: StreamingConfig, options: StreamingOptions, length: int) -> bool:
+    block = config.frame_block
+    return any(-(-frame // block) * block < length for frame in options.switch_candidates(length))
+
+
+def _words(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
+def check_latents(config: RunConfig) -> None:
+    """The codec's channels must be those of the networks, and patches must fill the latents.
+
+    Raises:
+        ConfigError: they are not, or codecs that nothing uses.
+    """
     streaming = config.streaming
     sizes = streaming.sizes(None)
     if min(streaming.latent_size) < 1 or any(x % sizes.patch_size for x in streaming.latent_size):
         raise ConfigError(
-            f"`--latent-size` ({' '.join(map(str, streaming.latent_size))}) must be positive "
-            f"multiples of the patch size ({sizes.patch_size})."
+            f"`--latent-size` ({_words(streaming.latent_size)}) must be positive multiples of the "
+            f"patch size ({sizes.patch_size})."
         )
     samples = config.sample.sample_interval is not None or config.streaming_sample.only_samples
-    if not streaming.encode_first_frame and not samples:
+    if not streaming.encode_first_frame and not streaming.given_frames and not samples:
+        if config.codec != CodecConfig():
+            raise ConfigError(
+                "`--no-encode-first-frame` leaves nothing for the codec to do; leave the flags of "
+                "the codec out."
+            )
         return
     channels = build_codec(config.codec).channels
     if channels != sizes.channels:
@@ -132,3 +233,41 @@ def _check_latents(config: RunConfig) -> None:
             f"{sizes.channels}` or another codec, or, with `--no-encode-first-frame`, sample no "
             "videos."
         )
+
+
+def check_layout(config: RunConfig) -> None:
+    """Ranks must share out heads, feed-forward layers and the tokens of a frame.
+
+    Those of the teacher are checked elsewhere, since it may have a layout of its own.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    streaming, parallel, found = config.streaming, config.parallel, list[str]()
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    for role in ("generator", "critic"):
+        name = getattr(streaming, f"{role}_size")
+        if name is None:
+            continue  # as the generator
+        sizes = streaming.sizes(name)
+        for what, number in (("heads", sizes.num_heads), ("feed-forward rows", sizes.ffn_size)):
+            if number % tp:
+                found.append(
+                    f"`--{role}-size {name}` has {number} {what}, which "
+                    f"`--tensor-model-parallel-size` ({tp}) does not divide; use fewer ranks."
+                )
+        if parallel.cp_comm_type[0] == "a2a" and sizes.num_heads % (tp * cp):
+            found.append(
+                f"`--cp-comm-type a2a` trades the {sizes.num_heads} heads of `--{role}-size "
+                f"{name}`, which tensor x context parallel size ({tp * cp}) does not divide; use "
+                "all_gather."
+            )
+    ranks, tokens = cp * (tp if parallel.sequence_parallel else 1), _frame_tokens(streaming)
+    if tokens % ranks:
+        found.append(
+            f"`--latent-size` ({_words(streaming.latent_size)}) gives a frame {tokens} tokens, "
+            f"which {ranks} ranks (context parallel, times tensor parallel with "
+            "`--sequence-parallel`) do not divide; use fewer ranks or another size."
+        )
+    if found:
+        raise ConfigError(found)

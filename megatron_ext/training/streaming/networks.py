@@ -16,17 +16,17 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron_ext.checkpoint import CheckpointManager
+from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.models.causal_video import (
     FrameWindow,
     VideoDiT,
-    VideoDiTOptions,
     build_video_dit_chunk,
 )
 from megatron_ext.models.chunks import build_chunks, wrap_chunks
 from megatron_ext.models.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer, build_scheduler
 from megatron_ext.optim.update import UpdateResult, update_parameters
-from megatron_ext.training.streaming.configuration import window_of
+from megatron_ext.training.streaming.configuration import network_options, window_of
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -63,14 +63,18 @@ class TrainedNetwork:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def update(self, num_frames: Tensor | None) -> UpdateResult:
-        """Reduce, clip and apply the gradients; all ranks call this together.
+    def reduce(self, num_frames: Tensor | None, *, everywhere: bool) -> None:
+        """Sum or average the gradients over the replicas; all ranks call this together.
 
         Args:
             num_frames: that counted on this rank, by whose sum over all ranks the gradients are
                 divided; None if the losses were means already.
+            everywhere: leave whole gradients on every rank, also with a distributed optimizer.
         """
-        finalize_model_grads(self.chunks, num_frames)
+        finalize_model_grads(self.chunks, num_frames, force_all_reduce=everywhere)
+
+    def update(self) -> UpdateResult:
+        """Clip and apply the reduced gradients; all ranks call this together."""
         return update_parameters(self.optimizer, self.clip_grad)
 
 
@@ -99,12 +103,7 @@ def _build(
     **stage: bool,
 ) -> VideoDiT:
     """One network; the model itself knows by ``context`` that it has but one stage."""
-    options = VideoDiTOptions(
-        window=window,
-        zero_head=config.streaming.zero_head,
-        recompute_blocks=config.streaming.recompute_blocks,
-        cp_comm_type=config.parallel.cp_comm_type[0],
-    )
+    options = network_options(config, window)
     sizes = config.streaming.sizes(size)
     return build_video_dit_chunk(sizes, options, transformer_config, context, vp_stage=vp_stage)
 
@@ -164,5 +163,10 @@ def _load_weights(
     """
     if path is None:
         return
-    asked = dataclasses.replace(config.checkpoint, load=None, pretrained_checkpoint=path)
+    asked = CheckpointConfig(
+        pretrained_checkpoint=path,
+        ckpt_format=config.checkpoint.ckpt_format,
+        ckpt_fully_parallel_load=config.checkpoint.ckpt_fully_parallel_load,
+        dist_ckpt_strictness=config.checkpoint.dist_ckpt_strictness,
+    )
     CheckpointManager(asked, context).load(model=chunks, optimizer=optimizer, scheduler=None)

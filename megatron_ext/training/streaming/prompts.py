@@ -1,94 +1,145 @@
-"""Prompts from files, one a line, as embeddings."""
+"""Prompts from files as embeddings, and what sequences are given to begin with."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from megatron_ext.data.video.clips import Clip, decode, probe
+from megatron_ext.data.video.codec_base import VideoCodec
+from megatron_ext.data.video.codecs import build_codec
 from megatron_ext.data.video.draws import generator
-from megatron_ext.data.video.text_encoders import TextEncoder
+from megatron_ext.data.video.text_encoders import TextEncoder, build_text_encoder
 from megatron_ext.errors import DataError
+from megatron_ext.streaming.first_frame import CodecFirstFrame
 from megatron_ext.streaming.prompts import Prompts
+from megatron_ext.training.streaming.agreement import on_first_of_replica, share
+from megatron_ext.training.streaming.prompt_file import PromptRow, read_prompts
 
 if TYPE_CHECKING:
-    from megatron_ext.config.streaming import StreamingConfig
-
-Lines = Sequence[str]
-
-
-def read_prompts(config: StreamingConfig) -> tuple[Lines, Lines | None]:
-    """First prompts, and those that the sequences switch to.
-
-    Raises:
-        DataError: a file that cannot be read or is empty, or two of different lengths.
-    """
-    assert config.prompts_path is not None
-    first = _lines("--prompts-path", config.prompts_path)
-    if config.second_prompts_path is None:
-        return first, None
-    second = _lines("--second-prompts-path", config.second_prompts_path)
-    if len(first) != len(second):
-        raise DataError(
-            f"`--second-prompts-path` ({config.second_prompts_path}) has {len(second)} prompts, "
-            f"but must have {len(first)}, one for each of `--prompts-path`."
-        )
-    return first, second
-
-
-def _lines(flag: str, path: str) -> list[str]:
-    """Lines that are not blank."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"`{flag}` ({path}) must be a text file with one prompt a line, but cannot be read: "
-            f"{error}."
-        ) from error
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if not lines:
-        raise DataError(f"`{flag}` ({path}) holds no prompt; write one a line.")
-    return lines
+    from megatron_ext.config import RunConfig
+    from megatron_ext.layout import ParallelContext
 
 
 class FilePrompts:
     """Prompts of samples, shuffled anew in each epoch; a `streaming.prompts.PromptSource`.
 
-    A prompt is encoded once for each sequence that it begins.
+    Text and given frames are encoded when a sequence begins, by the first rank of each replica,
+    which alone holds the encoders. All ranks of the run call each method together.
 
     Args:
-        first: see `read_prompts`.
-        second: see `read_prompts`.
-        encoder: of the text.
-        seed: of the order.
+        rows: of the file.
+        config: of the run.
+        context: of this rank.
         device: where the embeddings go.
+
+    Raises:
+        ConfigError: encoders that cannot be built, on all ranks.
     """
 
     def __init__(
         self,
-        first: Lines,
-        second: Lines | None,
-        *,
-        encoder: TextEncoder,
-        seed: int,
+        rows: Sequence[PromptRow],
+        config: RunConfig,
+        context: ParallelContext,
         device: torch.device,
     ) -> None:
-        self._first, self._second, self._encoder = first, second, encoder
-        self._seed, self._device = seed, device
+        self._rows, self._context, self._device = rows, context, device
+        self._seed, self._block = config.training.seed, config.streaming.frame_block
+        streaming = config.streaming
+        self._latent = (streaming.sizes(None).channels, *streaming.latent_size)
+        assert streaming.text_features is not None
+        self._text = (config.text_encoder.text_length, streaming.text_features)
+        self._encoder: TextEncoder | None = on_first_of_replica(
+            lambda: build_text_encoder(config.text_encoder, device), "Loading the text", context
+        )
+        self._codec: VideoCodec | None = None
+        if streaming.encode_first_frame or streaming.given_frames:
+            self._codec = on_first_of_replica(
+                lambda: build_codec(config.codec, device), "Loading the codec", context
+            )
+
+    @classmethod
+    def build(
+        cls, config: RunConfig, context: ParallelContext, device: torch.device
+    ) -> FilePrompts:
+        """Those of a run; see `read_prompts` for what is raised."""
+        return cls(read_prompts(config.streaming), config, context, device)
+
+    @property
+    def codec(self) -> VideoCodec | None:
+        """On the first rank of a replica, where first frames or given ones are encoded."""
+        return self._codec
 
     def __call__(self, samples: Sequence[int]) -> Prompts:
-        """Prompts of samples, a function of their numbers in the run."""
-        lines = [self._line(sample) for sample in samples]
-        after = None if self._second is None else self.encode([self._second[i] for i in lines])
-        return Prompts(self.encode([self._first[i] for i in lines]), after)
+        """Prompts of samples, a function of their numbers in the run.
 
-    def encode(self, captions: Lines) -> torch.Tensor:
-        """Embeddings, ``[n, l, d]``."""
-        return self._encoder.encode(captions)[0].to(self._device)
+        Raises:
+            DataError: a file of given frames that cannot be read, on all ranks.
+        """
+        rows = [self._row(sample) for sample in samples]
+        second = [row.second_text for row in rows if row.second_text is not None]
+        text = self.encode([row.text for row in rows] + second)
+        after = text[len(rows) :] if second else None
+        return Prompts(text[: len(rows)], after, self._start(rows))
 
-    def _line(self, sample: int) -> int:
-        epoch, place = divmod(sample, len(self._first))
-        order = generator(self._seed, epoch, "streaming prompts").permutation(len(self._first))
-        return int(order[place])
+    def encode(self, captions: Sequence[str]) -> Tensor:
+        """Embeddings, ``[n, l, d]`` float32; one by one, for the memory of large encoders."""
+
+        def encoded() -> Tensor:
+            assert self._encoder is not None
+            return torch.cat([self._encoder.encode([caption])[0] for caption in captions])
+
+        known = on_first_of_replica(encoded, "Encoding the prompts", self._context)
+        return share(known, (len(captions), *self._text), self._context, self._device)
+
+    def first_frame(self, latents: Tensor) -> Tensor:
+        """A `streaming.network.FirstFrame`: the same numbers on all ranks of a replica."""
+
+        def image() -> Tensor:
+            assert self._codec is not None
+            return CodecFirstFrame(self._codec)(latents)
+
+        known = on_first_of_replica(image, "Encoding the first frame", self._context)
+        return share(known, (len(latents), 1, *self._latent), self._context, self._device)
+
+    def _start(self, rows: Sequence[PromptRow]) -> Tensor | None:
+        """Latents of the given frames, ``[b, block, c, h, w]``."""
+        if any(row.start is None for row in rows):
+            return None
+
+        def encoded() -> Tensor:
+            return torch.cat([self._given(row) for row in rows])
+
+        known = on_first_of_replica(encoded, "Encoding given frames", self._context)
+        shape = len(rows), self._block, *self._latent
+        return share(known, shape, self._context, self._device)
+
+    @torch.no_grad()
+    def _given(self, row: PromptRow) -> Tensor:
+        """The first frame block of a sequence, ``[1, block, c, h, w]``.
+
+        A cache holds whole blocks, so an image is shown for as long as a block is.
+        """
+        assert row.start is not None and self._codec is not None
+        codec = self._codec
+        clip, count = Clip(row.start, row.text), (self._block - 1) * codec.temporal + 1
+        found = probe(clip)
+        if 1 < found.num_frames < count:
+            raise DataError(
+                f"{row.start} has {found.num_frames} frames, but a sequence begins with a block of "
+                f"{self._block} latent frames, which are {count}; give a longer video or an image."
+            )
+        height, width = (size * codec.spatial for size in self._latent[1:])
+        shown = min(count, found.num_frames)
+        pixels = decode(clip, 0, 1, shown, (height, width))[None].to(self._device)
+        pixels = pixels.expand(-1, -1, count, -1, -1) if shown == 1 else pixels
+        return codec.encode(pixels).transpose(1, 2)
+
+    def _row(self, sample: int) -> PromptRow:
+        epoch, place = divmod(sample, len(self._rows))
+        order = generator(self._seed, epoch, "streaming prompts").permutation(len(self._rows))
+        return self._rows[int(order[place])]

@@ -15,11 +15,19 @@ from torch import Tensor
 
 from megatron_ext.config.video_rules import STREAMING_DEFAULTS
 from megatron_ext.data.video.codecs import build_codec
-from megatron_ext.data.video.text_encoders import build_text_encoder
+from megatron_ext.data.video.text_encoders import build_text_encoder, width_of
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.training.pretrain import main
-from megatron_ext.training.streaming.configuration import noise_of, sized, window_of
+from megatron_ext.training.streaming.agreement import on_first_of_replica, share
+from megatron_ext.training.streaming.configuration import (
+    check_latents,
+    check_layout,
+    network_options,
+    noise_of,
+    window_of,
+    with_sizes,
+)
 from megatron_ext.training.streaming.films import FilmMaker, Pace
 from megatron_ext.training.streaming.requests import film_requests
 from megatron_ext.training.streaming.task import STREAMING
@@ -66,10 +74,14 @@ def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
 
 def prepare_sampling(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     """Check what is asked for before any process group exists; see `Task.preflight`."""
-    noise_of(config.streaming)
-    window_of(config.streaming)
+    streaming = dataclasses.replace(config.streaming, text_features=width_of(config.text_encoder))
+    config = dataclasses.replace(config, streaming=streaming)
+    noise_of(streaming)
+    network_options(config, window_of(streaming))
     film_requests(config)
-    return sized(config)
+    check_latents(config)
+    check_layout(config)
+    return with_sizes(config)
 
 
 def sample_at_once(run: Run) -> None:
@@ -77,29 +89,39 @@ def sample_at_once(run: Run) -> None:
     config = run.config
     assert config.sample.sample_dir is not None
     maker = FilmMaker(run, partial(_encode, run), lambda: build_codec(config.codec, run.device))
-    pace = maker(Path(config.sample.sample_dir), _Teller(run, maker.num_blocks))
+    pace = maker(Path(config.sample.sample_dir), _Teller(maker.num_blocks))
     run.reporters.say(summary(pace, config.streaming.frame_block))
 
 
 def _encode(run: Run, captions: Sequence[str]) -> Tensor:
-    encoder = build_text_encoder(run.config.text_encoder, run.device)
-    return torch.cat([encoder.encode([caption])[0].cpu() for caption in captions])
+    """On one rank of each replica, for the memory of large encoders, which go again."""
+    config = run.config
+
+    def encoded() -> Tensor:
+        encoder = build_text_encoder(config.text_encoder, run.device)
+        return torch.cat([encoder.encode([caption])[0] for caption in captions])
+
+    known = on_first_of_replica(encoded, "Encoding the prompts", run.context)
+    assert config.streaming.text_features is not None
+    shape = len(captions), config.text_encoder.text_length, config.streaming.text_features
+    return share(known, shape, run.context, run.device)
 
 
 class _Teller:
-    """Says how far the reporting rank's replica is, at the first block and then now and then."""
+    """Says how far the first replica is, at the first block and then now and then."""
 
-    def __init__(self, run: Run, num_blocks: int) -> None:
-        self._run, self._num_blocks = run, num_blocks
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
         self._said: float | None = None
 
     def __call__(self, pace: Pace) -> None:
         now = time.perf_counter()
         if self._said is None or now - self._said >= EVERY:
             self._said = now
-            self._run.reporters.say(
-                f"frame block {pace.blocks} of {self._num_blocks} after {pace.seconds:.1f} s, "
-                f"{pace.blocks / pace.seconds:.2f} blocks/s"
+            print(
+                f"> frame block {pace.blocks} of {self._num_blocks} after {pace.seconds:.1f} s, "
+                f"{pace.blocks / pace.seconds:.2f} blocks/s",
+                flush=True,
             )
 
 

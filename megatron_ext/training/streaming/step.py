@@ -14,15 +14,12 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_ext.data.video.codecs import build_codec
-from megatron_ext.data.video.text_encoders import build_text_encoder
 from megatron_ext.losses.contract import Report
 from megatron_ext.losses.dmd import dmd_loss
 from megatron_ext.losses.noise_schedule import NoiseSchedule
 from megatron_ext.models.causal_video import recache
 from megatron_ext.optim.update import UpdateResult
 from megatron_ext.streaming.chunk import StreamChunk
-from megatron_ext.streaming.first_frame import CodecFirstFrame
 from megatron_ext.streaming.ratio import Pass, passes
 from megatron_ext.streaming.rollout import Generator
 from megatron_ext.streaming.scores import (
@@ -37,8 +34,9 @@ from megatron_ext.training.invariants import check_zeroed
 from megatron_ext.training.step import StepResult, StepRunner, mean_of, reduce_reports
 from megatron_ext.training.streaming.configuration import dmd_of, noise_of, options_of
 from megatron_ext.training.streaming.networks import TrainedNetwork, build_critic, build_teacher
-from megatron_ext.training.streaming.prompts import FilePrompts, read_prompts
-from megatron_ext.training.streaming.stored import StreamingState
+from megatron_ext.training.streaming.prompts import FilePrompts
+from megatron_ext.training.streaming.stored import Settings, StreamingState
+from megatron_ext.training.streaming.work import WorkCounter
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -100,15 +98,16 @@ class StreamingRunner(StepRunner):
         self.generator = TrainedNetwork(chunks, optimizer, scheduler, config.optimizer.clip_grad)
         self.critic = build_critic(config, context, self.device)
         self.teacher = build_teacher(config, context, self.device)
-        prompts = FilePrompts(
-            *read_prompts(streaming),
-            encoder=build_text_encoder(config.text_encoder, self.device),
-            seed=config.training.seed,
-            device=self.device,
-        )
+        prompts = FilePrompts.build(config, context, self.device)
         self.negative_text = prompts.encode([streaming.negative_prompt])
         self.sequence = self._sequence(prompts)
-        self.companion = StreamingState(self.critic, self.sequence, context)
+        self.companion = StreamingState(self.critic, self.sequence, context, Settings.of(config))
+        self._work = WorkCounter([self.generator.network, self.critic.network, self.teacher])
+
+    @property
+    def trained_chunks(self) -> list[DistributedDataParallel]:
+        """See `StepRunner.trained_chunks`."""
+        return [*self.generator.chunks, *self.critic.chunks]
 
     def _sequence(self, prompts: FilePrompts) -> StreamingSequence:
         config, streaming = self.config, self.config.streaming
@@ -118,9 +117,7 @@ class StreamingRunner(StepRunner):
         cache = model.new_cache(
             micro_batch_size, height, width, chunk_frames=self.options.chunk_frames
         )
-        first_frame = None
-        if streaming.encode_first_frame:
-            first_frame = CodecFirstFrame(build_codec(config.codec, self.device))
+        first_frame = prompts.first_frame if streaming.encode_first_frame else None
         shape = 0, 0, streaming.sizes(None).channels, height, width
         return StreamingSequence(
             self.options,
@@ -162,12 +159,14 @@ class StreamingRunner(StepRunner):
         done = [self._pass(kind, num_microbatches) for kind in kinds]
         reports = {kind: [x for one in done if one.kind == kind for x in one.reports]
                    for kind in trained}  # fmt: skip
+        for kind, network in trained.items():
+            divisor = self._divisor([one for one in done if one.kind == kind])
+            network.reduce(divisor, everywhere=self.observer is not None)
         if self.observer is not None:
             self.observer()
-        updates = {
-            kind: network.update(self._divisor([one for one in done if one.kind == kind]))
-            for kind, network in trained.items()
-        }
+        self._give_memory_back(2)
+        updates = {kind: network.update() for kind, network in trained.items()}
+        self._give_memory_back(1)
         self._move_on(updates, num_samples)
         return self._result(reports, updates)
 
@@ -194,7 +193,7 @@ class StreamingRunner(StepRunner):
         reports = []
         losses = self._generator_losses if kind == "generator" else self._critic_losses
         for total, _, report in losses(chunk, noised):
-            (total / share).backward()
+            torch.autograd.backward(total / share)
             reports.append(report)
         return _Done(kind, reports, num_frames)
 
@@ -240,4 +239,5 @@ class StreamingRunner(StepRunner):
             counts,
             UpdateResult(applied, critic.grad_norm, critic.num_zeros),
             trains_model="generator" in updates and updates["generator"].applied,
+            flops=self._work.take() * self.context.layout.world_size,
         )

@@ -2,26 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.utils._pytree import tree_map_only
 
+from megatron_ext.checkpoint.agreement import together
 from megatron_ext.checkpoint.state import apply_state, sharded_state
+from megatron_ext.errors import CheckpointError
 from megatron_ext.streaming.sequence import StreamingSequence
 
 if TYPE_CHECKING:
+    from megatron_ext.config import RunConfig
     from megatron_ext.layout import ParallelContext
     from megatron_ext.training.streaming.networks import TrainedNetwork
 
-CRITIC, SEQUENCE, CACHE, COUNT = (
+CRITIC, SEQUENCE, CACHE, PROGRESS = (
     "critic",
     "streaming_sequence",
     "streaming_cache",
-    "streaming_steps",
+    "streaming_progress",
 )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Flags, by their spelling, without which what is stored has no meaning.
+
+    Attributes:
+        sequence: those of the frames, the text and the numbers of a sequence.
+        cache: those of the cached keys and values.
+    """
+
+    sequence: Mapping[str, Any]
+    cache: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Settings:
+        """Of a run."""
+        streaming = config.streaming
+        sequence = {
+            "--micro-batch-size": config.training.batch_sizes[0],
+            "--latent-size": list(streaming.latent_size),
+            "--frame-block": streaming.frame_block,
+            "--chunk-frames": streaming.chunk_frames,
+            "--text-length": config.text_encoder.text_length,
+        }
+        cache = {
+            "--window-frames": streaming.window_frames,
+            "--sink-frames": streaming.sink_frames,
+            "--cp-comm-type": list(config.parallel.cp_comm_type),
+        }
+        return cls(sequence, cache)
 
 
 class StreamingState:
@@ -29,42 +67,64 @@ class StreamingState:
 
     The generator lies in the checkpoint as any run's model, the critic under names that begin with
     ``critic.``. The teacher does not change and is not saved. Each data-parallel replica has its
-    own sequence, whose cache is cut over tensor- and context-parallel ranks.
+    own sequence, whose cache is cut over tensor- and context-parallel ranks. In another layout the
+    cache is made anew from the frames that are kept, and with another number of replicas the
+    sequences that come next begin, so that no prompt is seen twice.
 
     Args:
         critic: see `TrainedNetwork`.
         sequence: of this replica.
         context: of this rank.
+        settings: see `Settings`.
 
     Attributes:
         steps: training steps done.
     """
 
     def __init__(
-        self, critic: TrainedNetwork, sequence: StreamingSequence, context: ParallelContext
+        self,
+        critic: TrainedNetwork,
+        sequence: StreamingSequence,
+        context: ParallelContext,
+        settings: Settings,
     ) -> None:
         self._critic, self._sequence, self._context = critic, sequence, context
+        self._settings = settings
         self.steps = 0
 
     def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:
         """See `Companion`."""
         state = self._critic_state(metadata, with_optimizer=with_optimizer, is_loading=False)
-        stands = dict(self._sequence.state_dict())
+        stands = _on_host(self._sequence.state_dict())
         cache = stands.pop("cache", None)
-        return {**state, COUNT: self.steps, **self._objects(stands, cache)}
+        settings = {**self._settings.sequence, **self._settings.cache}
+        progress = {
+            "steps": self.steps, "coming": self._sequence.coming, "settings": settings
+        }  # fmt: skip
+        return {**state, PROGRESS: progress, **self._objects(stands, cache)}
 
     def state_to_load(
         self, path: Path, metadata: dict[str, Any], *, with_optimizer: bool
     ) -> dict[str, Any]:
         """See `Companion`; objects of another layout are left out."""
-        stored = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+
+        def names() -> set[str]:
+            found = set(FileSystemReader(str(path)).read_metadata().state_dict_metadata)
+            if not any(name.startswith(f"{CRITIC}.") for name in found):
+                raise CheckpointError(
+                    f"{path} holds no critic, so it is not of a run with `--task streaming`; give "
+                    "it as `--pretrained-checkpoint` to start from its weights."
+                )
+            return found
+
+        stored = together(names, f"{path} cannot be read")[0]
         state = self._critic_state(metadata, with_optimizer=with_optimizer, is_loading=True)
         wanted = self._objects(None, None)
         return {**state, **{k: v for k, v in wanted.items() if v.unique_key in stored}}
 
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
         """See `Companion`."""
-        critic = self._critic
+        critic, progress = self._critic, loaded[PROGRESS]
         apply_state(
             loaded[CRITIC],
             critic.chunks,
@@ -72,18 +132,23 @@ class StreamingState:
             critic.scheduler,
             with_optimizer=with_optimizer,
         )
-        self.steps = int(loaded[COUNT])
-        stands = loaded.get(SEQUENCE)
-        if stands is None:
-            notes.append(
-                "The number of data-parallel replicas has changed, so that new video sequences "
-                "begin."
-            )
+        self.steps = int(progress["steps"])
+        first, sample = progress["coming"]
+        self._sequence.first = int(first), int(sample)
+        changes = _changes(progress["settings"], self._settings.sequence)
+        if SEQUENCE not in loaded:
+            changes = ["The number of data-parallel replicas has changed"]
+        if changes:
+            notes.append(f"{', '.join(changes)}, so that new video sequences begin.")
             return
-        if CACHE in loaded:
-            stands = {**stands, "cache": loaded[CACHE]}
-        else:
-            notes.append("The layout has changed, so that the cache of past frames is made anew.")
+        stands = dict(loaded[SEQUENCE])
+        changes = _changes(progress["settings"], self._settings.cache)
+        if CACHE not in loaded:
+            changes = ["The layout has changed"]
+        if stands and changes:
+            notes.append(f"{', '.join(changes)}, so that the cache of past frames is made anew.")
+        elif stands:
+            stands["cache"] = _moved(loaded[CACHE], self._sequence.like.device)
         self._sequence.load_state_dict(stands)
 
     def _critic_state(
@@ -111,3 +176,25 @@ class StreamingState:
             SEQUENCE: ShardedObject(SEQUENCE, stands, sizes[:1], ranks[:1], replica_id=peer),
             CACHE: ShardedObject(CACHE, cache, sizes, ranks),
         }
+
+
+def _moved(state: Any, device: torch.device) -> Any:
+    """Its tensors on a device."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), state)
+
+
+def _on_host(state: Any) -> dict[str, Any]:
+    """Copies that no later pass changes, and that load on a machine with other devices."""
+    copied: dict[str, Any] = tree_map_only(
+        torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), dict(state)
+    )
+    return copied
+
+
+def _changes(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Flags whose value is another than in the checkpoint, in words."""
+    return [
+        f"`{name}` was {stored.get(name)} and is {value}"
+        for name, value in now.items()
+        if stored.get(name) != value
+    ]

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from megatron_ext.data.gpt import Datasets
 from megatron_ext.data.loader import BatchSource
-from megatron_ext.losses.contract import LossFunction, StepCounts
 from megatron_ext.streaming.ratio import passes
 from megatron_ext.training.streaming.configuration import (
     chunk_tokens,
@@ -45,14 +41,8 @@ def no_batches(
     return BatchSource(None, None)
 
 
-def _no_forward_step(
-    config: RunConfig, batch: Any, model: torch.nn.Module, counts: StepCounts | None
-) -> tuple[Tensor, LossFunction]:
-    raise NotImplementedError("streaming steps are run by `StreamingRunner.train`")
-
-
 def streaming_step_size(run: Run, num_microbatches: int) -> StepSize:
-    """Chunks' samples and tokens, and no count of operations; see `Task.step_size`."""
+    """Chunks' samples and tokens; see `Task.step_size`. The runner counts the operations."""
     runner = run.runner
     assert isinstance(runner, StreamingRunner)
     chunks = len(passes(runner.options, runner.companion.steps, num_microbatches))
@@ -67,7 +57,6 @@ def streaming_step_size(run: Run, num_microbatches: int) -> StepSize:
 STREAMING = Task(
     datasets=no_datasets,
     model_chunk=build_generator_chunk,
-    forward_step=_no_forward_step,
     source=no_batches,
     step_size=streaming_step_size,
     after_step=view_while_training,

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from megatron_ext.data.video.codecs import build_codec
 from megatron_ext.sampling.films import NotFiniteError
-from megatron_ext.streaming.first_frame import CodecFirstFrame
 from megatron_ext.training.streaming.films import FilmMaker
 from megatron_ext.training.streaming.prompts import FilePrompts
 from megatron_ext.training.streaming.step import StreamingRunner
 
 if TYPE_CHECKING:
-    from megatron_ext.data.video.codec_base import VideoCodec
     from megatron_ext.training.setup import Run
 
 
@@ -29,11 +24,12 @@ def view_while_training(run: Run) -> Callable[[], None] | None:
     assert isinstance(runner, StreamingRunner)
     prompts = runner.sequence.prompts
     assert isinstance(prompts, FilePrompts)
-
-    def encode(captions: Sequence[str]) -> Tensor:
-        return torch.cat([prompts.encode([caption]).cpu() for caption in captions])
-
-    maker = FilmMaker(run, encode, lambda: _codec_of(run, runner))
+    maker = FilmMaker(
+        run,
+        prompts.encode,
+        # A VAE is large; that of the first frames will do.
+        lambda: prompts.codec or build_codec(run.config.codec, run.device),
+    )
     interval = sample.sample_interval
     root = Path(sample.sample_dir or Path(run.config.checkpoint.save or ".") / "samples")
 
@@ -42,14 +38,6 @@ def view_while_training(run: Run) -> Callable[[], None] | None:
             _view(run, maker, root / f"iter_{run.progress.iteration:07}")
 
     return after_step
-
-
-def _codec_of(run: Run, runner: StreamingRunner) -> VideoCodec:
-    """That of the first frames, where there is one: a VAE is large."""
-    first_frame = runner.sequence.first_frame
-    if isinstance(first_frame, CodecFirstFrame):
-        return first_frame.codec
-    return build_codec(run.config.codec, run.device)
 
 
 def _view(run: Run, maker: FilmMaker, folder: Path) -> None:

@@ -6,19 +6,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
 from megatron_ext.config.video_rules import STREAMING_DEFAULTS
 from megatron_ext.training.setup import Run
+from megatron_ext.training.streaming.step import StreamingRunner
 from pretrain_video import task_of
 from tests.training_runs import train_on_ranks, training_rows
+
+Rows = list[dict[str, Any]]
 
 FLAGS = (
     "--task streaming --generator-size tiny --no-zero-head --latent-size 4 4 --frame-block 3 "
     "--window-frames 6 --sink-frames 3 --chunk-frames 9 --min-new-frames 6 --max-new-frames 6 "
-    "--sequence-lengths 27 --recache-frames 9 --generator-interval 2 --codec-spatial 2 "
-    "--codec-channels 4 --text-length 8 --text-width 32 --micro-batch-size 1 --lr 1e-3 "
-    "--critic-lr 2e-3 --ema-decay 0.8 --ema-start 2 --log-interval 1 --seed 7"
+    "--sequence-lengths 27 --recache-frames 9 "
+    "--text-length 8 --text-width 32 --lr 1e-3 --critic-lr 2e-3 --ema-decay 0.8 --log-interval 1 "
+    "--seed 7"
 ).split()
+CODEC = "--codec-spatial 2 --codec-channels 4".split()
 CHUNKS = 4
+"""Of a sequence, which end at frames 9, 15, 21 and 27."""
 
 
 def write_prompts(folder: Path, *, switch: bool = True) -> list[str]:
@@ -33,24 +42,65 @@ def write_prompts(folder: Path, *, switch: bool = True) -> list[str]:
     return words
 
 
-def run(
+def flags_of(
+    folder: Path, words: str, *, micro: int = 1, batch: int = 1, interval: int = 2, start: int = 2
+) -> list[str]:
+    """The words of a command line."""
+    own = (
+        f"--micro-batch-size {micro} --global-batch-size {batch} --generator-interval {interval} "
+        f"--ema-start {start} {words}"
+    )
+    prompts = [] if "--prompts-path" in words else write_prompts(folder)
+    codec = [] if "--no-encode-first-frame" in words else CODEC
+    return [*FLAGS, *codec, *prompts, *own.split()]
+
+
+def attempt(
     folder: Path,
     words: str,
     *,
     ranks: int = 1,
-    batch: int = 1,
     save: str = "save",
     prepare: Callable[[Run], None] | None = None,
-) -> list[dict[str, Any]]:
-    """The rows of the training steps of a run, which must not fail."""
-    flags = [*FLAGS, *write_prompts(folder), "--global-batch-size", str(batch), *words.split()]
+    **sizes: int,
+) -> tuple[int, Rows]:
+    """The exit code of a run, and the rows of its training steps."""
     code, rows = train_on_ranks(
-        flags,
+        flags_of(folder, words, **sizes),
         ranks=ranks,
         save=folder / save,
         task=task_of,
         defaults=STREAMING_DEFAULTS,
         prepare=prepare,
     )
+    return code, training_rows(rows)
+
+
+def run(folder: Path, words: str, **options: Any) -> Rows:
+    """The rows of the training steps of a run, which must not fail; see `attempt`."""
+    code, rows = attempt(folder, words, **options)
     assert code == 0
-    return training_rows(rows)
+    return rows
+
+
+def runner_of(run: Run) -> StreamingRunner:
+    """The streaming runner of a run."""
+    assert isinstance(run.runner, StreamingRunner)
+    return run.runner
+
+
+def weights(module: Any) -> dict[str, Tensor]:
+    """Copies of the parameters of a network that this rank holds."""
+    (bare,) = unwrap_model([module])
+    return {name: p.detach().clone() for name, p in bare.named_parameters()}
+
+
+def differ(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Any of the parameters has changed."""
+    return any(not torch.equal(tensor, b[name]) for name, tensor in a.items())
+
+
+def losses_of(row: dict[str, Any]) -> dict[str, float]:
+    """What a step logs of both networks."""
+    words = ("loss", "norm")
+    return {k: v for k, v in row.items() if any(w in k for w in words) and k != "loss_scale"}

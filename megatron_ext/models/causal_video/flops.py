@@ -1,0 +1,90 @@
+"""Floating-point operations of a video DiT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from megatron_ext.config.mmdit_sizes import TIMESTEP_WIDTH
+from megatron_ext.config.video_dit_sizes import VideoDiTSizes
+from megatron_ext.models.causal_video.cache import KVCache
+from megatron_ext.models.causal_video.model import VideoDiT
+
+MULTIPLY_AND_ADD = 2
+
+
+def flops_of_pass(
+    model: VideoDiT,
+    *,
+    x: Tensor,
+    timesteps: Tensor,
+    text: Tensor,
+    cache: KVCache | None = None,
+    first_frame: int = 0,
+    **others: Any,
+) -> float:
+    """Of a pass without gradient through the whole model, on all its model-parallel ranks together.
+
+    Matrix products only; attention counts the keys that are seen. What the cache knows of the text
+    is not computed again, and not counted.
+
+    Args:
+        model: any rank's part of it.
+        x, timesteps, text, cache, first_frame, others: as of `VideoDiT.forward`.
+    """
+    batch, frames, _, height, width = x.shape
+    per_frame = height * width // model.sizes.patch_size**2
+    seen = _frames_seen(model, cache, range(first_frame, first_frame + frames))
+    knows_text = cache is not None and cache.memo.is_filled
+    return batch * flops_of_sample(
+        model.sizes,
+        [(queries * per_frame, keys * per_frame) for queries, keys in seen],
+        num_text=text.size(1),
+        num_times=1 if timesteps.dim() == 1 else frames,
+        embeds_text=not knows_text,
+    )
+
+
+def _frames_seen(model: VideoDiT, cache: KVCache | None, new: range) -> Iterable[tuple[int, int]]:
+    """Frames that attend, and frames that they see, for each block."""
+    window = model.options.window
+    if window is None:
+        return [(len(new), len(new))]
+    present = {*new, *(cache.frames if cache is not None else ())}
+    return [
+        (window.block, sum(f in present for part in window.visible(start) for f in part))
+        for start in window.blocks(new.start, len(new))
+    ]
+
+
+def flops_of_sample(
+    sizes: VideoDiTSizes,
+    attended: Iterable[tuple[int, int]],
+    *,
+    num_text: int,
+    num_times: int,
+    embeds_text: bool = True,
+) -> float:
+    """Of one sample in a pass without gradient.
+
+    Args:
+        sizes: of the model.
+        attended: tokens that attend and tokens that they see, for each stretch of frames.
+        num_text: tokens of the text.
+        num_times: timesteps, one or one for each frame.
+        embeds_text: keys and values of the text are computed.
+    """
+    h, pairs = sizes.hidden_size, list(attended)
+    tokens = sum(queries for queries, _ in pairs)
+    # Queries, keys, values and projection of self-attention; queries and projection of
+    # cross-attention; both matrices of the feed-forward layers; scores and their products with
+    # values.
+    block = tokens * (6 * h * h + 2 * h * sizes.ffn_size + 2 * num_text * h)
+    block += 2 * h * sum(queries * keys for queries, keys in pairs)
+    around = 2 * tokens * sizes.token_width * h + num_times * h * (TIMESTEP_WIDTH + 7 * h)
+    if embeds_text:
+        block += 2 * num_text * h * h
+        around += num_text * h * (sizes.text_width + h)
+    return float(MULTIPLY_AND_ADD * (sizes.num_blocks * block + around))
