@@ -117,11 +117,8 @@ class FilmMaker:
             NotFiniteError: a video is not finite; on all ranks.
             MegatronExtError: the files cannot be written; on all ranks.
         """
-        run, context, clock = (
-            self._run,
-            self._run.context,
-            _Clock(progress if self._run.context.dp_rank == 0 else None),
-        )
+        run, context = self._run, self._run.context
+        clock = _Clock(progress if context.dp_rank == 0 else None)
         on_reporting_rank(lambda: open_folder(folder), f"Opening {folder}", context)
         writing = folder.with_name(f".{folder.name}.writing")
         ema = run.ema if run.config.sample.sample_ema else None

@@ -35,7 +35,8 @@ def view_while_training(run: Run) -> Callable[[], None] | None:
 
     def after_step() -> None:
         if run.progress.iteration % interval == 0:
-            _view(run, maker, root / f"iter_{run.progress.iteration:07}")
+            with runner.work.paused():
+                _view(run, maker, root / f"iter_{run.progress.iteration:07}")
 
     return after_step
 

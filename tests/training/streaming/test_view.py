@@ -45,6 +45,7 @@ def _snapshot(run: Run) -> dict[str, Any]:
         "numpy": np.random.get_state(legacy=False)["state"]["key"],
         "grad": torch.is_grad_enabled(),
         "steps": runner.companion.steps,
+        "progress": run.progress.to_dict(),
     }
 
 
@@ -115,7 +116,8 @@ def test_criterion_27_visualisation_changes_nothing(
 
 def test_videos_are_files_with_their_switches(tmp_path: Path) -> None:
     words = VIEWED.replace("--sample-interval 1", "--sample-interval 2")
-    run(tmp_path, f"--train-iters 2 {words} --sample-fps 5 --no-sample-ema")
+    codec = "--no-encode-first-frame --codec-spatial 2 --codec-channels 4"
+    run(tmp_path, f"--train-iters 2 {words} --sample-fps 5 --no-sample-ema {codec}")
     folder = tmp_path / "save" / "samples" / "iter_0000002"
     names = {path.name for path in folder.iterdir()}
     assert names == {"sample_000.mp4", "sample_001.mp4", CONTACT_SHEET, LIST}
