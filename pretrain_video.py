@@ -6,17 +6,23 @@ ranks. ``python pretrain_video.py --help`` lists the flags.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_ext.config import RunConfig
 from megatron_ext.config.cli import read_words
-from megatron_ext.config.video_rules import STREAMING_DEFAULTS, VIDEO_DEFAULTS
+from megatron_ext.config.video_rules import (
+    STREAMING_DEFAULTS,
+    VIDEO_DEFAULTS,
+    VIDEO_DIT_DEFAULTS,
+)
 from megatron_ext.training.pretrain import main
 from megatron_ext.training.streaming.task import STREAMING
 from megatron_ext.training.task import Task
 from megatron_ext.training.video.data import build_video_datasets, prepare_video
+from megatron_ext.training.video.dit import build_dit_chunk, dit_boundary_shape, dit_forward_step
 from megatron_ext.training.video.samples import sample_while_training
 from megatron_ext.training.video.source import video_source, video_step_size
 from megatron_ext.training.video.task import boundary_shape, build_video_chunk, flow_forward_step
@@ -34,16 +40,27 @@ FLOW = Task(
     preflight=prepare_video,
 )
 
+FLOW_OF_DIT = dataclasses.replace(
+    FLOW,
+    model_chunk=build_dit_chunk,
+    forward_step=dit_forward_step,
+    boundary_shape=dit_boundary_shape,
+)
+
 
 def task_of(config: RunConfig) -> Task:
     """What the flags ask for."""
-    return STREAMING if config.video.streams else FLOW
+    if config.video.streams:
+        return STREAMING
+    return FLOW_OF_DIT if config.video.uses_dit else FLOW
 
 
 def defaults_of(argv: Sequence[str]) -> Mapping[str, Any]:
     """What a run of the task starts from."""
-    task = read_words(argv).values.get("video", {}).get("task")
-    return STREAMING_DEFAULTS if task == "streaming" else VIDEO_DEFAULTS
+    asked = read_words(argv).values.get("video", {})
+    if asked.get("task") == "streaming":
+        return STREAMING_DEFAULTS
+    return VIDEO_DEFAULTS if asked.get("video_model", "mmdit") == "mmdit" else VIDEO_DIT_DEFAULTS
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ spawned NCCL ranks.
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import os
 import signal
@@ -123,12 +124,14 @@ def _fork(
     body: Body, layout: Layout, arguments: dict[str, Any], folder: Path, timeout: float
 ) -> list[str]:
     children = {}
+    gc.freeze()  # as the launcher does
     for rank in range(layout.world_size):
         pid = os.fork()
         if pid == 0:
             torch.set_num_threads(1)
             os._exit(_rank(rank, body, layout, arguments, folder, select()))
         children[pid] = rank
+    gc.unfreeze()
     return _wait(children, timeout)
 
 

@@ -56,6 +56,8 @@ THROUGH_THE_CONFIGURATION = {
     "sft_template_kwargs": "read as template_kwargs",
     "grad_reduce_in_bf16": "gives accumulate_allreduce_grads_in_fp32",
     "mmdit_size": "gives the sizes",
+    "teacher_tensor_model_parallel_size": "gives teacher_sizes",
+    "teacher_pipeline_model_parallel_size": "gives teacher_sizes",
     "sample_latent_frames": "read by num_frames",
     "sample_switch_frame": "read by switch_frame",
     **{f"{mode}_weight": "read by the name of the mode" for mode in MODES},

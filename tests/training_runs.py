@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,7 @@ from megatron_ext.training.launch import fork_ranks
 from megatron_ext.training.preflight import preflight
 from megatron_ext.training.pretrain import pretrain, stored_config
 from megatron_ext.training.reporting.metrics_file import read_metrics
+from megatron_ext.training.reporting.plot import plot_metrics
 from megatron_ext.training.setup import Run
 from megatron_ext.training.task import TaskOrChoice, choose
 from pretrain_gpt import task_of
@@ -52,6 +55,7 @@ def train_on_ranks(
     prepare: Callable[[Run], None] | None = None,
 ) -> tuple[int, list[dict[str, Any]]]:
     """Train on forked ranks; returns the exit code and the rows of ``metrics.jsonl``."""
+    _load_matplotlib()
     device = select()
     words = [*flags, "--nproc-per-node", str(ranks), "--save", str(save)]
     parsed = parse_args(
@@ -66,6 +70,14 @@ def train_on_ranks(
     run = partial(pretrain, chosen, config, device=device, tokenizer=tokenizer, prepare=prepare)
     code = fork_ranks(run, ranks)
     return code, read_metrics(save / "metrics.jsonl")
+
+
+@functools.cache
+def _load_matplotlib() -> None:
+    """Draw once in this process, so that not every rank that draws must load it and its fonts."""
+    row = {"kind": "train", "iteration": 1, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-5}
+    with tempfile.TemporaryDirectory() as folder:
+        plot_metrics([row], Path(folder) / "loss.png")
 
 
 def training_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,13 +1,20 @@
 #!/usr/bin/env python3
-"""Turns a Hugging Face model into a checkpoint that training starts from, and back.
+"""Turns public weights into a checkpoint that training starts from, and back.
 
     python tools/convert_checkpoint.py import --hf FOLDER --save CHECKPOINT
     python tools/convert_checkpoint.py export --load CHECKPOINT --hf FOLDER --hf-like ORIGINAL
 
-Folders are local and hold safetensors; nothing is fetched. Models are dense llama, mistral, qwen2
-and qwen3. What is imported loads in any layout, with --pretrained-checkpoint CHECKPOINT or with
---load CHECKPOINT --finetune; add --use-checkpoint-args to the latter to take the model's shape from
-it. Runs in one process on the CPU. Exit code 0, or 2 after a user's error.
+Folders are local and hold safetensors; nothing is fetched. Language models are dense llama,
+mistral, qwen2 and qwen3. What is imported loads in any layout, with --pretrained-checkpoint
+CHECKPOINT or with --load CHECKPOINT --finetune; add --use-checkpoint-args to the latter to take the
+model's shape from it.
+
+Video models are Wan 2.1 text to video, in the naming of diffusers or of the original repository,
+also as a file of torch.save such as Self-Forcing and LongLive publish. What is imported is for
+pretrain_video.py --task streaming: --pretrained-checkpoint, --critic-checkpoint and
+--teacher-checkpoint take it in any layout. Exported are generator, its averages or critic.
+
+Runs in one process on the CPU. Exit code 0, or 2 after a user's error.
 """
 
 from __future__ import annotations
@@ -18,15 +25,21 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # One copy of the weights must fit into memory, not into that of a GPU.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+from megatron_ext.checkpoint import read_run_config
 from megatron_ext.checkpoint.huggingface.exporting import Export, export_model
 from megatron_ext.checkpoint.huggingface.importing import Import, import_model
 from megatron_ext.checkpoint.huggingface.single_rank import PRECISIONS
-from megatron_ext.errors import MegatronExtError
+from megatron_ext.checkpoint.wan import Naming
+from megatron_ext.checkpoint.wan.exporting import NETWORKS, WanExport, export_wan, is_streaming
+from megatron_ext.checkpoint.wan.importing import WanImport, import_wan
+from megatron_ext.checkpoint.wan.read import is_wan
+from megatron_ext.errors import CheckpointError, MegatronExtError
 from megatron_ext.training.known_warnings import silence_known_warnings
 
 
@@ -45,23 +58,26 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_import(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hf", required=True, type=Path, help="folder of the model")
-    parser.add_argument("--save", required=True, type=Path, help="folder for the checkpoint")
     parser.add_argument(
+        "--hf", required=True, type=Path, help="folder of the model; of Wan also a .pt file"
+    )
+    parser.add_argument("--save", required=True, type=Path, help="folder for the checkpoint")
+    language = parser.add_argument_group("language models")
+    language.add_argument(
         "--target-tensor-parallel-size",
         type=int,
-        default=1,
         help="pad the vocabulary for as many ranks (1); others can load it as well",
     )
-    parser.add_argument(
+    language.add_argument(
         "--make-vocab-size-divisible-by",
         type=int,
-        default=128,
         help="round the vocabulary up to a multiple of this times the ranks (128)",
     )
-    parser.add_argument(
+    language.add_argument(
         "--seq-length", type=int, help="that --use-checkpoint-args gives (the longest position)"
     )
+    wan = parser.add_argument_group("Wan")
+    wan.add_argument("--entry", help="of a .pt file, such as generator_ema (the only one)")
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
@@ -69,45 +85,92 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ckpt-step", type=int, help="iteration (the latest)")
     parser.add_argument("--hf", required=True, type=Path, help="new folder for the model")
     parser.add_argument(
-        "--hf-like", type=Path, help="model whose config.json and tokenizer files are followed"
-    )
-    parser.add_argument(
-        "--vocab-size", type=int, help="rows of the vocabulary to write (those of --hf-like)"
-    )
-    parser.add_argument(
         "--ema", action="store_true", help="the averaged weights of a run with --ema-decay"
     )
     parser.add_argument("--max-shard-size", default="5GB", help="of one file (5GB)")
+    language = parser.add_argument_group("language models")
+    language.add_argument(
+        "--hf-like", type=Path, help="model whose config.json and tokenizer files are followed"
+    )
+    language.add_argument(
+        "--vocab-size", type=int, help="rows of the vocabulary to write (those of --hf-like)"
+    )
+    wan = parser.add_argument_group("Wan")
+    wan.add_argument("--network", choices=NETWORKS, help="of a streaming run (generator)")
+    names = [naming.value for naming in Naming]
+    wan.add_argument("--naming", choices=names, help="of the tensors (diffusers)")
+
+
+_LANGUAGE = (
+    "target_tensor_parallel_size make_vocab_size_divisible_by seq_length hf_like vocab_size"
+).split()
+_WAN = "entry network naming".split()
+
+
+def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """Options that were given on the command line."""
+    values = {name: getattr(args, name, None) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _refuse(args: argparse.Namespace, names: Sequence[str], kind: str) -> None:
+    """Refuse options that have no effect.
+
+    Raises:
+        CheckpointError: naming the first.
+    """
+    for name in _given(args, names):
+        raise CheckpointError(
+            f"`--{name.replace('_', '-')}` has no effect on {kind}; leave it out."
+        )
 
 
 def _import(args: argparse.Namespace) -> None:
-    words = import_model(
-        Import(
-            source=args.hf,
-            save=args.save,
-            dtype=args.dtype,
-            tensor_parallel_size=args.target_tensor_parallel_size,
-            make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
-            seq_length=args.seq_length,
-        )
-    )
+    if is_wan(args.hf):
+        _import_wan(args)
+        return
+    _refuse(args, _WAN, "a language model")
+    given = _given(args, _LANGUAGE)
+    if "target_tensor_parallel_size" in given:
+        given["tensor_parallel_size"] = given.pop("target_tensor_parallel_size")
+    words = import_model(Import(source=args.hf, save=args.save, dtype=args.dtype, **given))
     print(f"{args.hf} -> {args.save}. Train it with these flags, in any layout:")
     print(shlex.join(["--pretrained-checkpoint", str(args.save.resolve()), *words]))
 
 
+def _import_wan(args: argparse.Namespace) -> None:
+    _refuse(args, _LANGUAGE, "Wan, which has no vocabulary")
+    size, dtype = import_wan(WanImport(args.hf, args.save, args.dtype, args.entry))
+    print(f"{args.hf} -> {args.save}. Train it with these flags, in any layout:")
+    root = str(args.save.resolve())
+    words = ["--task", "streaming", "--generator-size", size, "--pretrained-checkpoint", root]
+    print(shlex.join([*words, *PRECISIONS[dtype]]))
+    others = (f"--{x}-size {size} --{x}-checkpoint {shlex.quote(root)}" for x in _OTHERS)
+    print(f"or as another network of a run: {', '.join(others)}")
+
+
+_OTHERS = ("critic", "teacher")
+
+
 def _export(args: argparse.Namespace) -> None:
-    notes = export_model(
-        Export(
-            load=args.load,
-            target=args.hf,
-            step=args.ckpt_step,
-            like=args.hf_like,
-            dtype=args.dtype,
-            vocab_size=args.vocab_size,
-            max_shard_size=args.max_shard_size,
-            ema=args.ema,
-        )
-    )
+    order: dict[str, Any] = {
+        "load": args.load,
+        "target": args.hf,
+        "step": args.ckpt_step,
+        "dtype": args.dtype,
+        "max_shard_size": args.max_shard_size,
+        "ema": args.ema,
+    }
+    notes: list[str] = []
+    if is_streaming(read_run_config(args.load, args.ckpt_step)):
+        _refuse(args, _LANGUAGE, "Wan, which has no vocabulary")
+        given = _given(args, ("network", "naming"))
+        if "naming" in given:
+            given["naming"] = Naming(given["naming"])
+        export_wan(WanExport(**order, **given))
+    else:
+        _refuse(args, _WAN, "a language model")
+        notes = export_model(Export(**order, like=args.hf_like, vocab_size=args.vocab_size))
     for note in notes:
         print(f"> {note}")
     print(f"{args.load} -> {args.hf}")

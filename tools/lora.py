@@ -3,6 +3,9 @@
 
 python tools/lora.py merge --load RUN --save MERGED
 python tools/lora.py export --load RUN --output ADAPTER --base-model meta-llama/Llama-3.2-1B
+
+Of a streaming run (pretrain_video.py --task streaming) the generator, or with --network the critic;
+exported adapters fit diffusers' WanTransformer3DModel.
 """
 
 from __future__ import annotations
@@ -16,11 +19,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
 
-from megatron_ext.checkpoint.lora_export import export_adapters
+from megatron_ext.checkpoint import read_run_config
+from megatron_ext.checkpoint.lora_export import NETWORKS, check_network, export_adapters
 from megatron_ext.checkpoint.lora_merge import merge_checkpoint
-from megatron_ext.device import select
+from megatron_ext.config import RunConfig
+from megatron_ext.device import Device, select
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.training.known_warnings import silence_known_warnings
+from megatron_ext.training.streaming.merging import network_of
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,7 +40,15 @@ def parser() -> argparse.ArgumentParser:
     for command in (merge, export):
         command.add_argument("--load", type=Path, required=True, help="folder of the run")
         command.add_argument("--ckpt-step", type=int, help="iteration; default: the latest")
+        command.add_argument(
+            "--network", choices=NETWORKS, help="of a streaming run; default: the generator"
+        )
     merge.add_argument("--save", type=Path, required=True, help="folder for the new checkpoint")
+    merge.add_argument(
+        "--pretrained-checkpoint",
+        help="weights under adapters that were saved alone, as of a streaming run; default: where "
+        "the run found them",
+    )
     export.add_argument("--output", type=Path, required=True, help="new folder")
     export.add_argument(
         "--base-model", default="", help="the model's name on Hugging Face, or path"
@@ -48,10 +62,14 @@ def main(argv: Sequence[str]) -> int:
     silence_known_warnings(device.kind)
     try:
         if args.command == "merge":
-            print(merge_checkpoint(args.load, args.save, device, step=args.ckpt_step))
+            print(_merge(args, device))
             return 0
         left_out = export_adapters(
-            args.load, args.output, step=args.ckpt_step, base_model=args.base_model
+            args.load,
+            args.output,
+            step=args.ckpt_step,
+            base_model=args.base_model,
+            network=args.network,
         )
     except MegatronExtError as error:
         for sentence in error.messages:
@@ -61,6 +79,19 @@ def main(argv: Sequence[str]) -> int:
         print(f"> `{name}` has no place in a Hugging Face model and was left out")
     print(args.output)
     return 0
+
+
+def _merge(args: argparse.Namespace, device: Device) -> Path:
+    run = RunConfig.from_dict(read_run_config(args.load, args.ckpt_step))
+    check_network(run, args.load, args.network)
+    return merge_checkpoint(
+        args.load,
+        args.save,
+        device,
+        step=args.ckpt_step,
+        network=network_of(run, args.network),
+        base=args.pretrained_checkpoint,
+    )
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_ext.training.streaming.sample_tool import sample_streaming
 from megatron_ext.training.video.sample_tool import sample_video
-from pretrain_video import FLOW
+from pretrain_video import task_of
 
 STREAMING = "--streaming"
 
 if __name__ == "__main__":
     words = [word for word in sys.argv[1:] if word != STREAMING]
     is_streaming = STREAMING in sys.argv[1:]
-    sys.exit(sample_streaming(words) if is_streaming else sample_video(FLOW, words))
+    sys.exit(sample_streaming(words) if is_streaming else sample_video(task_of, words))

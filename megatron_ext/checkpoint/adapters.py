@@ -14,13 +14,13 @@ from megatron_ext.checkpoint.ema import PREFIX
 from megatron_ext.checkpoint.fit import LENIENT, is_new_branch
 from megatron_ext.errors import CheckpointError
 
-_MARK = ".lora."
+MARK = ".lora."
 
 
 def adapters_among(names: Iterable[str]) -> list[str]:
     """The names that are matrices of adapters."""
     weights = (n for n in names if "optimizer." not in n and not n.startswith(PREFIX))
-    return sorted(name for name in weights if _MARK in name)
+    return sorted(name for name in weights if MARK in name)
 
 
 def stored_adapters(path: Path) -> list[str]:
@@ -45,7 +45,7 @@ def leave_out_new(
     for chunk in chunks:
         for name, entry in list(state.get(chunk, {}).items()):
             may_be_new = isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and (
-                _MARK in entry.key or is_new_branch(entry.data)
+                MARK in entry.key or is_new_branch(entry.data)
             )
             if may_be_new and entry.key not in stored:
                 new.setdefault(chunk, {})[name] = entry.data
@@ -88,7 +88,7 @@ def check_adapters(
     wanted = adapters_among(getattr(entry, "key", "") for entry in entries)
     stored = stored_adapters(path)
     layers = [getattr(entry, "key", "").rpartition(".")[0] for entry in entries]
-    dropped = [x for x in stored if x.partition(_MARK)[0] in layers and x not in wanted]
+    dropped = [x for x in stored if x.partition(MARK)[0] in layers and x not in wanted]
     missing = [name for name in wanted if name not in stored]
     if dropped:
         raise CheckpointError(

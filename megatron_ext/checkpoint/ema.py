@@ -48,6 +48,22 @@ def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> b
     return there and ema is not None
 
 
+def take_averages(path: Path, state: dict[str, Any], chunks: Iterable[str]) -> None:
+    """Ask a checkpoint for averaged weights in the place of those weights that were averaged.
+
+    Args:
+        path: the checkpoint, which need not hold any.
+        state: sharded state of the run, changed in place.
+        chunks: keys of the model chunks in it.
+    """
+    stored = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    for chunk in chunks:
+        sharded, _ = extract_sharded_tensors_and_factories(state[chunk])
+        for entry in nested_values(sharded):
+            if f"{PREFIX}{entry.key}" in stored:
+                entry.key = f"{PREFIX}{entry.key}"
+
+
 def averages_to_save(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]:
     """Sharded state with the averages, in the host's memory; all ranks call this together.
 

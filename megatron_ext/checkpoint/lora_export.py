@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from megatron_ext.checkpoint.adapters import stored_adapters
 from megatron_ext.checkpoint.huggingface import RowShape, split_rows
 from megatron_ext.checkpoint.huggingface.names import modules_of
 from megatron_ext.checkpoint.huggingface.single_rank import row_shape
+from megatron_ext.checkpoint.lora_wan import NAME as WAN_NAME
+from megatron_ext.checkpoint.lora_wan import wan_parts, wan_target
 from megatron_ext.checkpoint.manifest import checksum_fault, read_manifest
 from megatron_ext.checkpoint.paths import standing_folder_of
 from megatron_ext.checkpoint.stored import choose, read_run_config, refusal
@@ -24,29 +28,59 @@ from megatron_ext.config import RunConfig
 from megatron_ext.errors import CheckpointError
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model"
+NETWORKS = ("generator", "critic")
+Part = tuple[str, str, Tensor]
 _NAME = re.compile(
     r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?:self_attention|mlp)\."
     r"(?P<linear>linear_\w+)\.lora\.(?P<matrix>[ab])$"
 )
 
 
+@dataclass(frozen=True)
+class _Twin:
+    """The model on the other side.
+
+    Attributes:
+        name: of those of our adapters that have a place in it.
+        parts: one of our matrices as its layers', ``A`` or ``B``, and values.
+        target: what peft is to call a layer, from its path.
+        task: peft's name for what it does, None if it has none.
+    """
+
+    name: re.Pattern[str]
+    parts: Callable[[str, Tensor], Iterator[Part]]
+    target: Callable[[str], str]
+    task: str | None
+
+
 def export_adapters(
-    root: Path, output: Path, *, step: int | None = None, base_model: str = ""
+    root: Path,
+    output: Path,
+    *,
+    step: int | None = None,
+    base_model: str = "",
+    network: str | None = None,
 ) -> list[str]:
     """Write ``adapter_model.safetensors`` and ``adapter_config.json``; needs no process group.
+
+    Adapters of a GPT get the names of transformers' Llama, those of a streaming run the names of
+    diffusers' WanTransformer3DModel; its ``load_lora_adapter`` finds scale and layers in the file
+    by ``prefix="base_model.model"``.
 
     Args:
         root: ``--load``, a folder of checkpoints.
         output: a new or empty folder.
         step: iteration, None for the latest.
         base_model: name or path of the Hugging Face model that the adapters belong to.
+        network: one of `NETWORKS` of a streaming run, None for the generator or the only one.
 
     Returns:
         Names of adapters that have no place in a Hugging Face model and were left out.
 
     Raises:
-        CheckpointError: no whole checkpoint with adapters, no Llama-like MLP, or a folder that
-            holds something.
+        CheckpointError: no whole checkpoint with adapters, no such network, no Llama-like MLP, or
+            a folder that holds something.
     """
     from safetensors.torch import save_file
 
@@ -54,19 +88,24 @@ def export_adapters(
     iteration = choose(root, step)
     assert iteration is not None
     _verify(root, iteration)
-    names = stored_adapters(standing_folder_of(root, iteration))
-    _check(run, names, root, output)
-    output.mkdir(parents=True, exist_ok=True)
+    path = standing_folder_of(root, iteration)
+    names = [
+        name
+        for name in stored_adapters(path)
+        if name.startswith("critic.") == (network == "critic")
+    ]
+    _check(run, names, root, output, network)
+    twin = _twin(run, network)
     tensors, modules = {}, set()
-    for name, matrix in _read(standing_folder_of(root, iteration), names).items():
-        for layer, twin, kind, values in _parts(name, matrix, row_shape(run)):
-            modules.add(twin.rpartition(".")[2])
-            key = f"base_model.model.model.layers.{layer}.{twin}.lora_{kind}.weight"
-            tensors[key] = values.contiguous()
-    save_file(tensors, output / WEIGHTS, metadata={"format": "pt"})
-    description = json.dumps(_peft_config(run, sorted(modules), base_model), indent=2)
-    (output / CONFIG).write_text(description, encoding="utf-8")
-    return [name for name in names if not _NAME.match(name)]
+    for name, matrix in _read(path, [name for name in names if twin.name.match(name)]).items():
+        for module, kind, values in twin.parts(name, matrix):
+            modules.add(twin.target(module))
+            tensors[f"{PREFIX}.{module}.lora_{kind}.weight"] = values.contiguous()
+    description = _peft_config(run, sorted(modules), base_model, twin.task)
+    output.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, output / WEIGHTS, metadata=_metadata(description))
+    (output / CONFIG).write_text(json.dumps(description, indent=2), encoding="utf-8")
+    return [name for name in names if not twin.name.match(name)]
 
 
 def _verify(root: Path, iteration: int) -> None:
@@ -77,13 +116,16 @@ def _verify(root: Path, iteration: int) -> None:
         raise CheckpointError(refusal(root, iteration, fault))
 
 
-def _check(run: RunConfig, names: list[str], root: Path, output: Path) -> None:
+def _check(
+    run: RunConfig, names: Sequence[str], root: Path, output: Path, network: str | None
+) -> None:
+    check_network(run, root, network)
     if run.lora.lora_rank is None or not names:
         raise CheckpointError(
             f"`--load` ({root}) holds a model without adapters; give a run with `--lora-rank`."
         )
     has_mlp = any(".linear_fc" in name for name in names)
-    if has_mlp and not run.model.swiglu:
+    if has_mlp and not run.model.swiglu and not run.video.streams:
         raise CheckpointError(
             f"`--load` ({root}) has adapters on an MLP without `--swiglu`, for which peft's models "
             "have no gate_proj and up_proj; merge them with `tools/lora.py merge` instead."
@@ -92,20 +134,49 @@ def _check(run: RunConfig, names: list[str], root: Path, output: Path) -> None:
         raise CheckpointError(f"`--output` ({output}) is not empty; give a new folder.")
 
 
-def _read(path: Path, names: list[str]) -> dict[str, Tensor]:
+def check_network(run: RunConfig, root: Path, network: str | None) -> None:
+    """Refuse the name of a network that a run does not have.
+
+    Args:
+        run: whose checkpoint it is.
+        root: ``--load``.
+        network: see `export_adapters`.
+
+    Raises:
+        CheckpointError: the run has one network only.
+    """
+    if network is not None and not run.video.streams:
+        raise CheckpointError(
+            f"`--network` ({network}) is for runs of `pretrain_video.py --task streaming`, but "
+            f"`--load` ({root}) holds one model; leave it out."
+        )
+
+
+def _read(path: Path, names: Sequence[str]) -> dict[str, Tensor]:
     """Whole matrices by name, with a leading dimension of layers where these are stacked."""
     stored: Any = FileSystemReader(str(path)).read_metadata().state_dict_metadata
     state = {
-        name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype)
-        for name in names
-        if _NAME.match(name)
+        name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names
     }
     load(state, storage_reader=FileSystemReader(str(path)), no_dist=True)
     return state
 
 
-def _parts(name: str, matrix: Tensor, shape: RowShape) -> Iterator[tuple[int, str, str, Tensor]]:
-    """Layer, Hugging Face's module, ``A`` or ``B``, and its values."""
+def _twin(run: RunConfig, network: str | None) -> _Twin:
+    if not run.video.streams:
+        return _Twin(
+            _NAME,
+            partial(_llama_parts, shape=row_shape(run)),
+            lambda path: path.rpartition(".")[2],
+            "CAUSAL_LM",
+        )
+    streaming = run.streaming
+    head_dim = streaming.sizes(streaming.critic_size if network == "critic" else None).head_dim
+    return _Twin(WAN_NAME, partial(wan_parts, head_dim=head_dim), wan_target, None)
+
+
+def _llama_parts(name: str, matrix: Tensor, shape: RowShape) -> Iterator[Part]:
+    """Path of Hugging Face's layer, ``A`` or ``B``, and its values."""
     match = _NAME.match(name)
     assert match is not None
     linear, kind = match["linear"], match["matrix"].upper()
@@ -118,20 +189,28 @@ def _parts(name: str, matrix: Tensor, shape: RowShape) -> Iterator[tuple[int, st
             # safetensors refuses tensors that share memory.
             parts = {twin: values.clone() for twin in modules_of(linear)}
         for twin, part in parts.items():
-            yield layer, twin, kind, part
+            yield f"model.layers.{layer}.{twin}", kind, part
 
 
-def _peft_config(run: RunConfig, modules: list[str], base_model: str) -> dict[str, Any]:
+def _peft_config(
+    run: RunConfig, modules: list[str], base_model: str, task: str | None
+) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": task,
         "base_model_name_or_path": base_model,
         "inference_mode": True,
         "r": run.lora.lora_rank,
-        "lora_alpha": run.lora.resolved().lora_alpha,
+        "lora_alpha": run.lora.resolved(streams=run.video.streams).lora_alpha,
         "lora_dropout": run.lora.lora_dropout,
         "use_rslora": run.lora.lora_rslora,
         "target_modules": modules,
         "bias": "none",
         "fan_in_fan_out": False,
     }
+
+
+def _metadata(description: dict[str, Any]) -> dict[str, str]:
+    """Header of the file: there diffusers looks for the configuration, named like the tensors."""
+    own = {f"{PREFIX}.{name}": value for name, value in description.items()}
+    return {"format": "pt", "lora_adapter_metadata": json.dumps(own)}

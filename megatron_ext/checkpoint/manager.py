@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -11,7 +12,6 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.checkpoint.adapters import check_adapters, leave_out_new, new_branches
 from megatron_ext.checkpoint.agreement import together
@@ -22,15 +22,28 @@ from megatron_ext.checkpoint.ema import (
     averages_to_load,
     averages_to_save,
     goes_on_averaging,
+    holds_averages,
     load_averages,
+    take_averages,
 )
-from megatron_ext.checkpoint.fit import check_model, check_optimizer, same_model_ranks
+from megatron_ext.checkpoint.fit import check_model, check_optimizer
+from megatron_ext.checkpoint.frozen import (
+    BASE,
+    FrozenBase,
+    leave_out_base,
+    put_back_base,
+    refuse_adapters_alone,
+)
 from megatron_ext.checkpoint.loaded import LoadedCheckpoint
-from megatron_ext.checkpoint.manifest import checksum_fault, read_manifest
 from megatron_ext.checkpoint.optimizer_state import is_distributed
 from megatron_ext.checkpoint.paths import folder_of
 from megatron_ext.checkpoint.publish import prepare, publish, remove_old, temporary_folder_of
-from megatron_ext.checkpoint.random_state import random_state, restore_random_state
+from megatron_ext.checkpoint.random_state import (
+    random_state,
+    restore_random_state,
+    why_states_do_not_fit,
+)
+from megatron_ext.checkpoint.reading import read_state, verify
 from megatron_ext.checkpoint.state import (
     Chunks,
     apply_state,
@@ -44,10 +57,9 @@ from megatron_ext.checkpoint.stored import (
     Found,
     find,
     read_json,
-    refusal,
     stored_progress,
 )
-from megatron_ext.checkpoint.strategies import load_strategy, save_strategy
+from megatron_ext.checkpoint.strategies import save_strategy
 from megatron_ext.checkpoint.writing import (
     describe_written,
     on_first_rank,
@@ -61,11 +73,21 @@ from megatron_ext.optim.ema import ShardedEMA
 
 
 class CheckpointManager:
-    """Saves and loads; all ranks call each method together."""
+    """Saves and loads; all ranks call each method together.
 
-    def __init__(self, config: CheckpointConfig, context: ParallelContext) -> None:
+    Args:
+        config: what to load and where to save.
+        context: of this rank.
+        base: what the model is before anything is loaded, where checkpoints hold its adapters
+            only; None saves all weights.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, context: ParallelContext, base: FrozenBase | None = None
+    ) -> None:
         self._config = config
         self._context = context
+        self._base = base
 
     def save(
         self,
@@ -159,6 +181,9 @@ class CheckpointManager:
         if companion is not None:
             cut = {**metadata, "dp_cp_group": self._context.pgs.dp_cp}
             state |= companion.state_to_save(cut, with_optimizer=not config.no_save_optim)
+        if self._base is not None:
+            leave_out_base(state, chunk_keys(model))
+            state[BASE] = self._base.record()
         state["content_metadata"] = metadata
         if scheduler is not None and not config.no_save_optim:
             state["opt_param_scheduler"] = scheduler.state_dict()
@@ -191,10 +216,15 @@ class CheckpointManager:
         found = self._find()
         if found is None:
             return None
-        self._verify(found)
+        verify(found, self._context)
         path, notes = found.path, list[str]()
+        if self._config.pretrained_average and found.weights_only and not holds_averages(path):
+            notes.append(f"{path} holds no averaged weights, so its weights are taken.")
         common = dict(dist_checkpointing.load_common_state_dict(str(path)))
         arguments = common.get("args", Namespace())
+        recorded = FrozenBase.recorded(common)
+        if found.weights_only:
+            refuse_adapters_alone(path, recorded)
         with_optimizer = self._loads_optimizer(found, arguments, notes)
         with_averages = not found.weights_only and goes_on_averaging(path, ema, notes)
         state, new = self._requested_state(
@@ -212,7 +242,11 @@ class CheckpointManager:
         if goes_on is not None:
             metadata = {**common["content_metadata"], "dp_cp_group": self._context.pgs.dp_cp}
             state |= goes_on.state_to_load(path, metadata, with_optimizer=with_optimizer)
-        loaded = self._read(path, state, notes)
+        if recorded is not None:
+            self._restore_base(path, recorded, model)
+        loaded = read_state(path, state, self._config, self._context, notes)
+        if recorded is not None:
+            put_back_base(loaded, model)
         notes += new_branches(path, new)
         for chunk, values in new.items():
             loaded[chunk].update(values)
@@ -224,10 +258,23 @@ class CheckpointManager:
         if "rng_state" in state:
             restore_random_state(self._context, loaded["rng_state"])
         run_config = read_json(path / RUN_CONFIG)
+        if self._base is not None and recorded is None:
+            self._base = FrozenBase.at(path)
         if found.weights_only:
             return LoadedCheckpoint(0, {}, run_config, path, notes)
         progress = stored_progress(path, arguments)
         return LoadedCheckpoint(int(common["iteration"]), progress, run_config, path, notes)
+
+    def _restore_base(self, path: Path, recorded: FrozenBase, model: Chunks) -> None:
+        """Load the weights under the adapters in a checkpoint, which names them."""
+        given = self._config.pretrained_checkpoint
+        own = self._base or FrozenBase(None, "unknown seed")
+        if given is not None:
+            own = together(lambda: FrozenBase.given(given), f"{given} cannot be read")[0]
+        own.check(path, recorded, "--pretrained-checkpoint")
+        asked = dataclasses.replace(self._config, load=None, save=None)
+        CheckpointManager(asked, self._context).load(model=model, optimizer=None, scheduler=None)
+        self._base = own
 
     def _find(self) -> Found | None:
         """What to load; rank 0 looks, all agree."""
@@ -235,20 +282,6 @@ class CheckpointManager:
             lambda: find(self._config) if self._context.rank == 0 else None,
             "looking for a checkpoint",
         )[0]
-
-    def _verify(self, found: Found) -> None:
-        """Compare the checksums, each rank its share of the files."""
-        path = found.path
-
-        def verify() -> None:
-            files = read_manifest(path) or {}
-            rank, size = self._context.rank, self._context.layout.world_size
-            largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
-            fault = checksum_fault(path, files, largest_first[rank::size])
-            if fault is not None:
-                raise CheckpointError(refusal(found.root, found.iteration, fault))
-
-        together(verify, f"{path} cannot be read")
 
     def _loads_optimizer(self, found: Found, arguments: Namespace, notes: list[str]) -> bool:
         if found.weights_only or self._config.no_load_optim:
@@ -259,21 +292,12 @@ class CheckpointManager:
         return True
 
     def _loads_random(self, found: Found, arguments: Namespace, notes: list[str]) -> bool:
-        """Whether the random states are there and fit: they are kept per model-parallel rank."""
+        """Whether the random states are wanted, there, and fit."""
         if found.weights_only or self._config.no_load_rng:
             return False
-        if getattr(arguments, "no_save_rng", False):
-            notes.append(f"{found.path} holds no random states, so they start from `--seed`.")
-            return False
-        same = same_model_ranks(arguments, self._context.layout)
-        data_ranks = getattr(arguments, "data_parallel_size", None)
-        if self._context.layout.expert_model_parallel_size > 1 or getattr(
-            arguments, "data_parallel_random_init", False
-        ):
-            same = same and data_ranks == self._context.layout.data_parallel_size
-        if not same:
-            notes.append("The layout has changed, so the random states start from `--seed`.")
-        return same
+        note = why_states_do_not_fit(found.path, arguments, self._context.layout)
+        notes += [] if note is None else [note]
+        return note is None
 
     def _requested_state(
         self,
@@ -291,6 +315,8 @@ class CheckpointManager:
         """
         path, layout = found.path, self._context.layout
         keys, strictness = chunk_keys(model), self._config.dist_ckpt_strictness
+        is_of_adapters = FrozenBase.recorded(common) is not None
+        average = found.weights_only and self._config.pretrained_average
         stored = dict(common.get("content_metadata") or {})
         metadata = {**stored, "dp_cp_group": self._context.pgs.dp_cp}
 
@@ -299,6 +325,10 @@ class CheckpointManager:
             if found.weights_only:
                 leave_out_new(path, bare, keys)
             check_adapters(path, bare, keys, strictness)
+            if is_of_adapters:
+                leave_out_base(bare, keys)
+            if average:
+                take_averages(path, bare, keys)
             if ema is not None:
                 bare[EMA] = averages_to_load(ema, {key: bare[key] for key in keys})
             check_model(path, bare, arguments, layout, strictness)
@@ -309,33 +339,11 @@ class CheckpointManager:
 
         together(check, f"{path} cannot be compared with the model")
         state = sharded_state(model, optimizer, metadata=metadata, is_loading=True)
-        assert all(key in state for key in keys)
         if ema is not None:
             state[EMA] = averages_to_load(ema, {key: state[key] for key in keys})
-        return state, leave_out_new(path, state, keys) if found.weights_only else {}
-
-    def _read(self, path: Path, state: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-        strategy = load_strategy(
-            self._config.ckpt_format,
-            self._context.pgs.dp_cp,
-            fully_parallel=self._config.ckpt_fully_parallel_load,
-        )
-        try:
-            loaded = dist_checkpointing.load(
-                state,
-                str(path),
-                sharded_strategy=strategy,
-                strict=self._config.dist_ckpt_strictness,
-            )
-        # torch's exception of a collective read derives from BaseException.
-        except (Exception, CheckpointException) as error:
-            raise CheckpointError(
-                f"{path} does not fit this run: {one_line(error)}; give the flags that it was "
-                "saved with, or `--no-load-optim` where only the optimizer differs."
-            ) from error
-        if isinstance(loaded, tuple):
-            loaded, missing, unexpected = loaded
-            for kind, keys in (("not wanted by the run", missing), ("not in it", unexpected)):
-                if keys:
-                    notes.append(f"Of {path} these names are {kind}: {sorted(keys)}.")
-        return dict(loaded)
+        new = leave_out_new(path, state, keys) if found.weights_only else {}
+        if average:
+            take_averages(path, state, keys)
+        if is_of_adapters:
+            leave_out_base(state, keys)
+        return state, new

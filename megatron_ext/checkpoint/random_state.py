@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,8 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
 
-from megatron_ext.layout import ParallelContext
+from megatron_ext.checkpoint.fit import same_model_ranks
+from megatron_ext.layout import Layout, ParallelContext
 
 
 def random_state(context: ParallelContext, *, every_replica: bool = False) -> ShardedObject:
@@ -43,6 +46,26 @@ def random_state(context: ParallelContext, *, every_replica: bool = False) -> Sh
         sizes, ranks = (*sizes, context.pgs.dp_cp.size()), (*ranks, replica)
         replica = 0
     return ShardedObject("rng_state", states, sizes, ranks, replica_id=replica)
+
+
+def why_states_do_not_fit(path: Path, arguments: Namespace, layout: Layout) -> str | None:
+    """Why a run cannot go on with the states of a checkpoint, kept for each model-parallel rank.
+
+    Args:
+        path: the checkpoint.
+        arguments: of the run that saved it.
+        layout: of this run.
+
+    Returns:
+        A sentence, None if they fit.
+    """
+    if getattr(arguments, "no_save_rng", False):
+        return f"{path} holds no random states, so they start from `--seed`."
+    same = same_model_ranks(arguments, layout)
+    apart = getattr(arguments, "data_parallel_random_init", False)
+    if layout.expert_model_parallel_size > 1 or apart:
+        same = same and getattr(arguments, "data_parallel_size", None) == layout.data_parallel_size
+    return None if same else "The layout has changed, so the random states start from `--seed`."
 
 
 def restore_random_state(context: ParallelContext, states: list[dict[str, Any]]) -> None:

@@ -36,6 +36,9 @@ class CheckpointConfig:
     ckpt_step: int | None = flag(None, "iteration to load; default: the latest", unit="steps")
     finetune: bool = flag(False, "load the weights only, and start at iteration 0")
     pretrained_checkpoint: str | None = flag(None, "weights to start from, without --load")
+    pretrained_average: bool = flag(
+        False, "of checkpoints that only give weights take the averaged ones, where they are kept"
+    )
     no_save_optim: bool = flag(False, "leave the optimizer out of checkpoints")
     no_save_rng: bool = flag(False, "leave the random states out of checkpoints")
     no_load_optim: bool = flag(False, "do not load the optimizer")
@@ -63,11 +66,12 @@ class CheckpointConfig:
         True, "optimizer state that loads in any layout (the default here)"
     )
 
-    def errors(self, *, evaluates: bool) -> list[str]:
+    def errors(self, *, evaluates: bool, starts_others: bool = False) -> list[str]:
         """What cannot be run, one sentence each.
 
         Args:
             evaluates: the run has evaluations.
+            starts_others: networks besides the model of the run take weights of checkpoints.
         """
         found = [
             f"`--{name.replace('_', '-')}` ({value}) must be at least 1."
@@ -91,6 +95,13 @@ class CheckpointConfig:
             found.append(
                 f"`--keep-best` ({self.keep_best}) needs evaluation, but `--eval-iters` is 0; give "
                 "a number of batches, or `--full-validation`."
+            )
+        if self.pretrained_average and not (
+            starts_others or self.finetune or self.pretrained_checkpoint
+        ):
+            found.append(
+                "`--pretrained-average` needs a checkpoint that gives weights to start from; give "
+                "`--pretrained-checkpoint`, or `--load` with `--finetune`."
             )
         return [*found, *self._resume_errors()]
 

@@ -18,6 +18,7 @@ from megatron_ext.config.flags import Flag, flags_of
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.spelling import NO_EFFECT, RENAMED
 from megatron_ext.config.unsupported import UNSUPPORTED
+from megatron_ext.config.video_dit import stored_dit
 from megatron_ext.errors import ConfigError
 
 OWN_FLAGS = ("--help", "-h", "--config", "--print-config", "--no-position-embedding")
@@ -303,6 +304,9 @@ def _no_position_embedding(model: Mapping[str, Any], reading: _Reading) -> None:
 
 def _model_of(stored: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The sections of a stored configuration that describe the weights."""
+    dit = stored_dit(stored)
+    if dit is not None:
+        return dit
     if stored.get("video", {}).get("video"):
         # What else its model's section holds follows from these.
         names = ("hidden_size", "num_attention_heads")

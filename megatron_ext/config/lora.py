@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
     from megatron_ext.config.optimizer import OptimizerConfig
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Linear layers of a GPT's blocks."""
+
+VIDEO_TARGETS = (*TARGETS, "linear_q", "linear_kv")
+"""Of the blocks of `models.causal_video`, whose attention to the text has its own."""
+
 DEFAULT_ALPHA = 32.0
 
 
@@ -27,8 +33,8 @@ class LoraConfig:
         None, f"adapters are scaled by this over the rank; default {DEFAULT_ALPHA:g}"
     )
     lora_dropout: float = flag(0.0, "dropout of the inputs of adapters")
-    lora_target_modules: list[str] = flag(
-        list(TARGETS), "linear layers that get an adapter", nargs="+"
+    lora_target_modules: list[str] | None = flag(
+        None, "linear layers that get an adapter; default: all of a block", nargs="+"
     )
     lora_rslora: bool = flag(False, "divide by the root of the rank instead (arXiv:2312.03732)")
 
@@ -39,27 +45,45 @@ class LoraConfig:
         alpha = DEFAULT_ALPHA if self.lora_alpha is None else self.lora_alpha
         return alpha / (math.sqrt(self.lora_rank) if self.lora_rslora else self.lora_rank)
 
-    def resolved(self) -> LoraConfig:
-        """With the default alpha, where there are adapters."""
-        if self.lora_rank is None or self.lora_alpha is not None:
-            return self
-        return dataclasses.replace(self, lora_alpha=DEFAULT_ALPHA)
+    def resolved(self, *, streams: bool) -> LoraConfig:
+        """With default alpha and layers, where there are adapters.
 
-    def errors(self, model: ModelConfig, moe: MoEConfig, optimizer: OptimizerConfig) -> list[str]:
+        Args:
+            streams: the run is ``--task streaming``.
+        """
+        if self.lora_rank is None:
+            return self
+        alpha = DEFAULT_ALPHA if self.lora_alpha is None else self.lora_alpha
+        targets = self.lora_target_modules
+        if targets is None:
+            targets = list(VIDEO_TARGETS if streams else TARGETS)
+        return dataclasses.replace(self, lora_alpha=alpha, lora_target_modules=targets)
+
+    def errors(
+        self, model: ModelConfig, moe: MoEConfig, optimizer: OptimizerConfig, *, streams: bool
+    ) -> list[str]:
         """What cannot be run, one sentence each."""
         if self.lora_rank is None:
             return self._errors_without_rank()
-        return [*self._own_errors(), *self._errors_with(model, moe, optimizer)]
+        known = VIDEO_TARGETS if streams else TARGETS
+        found = [*self._own_errors(known), *self._errors_with(model, moe, optimizer)]
+        if self.lora_dropout and streams:
+            found.append(
+                f"`--lora-dropout` ({self.lora_dropout:g}) does not go with `--task streaming`, "
+                "whose blocks are run again for their gradients and must give the same; use 0."
+            )
+        return found
 
     def _errors_without_rank(self) -> list[str]:
         default = LoraConfig()
         return [
             f"`--{field.name.replace('_', '-')}` needs `--lora-rank`; give a rank such as 16."
             for field in dataclasses.fields(self)
-            if getattr(self, field.name) != getattr(default, field.name)
+            # Stored configurations may name the layers of a GPT's blocks though nothing asks it.
+            if getattr(self, field.name) not in (getattr(default, field.name), list(TARGETS))
         ]
 
-    def _own_errors(self) -> list[str]:
+    def _own_errors(self, known: Sequence[str]) -> list[str]:
         found = []
         if self.lora_rank is not None and self.lora_rank < 1:
             found.append(
@@ -72,11 +96,12 @@ class LoraConfig:
             found.append(
                 f"`--lora-dropout` ({self.lora_dropout:g}) must be at least 0 and below 1."
             )
-        unknown = [name for name in self.lora_target_modules if name not in TARGETS]
-        if unknown or not self.lora_target_modules:
+        targets = self.lora_target_modules
+        unknown = [name for name in targets or () if name not in known]
+        if unknown or targets == []:
             found.append(
                 f"`--lora-target-modules` ({' '.join(unknown)}) must be names among "
-                f"{', '.join(TARGETS)}."
+                f"{', '.join(known)}."
             )
         return found
 
@@ -89,7 +114,8 @@ class LoraConfig:
                 "`--lora-rank` needs our torch layers, not `--transformer-impl "
                 "transformer_engine`; use torch."
             )
-        mlp = [name for name in self.lora_target_modules if name.startswith("linear_fc")]
+        targets = TARGETS if self.lora_target_modules is None else self.lora_target_modules
+        mlp = [name for name in targets if name.startswith("linear_fc")]
         if moe.num_experts and mlp:
             found.append(
                 f"`--lora-target-modules` ({' '.join(mlp)}) does not go with `--num-experts` "

@@ -27,10 +27,12 @@ from megatron_ext.config.precision import PrecisionConfig
 from megatron_ext.config.sft import SftConfig
 from megatron_ext.config.streaming import StreamingConfig
 from megatron_ext.config.streaming_sample import StreamingSampleConfig
+from megatron_ext.config.teacher import teacher_errors
 from megatron_ext.config.tokenizer import TokenizerConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.config.transformer import transformer_fields
 from megatron_ext.config.video import SampleConfig, VideoConfig
+from megatron_ext.config.video_dit import VideoDiTConfig, described_by
 from megatron_ext.config.video_rules import video_errors
 from megatron_ext.errors import ConfigError
 
@@ -53,6 +55,7 @@ class RunConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
     mmdit: MMDiTConfig = field(default_factory=MMDiTConfig)
+    video_dit: VideoDiTConfig = field(default_factory=VideoDiTConfig)
     flow: FlowConfig = field(default_factory=FlowConfig)
     conditions: ConditionConfig = field(default_factory=ConditionConfig)
     text_dropout: TextDropoutConfig = field(default_factory=TextDropoutConfig)
@@ -98,7 +101,7 @@ class RunConfig:
             device=device,
             model=model,
             parallel=parallel,
-            lora=self.lora.resolved(),
+            lora=self.lora.resolved(streams=self.video.streams),
             precision=self.precision.resolved(),
             training=self.training.resolved(parallel.data_parallel_size),
             loss=self.loss.resolved(
@@ -113,6 +116,8 @@ class RunConfig:
     def _described_model(self) -> ModelConfig:
         if not self.video.video:
             return self.model
+        if self.video.uses_dit:
+            return described_by(self.video_dit.sizes, self.model)
         return (self.streaming if self.video.streams else self.mmdit).described(self.model)
 
     def errors(self, *, has_te: bool) -> list[str]:
@@ -121,7 +126,7 @@ class RunConfig:
             *self.model.errors(),
             *self.parallel.errors(self.model),
             *self.moe.errors(max(1, self.parallel.expert_model_parallel_size)),
-            *self.lora.errors(self.model, self.moe, self.optimizer),
+            *self.lora.errors(self.model, self.moe, self.optimizer, streams=self.video.streams),
             *self.precision.errors(),
             *self.training.errors(self.parallel.data_parallel_size),
             *self.loss.errors(per_token=self.training.calculate_per_token_loss, has_te=has_te),
@@ -130,7 +135,10 @@ class RunConfig:
             *self.data.errors(full_validation=self.training.full_validation),
             *self.sft.errors(self),
             *self.sample.errors(self.checkpoint.save),
-            *self.checkpoint.errors(evaluates=self.training.evaluates),
+            *(teacher_errors(self.streaming, self.parallel) if self.video.streams else ()),
+            *self.checkpoint.errors(
+                evaluates=self.training.evaluates, starts_others=self.streaming.starts_others
+            ),
             *self.logging.errors(),
         ]
         if self.model.transformer_impl == "transformer_engine" and not has_te:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.flags import flag
-from megatron_ext.config.mmdit_sizes import EPSILON
+from megatron_ext.config.video_dit import described_by
 from megatron_ext.config.video_dit_sizes import SIZES, VideoDiTSizes
 
 if TYPE_CHECKING:
@@ -39,6 +39,17 @@ class StreamingConfig:
     )
     critic_checkpoint: str | None = flag(None, "weights that the critic starts from")
     teacher_checkpoint: str | None = flag(None, "weights of the teacher")
+    teacher_tensor_model_parallel_size: int | None = flag(
+        None,
+        "share each matrix of the teacher over this many, and its sequences over none; default: "
+        "both as the run",
+        unit="ranks",
+    )
+    teacher_pipeline_model_parallel_size: int = flag(
+        1,
+        "cut the blocks of the teacher into this many; its sequences are then shared over none",
+        unit="stages",
+    )
     zero_head: bool = flag(True, "the last layers of new networks start at zero")
     recompute_blocks: int = flag(0, "first blocks that keep only their inputs")
     prompts_path: str | None = flag(
@@ -50,6 +61,9 @@ class StreamingConfig:
         None, "prompts after the switch, in the order of the first; default: no switch"
     )
     negative_prompt: str = flag("", "what the teacher's guidance leads away from")
+    latent_channels: int | None = flag(
+        None, "channels of the latents; default: of the named size of the generator"
+    )
     latent_size: tuple[int, int] = flag((60, 104), "height and width of the latents", nargs=2)
     frame_block: int = flag(3, "frames that are denoised together", unit=_FRAMES)
     window_frames: int = flag(12, "frames that a frame sees, sinks included", unit=_FRAMES)
@@ -97,31 +111,23 @@ class StreamingConfig:
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else tuple(value))
 
+    @property
+    def starts_others(self) -> bool:
+        """Critic or teacher take the weights of a checkpoint."""
+        return self.critic_checkpoint is not None or self.teacher_checkpoint is not None
+
     def sizes(self, size: str | None) -> VideoDiTSizes:
         """Sizes of a network, None as the generator's."""
         named = SIZES[size or self.generator_size]
         width = self.text_features or named.text_width
-        return dataclasses.replace(
-            named, channels=SIZES[self.generator_size].channels, text_width=width
-        )
+        channels = self.latent_channels
+        if channels is None:
+            channels = SIZES[self.generator_size].channels
+        return dataclasses.replace(named, channels=channels, text_width=width)
 
     def described(self, model: ModelConfig, size: str | None = None) -> ModelConfig:
         """The model's section for one of the networks, None for the generator."""
-        sizes = self.sizes(size)
-        return dataclasses.replace(
-            model,
-            num_layers=sizes.num_blocks,
-            hidden_size=sizes.hidden_size,
-            num_attention_heads=sizes.num_heads,
-            num_query_groups=None,
-            kv_channels=sizes.head_dim,
-            ffn_hidden_size=sizes.ffn_size,
-            norm_epsilon=EPSILON,
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            untie_embeddings_and_output_weights=True,
-            blocks_dealt_by_cost=True,
-        )
+        return described_by(self.sizes(size), model)
 
     def errors(self) -> list[str]:
         """What cannot be run, one sentence each."""

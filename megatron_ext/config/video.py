@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.config.flags import flag
+from megatron_ext.config.video_dit import CAUSAL, VIDEO_MODELS
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,11 @@ class VideoConfig:
         "flow",
         "flow matching on clips, or streaming long-tuning on prompts",
         choices=("flow", "streaming"),
+    )
+    video_model: str = flag(
+        "mmdit",
+        "what flow matching trains; video DiTs are what streaming starts from",
+        choices=VIDEO_MODELS,
     )
     video_data_path: str | None = flag(
         None,
@@ -40,6 +46,16 @@ class VideoConfig:
     def streams(self) -> bool:
         """Streaming long-tuning, whose data is prompts."""
         return self.video and self.task == "streaming"
+
+    @property
+    def uses_dit(self) -> bool:
+        """Flow matching with a video DiT, causal or not."""
+        return self.video and self.task == "flow" and self.video_model != "mmdit"
+
+    @property
+    def is_causal(self) -> bool:
+        """Flow matching with a video DiT that sees no later frames."""
+        return self.uses_dit and self.video_model == CAUSAL
 
     def errors(self) -> list[str]:
         """What is missing, one sentence each."""

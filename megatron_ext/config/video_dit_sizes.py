@@ -105,6 +105,7 @@ _POSITIVE = "hidden_size num_heads ffn_size num_blocks channels patch_size text_
 
 SIZES = {
     "tiny": VideoDiTSizes(64, 4, 128, 2, channels=4, text_width=32),
+    "mini": VideoDiTSizes(128, 4, 512, 4, text_width=64),
     "small": VideoDiTSizes(384, 6, 1536, 8, text_width=512),
     "base": VideoDiTSizes(768, 12, 3072, 16),
     "1.3b": VideoDiTSizes(1536, 12, 8960, 30),

@@ -7,12 +7,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.video_dit import WINDOW
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
 
 ENCODING = ("codec", "text_encoder", "encode")
-FLOW_ONLY = ("mmdit", "flow", "conditions", "text_dropout", "encode")
+FLOW_ONLY = ("mmdit", "video_dit", "flow", "conditions", "text_dropout", "encode")
 STREAMING_ONLY = ("streaming", "streaming_sample")
 SECTIONS = ("video", *FLOW_ONLY, "sample", "codec", "text_encoder", *STREAMING_ONLY)
 """Sections of which a text run follows nothing."""
@@ -31,6 +32,15 @@ VIDEO_DEFAULTS: Mapping[str, Any] = {
 """What pretrain_video.py starts from where it differs from Megatron-LM: linear warm-up to a
 constant rate, and an epsilon that is meant to be that small: with normed queries and keys it is
 stable (arXiv:2403.03206)."""
+
+VIDEO_DIT_DEFAULTS: Mapping[str, Any] = {
+    **VIDEO_DEFAULTS,
+    "i2v_head_weight": 0.0,
+    "i2v_tail_weight": 0.0,
+    "i2v_loop_weight": 0.0,
+    "text_dropout": 0.1,
+}
+"""The same with a video DiT, which is given text alone: a tenth of the clips has none."""
 
 STREAMING_DEFAULTS: Mapping[str, Any] = {
     **VIDEO_DEFAULTS,
@@ -120,16 +130,14 @@ def video_errors(given: RunConfig, resolve: Callable[[RunConfig], RunConfig]) ->
         found += [*_streaming_errors(given), *_sample_errors(given, STREAMING_ONLY[1:])]
         sampling = given.streaming_sample.errors(given.sample, given.streaming)
         return [*found, *given.streaming.errors(), *sampling]
-    found += [
-        f"`{spelled}` has an effect only with `--task streaming`; leave it out."
-        for spelled in _changed(given, STREAMING_ONLY)
-    ]
+    found += _dit_errors(given) if given.video.uses_dit else _mmdit_errors(given)
     found += [*_without_their_switch(given), *_encoding_errors(given), *_sample_errors(given)]
     return [*found, *given.video.errors(), *given.mmdit.errors()]
 
 
 def _streaming_errors(run: RunConfig) -> list[str]:
     """Flags that streaming long-tuning would ignore or cannot follow."""
+    described = run.streaming.described(run.model)
     ignored = [x for x in _changed(run, ("video", *FLOW_ONLY)) if x != "--task"]
     found = [
         f"`{spelled}` has no effect with `--task streaming`, whose data is prompts; leave it out."
@@ -144,7 +152,7 @@ def _streaming_errors(run: RunConfig) -> list[str]:
         f"`{_spelled(run.model, name)}` has no effect with `--task streaming`: "
         "`--generator-size` and the flags beside it decide; leave it out."
         for name in ("hidden_size", "num_attention_heads")
-        if getattr(run.model, name) is not None
+        if getattr(run.model, name) not in (None, getattr(described, name))
     ]
     refused = (
         ("parallel", "pipeline_model_parallel_size", "a chunk is generated block after block, so "
@@ -160,9 +168,9 @@ def _streaming_errors(run: RunConfig) -> list[str]:
     usual = {
         "pipeline_model_parallel_size": 1,
         "eval_iters": 0,
-        "skip_train": run.streaming_sample.only_samples,
         "num_workers": _default(run.data, "num_workers"),
         "pooled_width": _default(run.text_encoder, "pooled_width"),
+        "skip_train": run.streaming_sample.only_samples,
     }
     found += [
         f"`--{name.replace('_', '-')}` ({getattr(getattr(run, section), name)}) does not go with "
@@ -170,6 +178,61 @@ def _streaming_errors(run: RunConfig) -> list[str]:
         for section, name, reason in refused
         if getattr(getattr(run, section), name) not in (usual.get(name, False), None)
     ]
+    return found
+
+
+def _mmdit_errors(run: RunConfig) -> list[str]:
+    """Flags of video DiTs."""
+    found = [
+        f"`{spelled}` has an effect only with `--video-model video-dit` or causal-video-dit; leave "
+        "it out."
+        for spelled in _changed(run, ("video_dit",))
+    ]
+    return found + [
+        f"`{spelled}` has an effect only with `--task streaming`; leave it out."
+        for spelled in _changed(run, STREAMING_ONLY)
+    ]
+
+
+_OF_DIT = {"zero_head", "recompute_blocks"}
+"""Flags of streaming that a video DiT follows, besides those of its window."""
+
+
+def _dit_errors(run: RunConfig) -> list[str]:
+    """Flags that flow matching with a video DiT would ignore."""
+    shared = {*_OF_DIT, *(WINDOW if run.video.is_causal else ())}
+    model = f"`--video-model {run.video.video_model}`"
+    reasons = [
+        ("streaming", shared, "it decides nothing but what `--task streaming` does"),
+        ("streaming_sample", set[str](), "it decides nothing but what `--task streaming` does"),
+        ("mmdit", set[str](), "it is one of the MMDiT"),
+        ("conditions", {"t2v_weight"}, "a video DiT is given no reference frames"),
+    ]
+    found = [
+        f"`{_spelled(section, field.name)}` has no effect with {model}: {reason}; leave it out."
+        for name, kept, reason in reasons
+        for section in (getattr(run, name),)
+        for field in dataclasses.fields(section)
+        if "help" in field.metadata
+        and field.name not in kept
+        and getattr(section, field.name) != VIDEO_DIT_DEFAULTS.get(field.name, field.default)
+    ]
+    found += [
+        f"`{_spelled(run.model, name)}` has no effect with {model}: `--video-dit-size` decides; "
+        "leave it out."
+        for name in ("hidden_size", "num_attention_heads")
+        if getattr(run.model, name) is not None
+    ]
+    if run.text_dropout.pooled_dropout != _default(run.text_dropout, "pooled_dropout"):
+        found.append(
+            f"`--pooled-dropout` ({run.text_dropout.pooled_dropout}) has no effect with {model}, "
+            "which is given no pooled embedding; leave it out."
+        )
+    if run.video_dit.independent_block_timesteps and not run.video.is_causal:
+        found.append(
+            "`--independent-block-timesteps` has an effect only with `--video-model "
+            "causal-video-dit`, which has frame blocks; leave it out."
+        )
     return found
 
 
@@ -253,7 +316,11 @@ def _bare(run: RunConfig) -> RunConfig:
 def _settled(run: RunConfig, bare: RunConfig) -> list[tuple[str, str, str]]:
     """What the model and the data of a video run do not leave open."""
     shape = "its shape follows from `--mmdit-size` and the flags beside it"
+    if run.video.uses_dit:
+        shape = "its shape follows from `--video-dit-size`"
     reasons = {**_WHOLE, "model": shape, "data": "its data is `--video-data-path`"}
+    if run.video.streams:
+        del reasons["lora"]
     return [
         (name, field.name, reason)
         for name, reason in reasons.items()

@@ -172,9 +172,10 @@ def init_groups(
     return context
 
 
-def _pipeline_channels(layout: Layout, timeout: timedelta) -> tuple[ProcessGroup, ProcessGroup]:
+def pipeline_channels(
+    layout: Layout, pipeline: ProcessGroup, timeout: timedelta
+) -> tuple[ProcessGroup, ProcessGroup]:
     """Two groups for each pipeline; on one stage nothing is ever sent."""
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
     if layout.pipeline_model_parallel_size == 1:
         return pipeline, pipeline
     mine, rank = [], torch.distributed.get_rank()
@@ -186,6 +187,7 @@ def _pipeline_channels(layout: Layout, timeout: timedelta) -> tuple[ProcessGroup
 
 
 def _context(layout: Layout, timeout: timedelta) -> ParallelContext:
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
     return ParallelContext(
         layout=layout,
         rank=torch.distributed.get_rank(),
@@ -194,7 +196,7 @@ def _context(layout: Layout, timeout: timedelta) -> ParallelContext:
         dp_rank=parallel_state.get_data_parallel_rank(),
         cp_rank=parallel_state.get_context_parallel_rank(),
         pgs=ProcessGroupCollection.use_mpu_process_groups(),
-        pipeline_channels=_pipeline_channels(layout, timeout),
+        pipeline_channels=pipeline_channels(layout, pipeline, timeout),
     )
 
 

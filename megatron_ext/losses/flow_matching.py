@@ -66,11 +66,11 @@ def timesteps(config: FlowConfig, normals: Tensor, factor: float) -> Tensor:
 
     Args:
         config: see `FlowConfig`.
-        normals: u, standard normal, ``[b]``.
+        normals: u, standard normal, ``[b]`` or of any other shape.
         factor: of `shift_factor`.
 
     Returns:
-        t in [0, 1], ``[b]`` float32.
+        t in [0, 1], float32 in the shape of ``normals``.
     """
     u = config.timestep_mean + config.timestep_std * normals.float()
     return shift(torch.sigmoid(u), factor)
@@ -82,7 +82,7 @@ def noised(x0: Tensor, x1: Tensor, times: Tensor, sigma_min: float) -> tuple[Ten
     Args:
         x0: data, ``[b, ...]``.
         x1: noise, of the same shape.
-        times: ``[b]``.
+        times: ``[b]``; or of the frames of ``[b, c, t, h, w]``, ``[b, t]``.
         sigma_min: see `FlowConfig`.
 
     Returns:
@@ -90,7 +90,8 @@ def noised(x0: Tensor, x1: Tensor, times: Tensor, sigma_min: float) -> tuple[Ten
     """
     dtype = torch.promote_types(x0.dtype, torch.float32)
     x0, x1 = x0.to(dtype), x1.to(dtype)
-    t = times.to(dtype).view(-1, *[1] * (x0.dim() - 1))
+    t = times.to(dtype)
+    t = t[:, None, :, None, None] if t.dim() == 2 else t.view(-1, *[1] * (x0.dim() - 1))
     # Not 1 - (1 - sigma_min) * (1 - t), whose rounding would be of the size of sigma_min.
     return (1 - t) * x0 + (t + sigma_min * (1 - t)) * x1, (1 - sigma_min) * x1 - x0
 
@@ -141,7 +142,7 @@ class FlowTargets:
     Attributes:
         velocity: v of the tokens, ``[b, n, d]`` float32.
         weights: of `token_weights`, ``[b, n]`` float32.
-        times: t, ``[b]``.
+        times: t, ``[b]``, or of each token ``[b, n]``.
         modes: indices into `data.video.conditions.MODES`, ``[b]``.
     """
 
@@ -175,7 +176,10 @@ def flow_matching_loss(
     total = losses.sum()
     sums = torch.stack([losses.detach().sum(dim=1), weights.sum(dim=1)], dim=1)
     quarter = (targets.times * len(QUARTERS)).long().clamp(max=len(QUARTERS) - 1)
-    by_time = _grouped(sums, quarter, range(len(QUARTERS)))
+    timed = sums
+    if quarter.dim() == 2:
+        timed = torch.stack([losses.detach(), weights], dim=2).flatten(0, 1)
+    by_time = _grouped(timed, quarter.flatten(), range(len(QUARTERS)))
     by_mode = _grouped(sums, targets.modes, [MODES.index(mode) for mode in reported_modes])
     names = [*QUARTERS, *reported_modes]
     report = {"loss": pair(total, weights.sum())}
@@ -184,6 +188,6 @@ def flow_matching_loss(
 
 
 def _grouped(sums: Tensor, groups: Tensor, numbers: Sequence[int]) -> list[Tensor]:
-    """Sums ``[b, 2]`` of the samples, added up for each number of a group, ``[2]`` each."""
+    """Sums ``[k, 2]`` of samples or tokens, added up for each number of a group, ``[2]`` each."""
     of_groups = groups.to(sums.device)
     return [torch.where((of_groups == i)[:, None], sums, 0.0).sum(dim=0) for i in numbers]

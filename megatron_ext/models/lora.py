@@ -20,6 +20,7 @@ are computed together with the input's.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -37,6 +38,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megatron_ext.config.lora import VIDEO_TARGETS
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.initialization import draw_by_name
 from megatron_ext.models.linear import ColumnParallelLinear, RowParallelLinear
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from megatron_ext.config.lora import LoraConfig
 
 Layer = ColumnParallelLinear | RowParallelLinear
+_OF_A_LAYER = re.compile(r"(^|\.)(layers|blocks)\.")
+"""Names of a chunk's parameters unless it holds the ends of a model only."""
 
 
 class Adapter(torch.nn.Module):
@@ -162,19 +166,25 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
         chunk.requires_grad_(False)
         _attach(chunk, config)
         matrices = [adapter.a for _, adapter in _adapted(chunk)]
-        if not matrices and any(".layers." in name for name, _ in chunk.named_parameters()):
+        if not matrices and any(_OF_A_LAYER.search(name) for name, _ in chunk.named_parameters()):
             raise ConfigError(
-                f"`--lora-target-modules` ({' '.join(config.lora_target_modules)}) names no linear "
+                f"`--lora-target-modules` ({' '.join(_targets(config))}) names no linear "
                 "layer of this model; give names that it has, or leave out `--lora-rank`."
             )
         draw_by_name(chunk, matrices, _kaiming_uniform, seed)
         _begin_backward_at_embedding(chunk)
 
 
+def _targets(config: LoraConfig) -> Sequence[str]:
+    """Names of layers; all that there may be in a configuration that names none."""
+    return VIDEO_TARGETS if config.lora_target_modules is None else config.lora_target_modules
+
+
 def _attach(chunk: torch.nn.Module, config: LoraConfig) -> None:
+    targets = _targets(config)
     for name, layer in list(chunk.named_modules()):
         own_name = name.rpartition(".")[2]
-        if own_name in config.lora_target_modules and isinstance(layer, Layer):
+        if own_name in targets and isinstance(layer, Layer):
             gated = own_name == "linear_fc1" and layer.config.gated_linear_unit
             kind = ColumnAdapter if isinstance(layer, ColumnParallelLinear) else RowAdapter
             layer.lora = kind(layer, config, gated=gated)

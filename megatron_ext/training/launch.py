@@ -8,6 +8,7 @@ them meet through a file. The first rank that fails ends all.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -107,11 +108,14 @@ def fork_ranks(main: Main, world_size: int) -> int:
         children: dict[int, int] = {}
         sys.stdout.flush()
         sys.stderr.flush()
+        # Ranks need not look for garbage among what they share with this process.
+        gc.freeze()
         for rank in range(world_size):
             pid = os.fork()
             if pid == 0:
                 _child(main, rank, world_size, folder, parent)
             children[pid] = rank
+        gc.unfreeze()
         return _wait(children)
 
 

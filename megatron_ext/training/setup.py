@@ -15,6 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.checkpoint import CheckpointManager
+from megatron_ext.checkpoint.frozen import FrozenBase
 from megatron_ext.data.gpt import Datasets
 from megatron_ext.data.loader import BatchSource, reads_dataset
 from megatron_ext.models.chunks import build_chunks, wrap_chunks
@@ -138,7 +139,7 @@ def build_run(
         optimizer = build_optimizer(config, chunks)
         scheduler = build_scheduler(config, optimizer)
     ema = _average(config, chunks, optimizer)
-    checkpoints = CheckpointManager(config.checkpoint, context)
+    checkpoints = CheckpointManager(config.checkpoint, context, FrozenBase.of_run(config))
     make_runner = task.step_runner or StepRunner
     runner = make_runner(config, task, context, core, chunks, optimizer, scheduler)
     loaded = checkpoints.load(

@@ -209,6 +209,8 @@ def test_adapters_without_a_place_in_peft_are_named(
     safetensors = pytest.importorskip("safetensors")
     run = gpt_config(*LORA, "--mtp-num-layers", "1")
     save(run, context, llama_like(run, context, {}), tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"`--network` \(critic\) is for runs of"):
+        export_adapters(tmp_path / "run", tmp_path / "adapter", network="critic")
     left_out = export_adapters(tmp_path / "run", tmp_path / "adapter")
     assert len(left_out) == 8 and all(name.startswith("mtp.") for name in left_out)
     with safetensors.safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:

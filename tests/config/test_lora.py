@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.config.lora import TARGETS, VIDEO_TARGETS
+from megatron_ext.config.video_rules import STREAMING_DEFAULTS
 from megatron_ext.errors import ConfigError
 from tests.training_runs import TINY, mock_data
 
@@ -13,6 +15,48 @@ WORDS = [*TINY, *mock_data(), "--train-iters", "1"]
 
 def config(*words: str) -> RunConfig:
     return parse_args([*WORDS, *words], world_size=1, device="cpu").config
+
+
+def streaming(*words: str) -> RunConfig:
+    given = ["--task", "streaming", "--prompts-path", "x", "--micro-batch-size", "1"]
+    given += ["--global-batch-size", "1", "--train-iters", "1", *words]
+    return parse_args(given, world_size=1, device="cpu", defaults=STREAMING_DEFAULTS).config
+
+
+def test_adapters_of_a_streaming_run_lie_on_all_layers_of_its_blocks() -> None:
+    assert streaming().lora.lora_rank is None
+    lora = streaming("--lora-rank", "256", "--lora-alpha", "256").lora
+    assert lora.lora_target_modules == list(VIDEO_TARGETS) and lora.scale == 1
+    assert config("--lora-rank", "2").lora.lora_target_modules == list(TARGETS)
+    one = streaming("--lora-rank", "2", "--lora-target-modules", "linear_kv").lora
+    assert one.lora_target_modules == ["linear_kv"]
+
+
+def test_a_resolved_configuration_is_one_that_can_be_given() -> None:
+    run = streaming("--lora-rank", "2")
+    assert RunConfig.from_dict(run.to_dict()).finalize(1, "cpu") == run
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--lora-dropout 0.1", r"`--lora-dropout` \(0.1\) does not go with `--task streaming`"),
+        (
+            "--lora-target-modules head",
+            r"\(head\) must be names among linear_qkv, .*, linear_q, linear_kv\.",
+        ),
+    ],
+)
+def test_what_a_streaming_run_cannot_do(words: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        streaming("--lora-rank", "2", *words.split())
+
+
+def test_a_configuration_that_names_layers_without_a_rank_is_read() -> None:
+    """As older checkpoints hold it."""
+    stored = config().to_dict()
+    stored["lora"]["lora_target_modules"] = list(TARGETS)
+    assert RunConfig.from_dict(stored).finalize(1, "cpu").lora.lora_rank is None
 
 
 def test_alpha_over_rank() -> None:
@@ -46,6 +90,10 @@ def test_the_checkpoints_adapters_are_taken_with_its_shape() -> None:
         (
             "--lora-rank 2 --lora-target-modules linear_qkv q_proj",
             r"`--lora-target-modules` \(q_proj\) must be names among linear_qkv, linear_proj",
+        ),
+        (
+            "--lora-rank 2 --lora-target-modules linear_q linear_kv",
+            r"`--lora-target-modules` \(linear_q linear_kv\) must be names among linear_qkv",
         ),
         (
             "--lora-rank 2 --transformer-impl transformer_engine",

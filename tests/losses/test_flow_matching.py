@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -280,6 +281,29 @@ def test_reports_by_quarter_and_mode_add_up() -> None:
     for group in (QUARTERS, names):
         together = torch.stack([report[f"loss {name}"] for name in group]).sum(dim=0)
         assert torch.allclose(together, report["loss"], rtol=1e-6)
+
+
+def test_quarters_count_tokens_where_tokens_have_times_of_their_own() -> None:
+    prediction, wanted = random(B, N, D), targets(mask_of(*NAMES))
+    times = torch.arange(B * N).view(B, N) * 7 % 11 / 11
+    wanted = dataclasses.replace(wanted, times=times)
+    _, _, report = flow_matching_loss(prediction, targets=wanted)
+    each = token_losses(prediction, wanted.velocity, wanted.weights) * wanted.weights
+    for i, name in enumerate(QUARTERS):
+        inside = (times >= i / 4) & (times < (i + 1) / 4)
+        want = torch.stack([each[inside].sum(), wanted.weights[inside].sum()])
+        assert want[1] > 0 and torch.allclose(report[f"loss {name}"], want, rtol=1e-5)
+
+
+def test_frames_with_times_of_their_own_are_noised_by_them() -> None:
+    x0, x1, times = random(2, 3, 4, 5, 5), random(2, 3, 4, 5, 5), torch.rand(2, 4)
+    x_t, velocity = noised(x0, x1, times, 1e-5)
+    for clip in range(2):
+        for frame in range(4):
+            alone = x0[clip, :, frame][None], x1[clip, :, frame][None]
+            want = noised(*alone, times[clip, frame][None], 1e-5)
+            assert torch.equal(x_t[clip, :, frame], want[0][0])
+            assert torch.equal(velocity[clip, :, frame], want[1][0])
 
 
 def test_16_bit_predictions_are_compared_in_float32() -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from megatron_ext.config import parse_args
 from tests.checkpoint.huggingface.models import in_child, make
+from tests.checkpoint.wan import models as wan
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 
@@ -52,3 +53,44 @@ def test_there_and_back(tmp_path: Path) -> None:
         "",
         f"error: `--hf` ({back}) holds something already; give a new folder.\n",
     )
+
+
+def test_wan_there_and_back(tmp_path: Path) -> None:
+    """The printed flags are those of a run; options of the other kind of model are refused."""
+    source, root, back = wan.make(tmp_path / "hf"), tmp_path / "ours", tmp_path / "back"
+    assert in_fork(
+        tmp_path / "1", "import", "--hf", source, "--save", root, "--seq-length", "8"
+    ) == (
+        2,
+        "",
+        "error: `--seq-length` has no effect on Wan, which has no vocabulary; leave it out.\n",
+    )
+    code, out, errors = in_fork(
+        tmp_path / "2", "import", "--hf", source, "--save", root, "--dtype", "bfloat16"
+    )
+    assert (code, errors) == (0, "")
+    _, words, others = out.splitlines()
+    assert shlex.split(words) == [
+        *("--task", "streaming", "--generator-size", "tiny"),
+        *("--pretrained-checkpoint", str(root), "--bf16"),
+    ]
+    assert f"--critic-size tiny --critic-checkpoint {root}" in others
+    assert f"--teacher-size tiny --teacher-checkpoint {root}" in others
+    export: list[str | Path] = ["export", "--load", root, "--hf", back]
+    code, out, errors = in_fork(tmp_path / "3", *export, "--vocab-size", "8")
+    assert code == 2
+    assert errors.startswith("error: `--vocab-size` has no effect on Wan")
+    done = in_fork(tmp_path / "4", *export, "--naming", "original", "--network", "generator")
+    assert done == (0, f"{root} -> {back}\n", "")
+    before, after = wan.original_tensors(source), wan.tensors_of(back)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor.bfloat16(), after[name]), name
+
+
+def test_options_of_wan_are_refused_for_language_models(tmp_path: Path) -> None:
+    source, root = make("llama", tmp_path / "hf"), tmp_path / "ours"
+    flags: list[str | Path] = ["import", "--hf", source, "--save", root]
+    code, out, errors = in_fork(tmp_path / "1", *flags, "--entry", "generator")
+    assert (code, out) == (2, "")
+    assert errors == "error: `--entry` has no effect on a language model; leave it out.\n"

@@ -21,7 +21,7 @@ from megatron_ext.checkpoint.huggingface.names import (
     from_hf,
     hf_names,
 )
-from megatron_ext.checkpoint.huggingface.read import TensorFolder
+from megatron_ext.checkpoint.huggingface.read import TensorFolder, TensorSource
 from megatron_ext.checkpoint.huggingface.single_rank import (
     NO_TRAINING,
     ORIGIN,
@@ -73,7 +73,7 @@ def import_model(order: Import) -> list[str]:
     if published(order.save):
         raise CheckpointError(f"`--save` ({order.save}) holds checkpoints; give a new folder.")
     with TensorFolder(order.source) as tensors:
-        dtype = order.dtype or _only_dtype(tensors)
+        dtype = order.dtype or only_dtype(tensors)
         words = _words(model, order, dtype)
         keeping = ["--save", str(order.save), "--no-save-optim", "--no-save-rng"]
         config = parse_args([*words, *NO_TRAINING, *keeping], world_size=1, device="cpu").config
@@ -111,8 +111,8 @@ def _words(model: HuggingFaceModel, order: Import, dtype: str) -> list[str]:
     return words
 
 
-def _only_dtype(tensors: TensorFolder) -> str:
-    """The dtype of all tensors.
+def only_dtype(tensors: TensorSource) -> str:
+    """The dtype of all tensors, such as ``"bfloat16"``.
 
     Raises:
         CheckpointError: there are several, so that one would have to be rounded or widened.

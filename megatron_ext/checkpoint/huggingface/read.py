@@ -6,7 +6,7 @@ import json
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,9 +14,36 @@ from torch import Tensor
 
 from megatron_ext.errors import CheckpointError
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Names of safetensors, and torch's."""
+
+
+class TensorSource(Protocol):
+    """Tensors by name, which are read when they are asked for.
+
+    Attributes:
+        folder: where they lie, for messages.
+    """
+
+    folder: Path
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+
+    def dtypes(self) -> dict[str, str]:
+        """Names of tensors to names of torch's dtypes."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names of tensors to their shapes."""
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor."""
+
+
+def index_of(stem: str) -> str:
+    """The file that says which file holds which tensor."""
+    return f"{stem}.safetensors.index.json"
 
 
 class TensorFolder:
@@ -24,17 +51,22 @@ class TensorFolder:
 
     Files are mapped into memory, so that a tensor takes memory only while it is used.
 
+    Args:
+        folder: with the files.
+        stem: what their names begin with.
+
     Raises:
         CheckpointError: no such file, a damaged one, or an index that names what is not there.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, stem: str = "model") -> None:
         self.folder = folder
+        self._index = index_of(stem)
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
-        self._file_of = _file_of_each(folder)
+        self._file_of = _file_of_each(folder, stem)
         try:
-            for name in sorted(set(self._file_of.values())) or [SINGLE]:
+            for name in sorted(set(self._file_of.values())) or [f"{stem}.safetensors"]:
                 self._files[name] = self._open(name)
             self._check_index()
         except BaseException:
@@ -68,7 +100,7 @@ class TensorFolder:
         if missing:
             raise CheckpointError(
                 f"{self.folder / self._file_of[missing[0]]} does not hold `{missing[0]}`, which "
-                f"{INDEX} says; copy the whole model again."
+                f"{self._index} says; copy the whole model again."
             )
 
     @property
@@ -89,6 +121,11 @@ class TensorFolder:
             found[name] = DTYPES[kind]
         return found
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names of tensors to their shapes, read without the tensors."""
+        slices = {name: self._files[file].get_slice(name) for name, file in self._file_of.items()}
+        return {name: tuple(part.get_shape()) for name, part in slices.items()}
+
     def tensor(self, name: str) -> Tensor:
         """One tensor.
 
@@ -104,22 +141,22 @@ class TensorFolder:
         return tensor
 
 
-def _file_of_each(folder: Path) -> dict[str, str]:
+def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
     """The index, or nothing where one file holds all.
 
     Raises:
         CheckpointError: neither, or an index that cannot be read.
     """
-    path = folder / INDEX
+    path, single = folder / index_of(stem), f"{stem}.safetensors"
     if path.is_file():
         try:
             files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
             return {str(name): str(file) for name, file in files.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged ({error!r}); copy it again.") from error
-    if not (folder / SINGLE).is_file():
+    if not (folder / single).is_file():
         raise CheckpointError(
-            f"{folder} holds neither {SINGLE} nor {INDEX}; save the model with safetensors."
+            f"{folder} holds neither {single} nor {path.name}; save the model with safetensors."
         )
     return {}
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_ext.checkpoint.huggingface.names import VOCABULARY, RowShape, to_hf
-from megatron_ext.checkpoint.huggingface.read import INDEX
+from megatron_ext.checkpoint.huggingface.read import index_of
 from megatron_ext.checkpoint.manifest import make_durable
 from megatron_ext.checkpoint.paths import sync_folder
 from megatron_ext.errors import CheckpointError
@@ -32,6 +32,19 @@ COMPANIONS = (
     "generation_config.json",
 )
 """Files beside the weights that belong to the tokenizer or to generation."""
+
+
+class Writable(Protocol):
+    """Tensors to write.
+
+    Attributes:
+        described: all of them, on the meta device.
+    """
+
+    described: dict[str, Tensor]
+
+    def some(self, names: list[str]) -> dict[str, Tensor]:
+        """Some tensors, each in memory of its own, as safetensors wants them."""
 
 
 class Exported:
@@ -81,11 +94,12 @@ class Exported:
 
 def write_folder(
     target: Path,
-    tensors: Exported,
+    tensors: Writable,
     config: Mapping[str, Any],
     *,
     like: Path | None,
     max_shard_size: int | str,
+    stem: str = "model",
 ) -> None:
     """Write weights, config.json and the files of the tokenizer; all of it, or nothing.
 
@@ -95,12 +109,13 @@ def write_folder(
         config: content of config.json.
         like: folder whose tokenizer files are copied.
         max_shard_size: of one file, in bytes or such as ``"5GB"``.
+        stem: what the names of the files with tensors begin with.
 
     Raises:
         CheckpointError: the folder holds something, or cannot be written.
     """
     with _aside(target) as folder:
-        _write_weights(folder, tensors, max_shard_size)
+        _write_weights(folder, tensors, max_shard_size, stem)
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
         for path in companions(like) if like is not None else []:
@@ -144,16 +159,20 @@ def _aside(target: Path) -> Iterator[Path]:
         ) from error
 
 
-def _write_weights(folder: Path, tensors: Exported, max_shard_size: int | str) -> None:
+def _write_weights(folder: Path, tensors: Writable, max_shard_size: int | str, stem: str) -> None:
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    plan = split_torch_state_dict_into_shards(tensors.described, max_shard_size=max_shard_size)
+    plan = split_torch_state_dict_into_shards(
+        tensors.described,
+        max_shard_size=max_shard_size,
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+    )
     for file, names in plan.filename_to_tensors.items():
         # transformers refuses files that do not say which framework wrote them.
         save_file(tensors.some(list(names)), folder / file, metadata={"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (folder / index_of(stem)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def companions(folder: Path) -> list[Path]:

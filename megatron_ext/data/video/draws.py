@@ -71,6 +71,19 @@ def sample_numbers(
     return range(first, first + micro_batch_size)
 
 
+def draw_normals(
+    seed: int, samples: Sequence[int], purpose: str, count: int | None = None
+) -> Tensor:
+    """One standard normal number for each sample, or so many of them, the first of which is it.
+
+    Returns:
+        ``[b]`` or ``[b, count]``, float32.
+    """
+    drawn = [generator(seed, sample, purpose).standard_normal(count or 1) for sample in samples]
+    numbers = torch.from_numpy(np.stack(drawn)).float()
+    return numbers[:, 0] if count is None else numbers
+
+
 def draw_noise(
     seed: int, samples: Sequence[int], shape: Sequence[int], purpose: str = "noise"
 ) -> Tensor:
@@ -80,12 +93,6 @@ def draw_noise(
         for sample in samples
     ]
     return torch.from_numpy(np.stack(drawn))
-
-
-def draw_normals(seed: int, samples: Sequence[int], purpose: str) -> Tensor:
-    """One standard normal number for each sample, ``[b]`` float32."""
-    drawn = [generator(seed, sample, purpose).standard_normal() for sample in samples]
-    return torch.tensor(drawn, dtype=torch.float32)
 
 
 def draw_uniforms(seed: int, samples: Sequence[int], purpose: str) -> Tensor:

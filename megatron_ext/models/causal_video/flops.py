@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 from torch import Tensor
@@ -11,8 +11,35 @@ from megatron_ext.config.mmdit_sizes import TIMESTEP_WIDTH
 from megatron_ext.config.video_dit_sizes import VideoDiTSizes
 from megatron_ext.models.causal_video.cache import KVCache
 from megatron_ext.models.causal_video.model import VideoDiT
+from megatron_ext.models.causal_video.window import FrameWindow
+from megatron_ext.models.mmdit.flops import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
 
-MULTIPLY_AND_ADD = 2
+
+def flops_of_frames(
+    sizes: VideoDiTSizes,
+    window: FrameWindow | None,
+    *,
+    num_text: int,
+    num_frames: int,
+    tokens_per_frame: int,
+) -> float:
+    """Of one clip through the model, all frames at once, forward and backward.
+
+    Matrix products only; of attention those that the window leaves; recomputation does not count.
+
+    Args:
+        sizes: of the model.
+        window: which frames see which, None for all.
+        num_text: text tokens.
+        num_frames: t, whole blocks with a window.
+        tokens_per_frame: N.
+    """
+    frames = range(num_frames)
+    seen = [
+        (queries * tokens_per_frame, keys * tokens_per_frame)
+        for queries, keys in _frames_seen(window, frames, {*frames})
+    ]
+    return FORWARD_AND_BACKWARD * flops_of_sample(sizes, seen, num_text=num_text, num_times=1)
 
 
 def flops_of_pass(
@@ -36,7 +63,9 @@ def flops_of_pass(
     """
     batch, frames, _, height, width = x.shape
     per_frame = height * width // model.sizes.patch_size**2
-    seen = _frames_seen(model, cache, range(first_frame, first_frame + frames))
+    new = range(first_frame, first_frame + frames)
+    present = {*new, *(cache.frames if cache is not None else ())}
+    seen = _frames_seen(model.options.window, new, present)
     knows_text = cache is not None and cache.memo.is_filled
     return batch * flops_of_sample(
         model.sizes,
@@ -47,12 +76,12 @@ def flops_of_pass(
     )
 
 
-def _frames_seen(model: VideoDiT, cache: KVCache | None, new: range) -> Iterable[tuple[int, int]]:
-    """Frames that attend, and frames that they see, for each block."""
-    window = model.options.window
+def _frames_seen(
+    window: FrameWindow | None, new: range, present: Set[int]
+) -> Iterable[tuple[int, int]]:
+    """Frames that attend and frames that they see, of those that are there, for each block."""
     if window is None:
         return [(len(new), len(new))]
-    present = {*new, *(cache.frames if cache is not None else ())}
     return [
         (window.block, sum(f in present for part in window.visible(start) for f in part))
         for start in window.blocks(new.start, len(new))

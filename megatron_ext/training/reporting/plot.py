@@ -22,34 +22,28 @@ Row = dict[str, Any]
 
 def plot_metrics(rows: list[Row], path: Path, title: str = "") -> None:
     """Draw the rows of a metrics file; without a training row nothing is drawn."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    # Without pyplot, which takes a second to import and keeps figures of its own.
+    from matplotlib.figure import Figure
 
     train = [row for row in rows if row["kind"] == "train"]
     if not train:
         return
-    figure, (losses, norms, rates) = plt.subplots(
-        3, 1, figsize=(9, 8), sharex=True, height_ratios=(4, 1.4, 1.4), layout="constrained"
-    )
-    try:
-        evaluations = [row for row in rows if row["kind"] == "evaluation"]
-        resumed = [row["iteration"] for row in rows if row["kind"] == "resumed"]
-        _plot_losses(losses, train, evaluations, resumed)
-        _plot_line(norms, train, "grad_norm", "gradient norm", "tab:gray")
-        _plot_line(rates, train, "learning_rate", "learning rate", "tab:green")
-        norms.set_ylim(bottom=0)
-        rates.set_ylim(bottom=0)
-        rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
-        rates.set_xlabel("iteration")
-        rates.set_xlim(left=0)
-        losses.set_title(title or "training loss", loc="left", fontsize=11)
-        temporary = path.with_name(f".{path.name}.tmp")
-        figure.savefig(temporary, format="png", dpi=120)
-        os.replace(temporary, path)
-    finally:
-        plt.close(figure)
+    figure = Figure(figsize=(9, 8), layout="constrained")
+    losses, norms, rates = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1.4, 1.4))
+    evaluations = [row for row in rows if row["kind"] == "evaluation"]
+    resumed = [row["iteration"] for row in rows if row["kind"] == "resumed"]
+    _plot_losses(losses, train, evaluations, resumed)
+    _plot_line(norms, train, "grad_norm", "gradient norm", "tab:gray")
+    _plot_line(rates, train, "learning_rate", "learning rate", "tab:green")
+    norms.set_ylim(bottom=0)
+    rates.set_ylim(bottom=0)
+    rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
+    rates.set_xlabel("iteration")
+    rates.set_xlim(left=0)
+    losses.set_title(title or "training loss", loc="left", fontsize=11)
+    temporary = path.with_name(f".{path.name}.tmp")
+    figure.savefig(temporary, format="png", dpi=120)
+    os.replace(temporary, path)
 
 
 def _plot_losses(axes: Axes, train: list[Row], evaluations: list[Row], resumed: list[int]) -> None:

@@ -117,14 +117,11 @@ def prepare_streaming(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
         config.streaming,
         switches=rows[0].second_text is not None,
         given_frames=0 if rows[0].start is None else config.streaming.frame_block,
-        text_features=width_of(config.text_encoder),
     )
     config = dataclasses.replace(config, streaming=streaming)
     options, _, _ = options_of(streaming), noise_of(streaming), dmd_of(streaming)
     network_options(config, window_of(streaming))
     _check_sequences(streaming, options)
-    check_latents(config)
-    check_layout(config)
     if int(os.environ.get("RANK", "0")) == 0:
         warn_of_aliasing(options, accumulation_of(config))
         print(f"> {coverage(options, accumulation_of(config))}", flush=True)
@@ -132,12 +129,19 @@ def prepare_streaming(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
             print("> the teacher has random weights; give `--teacher-checkpoint`", flush=True)
     if config.sample.sample_interval is not None:
         film_requests(config)
-    return with_sizes(config)
+    return sized(config)
 
 
-def with_sizes(config: RunConfig) -> RunConfig:
-    """With what the size of the generator and the length of chunks decide about the model."""
-    streaming = config.streaming
+def sized(config: RunConfig) -> RunConfig:
+    """With what text encoder, codec and chunks decide about the networks.
+
+    Raises:
+        ConfigError: latents or a codec that do not fit the networks.
+    """
+    streaming = dataclasses.replace(config.streaming, text_features=width_of(config.text_encoder))
+    config = dataclasses.replace(config, streaming=streaming)
+    _check_latents(config)
+    _check_layout(config)
     model = dataclasses.replace(streaming.described(config.model), padded_vocab_size=None)
     length = chunk_tokens(streaming)
     model = dataclasses.replace(model, seq_length=length, max_position_embeddings=length)
@@ -204,7 +208,7 @@ def _words(numbers: Sequence[int]) -> str:
     return " ".join(map(str, numbers))
 
 
-def check_latents(config: RunConfig) -> None:
+def _check_latents(config: RunConfig) -> None:
     """The codec's channels must be those of the networks, and patches must fill the latents.
 
     Raises:
@@ -235,7 +239,7 @@ def check_latents(config: RunConfig) -> None:
         )
 
 
-def check_layout(config: RunConfig) -> None:
+def _check_layout(config: RunConfig) -> None:
     """Ranks must share out heads, feed-forward layers and the tokens of a frame.
 
     Those of the teacher are checked elsewhere, since it may have a layout of its own.

@@ -1,4 +1,4 @@
-"""Generator, critic and teacher: built, put on the device, and two of them trained."""
+"""Generator and critic: built, put on the device, and trained; what the teacher shares."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from megatron_ext.checkpoint import CheckpointManager
+from megatron_ext.checkpoint.frozen import FrozenBase
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.models.causal_video import (
     FrameWindow,
@@ -45,12 +45,14 @@ class TrainedNetwork:
         optimizer: of it alone.
         scheduler: of its learning rate.
         clip_grad: largest global norm of its gradient, 0 for no clipping.
+        base: what lies under its adapters, where its checkpoints hold these only.
     """
 
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     clip_grad: float
+    base: FrozenBase | None = None
 
     @property
     def network(self) -> Any:
@@ -89,10 +91,12 @@ def build_generator_chunk(
 ) -> VideoDiT:
     """The generator of a run; see `Task.model_chunk`."""
     window = window_of(config.streaming)
-    return _build(config, transformer_config, context, size=None, window=window, vp_stage=vp_stage)
+    return build_network(
+        config, transformer_config, context, size=None, window=window, vp_stage=vp_stage
+    )
 
 
-def _build(
+def build_network(
     config: RunConfig,
     transformer_config: TransformerConfig,
     context: ParallelContext,
@@ -119,37 +123,25 @@ def build_critic(
         config.optimizer, lr=lr * ratio, min_lr=config.optimizer.min_lr * ratio,
         lr_warmup_init=config.optimizer.lr_warmup_init * ratio,
     )  # fmt: skip
-    own = dataclasses.replace(_of_size(config, streaming.critic_size), optimizer=optimizer)
+    own = dataclasses.replace(of_size(config, streaming.critic_size), optimizer=optimizer)
     core = build_transformer_config(own)
-    bare = build_chunks(partial(_build, size=streaming.critic_size), own, core, context)
+    bare = build_chunks(partial(build_network, size=streaming.critic_size), own, core, context)
     chunks = wrap_chunks(bare, own, core, context, device)
     built = build_optimizer(own, chunks)
-    _load_weights(config, context, streaming.critic_checkpoint, chunks, built)
-    return TrainedNetwork(chunks, built, build_scheduler(own, built), streaming.critic_clip_grad)
+    load_weights(config, context, streaming.critic_checkpoint, chunks, built)
+    base = FrozenBase.of_run(config)
+    if base is not None and streaming.critic_checkpoint is not None:
+        base = FrozenBase.given(streaming.critic_checkpoint)
+    scheduler = build_scheduler(own, built)
+    return TrainedNetwork(chunks, built, scheduler, streaming.critic_clip_grad, base)
 
 
-def build_teacher(config: RunConfig, context: ParallelContext, device: torch.device) -> Any:
-    """The teacher: frozen, so without buffers for gradients and without optimizer.
-
-    Without a checkpoint its random weights are others than those of generator and critic, which
-    start alike.
-    """
-    streaming = config.streaming
-    training = dataclasses.replace(config.training, seed=config.training.seed + 1)
-    own = dataclasses.replace(_of_size(config, streaming.teacher_size), training=training)
-    core = build_transformer_config(own)
-    (bare,) = build_chunks(partial(_build, size=streaming.teacher_size), own, core, context)
-    bare = bare.to(device).requires_grad_(False).eval()
-    teacher: Any = Float16Module(core, bare) if config.precision.bf16 else bare
-    _load_weights(config, context, streaming.teacher_checkpoint, [teacher], None)
-    return teacher
-
-
-def _of_size(config: RunConfig, size: str | None) -> RunConfig:
+def of_size(config: RunConfig, size: str | None) -> RunConfig:
+    """The configuration of a run whose model would be of a named size, None as the generator."""
     return dataclasses.replace(config, model=config.streaming.described(config.model, size))
 
 
-def _load_weights(
+def load_weights(
     config: RunConfig,
     context: ParallelContext,
     path: str | None,
@@ -165,8 +157,13 @@ def _load_weights(
         return
     asked = CheckpointConfig(
         pretrained_checkpoint=path,
+        pretrained_average=config.checkpoint.pretrained_average,
         ckpt_format=config.checkpoint.ckpt_format,
         ckpt_fully_parallel_load=config.checkpoint.ckpt_fully_parallel_load,
         dist_ckpt_strictness=config.checkpoint.dist_ckpt_strictness,
     )
-    CheckpointManager(asked, context).load(model=chunks, optimizer=optimizer, scheduler=None)
+    loaded = CheckpointManager(asked, context).load(
+        model=chunks, optimizer=optimizer, scheduler=None
+    )
+    if loaded is not None and context.is_reporting_rank:
+        print("\n".join(f"> {note}" for note in loaded.notes), end="\n" * bool(loaded.notes))

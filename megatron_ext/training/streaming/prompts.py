@@ -36,6 +36,9 @@ class FilePrompts:
         context: of this rank.
         device: where the embeddings go.
 
+    Attributes:
+        codec: on the first rank of a replica, where first frames are encoded.
+
     Raises:
         ConfigError: encoders that cannot be built, on all ranks.
     """
@@ -56,9 +59,9 @@ class FilePrompts:
         self._encoder: TextEncoder | None = on_first_of_replica(
             lambda: build_text_encoder(config.text_encoder, device), "Loading the text", context
         )
-        self._codec: VideoCodec | None = None
+        self.codec: VideoCodec | None = None
         if streaming.encode_first_frame or streaming.given_frames:
-            self._codec = on_first_of_replica(
+            self.codec = on_first_of_replica(
                 lambda: build_codec(config.codec, device), "Loading the codec", context
             )
 
@@ -68,11 +71,6 @@ class FilePrompts:
     ) -> FilePrompts:
         """Those of a run; see `read_prompts` for what is raised."""
         return cls(read_prompts(config.streaming), config, context, device)
-
-    @property
-    def codec(self) -> VideoCodec | None:
-        """On the first rank of a replica, where first frames or given ones are encoded."""
-        return self._codec
 
     def __call__(self, samples: Sequence[int]) -> Prompts:
         """Prompts of samples, a function of their numbers in the run.
@@ -100,8 +98,8 @@ class FilePrompts:
         """A `streaming.network.FirstFrame`: the same numbers on all ranks of a replica."""
 
         def image() -> Tensor:
-            assert self._codec is not None
-            return CodecFirstFrame(self._codec)(latents)
+            assert self.codec is not None
+            return CodecFirstFrame(self.codec)(latents)
 
         known = on_first_of_replica(image, "Encoding the first frame", self._context)
         return share(known, (len(latents), 1, *self._latent), self._context, self._device)
@@ -124,8 +122,8 @@ class FilePrompts:
 
         A cache holds whole blocks, so an image is shown for as long as a block is.
         """
-        assert row.start is not None and self._codec is not None
-        codec = self._codec
+        assert row.start is not None and self.codec is not None
+        codec = self.codec
         clip, count = Clip(row.start, row.text), (self._block - 1) * codec.temporal + 1
         found = probe(clip)
         if 1 < found.num_frames < count:

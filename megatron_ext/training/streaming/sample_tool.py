@@ -15,18 +15,16 @@ from torch import Tensor
 
 from megatron_ext.config.video_rules import STREAMING_DEFAULTS
 from megatron_ext.data.video.codecs import build_codec
-from megatron_ext.data.video.text_encoders import build_text_encoder, width_of
+from megatron_ext.data.video.text_encoders import build_text_encoder
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.training.pretrain import main
 from megatron_ext.training.streaming.agreement import on_first_of_replica, share
 from megatron_ext.training.streaming.configuration import (
-    check_latents,
-    check_layout,
     network_options,
     noise_of,
+    sized,
     window_of,
-    with_sizes,
 )
 from megatron_ext.training.streaming.films import FilmMaker, Pace
 from megatron_ext.training.streaming.requests import film_requests
@@ -74,14 +72,10 @@ def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
 
 def prepare_sampling(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     """Check what is asked for before any process group exists; see `Task.preflight`."""
-    streaming = dataclasses.replace(config.streaming, text_features=width_of(config.text_encoder))
-    config = dataclasses.replace(config, streaming=streaming)
-    noise_of(streaming)
-    network_options(config, window_of(streaming))
+    noise_of(config.streaming)
+    network_options(config, window_of(config.streaming))
     film_requests(config)
-    check_latents(config)
-    check_layout(config)
-    return with_sizes(config)
+    return sized(config)
 
 
 def sample_at_once(run: Run) -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing import ShardedObject, load_common_state_dict
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.utils._pytree import tree_map_only
 
 from megatron_ext.checkpoint.agreement import together
-from megatron_ext.checkpoint.state import apply_state, sharded_state
+from megatron_ext.checkpoint.frozen import BASE, FrozenBase, leave_out_base, put_back_base
+from megatron_ext.checkpoint.state import apply_state, chunk_keys, sharded_state
 from megatron_ext.errors import CheckpointError
 from megatron_ext.streaming.sequence import StreamingSequence
 
@@ -118,6 +119,8 @@ class StreamingState:
             return found
 
         stored = together(names, f"{path} cannot be read")[0]
+        if self._critic.base is not None:
+            check_base(path, self._critic.base)
         state = self._critic_state(metadata, with_optimizer=with_optimizer, is_loading=True)
         wanted = self._objects(None, None)
         return {**state, **{k: v for k, v in wanted.items() if v.unique_key in stored}}
@@ -125,6 +128,8 @@ class StreamingState:
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
         """See `Companion`."""
         critic, progress = self._critic, loaded[PROGRESS]
+        if critic.base is not None:
+            put_back_base(loaded[CRITIC], critic.chunks)
         apply_state(
             loaded[CRITIC],
             critic.chunks,
@@ -161,9 +166,13 @@ class StreamingState:
             metadata=metadata,
             is_loading=is_loading,
         )
+        if critic.base is not None:
+            leave_out_base(state, chunk_keys(critic.chunks))
         add_prefix_for_sharding(state, f"{CRITIC}.")
         if with_optimizer and not is_loading:
             state["opt_param_scheduler"] = critic.scheduler.state_dict()
+        if critic.base is not None and not is_loading:
+            state[BASE] = critic.base.record()
         return {CRITIC: state}
 
     def _objects(self, stands: dict[str, Any] | None, cache: Any) -> dict[str, ShardedObject]:
@@ -198,3 +207,14 @@ def _changes(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         for name, value in now.items()
         if stored.get(name) != value
     ]
+
+
+def check_base(path: Path, base: FrozenBase) -> None:
+    """Refuse adapters of the critic that were trained on other weights.
+
+    Raises:
+        CheckpointError: the checkpoint's base is not the critic's.
+    """
+    recorded = FrozenBase.recorded(load_common_state_dict(str(path))[CRITIC])
+    if recorded is not None:
+        base.check(path, recorded, "--critic-checkpoint")

@@ -27,13 +27,14 @@ from megatron_ext.data.video.shards import read_manifest, read_null
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.models.mmdit.stages import stage_blocks
 from megatron_ext.models.mmdit.tokens import grid
+from megatron_ext.training.video.dit import check_clips, check_dit
 from megatron_ext.training.video.requests import check_sampling
+from megatron_ext.training.video.widths import patch_size_of, sequence_multiple, with_widths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from megatron_ext.config import RunConfig
-    from megatron_ext.config.mmdit import MMDiTConfig
     from megatron_ext.data.tokenizers import Tokenizer
 
 Encoding = tuple[CodecConfig, TextEncoderConfig, EncodeConfig]
@@ -94,13 +95,6 @@ class VideoSplit:
     plan: VideoPlan
 
 
-def sequence_multiple(config: RunConfig) -> int:
-    """What the length of a sequence must be a multiple of, so that ranks can share it."""
-    parallel = config.parallel
-    shared = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    return parallel.context_parallel_size * shared
-
-
 def open_split(config: RunConfig, folder: str, *, shuffle: bool) -> VideoSplit:
     """Open a folder and plan its steps.
 
@@ -119,6 +113,9 @@ def open_split(config: RunConfig, folder: str, *, shuffle: bool) -> VideoSplit:
         mixed=config.video.mixed_buckets,
         pipeline_size=config.parallel.pipeline_model_parallel_size,
     )
+    for bucket, held in members.items():
+        if config.video.uses_dit:
+            check_clips(config, clips.latent_shape(held.clips[0])[1:], f"Clips of {bucket}")
     geometries = {
         bucket: _geometry(config, clips, held.clips[0]) for bucket, held in members.items()
     }
@@ -134,7 +131,7 @@ def open_split(config: RunConfig, folder: str, *, shuffle: bool) -> VideoSplit:
 
 def _geometry(config: RunConfig, clips: VideoClips, number: int) -> Geometry:
     shape = clips.latent_shape(number)
-    t, rows, columns = grid(shape[1:], config.mmdit.sizes(config.model).patch_size)
+    t, rows, columns = grid(shape[1:], patch_size_of(config))
     image, text = t * rows * columns, int(clips.manifest["text_length"])
     return Geometry(shape, text + -(text + image) % sequence_multiple(config), image)
 
@@ -181,9 +178,11 @@ def prepare_video(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
 
 def _with_model(config: RunConfig, manifest: Mapping[str, Any]) -> RunConfig:
     """With the model for the data, which the ranks must be able to share."""
-    mmdit = dataclasses.replace(
-        with_widths(config.mmdit, manifest), cond_embed=config.conditions.modes != ("t2v",)
-    )
+    config = with_widths(config, manifest)
+    if config.video.uses_dit:
+        check_dit(config)
+        return config
+    mmdit = dataclasses.replace(config.mmdit, cond_embed=config.conditions.modes != ("t2v",))
     sizes, parallel = mmdit.sizes(config.model), config.parallel
     chunks = parallel.virtual_pipeline_model_parallel_size or 1
     num_stages = parallel.pipeline_model_parallel_size * chunks
@@ -205,16 +204,6 @@ def _with_evaluation(config: RunConfig) -> RunConfig:
         training, full_validation=evaluates, eval_iters=training.eval_iters if evaluates else 0
     )
     return dataclasses.replace(config, training=training)
-
-
-def with_widths(mmdit: MMDiTConfig, manifest: Mapping[str, Any]) -> MMDiTConfig:
-    """The model for the latents and embeddings of a dataset."""
-    return dataclasses.replace(
-        mmdit,
-        channels=manifest["latent_channels"],
-        caption_width=manifest["text_width"],
-        pooled_caption_width=manifest["pooled_width"],
-    )
 
 
 def _check_references(config: RunConfig, split: VideoSplit) -> None:

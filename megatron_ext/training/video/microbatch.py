@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -32,6 +33,7 @@ from megatron_ext.losses.flow_matching import (
 )
 from megatron_ext.models.mmdit.sequence import TokenRange
 from megatron_ext.models.mmdit.tokens import pack, position_ids, tokens_per_frame
+from megatron_ext.training.video.widths import patch_size_of
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -43,7 +45,8 @@ class FlowMicrobatch:
     """One micro-batch as a pipeline stage sees it.
 
     Attributes:
-        inputs: keywords of the model's ``forward``; those of the first stage, or the ids alone.
+        inputs: keywords of the model's ``forward``; those of the first stage, or as many as others
+            need. The first has a row for each clip.
         num_text, num_image: tokens of the whole sequence.
         targets: on the last stage, of the image tokens that this context-parallel rank holds.
     """
@@ -56,9 +59,9 @@ class FlowMicrobatch:
     @property
     def size(self) -> int:
         """Clips b."""
-        ids = self.inputs["img_ids"]
-        assert ids is not None
-        return ids.size(0)
+        first = next(iter(self.inputs.values()))
+        assert first is not None
+        return first.size(0)
 
     @property
     def loss_mask(self) -> Tensor:
@@ -87,58 +90,82 @@ class FlowMaker:
 
     def __init__(self, config: RunConfig, context: ParallelContext, null: Text, seed: int) -> None:
         self._config, self._context, self._null, self._seed = config, context, null, seed
-        self._sizes = config.mmdit.sizes(config.model)
+        self._patch = patch_size_of(config)
 
     def __call__(self, batch: VideoBatch, samples: Sequence[int]) -> FlowMicrobatch:
         """One micro-batch of clips whose numbers in the run are ``samples``."""
         config, latents = self._config, batch.latents
         _, c, t, h, w = latents.shape
-        patch, device = self._sizes.patch_size, latents.device
         draws = draw_microbatch(
             self._seed, samples, (c, t, h, w), config.conditions, config.text_dropout
         )
         times = timesteps(
             config.flow,
-            draws.normals.to(device),
-            shift_factor(config.flow, (t, h, w), patch),
+            self._normals(draws, samples, t).to(latents.device),
+            shift_factor(config.flow, (t, h, w), self._patch),
         )
-        x_t, velocity = noised(latents, draws.noise.to(device), times, config.flow.sigma_min)
-        masks = frame_masks(draws.modes, t, config.conditions).to(device)
-        ids = position_ids((t, h, w), patch, device).expand(len(samples), -1, -1)
-        num_text, num_image = batch.text.size(1), ids.size(1)
-        inputs: dict[str, Tensor | None] = {
-            "img_ids": ids,
-            "txt_ids": ids.new_zeros(len(samples), num_text, 3),
-        }
-        if self._context.is_first_stage:
-            inputs |= {"img": pack(x_t, patch), "timesteps": times}
-            inputs |= self._given(batch, draws, masks)
+        noise = draws.noise.to(latents.device)
+        x_t, velocity = noised(latents, noise, times, config.flow.sigma_min)
+        masks = frame_masks(draws.modes, t, config.conditions).to(latents.device)
+        per_frame = tokens_per_frame((t, h, w), self._patch)
+        num_text, num_image = batch.text.size(1), t * per_frame
         targets = None
         if self._context.is_last_stage:
-            per_frame = tokens_per_frame((t, h, w), patch)
             mask = loss_mask(masks, per_frame, config.conditions.reference_loss)
-            own = own_image_tokens(num_text, num_image, self._context)
-            targets = FlowTargets(
-                velocity=pack(velocity, patch)[:, own],
-                weights=token_weights(mask, config.flow.loss_normalization)[:, own],
+            whole = FlowTargets(
+                velocity=pack(velocity, self._patch),
+                weights=token_weights(mask, config.flow.loss_normalization),
                 times=times,
-                modes=draws.modes.to(device),
+                modes=draws.modes.to(latents.device),
             )
+            targets = self._own(whole, num_text)
+        inputs = self._inputs(batch, draws, x_t, times, masks)
         return FlowMicrobatch(inputs, num_text, num_image, targets)
+
+    def _normals(self, draws: Draws, samples: Sequence[int], num_frames: int) -> Tensor:
+        """Of which times are made, ``[b]``, or ``[b, t]`` for a time of each frame."""
+        return draws.normals
+
+    def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
+        """The targets of what the model's output on this rank stands for."""
+        own = own_image_tokens(num_text, whole.weights.size(1), self._context)
+        return dataclasses.replace(
+            whole, velocity=whole.velocity[:, own], weights=whole.weights[:, own]
+        )
+
+    def _inputs(
+        self, batch: VideoBatch, draws: Draws, x_t: Tensor, times: Tensor, masks: Tensor
+    ) -> dict[str, Tensor | None]:
+        """Keywords of the model's ``forward``."""
+        b, _, t, h, w = x_t.shape
+        ids = position_ids((t, h, w), self._patch, x_t.device).expand(b, -1, -1)
+        inputs: dict[str, Tensor | None] = {
+            "img_ids": ids,
+            "txt_ids": ids.new_zeros(b, batch.text.size(1), 3),
+        }
+        if self._context.is_first_stage:
+            inputs |= {"img": pack(x_t, self._patch), "timesteps": times}
+            inputs |= self._given(batch, draws, masks)
+        return inputs
+
+    def text_of(self, batch: VideoBatch, draws: Draws) -> Text:
+        """Captions, some of which are dropped."""
+        device = batch.text.device
+        return drop_text(
+            Text(batch.text, batch.pooled),
+            self._null,
+            draws.drop_text.to(device),
+            draws.drop_pooled.to(device),
+        )
 
     def _given(self, batch: VideoBatch, draws: Draws, masks: Tensor) -> dict[str, Tensor | None]:
         """Captions, references, and the strength of a guidance that is told."""
-        text = drop_text(
-            Text(batch.text, batch.pooled),
-            self._null,
-            draws.drop_text.to(masks.device),
-            draws.drop_pooled.to(masks.device),
-        )
+        text, sizes = self.text_of(batch, draws), self._config.mmdit.sizes(self._config.model)
         given: dict[str, Tensor | None] = {"txt": text.sequence, "y_vec": text.pooled}
-        if self._sizes.cond_embed:
+        if sizes.cond_embed:
             references = _references(batch, draws.modes.tolist(), self._config.conditions)
-            given["cond"] = pack(condition(references, masks), self._sizes.patch_size)
-        if self._sizes.guidance_embed:
+            given["cond"] = pack(condition(references, masks), self._patch)
+        if sizes.guidance_embed:
             given["guidance"] = torch.full_like(draws.normals, self._config.mmdit.guidance).to(
                 masks.device
             )

@@ -14,6 +14,7 @@ from megatron_ext.data.video.text_encoders import text_encoder_from_manifest
 from megatron_ext.sampling.flow import SamplingConfig
 from megatron_ext.sampling.guidance import GuidanceConfig
 from megatron_ext.sampling.requests import ClipRequest, SampleShape, read_requests
+from megatron_ext.training.video.dit import check_clips
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,11 +86,13 @@ def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
     """Refuse what could not be sampled before the run starts.
 
     Raises:
-        ConfigError, DataError: prompts that cannot be read, a size that the codec does not take,
-            encoders that cannot be built.
+        ConfigError, DataError: prompts that cannot be read, a size that codec or model do not
+            take, encoders that cannot be built.
     """
     requests_of(config)
     shape = shape_of(config.sample, manifest)
     sampling_config(config.sample)
     codec = build_codec_of(config, manifest)
-    codec.latent_shape(shape.num_frames, shape.height, shape.width)
+    latent = codec.latent_shape(shape.num_frames, shape.height, shape.width)
+    if config.video.uses_dit:
+        check_clips(config, latent[1:], "Sampled clips")

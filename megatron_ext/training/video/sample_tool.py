@@ -10,22 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.checkpoint import read_run_config
 from megatron_ext.config.cli import read_words
+from megatron_ext.config.video_dit import stored_dit
 from megatron_ext.config.video_rules import ENCODING, VIDEO_DEFAULTS
 from megatron_ext.data.gpt import Datasets
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.training.pretrain import main
-from megatron_ext.training.task import Task
-from megatron_ext.training.video.data import manifest_of, with_widths
+from megatron_ext.training.task import Task, TaskOrChoice, choose
+from megatron_ext.training.video.data import manifest_of
 from megatron_ext.training.video.requests import check_sampling
 from megatron_ext.training.video.samples import ClipSampler
+from megatron_ext.training.video.widths import with_widths
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
     from megatron_ext.data.tokenizers import Tokenizer
     from megatron_ext.training.setup import Run
 
-_STORED = ("mmdit", "flow", "conditions", *ENCODING)
+_STORED = ("mmdit", "video_dit", "flow", "conditions", *ENCODING)
 """Sections of the checkpoint's configuration that decide what the model is and how it samples."""
 
 
@@ -77,9 +79,12 @@ def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _of_stored(stored: Mapping[str, Any]) -> dict[str, Any]:
-    values = {name: value for section in _STORED for name, value in stored[section].items()}
-    for name in ("hidden_size", "num_attention_heads"):
-        values[name] = stored["model"][name]
+    values = {k: value for section in _STORED for k, value in stored.get(section, {}).items()}
+    dit = stored_dit(stored)
+    if dit is None:
+        values |= {k: stored["model"][k] for k in ("hidden_size", "num_attention_heads")}
+    else:
+        values |= {"video_model": stored["video"]["video_model"], **dit["streaming"]}
     for name in ("bf16", "fp16"):
         values[name] = stored["precision"][name]
     return values | {
@@ -100,7 +105,7 @@ def prepare_sampling(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     """Check what is asked for before any process group exists; see `Task.preflight`."""
     manifest = manifest_of(config)
     check_sampling(config, manifest)
-    return dataclasses.replace(config, mmdit=with_widths(config.mmdit, manifest))
+    return with_widths(config, manifest)
 
 
 def no_datasets(
@@ -120,7 +125,7 @@ def sample_at_once(run: Run) -> None:
     ClipSampler(run)(Path(folder))
 
 
-def sample_video(task: Task, argv: Sequence[str]) -> int:
+def sample_video(task: TaskOrChoice, argv: Sequence[str]) -> int:
     """The program.
 
     Args:
@@ -135,7 +140,10 @@ def sample_video(task: Task, argv: Sequence[str]) -> int:
     except MegatronExtError as error:
         print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
         return EXIT_CODE_USER_ERROR
-    sampling = dataclasses.replace(
-        task, preflight=prepare_sampling, datasets=no_datasets, after_step=None
-    )
+
+    def sampling(config: RunConfig) -> Task:
+        return dataclasses.replace(
+            choose(task, config), preflight=prepare_sampling, datasets=no_datasets, after_step=None
+        )
+
     return main(sampling, argv, defaults=defaults, work=sample_at_once)

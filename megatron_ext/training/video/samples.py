@@ -12,6 +12,7 @@ from megatron_ext.sampling.clips import write_clips
 from megatron_ext.sampling.requests import EncodedRequests
 from megatron_ext.training.video.agreement import on_reporting_rank
 from megatron_ext.training.video.data import manifest_of, null_text_of
+from megatron_ext.training.video.dit_velocity import VideoDiTVelocity
 from megatron_ext.training.video.generate import (
     decoded,
     encode_on_reporting_rank,
@@ -25,11 +26,24 @@ from megatron_ext.training.video.requests import (
     shape_of,
 )
 from megatron_ext.training.video.velocity import ParallelVelocity, forward_engine
+from megatron_ext.training.video.widths import patch_size_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from megatron_ext.training.setup import Run
+
+
+def velocity_of(run: Run) -> ParallelVelocity:
+    """What the model of a run predicts; all ranks call this together."""
+    config, core = run.config, run.runner.transformer_config
+    engine = run.runner.engine or forward_engine(run.chunks, core, run.context)
+    patch = patch_size_of(config)
+    if config.video.uses_dit:
+        return VideoDiTVelocity(engine, run.chunks, run.context, patch_size=patch)
+    told = config.mmdit.sizes(config.model).guidance_embed
+    guidance = config.mmdit.guidance if told else None
+    return ParallelVelocity(engine, run.chunks, run.context, patch_size=patch, guidance=guidance)
 
 
 class ClipSampler:
@@ -51,15 +65,7 @@ class ClipSampler:
             lambda: build_codec_of(config, manifest, run.device), "Building the codec", run.context
         )
         self._encoded = self._encode(manifest)
-        sizes = config.mmdit.sizes(config.model)
-        core = run.runner.transformer_config
-        self._velocity = ParallelVelocity(
-            run.runner.engine or forward_engine(run.chunks, core, run.context),
-            run.chunks,
-            run.context,
-            patch_size=sizes.patch_size,
-            guidance=config.mmdit.guidance if sizes.guidance_embed else None,
-        )
+        self._velocity = velocity_of(run)
 
     def _encode(self, manifest: Mapping[str, Any]) -> EncodedRequests:
         """Once for all calls; text encoders of many gigabytes go again."""

@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.data.loader import BatchSource
+from megatron_ext.data.video.plan import Geometry
 from megatron_ext.data.video.step_loader import VideoLoader
+from megatron_ext.models.causal_video.flops import flops_of_frames
 from megatron_ext.models.mmdit.flops import flops_of_clip
-from megatron_ext.training.video.data import VideoSplit, sequence_multiple
+from megatron_ext.training.video.data import VideoSplit
+from megatron_ext.training.video.dit import VideoDiTMaker, dit_options
 from megatron_ext.training.video.microbatch import FlowMaker, FlowMicrobatch
+from megatron_ext.training.video.widths import patch_size_of, sequence_multiple
 from megatron_ext.training.window import StepSize
 
 if TYPE_CHECKING:
+    from megatron_ext.config import RunConfig
     from megatron_ext.data.tokenizers import Tokenizer
     from megatron_ext.training.setup import Run
 
@@ -49,13 +54,14 @@ class VideoSource(BatchSource):
             split.plan,
             run.context,
             run.device,
-            patch=config.mmdit.sizes(config.model).patch_size,
+            patch=patch_size_of(config),
             multiple=sequence_multiple(config),
             num_workers=config.data.num_workers,
             first_step=first_step,
         )
         seed = config.training.seed + (0 if training else EVALUATION_SEED)
-        self._make = FlowMaker(config, run.context, self._clips.null, seed)
+        maker = VideoDiTMaker if config.video.uses_dit else FlowMaker
+        self._make = maker(config, run.context, self._clips.null, seed)
 
     @property
     def coming(self) -> int:
@@ -91,11 +97,24 @@ def video_step_size(run: Run, num_microbatches: int) -> StepSize:
     source = run.train_source
     assert isinstance(source, VideoSource)
     sequences = source.video_plan.sequences(source.coming)
-    sizes = run.config.mmdit.sizes(run.config.model)
     return StepSize(
         samples=len(sequences),
         tokens=sum(sequence.num_tokens for sequence in sequences),
-        flops=sum(
-            flops_of_clip(sizes, sequence.num_text, sequence.num_image) for sequence in sequences
-        ),
+        flops=sum(_flops(run.config, sequence) for sequence in sequences),
+    )
+
+
+def _flops(config: RunConfig, sequence: Geometry) -> float:
+    """Of one clip, forward and backward."""
+    if not config.video.uses_dit:
+        return flops_of_clip(
+            config.mmdit.sizes(config.model), sequence.num_text, sequence.num_image
+        )
+    num_frames = sequence.shape[1]
+    return flops_of_frames(
+        config.video_dit.sizes,
+        dit_options(config).window,
+        num_text=sequence.num_text,
+        num_frames=num_frames,
+        tokens_per_frame=sequence.num_image // num_frames,
     )

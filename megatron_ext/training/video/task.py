@@ -54,12 +54,13 @@ def flow_forward_step(
 ) -> tuple[Tensor, LossFunction]:
     """Run one chunk on one micro-batch; see `Task.forward_step`."""
     velocity: Tensor = model(**batch.inputs)
-    return velocity, partial(_loss, config=config, batch=batch, counts=counts)
+    return velocity, partial(flow_loss, config=config, batch=batch, counts=counts)
 
 
-def _loss(
+def flow_loss(
     velocity: Tensor, *, config: RunConfig, batch: FlowMicrobatch, counts: StepCounts | None
 ) -> tuple[Tensor, Tensor, Report]:
+    """The loss of a micro-batch on the last stage, from the velocity of the targets' tokens."""
     assert batch.targets is not None
     per_token = config.training.calculate_per_token_loss
     return flow_matching_loss(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,9 @@ class ParallelVelocity:
         ConfigError: a model without one of these methods, or a guidance that does not suit it.
     """
 
+    gives_parts = True
+    """The output on a context-parallel rank stands for a part of the tokens."""
+
     def __init__(
         self,
         engine: PipelineEngine,
@@ -80,7 +83,7 @@ class ParallelVelocity:
         self.patch_size, self.guidance = patch_size, guidance
         self._models = [_model_of(chunk) for chunk in chunks]
         cp_size = context.pgs.cp.size()
-        if cp_size > 1 and not hasattr(self._models[0], "image_tokens"):
+        if self.gives_parts and cp_size > 1 and not hasattr(self._models[0], "image_tokens"):
             raise ConfigError(
                 f"`--context-parallel-size` ({cp_size}) needs a model with a method "
                 f"`image_tokens`, which {type(self._models[0]).__name__} lacks; add it, or use 1."
@@ -137,19 +140,30 @@ class ParallelVelocity:
         inputs = self._inputs(ids, x, t, text, pooled, cond)
         num_text = inputs["txt"].size(1)
 
+        shape = self._models[0].boundary_shape(num_text, x.size(1), x.size(0))
+        return self._on_all_ranks(self._run(inputs, shape), x, num_text)
+
+    def _run(self, inputs: Mapping[str, Tensor], shape: Sequence[int]) -> Sequence[Tensor]:
+        """The output of the last stage, where this rank has it.
+
+        Args:
+            inputs: keywords of the model's forward pass.
+            shape: of what passes between stages.
+        """
+
         def forward_step(_: Any, chunk: torch.nn.Module) -> tuple[Tensor, Any]:
             return chunk(**inputs), _unchanged
 
         with _evaluating(self.chunks):
-            outputs = self.engine.run(
+            outputs: Sequence[Tensor] = self.engine.run(
                 forward_step,
                 [None] * len(self.chunks),
                 1,
-                self._models[0].boundary_shape(num_text, x.size(1), x.size(0)),
+                shape,
                 forward_only=True,
                 collect_non_loss_data=True,
             )
-        return self._on_all_ranks(outputs, x, num_text)
+        return outputs
 
     def _takes(self, name: str) -> bool:
         """Whether the model takes an optional input."""
@@ -205,8 +219,14 @@ class ParallelVelocity:
                 )
             whole[:, own] = outputs[0].float()
             torch.distributed.all_reduce(whole, group=groups.cp)
-        torch.distributed.broadcast(whole, group=groups.pp, group_src=context.last_stage_rank)
-        return whole
+        return self._from_last_stage(whole)
+
+    def _from_last_stage(self, x: Tensor) -> Tensor:
+        """A tensor of the last stage on all stages, which give one of its shape."""
+        context = self.context
+        x = x.contiguous()
+        torch.distributed.broadcast(x, group=context.pgs.pp, group_src=context.last_stage_rank)
+        return x
 
 
 def _model_of(chunk: torch.nn.Module) -> Any:

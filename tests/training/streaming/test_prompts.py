@@ -49,7 +49,7 @@ def configured(folder: Path, words: str) -> Any:
 def test_one_rank_of_a_replica_encodes_for_all(context: ParallelContext, tmp_path: Path) -> None:
     config = configured(tmp_path / str(context.rank), "")
     prompts = FilePrompts.build(config, context, torch.device("cpu"))
-    assert (prompts._encoder is None) == (prompts._codec is None) == (context.tp_rank > 0)
+    assert (prompts._encoder is None) == (prompts.codec is None) == (context.tp_rank > 0)
     found = prompts(range(5, 10))
     encoder = HashedWords(config.text_encoder)
     # An epoch has each prompt once, with its own second one.

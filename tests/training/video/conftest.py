@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib.pyplot  # noqa: F401 - imported once, for the forked ranks that draw loss.png
 import pytest
 
 from tests.training.video.clips import IMAGE, LONG, SHORT, write_clips

@@ -1,0 +1,186 @@
+"""Tiny random models of diffusers in both namings, and what their own class computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_ext.checkpoint import CheckpointManager
+from megatron_ext.checkpoint.wan.exporting import WanExport, export_wan
+from megatron_ext.checkpoint.wan.importing import WanImport, import_wan
+from megatron_ext.config.checkpoint import CheckpointConfig
+from megatron_ext.config.video_dit_sizes import SIZES, VideoDiTSizes
+from megatron_ext.layout import ParallelContext
+from megatron_ext.models.causal_video import VideoDiT, VideoDiTOptions, build_video_dit_chunk
+from megatron_ext.models.transformer_config import StepTransformerConfig
+from tests.checkpoint.huggingface.models import in_child
+
+STEM = "diffusion_pytorch_model"
+TINY = SIZES["tiny"]
+TEXT_ROWS = 512
+"""Wan pads captions to so many rows of zeros, and masks none."""
+OUTER = (
+    "patch_embedding text_embedding.0 text_embedding.2 time_embedding.0 time_embedding.2 "
+    "time_projection.1 head.head"
+).split()
+LINEARS = (
+    "self_attn.q self_attn.k self_attn.v self_attn.o cross_attn.q cross_attn.k cross_attn.v "
+    "cross_attn.o norm3 ffn.0 ffn.2"
+).split()
+NORMS = "self_attn.norm_q self_attn.norm_k cross_attn.norm_q cross_attn.norm_k".split()
+
+
+def original_names(num_blocks: int) -> dict[str, str]:
+    """Names of diffusers to those of Wan2.1's repository, by diffusers' own converter."""
+    names = ["head.modulation"]
+    names += [f"{module}.{kind}" for module in OUTER for kind in ("weight", "bias")]
+    for number in range(num_blocks):
+        block = f"blocks.{number}"
+        names += [f"{block}.{module}.{kind}" for module in LINEARS for kind in ("weight", "bias")]
+        names += [f"{block}.{module}.weight" for module in NORMS] + [f"{block}.modulation"]
+    return dict(convert_wan_transformer_to_diffusers({name: name for name in names}))
+
+
+def options_of(sizes: VideoDiTSizes) -> dict[str, int]:
+    """What diffusers' class is built from."""
+    return {
+        "num_attention_heads": sizes.num_heads,
+        "attention_head_dim": sizes.head_dim,
+        "in_channels": sizes.channels,
+        "out_channels": sizes.channels,
+        "text_dim": sizes.text_width,
+        "ffn_dim": sizes.ffn_size,
+        "num_layers": sizes.num_blocks,
+    }
+
+
+def network(sizes: VideoDiTSizes = TINY) -> WanTransformer3DModel:
+    """A model of diffusers; all of its parameters are random, so that none can be mixed up."""
+    torch.manual_seed(3)
+    model = WanTransformer3DModel(**options_of(sizes)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_scale = name.endswith("weight") and "norm" in name
+            width = parameter[0].numel() if parameter.dim() > 1 else 1
+            scale = 0.2 if parameter.dim() < 2 or "table" in name else width**-0.5
+            parameter.copy_(scale * torch.randn_like(parameter) + is_scale)
+    return model
+
+
+def make(folder: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Path:
+    """Saved as diffusers saves it."""
+    network().to(dtype).save_pretrained(folder, **save)
+    return folder
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in folder.glob(f"{STEM}*.safetensors"):
+        found.update(load_file(path))
+    return found
+
+
+def original_tensors(folder: Path) -> dict[str, Tensor]:
+    """Those of diffusers' folder in the naming of Wan2.1's repository."""
+    names = original_names(TINY.num_blocks)
+    found = tensors_of(folder)
+    assert found.keys() == names.keys()
+    return {names[name]: tensor for name, tensor in found.items()}
+
+
+def make_original(folder: Path, diffusers: Path, **changed: Any) -> Path:
+    """As Wan2.1's repository is published, in two files."""
+    folder.mkdir()
+    config = {
+        "_class_name": "WanModel",
+        "_diffusers_version": "0.30.0",
+        "dim": TINY.hidden_size,
+        "eps": 1e-06,
+        "ffn_dim": TINY.ffn_size,
+        "freq_dim": 256,
+        "in_dim": TINY.channels,
+        "model_type": "t2v",
+        "num_heads": TINY.num_heads,
+        "num_layers": TINY.num_blocks,
+        "out_dim": TINY.channels,
+        "text_len": 512,
+        "text_dim": TINY.text_width,
+    }
+    (folder / "config.json").write_text(json.dumps({**config, **changed}))
+    tensors = sorted(original_tensors(diffusers).items())
+    files: dict[str, str] = {}
+    for number in range(2):
+        name = f"{STEM}-0000{number + 1}-of-00002.safetensors"
+        part = dict(tensors[number::2])
+        save_file(part, folder / name)
+        files |= dict.fromkeys(part, name)
+    index = {"metadata": {}, "weight_map": files}
+    (folder / f"{STEM}.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def inputs(sizes: VideoDiTSizes = TINY, *, per_frame: bool = False) -> dict[str, Tensor]:
+    """As `VideoDiT` takes them: three frames of 4 x 6 latents, captions of 5 and 7 tokens."""
+    generator = torch.Generator().manual_seed(11)
+    x = torch.randn(2, 3, sizes.channels, 4, 6, generator=generator)
+    text = torch.randn(2, TEXT_ROWS, sizes.text_width, generator=generator)
+    for row, length in zip(text, (5, 7), strict=True):
+        row[length:] = 0
+    timesteps = torch.tensor([[1000.0, 20.0, 0.0], [833.3333, 937.5, 500.0]])
+    return {"x": x, "text": text, "timesteps": timesteps if per_frame else timesteps[:, 0]}
+
+
+@torch.no_grad()
+def theirs(model: Any, given: dict[str, Tensor]) -> Tensor:
+    """Flow ``[b, t, c, h, w]`` of diffusers' class; timesteps of frames as those of their tokens.
+
+    Diffusers computes the sinusoid of timesteps in float32, whose angles near 1000 are wrong by up
+    to 1e-4, Wan's repository and ours in float64; that is a difference of 5e-6 in the flow.
+    """
+    timesteps = given["timesteps"]
+    if timesteps.dim() == 2:
+        tokens = given["x"].shape[-2] * given["x"].shape[-1] // 4
+        timesteps = timesteps.repeat_interleave(tokens, dim=1)
+    flow: Tensor = model(given["x"].transpose(1, 2), timesteps, given["text"], return_dict=False)[0]
+    return flow.transpose(1, 2)
+
+
+def bare(
+    context: ParallelContext, sizes: VideoDiTSizes, *, sequence_parallel: bool = False
+) -> VideoDiT:
+    """Our model on the ranks of a context, with arbitrary weights."""
+    layout = context.layout
+    config = StepTransformerConfig(
+        **sizes.transformer_fields(),
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
+        sequence_parallel=sequence_parallel,
+    )
+    return build_video_dit_chunk(sizes, VideoDiTOptions(), config, context)
+
+
+def load_ours(context: ParallelContext, root: Path, **how: bool) -> VideoDiT:
+    """Our tiny model on the ranks of a context, loaded as a run loads it."""
+    chunk = bare(context, TINY, **how)
+    asked = CheckpointConfig(pretrained_checkpoint=str(root))
+    CheckpointManager(asked, context).load(model=[chunk], optimizer=None, scheduler=None)
+    return chunk
+
+
+def imported(source: Path, target: Path, **options: Any) -> tuple[str, str]:
+    """Import in a child; returns named size and dtype."""
+    order = WanImport(source, target, **options)
+    size, dtype = in_child(lambda: import_wan(order), target.with_suffix(".result"))
+    return size, dtype
+
+
+def exported(load: Path, target: Path, **options: Any) -> Path:
+    export_wan(WanExport(load, target, **options))
+    return target
