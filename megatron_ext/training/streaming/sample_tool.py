@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megatron_ext.data.tokenizers import Tokenizer
     from megatron_ext.training.setup import Run
 
-_STORED = ("streaming", "codec", "text_encoder")
+_STORED = ("streaming", "lora", "codec", "text_encoder")
 """Sections of the checkpoint's configuration that decide what the model is and how it samples."""
 
 EVERY = 5.0
@@ -56,10 +56,12 @@ def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
             f"`--load` ({asked['checkpoint']['load']}) must be a checkpoint of `--task streaming`, "
             "but is of a flow-matching run; leave out `--streaming`."
         )
+    adapted = stored["lora"]["lora_rank"] is not None
     return {
         **STREAMING_DEFAULTS,
         **{name: value for section in _STORED for name, value in stored[section].items()},
         "task": "streaming",
+        "pretrained_checkpoint": stored["checkpoint"]["pretrained_checkpoint"] if adapted else None,
         "bf16": stored["precision"]["bf16"],
         "only_samples": True,
         "skip_train": True,
