@@ -6,7 +6,7 @@ import functools
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -69,7 +69,7 @@ class FilmMaker:
     """Makes the videos of a run's captions; all ranks build and call it together.
 
     It holds nothing that training uses but the weights, which it reads, and draws from none of its
-    streams of random numbers.
+    streams of random numbers; networks of streaming runs have no dropout.
 
     Args:
         run: whose generator makes them.
@@ -124,7 +124,7 @@ class FilmMaker:
         ema = run.ema if run.config.sample.sample_ema else None
         films, fault = list[Film](), None
         try:
-            with self._ready(ema):
+            with run.parameter_gather.paused(), self._weights(ema):
                 for numbers in self._batches():
                     films += self._film(numbers, writing, clock)
         except MegatronExtError as error:
@@ -140,22 +140,8 @@ class FilmMaker:
                 shutil.rmtree(writing, ignore_errors=True)
         return _together([pace for _, pace in parts])
 
-    @contextmanager
-    def _ready(self, ema: ShardedEMA | None) -> Iterator[None]:
-        """The weights that are asked for, and no dropout, inside of the block."""
-        run = self._run
-        modes = [(module, module.training) for chunk in run.chunks for module in chunk.modules()]
-        try:
-            for module, _ in modes:
-                module.training = False
-            with (
-                run.parameter_gather.paused(),
-                ema.swapped_in(run.chunks) if ema else nullcontext(),
-            ):
-                yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
+    def _weights(self, ema: ShardedEMA | None) -> AbstractContextManager[None]:
+        return ema.swapped_in(self._run.chunks) if ema else nullcontext()
 
     def _batches(self) -> Iterator[list[int]]:
         """Numbers of the requests that this replica makes at a time: all switch together."""

@@ -84,8 +84,6 @@ def _assert_same(a: Any, b: Any, where: str = "") -> None:
     ("ranks", "batch", "layout"),
     [
         (1, 1, ""),
-        # Dropout, which sampling must neither draw nor leave switched off.
-        (1, 1, "--lora-rank 2 --lora-dropout 0.3"),
         pytest.param(2, 1, "--tensor-model-parallel-size 2", marks=pytest.mark.slow),
         (2, 2, "--use-distributed-optimizer"),
     ],
