@@ -11,6 +11,10 @@ from megatron_ext.errors import ConfigError
 PATCH = "patch"
 HASHED = "hashed"
 T5_CLIP = "t5-clip"
+UMT5 = "umt5"
+FOLDERS = {HASHED: (), T5_CLIP: ("t5_path", "clip_path"), UMT5: ("t5_path",)}
+"""Text encoders, and the folders that each needs."""
+
 HASHED_WIDTH = 64
 
 
@@ -78,38 +82,43 @@ class TextEncoderConfig:
             hashed words given for models.
     """
 
-    text_encoder: str = flag(HASHED, "how captions are encoded", choices=(HASHED, T5_CLIP))
-    t5_path: str | None = flag(None, f"local folder of T5 ({T5_CLIP})")
+    text_encoder: str = flag(HASHED, "how captions are encoded", choices=tuple(FOLDERS))
+    t5_path: str | None = flag(None, f"local folder of T5 ({T5_CLIP}) or UMT5 ({UMT5})")
     clip_path: str | None = flag(None, f"local folder of CLIP ({T5_CLIP})")
     text_length: int = flag(512, "rows of an encoded caption; longer ones are cut", unit="tokens")
     text_width: int = flag(HASHED_WIDTH, f"width of the rows ({HASHED})")
     pooled_width: int = flag(HASHED_WIDTH, f"width of the pooled vector ({HASHED})")
 
     def __post_init__(self) -> None:
-        if self.text_encoder not in (HASHED, T5_CLIP):
+        if self.text_encoder not in FOLDERS:
             raise ConfigError(
-                f"`text_encoder` ({self.text_encoder}) must be {HASHED} or {T5_CLIP}; choose one."
+                f"`text_encoder` ({self.text_encoder}) must be {HASHED}, {T5_CLIP} or {UMT5}; "
+                "choose one."
             )
         for name in ("text_length", "text_width", "pooled_width"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"`{name}` ({getattr(self, name)}) must be at least 1; raise it.")
         for name in ("text_width", "pooled_width"):
-            if self.text_encoder == T5_CLIP and getattr(self, name) != HASHED_WIDTH:
+            if self.text_encoder != HASHED and getattr(self, name) != HASHED_WIDTH:
                 raise ConfigError(
                     f"`{name}` ({getattr(self, name)}) must be left out with `text_encoder` "
-                    f"{T5_CLIP}: the models decide; only {HASHED} takes it."
+                    f"{self.text_encoder}: the models decide; only {HASHED} takes it."
                 )
-        for name in ("t5_path", "clip_path"):
-            path = getattr(self, name)
-            if self.text_encoder == HASHED and path is not None:
+        self._check_folders()
+
+    def _check_folders(self) -> None:
+        for name in FOLDERS[T5_CLIP]:
+            path, needed = getattr(self, name), name in FOLDERS[self.text_encoder]
+            if not needed and path is not None:
+                takes = " or ".join(kind for kind, names in FOLDERS.items() if name in names)
                 raise ConfigError(
-                    f"`{name}` ({path}) has an effect only with `text_encoder` {T5_CLIP}; choose "
+                    f"`{name}` ({path}) has an effect only with `text_encoder` {takes}; choose "
                     "it, or leave the path out."
                 )
-            if self.text_encoder == T5_CLIP and path is None:
+            if needed and path is None:
                 raise ConfigError(
-                    f"`{name}` (None) must be a local folder when `text_encoder` is {T5_CLIP}; "
-                    "nothing is loaded from a hub, so give the path."
+                    f"`{name}` (None) must be a local folder when `text_encoder` is "
+                    f"{self.text_encoder}; nothing is loaded from a hub, so give the path."
                 )
 
 

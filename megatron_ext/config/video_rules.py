@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.config.encoding import UMT5
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.video_dit import WINDOW
 
@@ -182,16 +183,19 @@ def _streaming_errors(run: RunConfig) -> list[str]:
 
 
 def _mmdit_errors(run: RunConfig) -> list[str]:
-    """Flags of video DiTs."""
+    """Flags of video DiTs, and text without what the MMDiT needs of it."""
+    dit = "`--video-model video-dit` or causal-video-dit"
     found = [
-        f"`{spelled}` has an effect only with `--video-model video-dit` or causal-video-dit; leave "
-        "it out."
-        for spelled in _changed(run, ("video_dit",))
+        f"`{spelled}` has an effect only with {kind}; leave it out."
+        for kind, sections in ((dit, ("video_dit",)), ("`--task streaming`", STREAMING_ONLY))
+        for spelled in _changed(run, sections)
     ]
-    return found + [
-        f"`{spelled}` has an effect only with `--task streaming`; leave it out."
-        for spelled in _changed(run, STREAMING_ONLY)
-    ]
+    if run.text_encoder.text_encoder == UMT5:
+        found.append(
+            f"`--text-encoder` ({UMT5}) gives no pooled vectors, which the MMDiT needs; use "
+            f"t5-clip, or give {dit}."
+        )
+    return found
 
 
 _OF_DIT = {"zero_head", "recompute_blocks"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -36,7 +38,11 @@ def sharing_ranks(config: RunConfig) -> int:
 
 
 def with_widths(config: RunConfig, manifest: Mapping[str, Any]) -> RunConfig:
-    """With the model for the latents and embeddings of a dataset."""
+    """With the model for the latents and embeddings of a dataset.
+
+    Raises:
+        ConfigError: captions without pooled vectors, which the MMDiT needs.
+    """
     if config.video.uses_dit:
         dit = dataclasses.replace(
             config.video_dit,
@@ -44,6 +50,12 @@ def with_widths(config: RunConfig, manifest: Mapping[str, Any]) -> RunConfig:
             dit_text_width=manifest["text_width"],
         )
         return dataclasses.replace(config, video_dit=dit)
+    if not manifest["pooled_width"]:
+        raise ConfigError(
+            f"`--video-data-path` ({config.video.video_data_path}) holds captions without pooled "
+            "vectors, as umt5 gives them, but the MMDiT needs these; give `--video-model "
+            "video-dit` or causal-video-dit, or encode the captions with t5-clip."
+        )
     mmdit = dataclasses.replace(
         config.mmdit,
         channels=manifest["latent_channels"],

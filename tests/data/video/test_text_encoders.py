@@ -196,10 +196,26 @@ def test_weights_and_tokenizers_that_are_missing(
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"text_encoder": "bert"}, r"`text_encoder` \(bert\) must be hashed or t5-clip; choose"),
+        (
+            {"text_encoder": "bert"},
+            r"`text_encoder` \(bert\) must be hashed, t5-clip or umt5; choose",
+        ),
         ({"text_length": 0}, r"`text_length` \(0\) must be at least 1; raise it"),
         ({"clip_path": "/c"}, r"`clip_path` \(/c\) has an effect only with `text_encoder` t5-cl"),
         ({"text_encoder": "t5-clip", "t5_path": "/t5"}, r"`clip_path` \(None\) must be a local f"),
+        ({"text_encoder": "umt5"}, r"`t5_path` \(None\) must be .* when `text_encoder` is umt5;"),
+        (
+            {"text_encoder": "umt5", "t5_path": "/t5", "clip_path": "/c"},
+            r"`clip_path` \(/c\) has an effect only with `text_encoder` t5-clip; choose it, or",
+        ),
+        (
+            {"text_encoder": "umt5", "t5_path": "/t5", "text_width": 9, "pooled_width": 9},
+            r"`text_width` \(9\) must be left out with `text_encoder` umt5: the models decide",
+        ),
+        (
+            {"text_encoder": "umt5", "t5_path": "/t5", "pooled_width": 9},
+            r"`pooled_width` \(9\) must be left out with `text_encoder` umt5: the models decide",
+        ),
         (
             {"text_encoder": "t5-clip", "t5_path": "/none", "text_width": 9},
             r"`text_width` \(9\) must be left out with `text_encoder` t5-clip: the models decide",
