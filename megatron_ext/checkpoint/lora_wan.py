@@ -7,20 +7,12 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-MODULES = {
-    "self_attention.linear_qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
-    "self_attention.linear_proj": ("attn1.to_out.0",),
-    "cross_attention.linear_q": ("attn2.to_q",),
-    "cross_attention.linear_kv": ("attn2.to_k", "attn2.to_v"),
-    "cross_attention.linear_proj": ("attn2.to_out.0",),
-    "linear_fc1": ("ffn.net.0.proj",),
-    "linear_fc2": ("ffn.net.2",),
-}
-"""Linear layers of our blocks, and what they are there."""
+from megatron_ext.checkpoint.wan.names import BLOCK_LINEARS, Naming, wan_names
 
 NAME = re.compile(
-    r"(?:critic\.)?blocks\.(?P<block>\d+)\."
-    rf"(?P<linear>{'|'.join(map(re.escape, MODULES))})\.lora\.(?P<matrix>[ab])$"
+    r"(?:critic\.)?"
+    rf"(?P<layer>blocks\.\d+\.(?:{'|'.join(map(re.escape, BLOCK_LINEARS))}))"
+    r"\.lora\.(?P<matrix>[ab])$"
 )
 
 
@@ -40,7 +32,8 @@ def wan_parts(name: str, matrix: Tensor, head_dim: int) -> Iterator[tuple[str, s
     """
     match = NAME.match(name)
     assert match is not None
-    layers = MODULES[match["linear"]]
+    weights = wan_names(f"{match['layer']}.weight", Naming.DIFFUSERS)
+    layers = [weight.removesuffix(".weight") for weight in weights]
     kind = match["matrix"].upper()
     if kind == "B" and len(layers) > 1:
         heads = matrix.reshape(-1, len(layers), head_dim, matrix.size(1))
@@ -49,7 +42,7 @@ def wan_parts(name: str, matrix: Tensor, head_dim: int) -> Iterator[tuple[str, s
         # safetensors refuses tensors that share memory.
         values = [matrix.clone() for _ in layers]
     for layer, part in zip(layers, values, strict=True):
-        yield f"blocks.{match['block']}.{layer}", kind, part
+        yield layer, kind, part
 
 
 def wan_target(path: str) -> str:

@@ -185,7 +185,10 @@ class StoredWeights:
     def some(self, names: list[str]) -> dict[str, Tensor]:
         """Some tensors, each in memory of its own, as safetensors wants them."""
         wanted, found = set(names), dict[str, Tensor]()
-        for ours, parameter in self._read({self._owner[name] for name in names}).items():
+        stored = self._read({self._owner[name] for name in names})
+        while stored:
+            # So that what was read makes place for what is written.
+            ours, parameter = stored.popitem()
             for theirs, part in self._of(ours, parameter).items():
                 if theirs in wanted:
                     found[theirs] = part.to(self._dtype, copy=True).contiguous()

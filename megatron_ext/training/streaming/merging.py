@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.checkpoint.lora_merge import GPT, Network
-from megatron_ext.models.causal_video import VideoDiT, VideoDiTOptions, build_video_dit_chunk
-from megatron_ext.training.streaming.networks import build_generator_chunk
+from megatron_ext.models.causal_video import VideoDiT
+from megatron_ext.training.streaming.networks import (
+    build_generator_chunk,
+    build_network,
+    of_size,
+)
 from megatron_ext.training.streaming.stored import CRITIC
 
 if TYPE_CHECKING:
@@ -38,15 +41,11 @@ def _build_critic_chunk(
     post_process: bool,
     vp_stage: int | None = None,
 ) -> VideoDiT:
-    streaming = config.streaming
-    options = VideoDiTOptions(zero_head=streaming.zero_head)
-    sizes = streaming.sizes(streaming.critic_size)
-    return build_video_dit_chunk(sizes, options, transformer_config, context, vp_stage=vp_stage)
+    return build_network(config, transformer_config, context, size=config.streaming.critic_size)
 
 
 def _described_critic(run: RunConfig) -> RunConfig:
-    model = run.streaming.described(run.model, run.streaming.critic_size)
-    return dataclasses.replace(run, model=model)
+    return of_size(run, run.streaming.critic_size)
 
 
 _CRITIC = Network(

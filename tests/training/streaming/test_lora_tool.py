@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from megatron_ext.checkpoint import CheckpointManager, read_run_config
 from megatron_ext.checkpoint.lora_export import export_adapters
-from megatron_ext.checkpoint.lora_wan import MODULES
 from megatron_ext.config import RunConfig
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.errors import CheckpointError
@@ -24,8 +24,19 @@ from megatron_ext.training.streaming.merging import network_of
 from tests.checkpoint.tiny import whole_tensors
 from tests.ranks import ranks
 from tests.training.streaming.tiny import run
-from tests.training.streaming.tuned import NETWORKS, STEPS, Tuned, output
+from tests.training.streaming.tuned import NETWORKS, STEPS, Tuned, inputs, output
 from tools.lora import main
+
+MODULES = {
+    "self_attention.linear_qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
+    "self_attention.linear_proj": ("attn1.to_out.0",),
+    "cross_attention.linear_q": ("attn2.to_q",),
+    "cross_attention.linear_kv": ("attn2.to_k", "attn2.to_v"),
+    "cross_attention.linear_proj": ("attn2.to_out.0",),
+    "linear_fc1": ("ffn.net.0.proj",),
+    "linear_fc2": ("ffn.net.2",),
+}
+"""Linear layers of our blocks, and what diffusers calls them."""
 
 
 def tool(*words: str | Path) -> int:
@@ -106,6 +117,47 @@ def wan() -> Any:
     )
 
 
+OUTER = {
+    "embedder.text_in": "condition_embedder.text_embedder.linear_1",
+    "embedder.text_out": "condition_embedder.text_embedder.linear_2",
+    "embedder.time_in.linear_in": "condition_embedder.time_embedder.linear_1",
+    "embedder.time_in.linear_out": "condition_embedder.time_embedder.linear_2",
+    "embedder.time_projection": "condition_embedder.time_proj",
+}
+NORMS = {
+    f"{ours}.{norm}_norm": f"{theirs}.norm_{norm}"
+    for ours, theirs in (("self_attention", "attn1"), ("cross_attention", "attn2"))
+    for norm in "qk"
+}
+
+
+def in_wans_names(ours: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All weights of one of our networks as diffusers has them."""
+    patches, rows = ours["embedder.patch_in.weight"], ours["head.linear.weight"]
+    bias = ours["head.linear.bias"]
+    found = {
+        "patch_embedding.weight": patches.unflatten(1, (4, 1, 2, 2)),
+        "patch_embedding.bias": ours["embedder.patch_in.bias"],
+        "proj_out.weight": rows.unflatten(0, (4, 4)).transpose(0, 1).flatten(0, 1),
+        "proj_out.bias": bias.unflatten(0, (4, 4)).t().flatten(),
+        "scale_shift_table": ours["head.modulation.weight"][None],
+    }
+    for kind in ("weight", "bias"):
+        found |= {f"{theirs}.{kind}": ours[f"{name}.{kind}"] for name, theirs in OUTER.items()}
+    for block in range(2):
+        own = f"blocks.{block}."
+        found[f"{own}scale_shift_table"] = ours[f"{own}modulation.weight"][None]
+        found |= {f"{own}{b}.weight": ours[f"{own}{a}.weight"] for a, b in NORMS.items()}
+        for kind in ("weight", "bias"):
+            found[f"{own}norm2.{kind}"] = ours[f"{own}cross_norm.{kind}"]
+            for name, layers in MODULES.items():
+                fused = ours[f"{own}{name}.{kind}"]
+                heads = fused.unflatten(0, (-1, len(layers), 16 if len(layers) > 1 else 1))
+                for index, layer in enumerate(layers):
+                    found[f"{own}{layer}.{kind}"] = heads[:, index].flatten(0, 1)
+    return found
+
+
 def by_peft(model: Any, folder: Path) -> None:
     import peft
 
@@ -160,8 +212,36 @@ def test_criterion_22_peft_and_diffusers_add_the_same(
         assert (delta - want[name]).abs().max() <= 1e-7, name
 
 
-def test_networks_of_other_runs(tuned: Tuned, tmp_path: Path) -> None:
+def test_criterion_22_diffusers_computes_what_the_tuned_critic_does(
+    tuned: Tuned, tmp_path: Path
+) -> None:
+    """The weights under the adapters, and then both."""
+    pytest.importorskip("peft")
+    model = wan().eval()
+    model.load_state_dict(in_wans_names(tuned.seen["before"]["critic"]))
+
+    def flow() -> Tensor:
+        given = inputs()
+        x, times = given["x"].transpose(1, 2), given["timesteps"][:, 0]
+        with torch.no_grad():
+            found: Tensor = model(x, times, given["text"], return_dict=False)[0]
+        return found.transpose(1, 2)
+
+    base, want = (tuned.seen[name]["critic"] for name in ("outputs_before", "outputs"))
+    assert (flow() - base).abs().max() <= 1e-5 * base.abs().max()
+    export_adapters(tuned.saved, tmp_path / "adapter", network="critic")
+    by_diffusers(model, tmp_path / "adapter")
+    assert (want - base).abs().max() > 0.01 * want.abs().max()
+    assert (flow() - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_networks_of_other_runs(
+    tuned: Tuned, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(CheckpointError, match=r"`--load` \(.*\) holds a model without adapters"):
         export_adapters(tuned.base, tmp_path / "adapter")
+    words = ["--load", tuned.base, "--save", tmp_path / "merged", "--pretrained-checkpoint", "x"]
+    assert tool("merge", *words) == 1
+    assert "`--pretrained-checkpoint` (x) has no effect: `--load` (" in capfd.readouterr().err
     assert tool("export", "--load", tuned.saved, "--output", tmp_path / "own") == 0
     assert (tmp_path / "own" / "adapter_config.json").is_file()

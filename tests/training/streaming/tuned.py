@@ -65,7 +65,7 @@ def tune(root: Path) -> Tuned:
 
 @dataclass(frozen=True)
 class Recorder:
-    """Writes weights before and after all steps, and outputs after them, to a file."""
+    """Writes weights and outputs before and after all steps to a file."""
 
     path: Path
 
@@ -74,6 +74,7 @@ class Recorder:
         runner = run.runner
         assert isinstance(runner, StreamingRunner)
         before = {name: weights(getattr(runner, name).network) for name in NETWORKS}
+        outputs = {name: output(getattr(runner, name).network) for name in NETWORKS}
         train = runner.train
 
         def recorded(*args: Any) -> Any:
@@ -81,6 +82,7 @@ class Recorder:
             content = {
                 "before": before,
                 "after": {name: weights(getattr(runner, name).network) for name in NETWORKS},
+                "outputs_before": outputs,
                 "outputs": {name: output(getattr(runner, name).network) for name in NETWORKS},
                 "optimized": {name: _optimized(getattr(runner, name)) for name in NETWORKS},
                 "averaged": run.ema.parameters if run.ema is not None else [],
@@ -98,13 +100,18 @@ def weights(network: Any) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in bare.named_parameters()}
 
 
-def output(network: Any) -> Tensor:
-    """The flow of some latents."""
+def inputs() -> dict[str, Tensor]:
+    """Some latents."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(1, 6, 4, 4, 4, generator=generator)
     text = torch.randn(1, 8, 32, generator=generator)
+    return {"x": x, "timesteps": torch.full((1, 6), 500.0), "text": text}
+
+
+def output(network: Any) -> Tensor:
+    """The flow of these latents."""
     with torch.no_grad():
-        flow: Tensor = network(x=x, timesteps=torch.full((1, 6), 500.0), text=text)
+        flow: Tensor = network(**inputs())
     return flow
 
 
