@@ -11,6 +11,8 @@ from megatron_ext.errors import ConfigError
 PATCH = "patch"
 HASHED = "hashed"
 T5_CLIP = "t5-clip"
+UMT5 = "umt5"
+ENCODERS = (HASHED, T5_CLIP, UMT5)
 HASHED_WIDTH = 64
 
 
@@ -78,38 +80,39 @@ class TextEncoderConfig:
             hashed words given for models.
     """
 
-    text_encoder: str = flag(HASHED, "how captions are encoded", choices=(HASHED, T5_CLIP))
-    t5_path: str | None = flag(None, f"local folder of T5 ({T5_CLIP})")
+    text_encoder: str = flag(HASHED, f"how captions are encoded; {UMT5} is Wan's", choices=ENCODERS)
+    t5_path: str | None = flag(None, f"local folder of T5 ({T5_CLIP}) or umT5 ({UMT5})")
     clip_path: str | None = flag(None, f"local folder of CLIP ({T5_CLIP})")
     text_length: int = flag(512, "rows of an encoded caption; longer ones are cut", unit="tokens")
     text_width: int = flag(HASHED_WIDTH, f"width of the rows ({HASHED})")
     pooled_width: int = flag(HASHED_WIDTH, f"width of the pooled vector ({HASHED})")
 
     def __post_init__(self) -> None:
-        if self.text_encoder not in (HASHED, T5_CLIP):
+        if self.text_encoder not in ENCODERS:
             raise ConfigError(
-                f"`text_encoder` ({self.text_encoder}) must be {HASHED} or {T5_CLIP}; choose one."
+                f"`text_encoder` ({self.text_encoder}) must be {HASHED}, {T5_CLIP} or {UMT5}; "
+                "choose one."
             )
         for name in ("text_length", "text_width", "pooled_width"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"`{name}` ({getattr(self, name)}) must be at least 1; raise it.")
         for name in ("text_width", "pooled_width"):
-            if self.text_encoder == T5_CLIP and getattr(self, name) != HASHED_WIDTH:
+            if self.text_encoder != HASHED and getattr(self, name) != HASHED_WIDTH:
                 raise ConfigError(
                     f"`{name}` ({getattr(self, name)}) must be left out with `text_encoder` "
-                    f"{T5_CLIP}: the models decide; only {HASHED} takes it."
+                    f"{self.text_encoder}: the models decide; only {HASHED} takes it."
                 )
-        for name in ("t5_path", "clip_path"):
+        for name, encoders in (("t5_path", (T5_CLIP, UMT5)), ("clip_path", (T5_CLIP,))):
             path = getattr(self, name)
-            if self.text_encoder == HASHED and path is not None:
+            if self.text_encoder not in encoders and path is not None:
                 raise ConfigError(
-                    f"`{name}` ({path}) has an effect only with `text_encoder` {T5_CLIP}; choose "
-                    "it, or leave the path out."
+                    f"`{name}` ({path}) has an effect only with `text_encoder` "
+                    f"{' or '.join(encoders)}; choose it, or leave the path out."
                 )
-            if self.text_encoder == T5_CLIP and path is None:
+            if self.text_encoder in encoders and path is None:
                 raise ConfigError(
-                    f"`{name}` (None) must be a local folder when `text_encoder` is {T5_CLIP}; "
-                    "nothing is loaded from a hub, so give the path."
+                    f"`{name}` (None) must be a local folder when `text_encoder` is "
+                    f"{self.text_encoder}; nothing is loaded from a hub, so give the path."
                 )
 
 

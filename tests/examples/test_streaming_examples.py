@@ -132,7 +132,7 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     record, python = tmp_path / "record", tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{{ printf '%s\\0' \"$@\"; echo; }} >> {record}\n")
     python.chmod(0o755)
-    folders = {name: str(tmp_path / name.lower()) for name in ("VAE", "T5", "CLIP")}
+    folders = {name: str(tmp_path / name.lower()) for name in ("VAE", "UMT5")}
     run("bash", LONGTUNE, "teacher", "critic", "start", "out", PYTHON=str(python), **folders)
     commands = [line.split("\0")[:-1] for line in record.read_text().splitlines()]
     assert [c[:3] for c in commands] == [["pretrain_video.py", "--nproc-per-node", "8"]] * 2

@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--codec-channels", type=int, help="latent channels (patch); all, without loss")
     add("--codec-shift", type=float, default=0.0, help="pixel value that becomes zero (patch)")
     add("--codec-scale", type=float, default=1.0, help="factor on the latents (patch)")
-    add("--text-encoder", default="hashed", help="hashed or t5-clip")
+    add("--text-encoder", default="hashed", help="hashed, t5-clip or umt5")
     add("--t5-path", help="local folder of T5")
     add("--clip-path", help="local folder of CLIP")
     add("--text-length", type=int, default=512, help="rows of an encoded caption")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_ext.config.encoding import HASHED, T5_CLIP, TextEncoderConfig
+from megatron_ext.config.encoding import ENCODERS, HASHED, T5_CLIP, UMT5, TextEncoderConfig
 from megatron_ext.data.video.identity import compared, public
 from megatron_ext.errors import ConfigError, DataError
 
@@ -138,6 +138,49 @@ class T5AndClip:
         return ids
 
 
+class UmT5:
+    """umT5's last hidden states, zero from the end of the caption on, and no pooled vector.
+
+    As Wan 2.1 (arXiv:2503.20314) uses it: pad tokens take no part in the encoder, and in the
+    denoiser they are zeros that are not masked. The pooled vector is a single zero.
+
+    Args:
+        config: with the folder.
+        device: where it computes.
+
+    Raises:
+        ConfigError: transformers is missing, or the folder holds no such model with all its weights
+            and its tokenizer.
+    """
+
+    def __init__(self, config: TextEncoderConfig, device: torch.device) -> None:
+        transformers = _transformers()
+        self.length, self.device, path = config.text_length, device, str(config.t5_path)
+        kind = transformers.UMT5EncoderModel
+        model, self._tokenizer = _load(transformers, kind, "t5_path", path, [UMT5])
+        self._model = model.to(device).eval().requires_grad_(False)
+        self.width, self.pooled_width = int(model.config.d_model), 1
+        self._settings = public(_read_settings("t5_path", path))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """See `TextEncoder.identity`."""
+        return {"text_encoder": UMT5, "length": self.length, UMT5: self._settings}
+
+    @torch.no_grad()
+    def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """See `TextEncoder.encode`."""
+        padded = self._tokenizer(
+            list(captions), max_length=self.length, padding="max_length", truncation=True,
+            return_tensors="pt",
+        ).to(self.device)  # fmt: skip
+        mask = padded["attention_mask"]
+        rows = self._model(input_ids=padded["input_ids"], attention_mask=mask).last_hidden_state
+        pooled = torch.zeros(len(captions), self.pooled_width, device=self.device)
+        # Not a product: what the model makes of padding need not be finite.
+        return torch.where(mask[..., None] != 0, rows.float(), 0.0), pooled
+
+
 def build_text_encoder(
     config: TextEncoderConfig, device: torch.device | None = None
 ) -> TextEncoder:
@@ -148,7 +191,8 @@ def build_text_encoder(
     """
     if config.text_encoder == HASHED:
         return HashedWords(config)
-    return T5AndClip(config, device or torch.device("cpu"))
+    kind = UmT5 if config.text_encoder == UMT5 else T5AndClip
+    return kind(config, device or torch.device("cpu"))
 
 
 def width_of(config: TextEncoderConfig) -> int:
@@ -188,7 +232,7 @@ def text_encoder_from_manifest(
     """
     identity = manifest.get("text_encoder")
     advice = "make the data again with tools/preprocess_video.py."
-    if not isinstance(identity, Mapping) or identity.get("text_encoder") not in (HASHED, T5_CLIP):
+    if not isinstance(identity, Mapping) or identity.get("text_encoder") not in ENCODERS:
         raise DataError(
             f"The manifest must name its text encoder, but holds {identity!r}; {advice}"
         )
@@ -259,7 +303,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError:
         raise ConfigError(
-            f"`text_encoder` {T5_CLIP} needs the package transformers, which is not installed; run "
-            f"`pip install 'megatron-ext[video]'`, or choose {HASHED}."
+            f"`text_encoder` {T5_CLIP} and {UMT5} need the package transformers, which is not "
+            f"installed; run `pip install 'megatron-ext[video]'`, or choose {HASHED}."
         ) from None
     return transformers

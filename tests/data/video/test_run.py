@@ -257,7 +257,7 @@ def test_manifest_says_what_made_the_data(tmp_path: Path) -> None:
         (["--buckets=/none.json"], r"`--buckets` \(/none.json\) must be JSON or a file with it"),
         (["--buckets={}"], r"is empty: it must hold a bucket with a probability above 0"),
         (["--codec=/none"], r"must be `patch` or a local folder|must be left out with `codec`"),
-        (["--text-encoder=t5"], r"`text_encoder` \(t5\) must be hashed or t5-clip"),
+        (["--text-encoder=t5"], r"`text_encoder` \(t5\) must be hashed, t5-clip or umt5"),
         (["--reference-lengths", "0"], r"`reference_lengths` \(\[0\]\) must be different"),
         (["--colour"], r"Unrecognized arguments: --colour; see --help"),
         (["--workers=many"], r"Argument --workers: invalid int value: 'many'; see --help"),

@@ -12,7 +12,11 @@ import torch
 
 from megatron_ext.config.encoding import TextEncoderConfig
 from megatron_ext.data.video import text_encoders
-from megatron_ext.data.video.text_encoders import build_text_encoder, text_encoder_from_manifest
+from megatron_ext.data.video.text_encoders import (
+    build_text_encoder,
+    text_encoder_from_manifest,
+    width_of,
+)
 from megatron_ext.errors import ConfigError, DataError
 
 HASHED = TextEncoderConfig(text_length=5, text_width=12, pooled_width=7)
@@ -116,6 +120,43 @@ def test_t5_and_clip(folders: tuple[Path, Path]) -> None:
         torch.testing.assert_close(row, hidden[0, -1], atol=1e-5, rtol=1e-5)
 
 
+@pytest.fixture(scope="session")
+def umt5(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny umT5 with the tokenizer of T5."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("umt5")
+    torch.manual_seed(0)
+    transformers.UMT5EncoderModel(
+        transformers.UMT5Config(
+            vocab_size=13, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2
+        )
+    ).save_pretrained(folder)
+    for file in folders[0].glob("*token*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def test_umt5_sees_no_padding_and_leaves_zeros_there(
+    umt5: Path, folders: tuple[Path, Path]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    given = TextEncoderConfig("umt5", str(umt5), text_length=11)
+    encoder = build_text_encoder(given)
+    rows, pooled = encoder.encode(["a red square", "", "a " * 40])
+    assert torch.equal(pooled, torch.zeros(3, 1)) and width_of(given) == encoder.width == 16
+    model = transformers.UMT5EncoderModel.from_pretrained(umt5).eval()
+    for row, ids in zip(rows, ([4, 5, 7, 2], [2], [*[4] * 10, 2]), strict=True):
+        with torch.no_grad():
+            alone = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+        torch.testing.assert_close(row[: len(ids)], alone, atol=1e-5, rtol=1e-5)
+        assert not row[len(ids) :].any() and alone.abs().sum(dim=1).min() > 0
+    manifest = json.loads(json.dumps({"text_encoder": encoder.identity}))
+    again = text_encoder_from_manifest(manifest, str(umt5))
+    assert torch.equal(again.encode(["a red square"])[0][0], rows[0])
+    with pytest.raises(ConfigError, match=r"holds a model of type t5, but must hold one of type u"):
+        build_text_encoder(TextEncoderConfig("umt5", str(folders[0])))
+
+
 def test_t5_and_clip_one_caption_is_as_many(folders: tuple[Path, Path]) -> None:
     encoder = build_text_encoder(config(folders))
     together = encoder.encode(["a red square", "a green circle moves left"])
@@ -196,9 +237,17 @@ def test_weights_and_tokenizers_that_are_missing(
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"text_encoder": "bert"}, r"`text_encoder` \(bert\) must be hashed or t5-clip; choose"),
+        ({"text_encoder": "bert"}, r"`text_encoder` \(bert\) must be hashed, t5-clip or umt5; ch"),
         ({"text_length": 0}, r"`text_length` \(0\) must be at least 1; raise it"),
         ({"clip_path": "/c"}, r"`clip_path` \(/c\) has an effect only with `text_encoder` t5-cl"),
+        (
+            {"text_encoder": "umt5"},
+            r"`t5_path` \(None\) must be a local folder when `text_encoder` ",
+        ),
+        (
+            {"text_encoder": "umt5", "t5_path": "/t5", "clip_path": "/c"},
+            r"`clip_path` \(/c\) has an effect only with `text_encoder` t5-clip; choose it",
+        ),
         ({"text_encoder": "t5-clip", "t5_path": "/t5"}, r"`clip_path` \(None\) must be a local f"),
         (
             {"text_encoder": "t5-clip", "t5_path": "/none", "text_width": 9},
@@ -213,7 +262,5 @@ def test_options_of_no_use(wrong: dict[str, Any], sentence: str) -> None:
 
 def test_without_transformers(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(
-        ConfigError, match=r"needs the package transformers, which is not installed"
-    ):
+    with pytest.raises(ConfigError, match=r"need the package transformers, which is not installed"):
         text_encoders.build_text_encoder(config(folders))
