@@ -106,6 +106,11 @@ def pieces_of(row: dict[str, object], folder: Path, skipped: int) -> tuple[Piece
         raise SystemExit(f"{row['path']} must have one prompt switch.")
     frames, at = read_frames(folder / str(row["path"])), int(switches[0]["frame"])
     after = frames[at + skipped :]
+    if not len(after):
+        raise SystemExit(
+            f"{row['path']} ends at frame {len(frames)}, {skipped} or fewer after its switch at "
+            f"{at}; sample longer videos, or give a smaller `--skip`."
+        )
     return piece_of(frames[:at], str(row["text"])), piece_of(after, str(switches[0]["text"]))
 
 
