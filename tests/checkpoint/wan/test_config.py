@@ -116,8 +116,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"num_layers": 30, "ffn_dim": 14336},
         "no named size, the nearest being `14b` (ffn_size 14336 instead of 13824, num_blocks 30 "
-        "instead of 40); give the weights of a named size (tiny, small, base, 1.3b, 14b), or add "
-        "one to SIZES in megatron_ext/config/video_dit_sizes.py.",
+        "instead of 40); give the weights of a named size (tiny, mini, small, base, 1.3b, 14b), or "
+        "add one to SIZES in megatron_ext/config/video_dit_sizes.py.",
     ),
 ]
 

@@ -14,7 +14,7 @@ from megatron_ext.config.video_rules import STREAMING_DEFAULTS
 from pretrain_video import task_of
 from tests.checkpoint.tiny import whole_tensors
 from tests.training.streaming.tiny import flags_of, run
-from tests.training.streaming.tuned import ADAPTERS, NETWORKS, SAVED, STEPS, Tuned
+from tests.training.streaming.tuned import ADAPTERS, NETWORKS, PREFIXES, SAVED, STEPS, Tuned
 from tests.training_runs import train_on_ranks
 
 KEYS = ("loss", "grad_norm", "learning_rate", "consumed_samples")
@@ -48,8 +48,9 @@ def test_criterion_22_adapters_change_nothing_at_the_start(tuned: Tuned, tmp_pat
     assert {name: first[name] for name in names} == {name: plain[name] for name in names}
     base = whole_tensors(tuned.base / "iter_0000001", tmp_path / "base.pt")
     for network in NETWORKS:
+        prefix = PREFIXES[network]
         for name, weight in tuned.seen["before"][network].items():
-            assert ".lora." in name or torch.equal(weight, base[name]), name
+            assert ".lora." in name or torch.equal(weight, base[f"{prefix}{name}"]), name
 
 
 def test_criterion_22_a_checkpoint_holds_adapters_and_not_what_is_under_them(tuned: Tuned) -> None:

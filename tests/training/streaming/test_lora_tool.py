@@ -24,7 +24,7 @@ from megatron_ext.training.streaming.merging import network_of
 from tests.checkpoint.tiny import whole_tensors
 from tests.ranks import ranks
 from tests.training.streaming.tiny import run
-from tests.training.streaming.tuned import NETWORKS, STEPS, Tuned, inputs, output
+from tests.training.streaming.tuned import NETWORKS, PREFIXES, STEPS, Tuned, inputs, output
 from tools.lora import main
 
 MODULES = {
@@ -182,7 +182,7 @@ def added(merged: Tuned, network: str) -> dict[str, Tensor]:
     for block in range(2):
         for ours, theirs in MODULES.items():
             name = f"blocks.{block}.{ours}.weight"
-            columns = (after[name] - before[name]).t()[:, None]
+            columns = (after[name] - before[f"{PREFIXES[network]}{name}"]).t()[:, None]
             if len(theirs) == 1:
                 parts: tuple[Tensor, ...] = (columns,)
             else:

@@ -18,7 +18,9 @@ from tests.training.streaming.tiny import run
 STEPS, SAVED = 6, 3
 ADAPTERS = "--lora-rank 4 --lora-alpha 8"
 FAST = "--lr 1e-2 --critic-lr 1e-2"
-NETWORKS = ("generator", "critic")
+PREFIXES = {"generator": "", "critic": "critic."}
+"""Of the names of a network's weights in a checkpoint."""
+NETWORKS = tuple(PREFIXES)
 
 
 @dataclass(frozen=True)
