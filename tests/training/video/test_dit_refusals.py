@@ -95,8 +95,8 @@ def test_a_run_that_is_whole_starts(
         ),
         (
             f"{CAUSAL} --frame-block 1 --window-frames 2",
-            "`--window-frames` (2) must be at least `--sink-frames` + `--frame-block` (3 + 1 = 4), or "
-            "a block would not see all of itself.",
+            "`--window-frames` (2) must be at least `--sink-frames` + `--frame-block` (3 + 1 = "
+            "4), or a block would not see all of itself.",
         ),
         (
             f"{TWIN} --recompute-blocks -1",
