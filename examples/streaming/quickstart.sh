@@ -19,9 +19,9 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 OUT="${OUT:-out/streaming_quickstart}"
 if [[ -n "${SMOKE:-}" ]]; then
-    CLIPS=1 TEACHER=4 START=4 TUNING=4 FRAMES=16 SWITCH=8 REQUIRED=0
+    CLIPS=2 WARMUP=2 TEACHER=4 START=4 TUNING=4 FRAMES=16 SWITCH=8 REQUIRED=0
 else
-    CLIPS=40 TEACHER=700 START=400 TUNING=400 FRAMES=72 SWITCH=24 REQUIRED=0
+    CLIPS=40 WARMUP=50 TEACHER=700 START=400 TUNING=400 FRAMES=72 SWITCH=24 REQUIRED=0
 fi
 rm -rf "$OUT"
 mkdir -p "$OUT"
@@ -35,7 +35,7 @@ head -n 1 "$OUT/clips/clips.jsonl" "$OUT/clips/prompts.txt" "$OUT/clips/second_p
 # -0.875 is the background.
 ENCODERS=(
     --codec-spatial 4 --codec-temporal 1 --codec-channels 12 --codec-shift -0.875
-    --codec-scale 1.0 --text-length 8
+    --codec-scale 1.2 --text-length 8
 )
 echo "== 2/6 latents and text embeddings"
 "$PYTHON" tools/preprocess_video.py --input "$OUT/clips/clips.jsonl" --output "$OUT/data" \
@@ -48,7 +48,7 @@ COMMON=(
 )
 FLOW=(
     --video-data-path "$OUT/data" --video-dit-size mini --num-workers 1 --flow-shift 3
-    --micro-batch-size 16 --global-batch-size 32 --lr-warmup-iters 50 --ema-decay 0.99
+    --micro-batch-size 16 --global-batch-size 32 --lr-warmup-iters "$WARMUP" --ema-decay 0.99
 )
 
 echo "== 3/6 the teacher"

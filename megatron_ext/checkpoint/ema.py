@@ -5,7 +5,7 @@ So they load in any layout, and tools read them as they read weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,20 +48,23 @@ def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> b
     return there and ema is not None
 
 
-def take_averages(path: Path, state: dict[str, Any], chunks: Iterable[str]) -> None:
-    """Ask a checkpoint for averaged weights in the place of those weights that were averaged.
+def take_named(
+    path: Path, state: dict[str, Any], chunks: Iterable[str], prefixes: Sequence[str]
+) -> None:
+    """Ask a checkpoint for weights by other names, where it has them.
 
     Args:
-        path: the checkpoint, which need not hold any.
+        path: the checkpoint.
         state: sharded state of the run, changed in place.
         chunks: keys of the model chunks in it.
+        prefixes: of the names, such as `PREFIX` for averaged weights; the first that fits is taken.
     """
     stored = FileSystemReader(str(path)).read_metadata().state_dict_metadata
     for chunk in chunks:
         sharded, _ = extract_sharded_tensors_and_factories(state[chunk])
         for entry in nested_values(sharded):
-            if f"{PREFIX}{entry.key}" in stored:
-                entry.key = f"{PREFIX}{entry.key}"
+            names = (f"{prefix}{entry.key}" for prefix in prefixes)
+            entry.key = next((name for name in names if name in stored), entry.key)
 
 
 def averages_to_save(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]:

@@ -167,7 +167,8 @@ def _load_section(
     if given is not None:
         base = FrozenBase.given(given)
         under = dataclasses.replace(config.checkpoint, load=None, ckpt_step=None)
-        CheckpointManager(under, context).load(model=chunks, optimizer=None, scheduler=None)
+        manager = CheckpointManager(under, context, section=section)
+        manager.load(model=chunks, optimizer=None, scheduler=None)
     assert base is not None
     load_adapters(found, base, chunks, section, config.checkpoint, context)
     return iteration, stored_progress(found.path, Namespace())

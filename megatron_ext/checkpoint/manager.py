@@ -19,12 +19,13 @@ from megatron_ext.checkpoint.best import BEST_TRACKER, BestCheckpoint, write_bes
 from megatron_ext.checkpoint.companion import Companion
 from megatron_ext.checkpoint.ema import (
     EMA,
+    PREFIX,
     averages_to_load,
     averages_to_save,
     goes_on_averaging,
     holds_averages,
     load_averages,
-    take_averages,
+    take_named,
 )
 from megatron_ext.checkpoint.fit import check_model, check_optimizer
 from megatron_ext.checkpoint.frozen import (
@@ -80,14 +81,19 @@ class CheckpointManager:
         context: of this rank.
         base: what the model is before anything is loaded, where checkpoints hold its adapters
             only; None saves all weights.
+        section: begins the names of the weights to start from, where a checkpoint has such.
     """
 
     def __init__(
-        self, config: CheckpointConfig, context: ParallelContext, base: FrozenBase | None = None
+        self,
+        config: CheckpointConfig,
+        context: ParallelContext,
+        base: FrozenBase | None = None,
+        section: str | None = None,
     ) -> None:
-        self._config = config
-        self._context = context
-        self._base = base
+        self._config, self._context, self._base = config, context, base
+        averages = [PREFIX] if config.pretrained_average else []
+        self._names = averages if section is None else [f"{section}.", *averages]
 
     def save(
         self,
@@ -227,13 +233,10 @@ class CheckpointManager:
             refuse_adapters_alone(path, recorded)
         with_optimizer = self._loads_optimizer(found, arguments, notes)
         with_averages = not found.weights_only and goes_on_averaging(path, ema, notes)
+        kept_optimizer = optimizer if with_optimizer else None
+        kept_ema = ema if with_averages else None
         state, new = self._requested_state(
-            found,
-            model,
-            optimizer if with_optimizer else None,
-            ema if with_averages else None,
-            common,
-            arguments,
+            found, model, kept_optimizer, kept_ema, common, arguments
         )
         if self._loads_random(found, arguments, notes):
             apart = getattr(arguments, "data_parallel_random_init", False)
@@ -316,7 +319,7 @@ class CheckpointManager:
         path, layout = found.path, self._context.layout
         keys, strictness = chunk_keys(model), self._config.dist_ckpt_strictness
         is_of_adapters = FrozenBase.recorded(common) is not None
-        average = found.weights_only and self._config.pretrained_average
+        names = self._names if found.weights_only else []
         stored = dict(common.get("content_metadata") or {})
         metadata = {**stored, "dp_cp_group": self._context.pgs.dp_cp}
 
@@ -327,8 +330,7 @@ class CheckpointManager:
             check_adapters(path, bare, keys, strictness)
             if is_of_adapters:
                 leave_out_base(bare, keys)
-            if average:
-                take_averages(path, bare, keys)
+            take_named(path, bare, keys, names)
             if ema is not None:
                 bare[EMA] = averages_to_load(ema, {key: bare[key] for key in keys})
             check_model(path, bare, arguments, layout, strictness)
@@ -342,8 +344,7 @@ class CheckpointManager:
         if ema is not None:
             state[EMA] = averages_to_load(ema, {key: state[key] for key in keys})
         new = leave_out_new(path, state, keys) if found.weights_only else {}
-        if average:
-            take_averages(path, state, keys)
+        take_named(path, state, keys, names)
         if is_of_adapters:
             leave_out_base(state, keys)
         return state, new

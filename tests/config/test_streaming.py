@@ -104,7 +104,7 @@ WRONG = {
     "--overlap-grad-reduce": "`--overlap-grad-reduce` (True) does not go with",
     "--eval-iters 1": "`--eval-iters` (1) does not go with",
     "--skip-train": "`--skip-train` (True) does not go with",
-    "--hidden-size 64": "`--hidden-size` has no effect",
+    "--hidden-size 96": "`--hidden-size` has no effect",
     "--flow-shift 3": "`--flow-shift` has no effect with `--task streaming`",
     "--codec-channels 8": "`--codec` has 8 latent channels, but `--generator-size tiny` has 4",
     "--context-parallel-size 8 --nproc-per-node 8": "`--latent-size` (4 4) gives a frame 4 tokens",

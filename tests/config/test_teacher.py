@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron_ext.config import parse_args
@@ -9,17 +11,15 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.config.teacher import TeacherSizes, teacher_sizes
 from megatron_ext.config.video_rules import STREAMING_DEFAULTS
 from megatron_ext.errors import ConfigError
-from tests.training.streaming.tiny import FLAGS
+from tests.training.streaming.tiny import flags_of
 
 TENSOR, STAGES = "--teacher-tensor-model-parallel-size", "--teacher-pipeline-model-parallel-size"
 
 
 def parsed(words: str, ranks: int) -> RunConfig:
     """The resolved configuration of a tiny run."""
-    flags = f"--train-iters 1 --global-batch-size 12 --prompts-path x {words}"
-    return parse_args(
-        [*FLAGS, *flags.split()], world_size=ranks, device="cpu", defaults=STREAMING_DEFAULTS
-    ).config
+    flags = flags_of(Path(), f"--train-iters 1 --prompts-path x {words}", batch=12)
+    return parse_args(flags, world_size=ranks, device="cpu", defaults=STREAMING_DEFAULTS).config
 
 
 def errors(words: str, ranks: int) -> list[str]:
@@ -49,7 +49,7 @@ def errors(words: str, ranks: int) -> list[str]:
             "whose product is 1, 2, 4 or 12.",
         ),
         (
-            f"--context-parallel-size 2 --num-workers 0 {TENSOR} 3 --teacher-size small",
+            f"--context-parallel-size 2 {TENSOR} 3 --teacher-size small",
             6,
             f"`{TENSOR}` × `{STAGES}` (3 × 1 = 3) must divide the number of ranks (6), and divide "
             "or be a multiple of the run's tensor × context parallel size (1 × 2 = 2); use sizes "

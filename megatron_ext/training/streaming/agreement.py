@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,24 +37,61 @@ def on_first_of_replica(work: Callable[[], T], what: str, context: ParallelConte
         MegatronExtError: what the work raised on the first rank that failed, on every rank of the
             run; a DataError for any other exception, whose traceback that rank prints.
     """
-    result: T | None = None
-    fault: MegatronExtError | None = None
-    if is_first_of_replica(context):
-        try:
-            result = work()
-        except MegatronExtError as error:
-            fault = error
-        except Exception as error:
-            traceback.print_exc()
-            fault = DataError(
-                f"{what} failed ({error!r}); see the traceback of rank {context.rank}."
-            )
-    faults: list[MegatronExtError | None] = [None] * context.layout.world_size
-    torch.distributed.all_gather_object(faults, fault)
-    for found in faults:
+    result, fault = _done(work, what, context)
+    from_all_ranks(None, fault)
+    return result
+
+
+def on_first_of_this_replica(
+    work: Callable[[], T], what: str, context: ParallelContext
+) -> T | None:
+    """As `on_first_of_replica`, but for one replica alone, whose ranks call this together.
+
+    Other replicas do not hear of an error; see `from_all_ranks`.
+    """
+    result, fault = _done(work, what, context)
+    if context.pgs.tp_cp.size() > 1:
+        faults = [fault]
+        torch.distributed.broadcast_object_list(faults, group=context.pgs.tp_cp, group_src=0)
+        fault = faults[0]
+    if fault is not None:
+        raise fault
+    return result
+
+
+def from_all_ranks(value: T, fault: MegatronExtError | None) -> list[T]:
+    """Values of all ranks, by rank; all call this together.
+
+    Args:
+        value: of this rank.
+        fault: what went wrong on it.
+
+    Raises:
+        MegatronExtError: the first fault, on every rank.
+    """
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, (value, fault))
+    for _, found in gathered:
         if found is not None:
             raise found
-    return result
+    return [entry for entry, _ in gathered]
+
+
+def _done(
+    work: Callable[[], T], what: str, context: ParallelContext
+) -> tuple[T | None, MegatronExtError | None]:
+    """Work of the first rank of a replica: its result, and what is to be raised on other ranks."""
+    if not is_first_of_replica(context):
+        return None, None
+    try:
+        return work(), None
+    except MegatronExtError as error:
+        return None, error
+    except Exception as error:
+        traceback.print_exc()
+        return None, DataError(
+            f"{what} failed ({error!r}); see the traceback of rank {context.rank}."
+        )
 
 
 def share(

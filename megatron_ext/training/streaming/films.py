@@ -26,14 +26,14 @@ from megatron_ext.sampling.films import Film, FilmWriter, describe_films
 from megatron_ext.streaming import draws
 from megatron_ext.streaming.generate import Scene, generate_blocks
 from megatron_ext.streaming.rollout import Generator
+from megatron_ext.training.streaming.agreement import (
+    from_all_ranks,
+    on_first_of_replica,
+    on_first_of_this_replica,
+)
 from megatron_ext.training.streaming.configuration import noise_of
 from megatron_ext.training.streaming.requests import film_requests
-from megatron_ext.training.video.agreement import (
-    from_all_ranks,
-    on_reporting_rank,
-    on_writing_rank,
-    writes,
-)
+from megatron_ext.training.video.agreement import on_reporting_rank
 
 if TYPE_CHECKING:
     from megatron_ext.data.video.codec_base import VideoCodec
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from megatron_ext.training.setup import Run
 
 Encode = Callable[[Sequence[str]], Tensor]
-"""Embeddings ``[n, l, d]`` of captions, on the CPU, since there may be many."""
+"""Embeddings ``[n, l, d]`` of captions; all ranks call it together."""
 Progress = Callable[["Pace"], None]
 """Told how far a replica is, after each block."""
 
@@ -69,12 +69,12 @@ class FilmMaker:
     """Makes the videos of a run's captions; all ranks build and call it together.
 
     It holds nothing that training uses but the weights, which it reads, and draws from none of its
-    streams of random numbers.
+    streams of random numbers; networks of streaming runs have no dropout.
 
     Args:
         run: whose generator makes them.
         encode: see `Encode`; called once.
-        build_codec: called on the ranks that write.
+        build_codec: called on the first rank of each replica, which decodes and writes.
 
     Raises:
         ConfigError, DataError: captions or a codec of no use; on all ranks alike.
@@ -88,15 +88,10 @@ class FilmMaker:
             for request in self._requests
         ]
         encoded = encode([caption for some in captions for caption in some])
-        self._texts = encoded.split([len(some) for some in captions])
-        fault: MegatronExtError | None = None
-        codec: VideoCodec | None = None
-        try:
-            codec = build_codec() if writes(context) else None
-        except MegatronExtError as error:
-            fault = error
-        from_all_ranks(None, fault)
-        self._codec = codec
+        self._texts = torch.split(encoded.cpu(), [len(some) for some in captions])
+        # A VAE draws random weights before it loads its own.
+        with torch.random.fork_rng(devices=[]):
+            self._codec = on_first_of_replica(build_codec, "Loading the codec", context)
         self._num_frames = config.streaming_sample.num_frames(config.streaming)
         self._fps = config.sample.sample_fps or DEFAULT_FPS
 
@@ -113,7 +108,7 @@ class FilmMaker:
 
         Args:
             folder: to be made.
-            progress: see `Progress`; called on the ranks that write.
+            progress: see `Progress`; called on the first rank of the first replica.
 
         Returns:
             The pace of all replicas together: their sums, and the slowest's seconds.
@@ -122,7 +117,8 @@ class FilmMaker:
             NotFiniteError: a video is not finite; on all ranks.
             MegatronExtError: the files cannot be written; on all ranks.
         """
-        run, context, clock = self._run, self._run.context, _Clock(progress)
+        run, context = self._run, self._run.context
+        clock = _Clock(progress if context.dp_rank == 0 else None)
         on_reporting_rank(lambda: open_folder(folder), f"Opening {folder}", context)
         writing = folder.with_name(f".{folder.name}.writing")
         ema = run.ema if run.config.sample.sample_ema else None
@@ -148,13 +144,10 @@ class FilmMaker:
         return ema.swapped_in(self._run.chunks) if ema else nullcontext()
 
     def _batches(self) -> Iterator[list[int]]:
-        """Numbers of the requests that this replica makes at a time: all switch together.
-
-        The first request goes to the last replica, which reports.
-        """
+        """Numbers of the requests that this replica makes at a time: all switch together."""
         context, size = self._run.context, self._run.config.sample.sample_batch_size
         replicas = context.layout.data_parallel_size
-        own = range(replicas - 1 - context.dp_rank, len(self._requests), replicas)
+        own = range(context.dp_rank, len(self._requests), replicas)
 
         def frames(number: int) -> tuple[int, ...]:
             return self._requests[number].frames
@@ -167,12 +160,12 @@ class FilmMaker:
         """Make a batch of videos; gives them on the rank that writes."""
         context, what = self._run.context, f"Writing into {writing}"
         open_files = functools.partial(self._writer, writing, numbers)
-        writer = on_writing_rank(open_files, what, context)
+        writer = on_first_of_this_replica(open_files, what, context)
         try:
             for _, latents in self._blocks(numbers):
                 append = functools.partial(_append, writer, latents, clock)
-                on_writing_rank(append, what, context)
-            films = on_writing_rank(lambda: _finished(writer), what, context)
+                on_first_of_this_replica(append, what, context)
+            films = on_first_of_this_replica(lambda: _finished(writer), what, context)
         except BaseException:
             if writer is not None:
                 writer.abandon()

@@ -27,6 +27,7 @@ from megatron_ext.models.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer, build_scheduler
 from megatron_ext.optim.update import UpdateResult, update_parameters
 from megatron_ext.training.streaming.configuration import network_options, window_of
+from megatron_ext.training.streaming.stored import CRITIC
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -128,7 +129,7 @@ def build_critic(
     bare = build_chunks(partial(build_network, size=streaming.critic_size), own, core, context)
     chunks = wrap_chunks(bare, own, core, context, device)
     built = build_optimizer(own, chunks)
-    load_weights(config, context, streaming.critic_checkpoint, chunks, built)
+    load_weights(config, context, streaming.critic_checkpoint, chunks, built, section=CRITIC)
     base = FrozenBase.of_run(config)
     if base is not None and streaming.critic_checkpoint is not None:
         base = FrozenBase.given(streaming.critic_checkpoint)
@@ -147,8 +148,17 @@ def load_weights(
     path: str | None,
     chunks: list[Any],
     optimizer: MegatronOptimizer | None,
+    section: str | None = None,
 ) -> None:
     """Start from the weights of a checkpoint, where one is given.
+
+    Args:
+        config: of the run.
+        context: of this rank.
+        path: folder of the checkpoint; None leaves the network as it is.
+        chunks: the network.
+        optimizer: of it, None where it is not trained.
+        section: of the checkpoint of a streaming run, whose model is the generator otherwise.
 
     Raises:
         CheckpointError: none is there, or it holds another model.
@@ -162,8 +172,7 @@ def load_weights(
         ckpt_fully_parallel_load=config.checkpoint.ckpt_fully_parallel_load,
         dist_ckpt_strictness=config.checkpoint.dist_ckpt_strictness,
     )
-    loaded = CheckpointManager(asked, context).load(
-        model=chunks, optimizer=optimizer, scheduler=None
-    )
+    manager = CheckpointManager(asked, context, section=section)
+    loaded = manager.load(model=chunks, optimizer=optimizer, scheduler=None)
     if loaded is not None and context.is_reporting_rank:
         print("\n".join(f"> {note}" for note in loaded.notes), end="\n" * bool(loaded.notes))

@@ -19,7 +19,13 @@ from megatron_ext.data.video.text_encoders import build_text_encoder
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.training.pretrain import main
-from megatron_ext.training.streaming.configuration import noise_of, sized, window_of
+from megatron_ext.training.streaming.agreement import on_first_of_replica, share
+from megatron_ext.training.streaming.configuration import (
+    network_options,
+    noise_of,
+    sized,
+    window_of,
+)
 from megatron_ext.training.streaming.films import FilmMaker, Pace
 from megatron_ext.training.streaming.requests import film_requests
 from megatron_ext.training.streaming.task import STREAMING
@@ -30,7 +36,7 @@ if TYPE_CHECKING:
     from megatron_ext.data.tokenizers import Tokenizer
     from megatron_ext.training.setup import Run
 
-_STORED = ("streaming", "codec", "text_encoder")
+_STORED = ("streaming", "lora", "codec", "text_encoder")
 """Sections of the checkpoint's configuration that decide what the model is and how it samples."""
 
 EVERY = 5.0
@@ -50,10 +56,12 @@ def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
             f"`--load` ({asked['checkpoint']['load']}) must be a checkpoint of `--task streaming`, "
             "but is of a flow-matching run; leave out `--streaming`."
         )
+    adapted = stored["lora"]["lora_rank"] is not None
     return {
         **STREAMING_DEFAULTS,
         **{name: value for section in _STORED for name, value in stored[section].items()},
         "task": "streaming",
+        "pretrained_checkpoint": stored["checkpoint"]["pretrained_checkpoint"] if adapted else None,
         "bf16": stored["precision"]["bf16"],
         "only_samples": True,
         "skip_train": True,
@@ -67,7 +75,7 @@ def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
 def prepare_sampling(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     """Check what is asked for before any process group exists; see `Task.preflight`."""
     noise_of(config.streaming)
-    window_of(config.streaming)
+    network_options(config, window_of(config.streaming))
     film_requests(config)
     return sized(config)
 
@@ -77,29 +85,39 @@ def sample_at_once(run: Run) -> None:
     config = run.config
     assert config.sample.sample_dir is not None
     maker = FilmMaker(run, partial(_encode, run), lambda: build_codec(config.codec, run.device))
-    pace = maker(Path(config.sample.sample_dir), _Teller(run, maker.num_blocks))
+    pace = maker(Path(config.sample.sample_dir), _Teller(maker.num_blocks))
     run.reporters.say(summary(pace, config.streaming.frame_block))
 
 
 def _encode(run: Run, captions: Sequence[str]) -> Tensor:
-    encoder = build_text_encoder(run.config.text_encoder, run.device)
-    return torch.cat([encoder.encode([caption])[0].cpu() for caption in captions])
+    """On one rank of each replica, for the memory of large encoders, which go again."""
+    config = run.config
+
+    def encoded() -> Tensor:
+        encoder = build_text_encoder(config.text_encoder, run.device)
+        return torch.cat([encoder.encode([caption])[0] for caption in captions])
+
+    known = on_first_of_replica(encoded, "Encoding the prompts", run.context)
+    assert config.streaming.text_features is not None
+    shape = len(captions), config.text_encoder.text_length, config.streaming.text_features
+    return share(known, shape, run.context, run.device)
 
 
 class _Teller:
-    """Says how far the reporting rank's replica is, at the first block and then now and then."""
+    """Says how far the first replica is, at the first block and then now and then."""
 
-    def __init__(self, run: Run, num_blocks: int) -> None:
-        self._run, self._num_blocks = run, num_blocks
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
         self._said: float | None = None
 
     def __call__(self, pace: Pace) -> None:
         now = time.perf_counter()
         if self._said is None or now - self._said >= EVERY:
             self._said = now
-            self._run.reporters.say(
-                f"frame block {pace.blocks} of {self._num_blocks} after {pace.seconds:.1f} s, "
-                f"{pace.blocks / pace.seconds:.2f} blocks/s"
+            print(
+                f"> frame block {pace.blocks} of {self._num_blocks} after {pace.seconds:.1f} s, "
+                f"{pace.blocks / pace.seconds:.2f} blocks/s",
+                flush=True,
             )
 
 

@@ -77,6 +77,7 @@ class StreamingRunner(StepRunner):
         critic: see `TrainedNetwork`.
         teacher: frozen.
         sequence: of this replica.
+        work: what the steps compute.
     """
 
     companion: StreamingState
@@ -103,7 +104,7 @@ class StreamingRunner(StepRunner):
         self.negative_text = prompts.encode([streaming.negative_prompt])
         self.sequence = self._sequence(prompts)
         self.companion = StreamingState(self.critic, self.sequence, context, Settings.of(config))
-        self._work = WorkCounter([self.generator.network, self.critic.network, self.teacher])
+        self.work = WorkCounter([self.generator.network, self.critic.network, self.teacher])
 
     @property
     def trained_chunks(self) -> list[DistributedDataParallel]:
@@ -240,5 +241,5 @@ class StreamingRunner(StepRunner):
             counts,
             UpdateResult(applied, critic.grad_norm, critic.num_zeros),
             trains_model="generator" in updates and updates["generator"].applied,
-            flops=self._work.take() * self.context.layout.world_size,
+            flops=self.work.take() * self.context.layout.world_size,
         )

@@ -23,6 +23,7 @@ from megatron_ext.config.lora import LoraConfig
 from megatron_ext.config.teacher import TeacherSizes, teacher_sizes
 from megatron_ext.layout import Layout
 from megatron_ext.layout.beside import groups_beside, peers
+from megatron_ext.models.causal_video.inputs import check_inputs
 from megatron_ext.models.chunks import build_chunks
 from megatron_ext.models.transformer_config import build_transformer_config
 from megatron_ext.training.streaming.networks import build_network, load_weights, of_size
@@ -132,6 +133,12 @@ class ParallelTeacher(torch.nn.Module):
         self._engine = forward_engine([network], config, context)
         self._context, self._peers, self._num_replicas = context, peers, num_replicas
 
+    @property
+    def _model(self) -> Any:
+        """This rank's stage, without wrappers."""
+        (model,) = unwrap_model([self.network])
+        return model
+
     @torch.no_grad()
     def forward(self, *, x: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
         """The flow of ``x``; all ranks of the run call this together, with as many samples.
@@ -148,6 +155,8 @@ class ParallelTeacher(torch.nn.Module):
         Raises:
             DataError: inputs that do not fit the model, on all ranks alike.
         """
+        # Before any rank waits for another.
+        check_inputs(self._model.sizes, x, timesteps, text)
         if self._num_replicas > 1:
             return self._of_all_replicas((x, timesteps, text))
         return self._shared_out((x, timesteps, text))
@@ -174,12 +183,11 @@ class ParallelTeacher(torch.nn.Module):
         microbatches = zip(*(part.chunk(num_microbatches) for part in rows), strict=True)
         names = "x", "timesteps", "text"
         inputs = [dict(zip(names, parts, strict=True)) for parts in microbatches]
-        (model,) = unwrap_model([self.network])
         flows = self._engine.run(
             _forward_step,
             [iter(inputs)],
             num_microbatches,
-            model.boundary_shape(**inputs[0]),
+            self._model.boundary_shape(**inputs[0]),
             forward_only=True,
             collect_non_loss_data=True,
         )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import torch
-from torch import Tensor
 
 from megatron_ext.data.video.codecs import build_codec
 from megatron_ext.sampling.films import NotFiniteError
@@ -27,20 +24,19 @@ def view_while_training(run: Run) -> Callable[[], None] | None:
     assert isinstance(runner, StreamingRunner)
     prompts = runner.sequence.prompts
     assert isinstance(prompts, FilePrompts)
-
-    def encode(captions: Sequence[str]) -> Tensor:
-        return torch.cat([prompts.encode([caption]).cpu() for caption in captions])
-
-    # The codec of first frames where this rank holds it: a VAE is large.
     maker = FilmMaker(
-        run, encode, lambda: prompts.codec or build_codec(run.config.codec, run.device)
+        run,
+        prompts.encode,
+        # A VAE is large; that of the first frames will do.
+        lambda: prompts.codec or build_codec(run.config.codec, run.device),
     )
     interval = sample.sample_interval
     root = Path(sample.sample_dir or Path(run.config.checkpoint.save or ".") / "samples")
 
     def after_step() -> None:
         if run.progress.iteration % interval == 0:
-            _view(run, maker, root / f"iter_{run.progress.iteration:07}")
+            with runner.work.paused():
+                _view(run, maker, root / f"iter_{run.progress.iteration:07}")
 
     return after_step
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +36,15 @@ class WorkCounter:
         passes = FORWARD_AND_BACKWARD if trains else 1
         ranks = model.tp_group.size() * model.cp_group.size() * model.num_stages
         self._flops += passes * flops_of_pass(model, *args, **inputs) / ranks
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Passes inside of the block are no work of a step."""
+        flops = self._flops
+        try:
+            yield
+        finally:
+            self._flops = flops
 
     def take(self) -> float:
         """Floating-point operations of this rank since the last call; all ranks have as many."""

@@ -57,7 +57,7 @@ def gradients(folder: Path, words: str, *, batch: int, steps: int) -> list[dict[
     return seen
 
 
-@pytest.mark.parametrize("per_frame", [True, False])
+@pytest.mark.parametrize("per_frame", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_frames_of_accumulated_chunks_count_alike_or_chunks_do(
     tmp_path: Path, per_frame: bool
 ) -> None:

@@ -27,7 +27,7 @@ def _record(run: Run, folder: Path) -> None:
     sequence, generator = runner.sequence, runner.sequence.generator
     decisions: list[tuple[Any, ...]] = []
     noises: list[Tensor] = []
-    next_chunk, generate = sequence.next_chunk, type(generator).generate
+    next_chunk, generate, train = sequence.next_chunk, type(generator).generate, runner.train
 
     def noted(*, trains_generator: bool) -> Any:
         chunk = next_chunk(trains_generator=trains_generator)
@@ -46,11 +46,18 @@ def _record(run: Run, folder: Path) -> None:
         torch.save(content, folder / f"{context.rank}.pt")
         return chunk
 
+    def logged(*args: Any) -> Any:
+        result = train(*args)
+        losses = {name: float(value) for name, value in result.losses.items()}
+        torch.save(losses, folder / f"losses_{context.rank}.pt")
+        return result
+
     def counted(self: Any, first_frame: int, text: Tensor, noise: Any, **options: Any) -> Any:
         decisions.append((first_frame, options["exit_step"]))
         noises.append(noise(first_frame, 0))
         return generate(self, first_frame, text, noise, **options)
 
+    runner.train = logged  # type: ignore[method-assign]
     sequence.next_chunk = noted  # type: ignore[method-assign]
     type(generator).generate = counted  # type: ignore[method-assign]
 
@@ -77,3 +84,6 @@ def test_criterion_23_ranks_agree_on_control_flow_and_replicas_differ_in_noise(
             same = torch.equal(found[name], seen[0][name])
             assert same == (found["replica"] == seen[0]["replica"]), name
     assert len({found["replica"] for found in seen}) == batch
+    # All ranks log alike.
+    losses = [torch.load(tmp_path / f"losses_{rank}.pt") for rank in range(ranks)]
+    assert losses == losses[:1] * ranks and "generator grad norm" in losses[0]

@@ -58,6 +58,7 @@ def test_criterion_21_the_average_follows_the_updates_of_the_generator(tmp_path:
             assert not torch.equal(average, after[6][name]), name
 
 
+@pytest.mark.slow
 def test_criterion_21_a_start_that_has_not_come_leaves_the_weights(tmp_path: Path) -> None:
     record = partial(_record, path=tmp_path / "seen.pt")
     run(tmp_path, f"--train-iters {STEPS}", start=200, prepare=record)

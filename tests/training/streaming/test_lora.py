@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from megatron_ext.config.video_rules import STREAMING_DEFAULTS
 from pretrain_video import task_of
 from tests.checkpoint.tiny import whole_tensors
-from tests.training.streaming.tiny import FLAGS, run, write_prompts
+from tests.training.streaming.tiny import flags_of, run
 from tests.training.streaming.tuned import ADAPTERS, NETWORKS, SAVED, STEPS, Tuned
 from tests.training_runs import train_on_ranks
 
@@ -165,7 +165,7 @@ def test_adapters_do_not_go_on_without_their_weights(
 ) -> None:
     where = {"base": tuned.base, "saved": tuned.saved}
     words = f"{ADAPTERS} --train-iters 9 --global-batch-size 1 {words.format(**where)}"
-    flags = [*FLAGS, *write_prompts(tmp_path), *words.split()]
+    flags = flags_of(tmp_path, words)
     code, _ = train_on_ranks(
         flags, save=tmp_path / "save", task=task_of, defaults=STREAMING_DEFAULTS
     )
@@ -181,7 +181,7 @@ def test_random_weights_under_adapters_are_known_by_their_seed(
     words += f" --load {tmp_path / 'save'}"
     (row,) = run(tmp_path, words, save="more")
     assert row["iteration"] == 2
-    flags = [*FLAGS, *write_prompts(tmp_path), *f"{words} --global-batch-size 1 --seed 8".split()]
+    flags = flags_of(tmp_path, f"{words} --seed 8")
     code, _ = train_on_ranks(
         flags, save=tmp_path / "other", task=task_of, defaults=STREAMING_DEFAULTS
     )

@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 
 from megatron_ext.config import parse_args
-from megatron_ext.config.encoding import CodecConfig
+from megatron_ext.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.config.video_rules import STREAMING_DEFAULTS
 from megatron_ext.data.video.codecs import PatchCodec
-from megatron_ext.data.video.text_encoders import HashedWords
-from megatron_ext.errors import DataError
+from megatron_ext.data.video.text_encoders import HashedWords, width_of
+from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.layout import ParallelContext
 from megatron_ext.training.preflight import preflight
 from megatron_ext.training.setup import Run
@@ -104,6 +104,15 @@ def test_a_video_gives_its_first_frames(tmp_path: Path) -> None:
         torch.testing.assert_close(start, want[0].transpose(0, 1))
 
     body()
+
+
+def test_the_width_of_t5_is_known_without_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5", "d_model": 96}')
+    config = TextEncoderConfig("t5-clip", str(tmp_path), str(tmp_path))
+    assert width_of(config) == 96 and width_of(TextEncoderConfig(text_width=7)) == 7
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(ConfigError, match="whose `d_model` is None, but must be the width of T5"):
+        width_of(config)
 
 
 @ranks(dp=2)

@@ -137,12 +137,20 @@ def test_criterion_26_a_killed_launcher_leaves_a_run_that_goes_on_bit_for_bit(
 
 
 def _kept(run: Run, path: Path) -> None:
-    """Write down where the sequence stands."""
+    """Write down where the sequence stands, and which chunk comes next."""
     sequence = runner_of(run).sequence
-    if run.context.rank == 0:
-        cache = dict(sequence.generator.cache.state_dict())
-        content = {"state": sequence.state, "first": sequence.first, "slots": cache["slots"]}
-        torch.save(content, path)
+    cache = dict(sequence.generator.cache.state_dict())
+    content: dict[str, Any] = {"state": sequence.state, "slots": dict(cache["slots"])}
+    next_chunk = sequence.next_chunk
+
+    def noted(*, trains_generator: bool) -> Any:
+        chunk = next_chunk(trains_generator=trains_generator)
+        if run.context.rank == 0 and "next" not in content:
+            content["next"] = (chunk.sequence, chunk.number, chunk.samples.start)
+            torch.save(content, path)
+        return chunk
+
+    sequence.next_chunk = noted  # type: ignore[method-assign]
 
 
 def resumed(folder: Path, words: str, ranks: int, batch: int = 2, micro: int = 2) -> Rows:
@@ -173,7 +181,10 @@ def copied(one_rank: tuple[Path, Rows], folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "words",
-    ["--tensor-model-parallel-size 2", "--context-parallel-size 2 --cp-comm-type a2a"],
+    [
+        "--tensor-model-parallel-size 2",
+        pytest.param("--context-parallel-size 2 --cp-comm-type a2a", marks=pytest.mark.slow),
+    ],
 )
 def test_another_layout_makes_the_cache_anew(
     one_rank: tuple[Path, Rows], tmp_path: Path, words: str, capfd: pytest.CaptureFixture[str]
@@ -183,6 +194,7 @@ def test_another_layout_makes_the_cache_anew(
     assert "so that the cache of past frames is made anew" in capfd.readouterr().out
     kept = torch.load(tmp_path / "kept.pt", weights_only=False)
     assert kept["state"].sequence == 1 and 0 < kept["state"].chunk < CHUNKS
+    assert kept["next"] == (1, kept["state"].chunk, 2)
     # The sinks, and the frames that the next block sees.
     assert set(range(3)) <= kept["slots"].keys() and len(kept["slots"]) > 3
     for row, want in zip(rows, one_rank[1][SAVED:], strict=True):
@@ -198,7 +210,7 @@ def test_another_number_of_replicas_begins_the_sequences_that_come_next(
     assert note in capfd.readouterr().out
     kept = torch.load(tmp_path / "kept.pt", weights_only=False)
     # Two sequences of two videos were begun before.
-    assert kept["state"] is None and kept["first"] == (2, 4)
+    assert kept["state"] is None and kept["next"] == (2, 0, 4)
     assert [row["iteration"] for row in rows] == list(range(SAVED + 1, STEPS + 1))
 
 
@@ -206,7 +218,11 @@ def test_another_number_of_replicas_begins_the_sequences_that_come_next(
     ("words", "note"),
     [
         ("--micro-batch-size 1", "`--micro-batch-size` was 2 and is 1, so that new video sequence"),
-        ("--sink-frames 0", "`--sink-frames` was 3 and is 0, so that the cache of past frames is"),
+        pytest.param(
+            "--sink-frames 0",
+            "`--sink-frames` was 3 and is 0, so that the cache of past frames is",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_other_flags_say_what_begins_anew(

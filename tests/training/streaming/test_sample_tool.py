@@ -20,6 +20,7 @@ from megatron_ext.training.video.sample_tool import sample_video
 from pretrain_video import FLOW
 from tests.sampling.test_clips import read
 from tests.training.streaming.tiny import run
+from tests.training.streaming.tuned import Tuned
 
 BLOCKS = 4
 ASKED = (
@@ -163,6 +164,17 @@ def test_a_file_that_cannot_be_written_ends_all_ranks(
     said = capfd.readouterr().err
     assert re.search(r"Writing into \S+/\.videos\.writing failed \(OSError\('disk full'\)\)", said)
     assert not (tmp_path / "videos").exists() and not (tmp_path / ".videos.writing").exists()
+
+
+def test_adapters_are_loaded_on_the_weights_that_their_checkpoint_names(
+    tuned: Tuned, sample: Sample, tmp_path: Path
+) -> None:
+    found = []
+    for checkpoint in (tuned.base, tuned.saved):
+        words = f"--load {checkpoint} --sample-dir {tmp_path / 'out'} --sample-texts a b c"
+        assert sample_streaming(f"{words} --sample-latent-frames 12".split()) == 0
+        found.append(videos_of(tmp_path))
+    assert all(not torch.equal(base, adapted) for base, adapted in zip(*found, strict=True))
 
 
 def refused(

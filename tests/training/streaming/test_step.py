@@ -29,9 +29,11 @@ def _record(run: Run, path: Path) -> None:
     trained = (runner.generator, runner.critic)
     seen = [{name: weights(x) for name, x in networks.items()}]
     chunks: list[tuple[int, int, str]] = []
+    memo: list[bool] = []
     content: dict[str, Any] = {
         "weights": seen,
         "chunks": chunks,
+        "memo": memo,
         "clips": [network.clip_grad for network in trained],
         "betas": [
             group["betas"]
@@ -53,6 +55,7 @@ def _record(run: Run, path: Path) -> None:
     def recorded(*args: Any) -> Any:
         result = train(*args)
         seen.append({name: weights(x) for name, x in networks.items()})
+        memo.append(runner.sequence.generator.cache.memo.is_filled)  # type: ignore[attr-defined]
         torch.save(content, path)
         return result
 
@@ -101,6 +104,13 @@ def test_both_passes_advance_one_sequence(recorded: tuple[Rows, dict[str, Any]])
     kinds = "".join("gc" if trains else "c" for trains in TRAINED)
     wanted = [(i // CHUNKS, i % CHUNKS, kind) for i, kind in enumerate(kinds)]
     assert recorded[1]["chunks"] == wanted
+
+
+def test_trap_6_what_the_text_gave_is_forgotten_when_the_weights_move(
+    recorded: tuple[Rows, dict[str, Any]],
+) -> None:
+    """The keys of past frames stay as they are: they belong to what was generated."""
+    assert recorded[1]["memo"] == [not trains for trains in TRAINED]
 
 
 def test_criterion_13_the_teacher_never_changes(recorded: tuple[Rows, dict[str, Any]]) -> None:

@@ -20,19 +20,19 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from megatron_ext.checkpoint import CheckpointManager
 from megatron_ext.config import RunConfig, parse_args
 from megatron_ext.config.video_rules import STREAMING_DEFAULTS
+from megatron_ext.errors import DataError
 from megatron_ext.layout import ParallelContext
 from megatron_ext.models.shards import shards_of
 from megatron_ext.optim.update import parts_of
 from megatron_ext.training.setup import Run
 from megatron_ext.training.streaming import step
-from megatron_ext.training.streaming.step import StreamingRunner
 from megatron_ext.training.streaming.teacher import ParallelTeacher, build_teacher
 from tests.ranks import ranks
-from tests.training.streaming.tiny import FLAGS, run
+from tests.training.streaming.tiny import flags_of, run, runner_of
 
 TENSOR, STAGES = "--teacher-tensor-model-parallel-size", "--teacher-pipeline-model-parallel-size"
 BATCH = 2
-ONE_STEP = f"--train-iters 1 --clip-grad 0 --global-batch-size {BATCH}"
+ONE_STEP = "--train-iters 1 --clip-grad 0"
 Parts = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
 
 
@@ -54,8 +54,7 @@ def whole(pieces: Iterator[Parts]) -> dict[str, Tensor]:
 
 def record(run: Run, folder: Path) -> None:
     """Write down what the teacher says, D, and the gradients of the generator in the only step."""
-    runner = run.runner
-    assert isinstance(runner, StreamingRunner)
+    runner = runner_of(run)
     seen: dict[str, Any] = {"replica": run.context.dp_rank}
     train, direction = runner.train, step.generator_direction
 
@@ -80,8 +79,9 @@ def record(run: Run, folder: Path) -> None:
 def step_of(folder: Path, words: str, ranks: int, replicas: int) -> dict[str, Any]:
     """What all ranks wrote down, put together, and the losses that were logged."""
     folder.mkdir()
-    words = f"{ONE_STEP} {words} --micro-batch-size {BATCH // replicas}"
-    rows = run(folder, words, ranks=ranks, prepare=partial(record, folder=folder))
+    sizes = {"micro": BATCH // replicas, "batch": BATCH}
+    prepare = partial(record, folder=folder)
+    rows = run(folder, f"{ONE_STEP} {words}", ranks=ranks, prepare=prepare, **sizes)
     seen = [torch.load(folder / f"rank_{rank}.pt") for rank in range(ranks)]
     flows: list[Tensor] = [torch.empty(0)] * replicas
     directions = list(flows)
@@ -163,8 +163,8 @@ def test_criterion_24_a_teacher_with_a_layout_of_its_own_changes_no_number(
 
 def watch(run: Run, path: Path) -> None:
     """Compare the teacher before and after each step, and look for it in the optimizers."""
-    runner = run.runner
-    assert isinstance(runner, StreamingRunner) and isinstance(runner.teacher, ParallelTeacher)
+    runner = runner_of(run)
+    assert isinstance(runner.teacher, ParallelTeacher)
     own = list(runner.teacher.parameters())
     before = [parameter.detach().clone() for parameter in own]
     memory = {parameter.untyped_storage().data_ptr() for parameter in own}
@@ -204,9 +204,9 @@ def configuration(context: ParallelContext, words: str) -> RunConfig:
     sizes = (
         f"--tensor-model-parallel-size {layout.tensor_model_parallel_size} "
         f"--context-parallel-size {layout.context_parallel_size} --prompts-path x "
-        f"--train-iters 1 --global-batch-size {layout.data_parallel_size}"
+        f"--train-iters 1 {words}"
     )
-    flags = [*FLAGS, *sizes.split(), *words.split()]
+    flags = flags_of(Path(), sizes, batch=layout.data_parallel_size)
     parsed = parse_args(
         flags, world_size=layout.world_size, device="cpu", defaults=STREAMING_DEFAULTS
     ).config
@@ -301,6 +301,15 @@ def test_criterion_13_a_teacher_saved_under_one_layout_loads_under_another(
     torch.distributed.all_reduce(held)
     assert int(held) == config.streaming.sizes(None).num_parameters
     torch.testing.assert_close(loaded(**inputs(2)), wanted, rtol=0, atol=1e-5)
+
+
+@ranks(dp=2, timeout=20)
+def test_inputs_that_do_not_fit_are_refused_before_a_stage_waits(context: ParallelContext) -> None:
+    teacher = build_teacher(configuration(context, f"{STAGES} 2"), context, torch.device("cpu"))
+    given = inputs(2)
+    with pytest.raises(DataError, match="`text` has the shape"):
+        teacher(**{**given, "text": given["text"][..., :7]})
+    assert teacher(**given).shape == given["x"].shape
 
 
 @ranks(dp=2)

@@ -38,13 +38,14 @@ def _snapshot(run: Run) -> dict[str, Any]:
     return {
         "sequence": runner.sequence.state_dict(),
         "weights": [list(network.parameters()) for network in bare],
-        "gradients": [chunk.buffers[0].grad_data for chunk in (*networks[:2],)],
+        "gradients": [chunk.buffers[0].grad_data for chunk in networks[:2]],
         "averages": [average for _, average in run.ema.gathered()],
         "modes": [[m.training for m in network.modules()] for network in bare],
         "random": [torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()],
-        "numpy": np.random.get_state()[1],
+        "numpy": np.random.get_state(legacy=False)["state"]["key"],
         "grad": torch.is_grad_enabled(),
         "steps": runner.companion.steps,
+        "progress": run.progress.to_dict(),
     }
 
 
@@ -57,7 +58,7 @@ def _record(run: Run, path: Path) -> None:
         torch.save(seen, path / f"rank_{run.context.rank}.pt")
         return train(*args)
 
-    run.runner.train = recorded  # type: ignore[method-assign]
+    run.runner.train = recorded  # type: ignore[method-assign, assignment]
 
 
 def _assert_same(a: Any, b: Any, where: str = "") -> None:
@@ -74,7 +75,7 @@ def _assert_same(a: Any, b: Any, where: str = "") -> None:
     elif isinstance(a, list | tuple):
         assert len(a) == len(b), where
         for i, pair in enumerate(zip(a, b, strict=True)):
-            _assert_same(*pair, f"{where}.{i}")
+            _assert_same(pair[0], pair[1], f"{where}.{i}")
     else:
         assert a == b, where
 
@@ -105,17 +106,18 @@ def test_criterion_27_visualisation_changes_nothing(
         kept = [k for k in without if "loss" in k or "norm" in k or "learning" in k]
         assert len(kept) > 4
         _assert_same({k: without[k] for k in kept}, {k: viewed[k] for k in kept})
-    _assert_same(*weights)
+    _assert_same(weights[0], weights[1])
     # After a step of the critic alone, the memo of the text is still in use.
     assert len(seen[0][0]) == STEPS and seen[0][0][2]["sequence"]["cache"]["memo"]["key_values"]
-    _assert_same(*seen)
+    _assert_same(seen[0], seen[1])
     root = tmp_path / "with" / "save" / "samples"
     assert sorted(x.name for x in root.iterdir()) == [f"iter_{i:07}" for i in range(1, STEPS + 1)]
 
 
 def test_videos_are_files_with_their_switches(tmp_path: Path) -> None:
     words = VIEWED.replace("--sample-interval 1", "--sample-interval 2")
-    run(tmp_path, f"--train-iters 2 {words} --sample-fps 5 --no-sample-ema")
+    codec = "--no-encode-first-frame --codec-spatial 2 --codec-channels 4"
+    run(tmp_path, f"--train-iters 2 {words} --sample-fps 5 --no-sample-ema {codec}")
     folder = tmp_path / "save" / "samples" / "iter_0000002"
     names = {path.name for path in folder.iterdir()}
     assert names == {"sample_000.mp4", "sample_001.mp4", CONTACT_SHEET, LIST}

@@ -33,7 +33,10 @@ def _record(run: Run, path: Path) -> None:
     runner.train = counted  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("words", ["", "--no-two-phase --guidance-scale 1 --recompute-blocks 0"])
+@pytest.mark.parametrize(
+    "words",
+    ["", pytest.param("--no-two-phase --guidance-scale 1", marks=pytest.mark.slow)],
+)
 def test_a_step_counts_what_torch_counts(tmp_path: Path, words: str) -> None:
     """All passes, also of the sequences that begin and of those that switch."""
     record = partial(_record, path=tmp_path / "seen.pt")
@@ -46,6 +49,7 @@ def test_a_step_counts_what_torch_counts(tmp_path: Path, words: str) -> None:
         assert math.isclose(ours, theirs, rel_tol=0.06), (ours, theirs)
 
 
+@pytest.mark.slow
 def test_operations_of_all_replicas_count(tmp_path: Path) -> None:
     for ranks in (1, 2):
         record = partial(_record, path=tmp_path / f"{ranks}.pt")

@@ -82,6 +82,25 @@ def test_a_streaming_run_starts_from_flow_matching(
     assert row["iteration"] == 1
 
 
+def compare_with_run(run: Run, saved: dict[str, Tensor]) -> None:
+    """Generator and critic have the weights of those of the run before, and not each other's."""
+    runner = run.runner
+    assert isinstance(runner, StreamingRunner)
+    generator, critic = (weights_of(x.network) for x in (runner.generator, runner.critic))
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in generator.items())
+    assert all(torch.equal(tensor, saved[f"critic.{name}"]) for name, tensor in critic.items())
+    assert any(not torch.equal(tensor, generator[name]) for name, tensor in critic.items())
+
+
+def test_the_critic_of_a_streaming_run_is_started_from_that_of_another(tmp_path: Path) -> None:
+    """Whose checkpoint holds the generator under the names of a run's model."""
+    stream(tmp_path, "--train-iters 2", save="first")
+    saved = whole_tensors(tmp_path / "first" / "iter_0000002", tmp_path / "whole.pt")
+    words = f"--pretrained-checkpoint {tmp_path}/first --critic-checkpoint {tmp_path}/first"
+    check = partial(compare_with_run, saved=saved)
+    stream(tmp_path, f"--train-iters 1 {words}", save="second", prepare=check)
+
+
 def test_averages_that_are_not_kept_are_noted(
     short: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# Streaming long-tuning as in LongLive (arXiv:2509.22622): Wan 2.1 of 1.3 billion weights becomes a
+# causal generator of videos of minutes whose prompt may change, judged by Wan 2.1 of 14 billion.
+# On 8 GPUs of 80 GB or more, in bf16; more nodes are data parallel.
+#
+#   VAE=... T5=... CLIP=... NEGATIVE=... bash examples/streaming/longtune_1.3b.sh \
+#       TEACHER CRITIC START CHECKPOINTS [PROMPTS SECOND_PROMPTS]
+#
+#   TEACHER      Wan 2.1 14B, CRITIC Wan 2.1 1.3B, START the causal generator (LongLive's comes from
+#                ODE trajectories of the teacher): checkpoints that
+#                `tools/convert_checkpoint.py import` wrote of the published weights
+#   PROMPTS      a prompt a line, and what each sequence switches to (examples/streaming/*.txt)
+#   VAE          folder of Wan's video VAE; T5, CLIP: of the text encoders; NEGATIVE: what the
+#                guidance leads away from
+#   NODES=8 RENDEZVOUS=host:29500  given alike on each of eight nodes
+#
+# Stage A gives the generator its window and its four steps on clips of 5 seconds, stage B tunes
+# adapters on videos of a minute. A run that was stopped goes on where it was, by the same command.
+# SMOKE=1 runs both stages with the same flags at a tiny size, on a CPU too.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source examples/lib/venv.sh
+source examples/lib/nodes.sh
+
+# What is not named has the default of `--task streaming`, which is LongLive's: blocks of 3 latent
+# frames that see 12, of which 3 are sinks; four denoising steps; chunks of 21 frames; the generator
+# is trained in one of five steps; betas of 0 and 0.999, and a gradient norm of 10 at most.
+NETWORKS=(--generator-size 1.3b --critic-size 1.3b --teacher-size 14b --latent-size 60 104)
+
+# A step has 64 chunks of each kind. Blocks that keep only their inputs leave a critic's pass over
+# 32,760 tokens at 3 GB.
+TRAINING=(
+    --micro-batch-size 1 --global-batch-size "${CHUNKS:-64}" --weight-decay 0.01
+    --bf16 --use-distributed-optimizer --recompute-blocks 40
+)
+
+# Each GPU holds the teacher (29 GB), and a sequence with its cache (10 GB) of its own.
+LAYOUT=()
+
+# A stage A sequence is one chunk, and its prompt does not change.
+STAGE_A=(--train-iters 700 --lr 2e-6 --critic-lr 4e-7 --sequence-lengths 21)
+STAGE_B=(
+    --train-iters 3000 --lr 1e-5 --critic-lr 2e-6 --sequence-lengths 240
+    --lora-rank 256 --lora-alpha 256 --ema-decay 0 --ema-start 1
+)
+
+if [[ -n "${SMOKE:-}" ]]; then
+    GPUS=2 OUT="${OUT:-out/smoke/longtune_1.3b}"
+    TEACHER="$OUT/teacher" CRITIC="$OUT/teacher" START="$OUT/start"
+    PROMPTS=examples/streaming/prompts.txt SECOND=examples/streaming/second_prompts.txt
+    source examples/video/smoke_latents.sh
+    smoke_latents "$OUT/latents" '{"32px": {"9": [1.0, 2]}}'
+    # Flow matching of a few steps stands in for the published weights.
+    FLOW=(--video-data-path "$OUT/latents" --micro-batch-size 2 --global-batch-size 4
+        --train-iters 2 --lr 1e-3 --lr-warmup-iters 1 --log-interval 1)
+    "$PYTHON" pretrain_video.py --video-model video-dit "${FLOW[@]}" --save "$TEACHER"
+    "$PYTHON" pretrain_video.py --video-model causal-video-dit --independent-block-timesteps \
+        "${FLOW[@]}" --save "$START"
+    ENCODERS=(--codec-channels 4 --codec-scale 0.0625 --text-length 8 --text-width 32)
+    NETWORKS=(--generator-size tiny --latent-size 4 4)
+    LAYOUT=(--tensor-model-parallel-size 2 --sequence-parallel)
+    LAST=(--train-iters 2 --global-batch-size 1 --generator-interval 2 --log-interval 1)
+    STAGE_B+=(--sequence-lengths 60 --lora-rank 4 --lora-alpha 4)
+else
+    GPUS=8
+    TEACHER="${1:?usage: $0 TEACHER CRITIC START CHECKPOINTS}" CRITIC="${2:?CRITIC}"
+    START="${3:?START}" OUT="${4:?CHECKPOINTS}"
+    PROMPTS="${5:-examples/streaming/prompts.txt}"
+    SECOND="${6:-examples/streaming/second_prompts.txt}"
+    ENCODERS=(
+        --codec "${VAE:?folder of the VAE}" --text-encoder t5-clip --text-length 512
+        --t5-path "${T5:?folder of T5}" --clip-path "${CLIP:?folder of CLIP}"
+    )
+    LAST=(--log-interval 10)
+fi
+
+# run_stage FOLDER FLAGS...; a flag that is given twice counts as it stands last.
+run_stage() {
+    local folder="$1"
+    shift
+    (run_on_nodes "$GPUS" pretrain_video.py --task streaming \
+        "${LAYOUT[@]}" "${NETWORKS[@]}" "${ENCODERS[@]}" "${TRAINING[@]}" \
+        --negative-prompt "${NEGATIVE:-}" --prompts-path "$PROMPTS" \
+        --teacher-checkpoint "$TEACHER" --save "$OUT/$folder" --resume-mode auto \
+        --save-interval 100 --keep-last 3 "$@" "${LAST[@]}")
+}
+
+run_stage stage_a "${STAGE_A[@]}" --pretrained-checkpoint "$START" --critic-checkpoint "$CRITIC"
+# Generator and critic go on; the critic's weights are those under `critic.` in the checkpoint.
+run_stage stage_b "${STAGE_B[@]}" --second-prompts-path "$SECOND" \
+    --pretrained-checkpoint "$OUT/stage_a" --critic-checkpoint "$OUT/stage_a"
+echo "long videos of it: tools/sample_video.py --streaming --load $OUT/stage_b ..."

@@ -1,0 +1,178 @@
+"""The examples of streaming: their clips and measurement, the full-size command, and tiny runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.config.video_rules import STREAMING_DEFAULTS
+
+ROOT = Path(__file__).resolve().parents[2]
+STREAMING = ROOT / "examples" / "streaming"
+LONGTUNE = STREAMING / "longtune_1.3b.sh"
+
+
+def run(*command: object, timeout: float = 60, **environment: str) -> str:
+    done = subprocess.run(
+        list(map(str, command)),
+        env={"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def swings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clip of each of 16 captions, and pairs of prompts."""
+    folder = tmp_path_factory.mktemp("swings")
+    shown = run(sys.executable, STREAMING / "make_swings.py", folder, "--per-caption=1")
+    assert "16 clips of 16 captions" in shown and "12 pairs held out" in shown
+    return folder
+
+
+def test_prompts_switch_colours_and_some_pairs_are_held_out(swings: Path) -> None:
+    first, second = (
+        (swings / f"{name}.txt").read_text().splitlines() for name in ("prompts", "second_prompts")
+    )
+    rows = [json.loads(line) for line in (swings / "held_out.jsonl").read_text().splitlines()]
+    held_out = [(row["text"], row["switches"][0]["text"]) for row in rows]
+    pairs = [*zip(first, second, strict=True), *held_out]
+    assert len(set(pairs)) == len(pairs) == 48
+    for before, after in pairs:
+        one, other = before.split(), after.split()
+        assert [a == b for a, b in zip(one, other, strict=True)] == [True, False, *[True] * 4]
+        assert after.endswith("8 FPS.")  # as captions of clips are encoded
+    kinds = Counter((before.split()[1], after.split()[1]) for before, after in held_out)
+    assert len(kinds) == 12 and {row["switches"][0]["frame"] for row in rows} == {24}
+
+
+@pytest.fixture
+def films(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes videos of squares of colours, one for each frame, and their list."""
+    monkeypatch.syspath_prepend(STREAMING.parent / "video")
+    from make_clips import COLOURS, write_mp4
+
+    def write(*colours: list[str], switch: int = 4) -> Path:
+        lines = []
+        for number, names in enumerate(colours):
+            frames = np.full((len(names), 32, 32, 3), 16, np.uint8)
+            for frame, name in zip(frames, names, strict=True):
+                frame[8:20, 8:20] = COLOURS[name]
+            write_mp4(tmp_path / f"{number}.mp4", frames, 8)
+            asked = {"text": "a red square", "switches": [{"frame": switch, "text": "a blue one"}]}
+            lines.append(json.dumps({"path": f"{number}.mp4", **asked}) + "\n")
+        (tmp_path / "samples.jsonl").write_text("".join(lines))
+        return tmp_path
+
+    return write
+
+
+def test_colours_are_measured_before_and_after_the_switch(films: Any) -> None:
+    """Two frames after the switch are left out."""
+    follows = ["red"] * 6 + ["blue"] * 6
+    stays, late = ["red"] * 12, ["red"] * 9 + ["blue"] * 3
+    folder = films(follows, stays, late, ["green", "red"] * 2 + ["blue"] * 8)
+    shown = run(sys.executable, STREAMING / "measure_switches.py", folder, "--skip=2")
+    rows = re.findall(r"red > blue +(\d+)% +(\d+)%", shown)
+    assert rows == [("100", "100"), ("100", "0"), ("100", "50"), ("50", "100")]
+    assert shown.splitlines()[-1] == (
+        "first colour before the switch in 88% of the frames, second colour after it in 62%; 2 of "
+        "4 videos follow their second prompt"
+    )
+    with pytest.raises(AssertionError, match="2 of 4 videos"):
+        run(sys.executable, STREAMING / "measure_switches.py", folder, "--skip=2", "--at-least=3")
+
+
+def test_prompt_files_go_together() -> None:
+    first, second = (
+        (STREAMING / f"{name}.txt").read_text().splitlines()
+        for name in ("prompts", "second_prompts")
+    )
+    assert len(first) == len(second) == len(set(first)) == len(set(second)) == 12
+
+
+@pytest.fixture
+def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+    """What the script would start on eight GPUs."""
+    record, python = tmp_path / "record", tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{{ printf '%s\\0' \"$@\"; echo; }} >> {record}\n")
+    python.chmod(0o755)
+    folders = {name: str(tmp_path / name.lower()) for name in ("VAE", "T5", "CLIP")}
+    run("bash", LONGTUNE, "teacher", "critic", "start", "out", PYTHON=str(python), **folders)
+    commands = [line.split("\0")[:-1] for line in record.read_text().splitlines()]
+    assert [c[:3] for c in commands] == [["pretrain_video.py", "--nproc-per-node", "8"]] * 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return [
+        parse_args(c[1:], world_size=8, device="cuda", defaults=STREAMING_DEFAULTS).config
+        for c in commands
+    ]
+
+
+def test_the_published_recipe_on_one_node(stages: list[RunConfig]) -> None:
+    """LongLive's two stages (arXiv:2509.22622)."""
+    first, last = stages
+    for config in stages:
+        streaming, optimizer = config.streaming, config.optimizer
+        sizes = streaming.sizes(None), streaming.sizes("1.3b"), streaming.sizes("14b")
+        assert streaming.teacher_size == "14b" and sizes[0] == sizes[1]
+        assert [round(x.num_parameters / 1e9, 1) for x in sizes] == [1.4, 1.4, 14.3]
+        assert (streaming.frame_block, streaming.window_frames, streaming.sink_frames) == (3, 12, 3)
+        assert (streaming.chunk_frames, streaming.max_new_frames) == (21, 18)
+        assert (streaming.generator_interval, streaming.guidance_scale) == (5, 4.0)
+        assert config.training.batch_sizes == (1, 64)
+        assert config.parallel.data_parallel_size == 8
+        assert (optimizer.adam_beta1, optimizer.adam_beta2) == (0.0, 0.999)
+        assert (optimizer.weight_decay, optimizer.clip_grad) == (0.01, 10.0)
+        assert streaming.teacher_checkpoint == "teacher"
+    rates = [(c.optimizer.lr, c.streaming.critic_lr, c.training.train_iters) for c in stages]
+    assert rates == [(2e-6, 4e-7, 700), (1e-5, 2e-6, 3000)]
+    assert (first.streaming.sequence_lengths, last.streaming.sequence_lengths) == ((21,), (240,))
+    assert (first.ema.ema_decay, first.ema.ema_start) == (0.99, 200)
+    assert not last.ema.keeps_average(trains=True)
+    assert first.lora.lora_rank is None and first.streaming.second_prompts_path is None
+    assert (last.lora.lora_rank, last.lora.scale) == (256, 1.0)
+    assert last.checkpoint.pretrained_checkpoint == last.streaming.critic_checkpoint
+    assert last.checkpoint.pretrained_checkpoint == "out/stage_a"
+
+
+def training_rows(folder: Path) -> list[dict[str, Any]]:
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row["kind"] == "train"]
+
+
+@pytest.mark.slow
+def test_both_stages_run_and_the_second_goes_on_from_the_first(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run("bash", LONGTUNE, timeout=500, SMOKE="1", OUT=str(out), PYTHON=sys.executable)
+    for stage in ("stage_a", "stage_b"):
+        rows = training_rows(out / stage)
+        assert [row["iteration"] for row in rows] == [1, 2]
+        assert all(math.isfinite(row["critic loss"]) for row in rows)
+
+
+@pytest.mark.slow
+def test_quickstart_ends_with_a_measurement(tmp_path: Path) -> None:
+    """At this size it learns nothing; docs/streaming.md says what the whole run reaches."""
+    script, out = STREAMING / "quickstart.sh", tmp_path / "run"
+    shown = run("bash", script, timeout=580, SMOKE="1", OUT=str(out), PYTHON=sys.executable)
+    assert len(re.findall(r"[0-9]+ of 12 videos follow their second prompt", shown)) == 2
+    assert [row["iteration"] for row in training_rows(out / "tuned")] == [1, 2, 3, 4]
+    for which in ("before", "tuned"):
+        assert len(list((out / f"videos_{which}").glob("*.mp4"))) == 12
