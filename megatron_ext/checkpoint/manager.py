@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from argparse import Namespace
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,7 @@ from megatron_ext.checkpoint.loaded import LoadedCheckpoint
 from megatron_ext.checkpoint.optimizer_state import is_distributed
 from megatron_ext.checkpoint.paths import folder_of
 from megatron_ext.checkpoint.publish import prepare, publish, remove_old, temporary_folder_of
-from megatron_ext.checkpoint.random_state import (
-    random_state,
-    restore_random_state,
-    why_states_do_not_fit,
-)
+from megatron_ext.checkpoint.random_state import random_state, restore_random_state
 from megatron_ext.checkpoint.reading import read_state, verify
 from megatron_ext.checkpoint.state import (
     Chunks,
@@ -61,6 +58,7 @@ from megatron_ext.checkpoint.stored import (
     stored_progress,
 )
 from megatron_ext.checkpoint.strategies import save_strategy
+from megatron_ext.checkpoint.wanted import loads_optimizer, loads_random
 from megatron_ext.checkpoint.writing import (
     describe_written,
     on_first_rank,
@@ -231,14 +229,14 @@ class CheckpointManager:
         recorded = FrozenBase.recorded(common)
         if found.weights_only:
             refuse_adapters_alone(path, recorded)
-        with_optimizer = self._loads_optimizer(found, arguments, notes)
+        with_optimizer = loads_optimizer(found, self._config, arguments, notes)
         with_averages = not found.weights_only and goes_on_averaging(path, ema, notes)
         kept_optimizer = optimizer if with_optimizer else None
         kept_ema = ema if with_averages else None
         state, new = self._requested_state(
             found, model, kept_optimizer, kept_ema, common, arguments
         )
-        if self._loads_random(found, arguments, notes):
+        if loads_random(found, self._config, arguments, self._context.layout, notes):
             apart = getattr(arguments, "data_parallel_random_init", False)
             state["rng_state"] = random_state(self._context, every_replica=apart)
         goes_on = companion if not found.weights_only else None
@@ -262,7 +260,8 @@ class CheckpointManager:
             restore_random_state(self._context, loaded["rng_state"])
         run_config = read_json(path / RUN_CONFIG)
         if self._base is not None and recorded is None:
-            self._base = FrozenBase.at(path)
+            average = found.weights_only and self._config.pretrained_average
+            self._base = FrozenBase.at(path, average=average)
         if found.weights_only:
             return LoadedCheckpoint(0, {}, run_config, path, notes)
         progress = stored_progress(path, arguments)
@@ -270,10 +269,11 @@ class CheckpointManager:
 
     def _restore_base(self, path: Path, recorded: FrozenBase, model: Chunks) -> None:
         """Load the weights under the adapters in a checkpoint, which names them."""
-        given = self._config.pretrained_checkpoint
+        given, average = self._config.pretrained_checkpoint, self._config.pretrained_average
         own = self._base or FrozenBase(None, "unknown seed")
         if given is not None:
-            own = together(lambda: FrozenBase.given(given), f"{given} cannot be read")[0]
+            look = partial(FrozenBase.given, given, average=average)
+            own = together(look, f"{given} cannot be read")[0]
         own.check(path, recorded, "--pretrained-checkpoint")
         asked = dataclasses.replace(self._config, load=None, save=None)
         CheckpointManager(asked, self._context).load(model=model, optimizer=None, scheduler=None)
@@ -285,22 +285,6 @@ class CheckpointManager:
             lambda: find(self._config) if self._context.rank == 0 else None,
             "looking for a checkpoint",
         )[0]
-
-    def _loads_optimizer(self, found: Found, arguments: Namespace, notes: list[str]) -> bool:
-        if found.weights_only or self._config.no_load_optim:
-            return False
-        if getattr(arguments, "no_save_optim", False):
-            notes.append(f"{found.path} holds no optimizer, so it starts anew.")
-            return False
-        return True
-
-    def _loads_random(self, found: Found, arguments: Namespace, notes: list[str]) -> bool:
-        """Whether the random states are wanted, there, and fit."""
-        if found.weights_only or self._config.no_load_rng:
-            return False
-        note = why_states_do_not_fit(found.path, arguments, self._context.layout)
-        notes += [] if note is None else [note]
-        return note is None
 
     def _requested_state(
         self,

@@ -132,7 +132,8 @@ def build_critic(
     load_weights(config, context, streaming.critic_checkpoint, chunks, built, section=CRITIC)
     base = FrozenBase.of_run(config)
     if base is not None and streaming.critic_checkpoint is not None:
-        base = FrozenBase.given(streaming.critic_checkpoint)
+        average = config.checkpoint.pretrained_average
+        base = FrozenBase.given(streaming.critic_checkpoint, average=average)
     scheduler = build_scheduler(own, built)
     return TrainedNetwork(chunks, built, scheduler, streaming.critic_clip_grad, base)
 
