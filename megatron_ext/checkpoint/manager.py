@@ -58,6 +58,7 @@ from megatron_ext.checkpoint.stored import (
     stored_progress,
 )
 from megatron_ext.checkpoint.strategies import save_strategy
+from megatron_ext.checkpoint.unwanted import check_unwanted, weights_in
 from megatron_ext.checkpoint.wanted import loads_optimizer, loads_random
 from megatron_ext.checkpoint.writing import (
     describe_written,
@@ -234,7 +235,7 @@ class CheckpointManager:
         kept_optimizer = optimizer if with_optimizer else None
         kept_ema = ema if with_averages else None
         state, new = self._requested_state(
-            found, model, kept_optimizer, kept_ema, common, arguments
+            found, model, kept_optimizer, kept_ema, common, arguments, notes
         )
         if loads_random(found, self._config, arguments, self._context.layout, notes):
             apart = getattr(arguments, "data_parallel_random_init", False)
@@ -294,8 +295,11 @@ class CheckpointManager:
         ema: ShardedEMA | None,
         common: dict[str, Any],
         arguments: Namespace,
+        notes: list[str],
     ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
         """The sharded state to fill, cut as the checkpoint is, after checking that it fits.
+
+        ``notes`` gets a sentence about weights that the model does not take.
 
         Returns:
             The state, and what starts anew where only weights are wanted.
@@ -307,7 +311,7 @@ class CheckpointManager:
         stored = dict(common.get("content_metadata") or {})
         metadata = {**stored, "dp_cp_group": self._context.pgs.dp_cp}
 
-        def check() -> None:
+        def check() -> set[str]:
             bare = sharded_state(model, None, metadata=metadata, is_loading=True)
             if found.weights_only:
                 leave_out_new(path, bare, keys)
@@ -322,8 +326,11 @@ class CheckpointManager:
                 check_optimizer(
                     path, stored, arguments, layout, distributed=is_distributed(optimizer)
                 )
+            return weights_in(bare)
 
-        together(check, f"{path} cannot be compared with the model")
+        what = f"{path} cannot be compared with the model"
+        wanted = set[str]().union(*together(check, what))
+        notes += together(lambda: check_unwanted(path, wanted, strictness), what)[0]
         state = sharded_state(model, optimizer, metadata=metadata, is_loading=True)
         if ema is not None:
             state[EMA] = averages_to_load(ema, {key: state[key] for key in keys})

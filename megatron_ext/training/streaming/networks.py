@@ -15,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext.checkpoint import CheckpointManager
+from megatron_ext.checkpoint.companion import CRITIC
 from megatron_ext.checkpoint.frozen import FrozenBase
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.models.causal_video import (
@@ -27,7 +28,6 @@ from megatron_ext.models.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer, build_scheduler
 from megatron_ext.optim.update import UpdateResult, update_parameters
 from megatron_ext.training.streaming.configuration import network_options, window_of
-from megatron_ext.training.streaming.stored import CRITIC
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
