@@ -87,9 +87,9 @@ class Settings:
     """Of the training; the betas are LongLive's."""
 
     batch: int = 64
-    generator_lr: float = 2e-3
-    critic_lr: float = 5e-3
-    average_decay: float = 0.8
+    generator_lr: float = 1e-3
+    critic_lr: float = 3e-3
+    average_decay: float = 0.9
 
     def optimizer(self, network: VideoDiT, lr: float) -> torch.optim.Optimizer:
         return torch.optim.AdamW(network.parameters(), lr=lr, betas=(0.0, 0.999), weight_decay=0.01)

@@ -3,15 +3,15 @@
 # causal generator of videos of minutes whose prompt may change, judged by Wan 2.1 of 14 billion.
 # On 8 GPUs of 80 GB or more, in bf16; more nodes are data parallel.
 #
-#   VAE=... T5=... CLIP=... NEGATIVE=... bash examples/streaming/longtune_1.3b.sh \
+#   VAE=... UMT5=... NEGATIVE=... bash examples/streaming/longtune_1.3b.sh \
 #       TEACHER CRITIC START CHECKPOINTS [PROMPTS SECOND_PROMPTS]
 #
 #   TEACHER      Wan 2.1 14B, CRITIC Wan 2.1 1.3B, START the causal generator (LongLive's comes from
 #                ODE trajectories of the teacher): checkpoints that
 #                `tools/convert_checkpoint.py import` wrote of the published weights
 #   PROMPTS      a prompt a line, and what each sequence switches to (examples/streaming/*.txt)
-#   VAE          folder of Wan's video VAE; T5, CLIP: of the text encoders; NEGATIVE: what the
-#                guidance leads away from
+#   VAE, UMT5    folders of Wan's video VAE and of its text encoder (google/umt5-xxl)
+#   NEGATIVE     what the guidance leads away from; Wan's own negative prompt is usual
 #   NODES=8 RENDEZVOUS=host:29500  given alike on each of eight nodes
 #
 # Stage A gives the generator its window and its four steps on clips of 5 seconds, stage B tunes
@@ -68,8 +68,8 @@ else
     PROMPTS="${5:-examples/streaming/prompts.txt}"
     SECOND="${6:-examples/streaming/second_prompts.txt}"
     ENCODERS=(
-        --codec "${VAE:?folder of the VAE}" --text-encoder t5-clip --text-length 512
-        --t5-path "${T5:?folder of T5}" --clip-path "${CLIP:?folder of CLIP}"
+        --codec "${VAE:?folder of the VAE}" --text-encoder umt5 --text-length 512
+        --t5-path "${UMT5:?folder of umT5}"
     )
     LAST=(--log-interval 10)
 fi

@@ -1,71 +1,117 @@
 #!/usr/bin/env python3
-"""Measures the colour of the shape in long videos before and after their prompt switches.
+"""Measures colour, motion and shape in long videos before and after their prompt switches.
 
-By array arithmetic alone, as in examples/video/measure_clips.py. The frames right after the switch
+By array arithmetic alone, as in examples/video/measure_clips.py. The frames right after a switch
 may still show the old colour, so that some are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "video"))
 
-from make_clips import COLOURS
-from measure_clips import Pixels, colour_of, read_frames
+from make_clips import BACKGROUND, COLOURS, inside
+from make_swings import MOTIONS, SHAPES
+from measure_clips import Pixels, colour_of, coloured, read_frames
 
 HALF = 0.5
+RADII = (0.18, 0.2, 0.22, 0.24)
+"""Of a shape over a side, as they are rendered."""
+FINER = 2
+"""Parts of a pixel's side that are looked at."""
 
 
-def share_of(frames: Pixels, colour: str) -> float:
-    """Share of the frames ``[f, h, w, 3]`` whose shape has a colour."""
-    return sum(colour_of(frame[None]) == colour for frame in frames) / len(frames)
+@dataclass(frozen=True)
+class Piece:
+    """What was seen of a video under one prompt.
+
+    Attributes:
+        colour: share of its frames with the prompt's colour.
+        error: mean difference of its frames from the closest shape of the prompt, 0 to 255.
+        swings: the shape moves more along the prompt's direction than across it.
+    """
+
+    colour: float
+    error: float
+    swings: bool
 
 
-def named(prompt: str) -> str:
-    """The colour that a prompt names.
+def word_of(prompt: str, words: Iterable[str]) -> str:
+    """The only one of some words that a prompt has.
 
     Raises:
-        SystemExit: it names none, or several.
+        SystemExit: it has none, or several.
     """
-    colours = [word for word in prompt.split() if word in COLOURS]
-    if len(colours) != 1:
-        raise SystemExit(f"The prompt `{prompt}` must name one colour.")
-    return colours[0]
+    found = set(prompt.split()) & set(words)
+    if len(found) != 1:
+        raise SystemExit(f"The prompt `{prompt}` must name one colour, one shape and one motion.")
+    return found.pop()
 
 
-def measure(folder: Path, skipped: int) -> tuple[float, float, int, int]:
-    """Prints a row for each video.
+def centre_of(frame: Pixels) -> tuple[float, float]:
+    """Row and column of the middle of what is coloured; of the picture, where nothing is."""
+    weight = coloured(frame[None])[0]
+    height, width = weight.shape
+    if not weight.any():
+        return height / 2, width / 2
+    rows, columns = np.arange(height) + HALF, np.arange(width) + HALF
+    return float(weight.sum(1) @ rows / weight.sum()), float(weight.sum(0) @ columns / weight.sum())
 
-    Returns:
-        Mean share of frames with the first colour before the switch, of those with the second
-        after it, videos with the second colour in more than half of the latter, and videos.
+
+def error_of(frame: Pixels, colour: str, shape: str) -> float:
+    """Mean absolute difference from the closest shape of a size and place near its own."""
+    height, width, _ = frame.shape
+    y, x = centre_of(frame)
+    grid_y, grid_x = (np.mgrid[: height * FINER, : width * FINER] + HALF) / FINER
+    painted = np.array(COLOURS[colour], np.float64) - BACKGROUND
+    steps = (-1.0, -HALF, 0.0, HALF, 1.0)
+    best = np.inf
+    for dy, dx, radius in itertools.product(steps, steps, RADII):
+        fine = inside(shape, grid_y - y - dy, grid_x - x - dx, radius * width)
+        cover = fine.reshape(height, FINER, width, FINER).mean(axis=(1, 3))[..., None]
+        best = min(best, float(np.abs(BACKGROUND + cover * painted - frame).mean()))
+    return best
+
+
+def piece_of(frames: Pixels, prompt: str) -> Piece:
+    """What frames ``[f, h, w, 3]`` show of a prompt."""
+    colour, shape = word_of(prompt, COLOURS), word_of(prompt, SHAPES)
+    down, _ = MOTIONS[word_of(prompt, MOTIONS)]
+    spread = np.std([centre_of(frame) for frame in frames], axis=0)
+    along, across = (spread[0], spread[1]) if down else (spread[1], spread[0])
+    return Piece(
+        colour=float(np.mean([colour_of(frame[None]) == colour for frame in frames])),
+        error=float(np.mean([error_of(frame, colour, shape) for frame in frames])),
+        swings=bool(along > across),
+    )
+
+
+def pieces_of(row: dict[str, object], folder: Path, skipped: int) -> tuple[Piece, Piece]:
+    """A video before and after its switch.
 
     Raises:
-        SystemExit: the folder has no list of videos with a switch each.
+        SystemExit: it has none, or several.
     """
-    listed = folder / "samples.jsonl"
-    if not listed.is_file():
-        raise SystemExit(f"{listed} does not exist; give a folder that sample_video.py wrote.")
-    rows = [json.loads(line) for line in listed.read_text(encoding="utf-8").splitlines()]
-    shares = []
-    print(f"{'colours':18} {'before':>8} {'after':>8}")
-    for row in rows:
-        if len(row.get("switches", ())) != 1:
-            raise SystemExit(f"{row['path']} must have one prompt switch.")
-        switch = row["switches"][0]
-        first, second = named(row["text"]), named(switch["text"])
-        frames = read_frames(folder / row["path"])
-        before = share_of(frames[: switch["frame"]], first)
-        after = share_of(frames[switch["frame"] + skipped :], second)
-        shares.append((before, after))
-        print(f"{first + ' > ' + second:18} {before:8.0%} {after:8.0%}")
-    befores, afters = zip(*shares, strict=True)
-    following = sum(share > HALF for share in afters)
-    return sum(befores) / len(rows), sum(afters) / len(rows), following, len(rows)
+    switches = row.get("switches")
+    if not isinstance(switches, list) or len(switches) != 1:
+        raise SystemExit(f"{row['path']} must have one prompt switch.")
+    frames, at = read_frames(folder / str(row["path"])), int(switches[0]["frame"])
+    after = frames[at + skipped :]
+    if not len(after):
+        raise SystemExit(
+            f"{row['path']} ends at frame {len(frames)}, {skipped} or fewer after its switch at "
+            f"{at}; sample longer videos, or give a smaller `--skip`."
+        )
+    return piece_of(frames[:at], str(row["text"])), piece_of(after, str(switches[0]["text"]))
 
 
 def main() -> int:
@@ -75,11 +121,19 @@ def main() -> int:
     parser.add_argument("--skip", type=int, default=8, help="frames after the switch (8)")
     parser.add_argument("--at-least", type=int, default=0, help="exit 1 below so many videos (0)")
     args = parser.parse_args()
-    before, after, following, total = measure(args.folder, args.skip)
-    print(
-        f"first colour before the switch in {before:.0%} of the frames, second colour after it in "
-        f"{after:.0%}; {following} of {total} videos follow their second prompt"
-    )
+    listed = args.folder / "samples.jsonl"
+    if not listed.is_file():
+        raise SystemExit(f"{listed} does not exist; give a folder that sample_video.py wrote.")
+    rows = [json.loads(line) for line in listed.read_text(encoding="utf-8").splitlines()]
+    seen = [pieces_of(row, args.folder, args.skip) for row in rows]
+    print(f"{'':15} {'right colour':>13} {'right motion':>13} {'error of a pixel':>17}")
+    for name, pieces in zip(("before a switch", "after it"), zip(*seen, strict=True), strict=True):
+        motion = f"{sum(piece.swings for piece in pieces)} of {len(pieces)}"
+        colour = np.mean([piece.colour for piece in pieces])
+        error = np.mean([piece.error for piece in pieces])
+        print(f"{name:15} {colour:13.0%} {motion:>13} {error:17.2f}")
+    following = sum(after.colour > HALF for _, after in seen)
+    print(f"{following} of {len(seen)} videos follow their second prompt")
     return int(following < args.at_least)
 
 

@@ -9,7 +9,8 @@
 #   4. train the generator's start, from the teacher's weights: it sees no later frames, and each
 #      frame block has its own noise
 #   5. tune it on long videos of its own with prompt switches; teacher and critic judge them
-#   6. make long videos with the start and with the tuned generator, and count the right colours
+#   6. make long videos with the start and with the tuned generator, and measure
+#      colour, motion and shape of what they show
 #
 # OUT=folder chooses where the results go (out/streaming_quickstart); what is there is removed.
 set -euo pipefail
@@ -19,9 +20,9 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 OUT="${OUT:-out/streaming_quickstart}"
 if [[ -n "${SMOKE:-}" ]]; then
-    CLIPS=2 WARMUP=2 TEACHER=4 START=4 TUNING=4 FRAMES=16 SWITCH=8 REQUIRED=0
+    CLIPS=2 WARMUP=2 TEACHER=4 START=4 TUNING=4 FRAMES=20 SWITCH=8 REQUIRED=0
 else
-    CLIPS=40 WARMUP=50 TEACHER=700 START=400 TUNING=400 FRAMES=72 SWITCH=24 REQUIRED=0
+    CLIPS=40 WARMUP=50 TEACHER=450 START=150 TUNING=200 FRAMES=48 SWITCH=24 REQUIRED=10
 fi
 rm -rf "$OUT"
 mkdir -p "$OUT"
@@ -48,26 +49,28 @@ COMMON=(
 )
 FLOW=(
     --video-data-path "$OUT/data" --video-dit-size mini --num-workers 1 --flow-shift 3
-    --micro-batch-size 16 --global-batch-size 32 --lr-warmup-iters "$WARMUP" --ema-decay 0.99
+    --micro-batch-size 16 --global-batch-size 32 --lr-warmup-iters "$WARMUP" --ema-decay 0.97
 )
 
 echo "== 3/6 the teacher"
 "$PYTHON" pretrain_video.py "${COMMON[@]}" "${FLOW[@]}" --video-model video-dit \
-    --train-iters "$TEACHER" --lr 1e-3 --save "$OUT/teacher"
+    --train-iters "$TEACHER" --lr 1e-3 --lr-decay-style cosine --min-lr 1e-5 --save "$OUT/teacher"
 
 echo "== 4/6 the generator's start"
 "$PYTHON" pretrain_video.py "${COMMON[@]}" "${FLOW[@]}" --video-model causal-video-dit \
-    "${WINDOW[@]}" --independent-block-timesteps --train-iters "$START" --lr 5e-4 \
+    "${WINDOW[@]}" --independent-block-timesteps --train-iters "$START" --lr 1e-3 \
+    --lr-decay-style cosine --min-lr 1e-5 \
     --pretrained-checkpoint "$OUT/teacher" --pretrained-average --save "$OUT/start"
 
 # A chunk has as many frames as the teacher's clips; all but 2 of them are new.
 STREAMING=(
     --task streaming --generator-size mini "${WINDOW[@]}" "${ENCODERS[@]}" --latent-channels 12
     --latent-size 8 8 --chunk-frames 8 --min-new-frames 6 --max-new-frames 6 --recache-frames 8
-    --sequence-lengths 38 --timestep-shift 3 --guidance-scale 3 --generator-interval 2
+    --sequence-lengths 44 --timestep-shift 3 --guidance-scale 2 --generator-interval 3
     --prompts-path "$OUT/clips/prompts.txt" --second-prompts-path "$OUT/clips/second_prompts.txt"
     --teacher-checkpoint "$OUT/teacher" --critic-checkpoint "$OUT/teacher" --pretrained-average
-    --micro-batch-size 4 --global-batch-size 8
+    --micro-batch-size 4 --global-batch-size 8 --adam-beta1 0.5 --critic-lr 3e-4
+    --ema-decay 0.9 --ema-start 10
 )
 
 echo "== 5/6 tuning on long videos"

@@ -11,7 +11,7 @@ from megatron_ext.config.video_rules import STREAMING_DEFAULTS
 from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.training.pretrain import main
 from pretrain_video import task_of
-from tests.training.streaming.tiny import CODEC, FLAGS, flags_of, write_prompts
+from tests.training.streaming.tiny import FLAGS, flags_of, write_prompts
 
 STARTED = 99
 
@@ -104,12 +104,14 @@ WRONG = {
     "--overlap-grad-reduce": "`--overlap-grad-reduce` (True) does not go with",
     "--eval-iters 1": "`--eval-iters` (1) does not go with",
     "--skip-train": "`--skip-train` (True) does not go with",
-    "--hidden-size 96": "`--hidden-size` has no effect",
+    "--hidden-size 128": "`--hidden-size` has no effect",
     "--flow-shift 3": "`--flow-shift` has no effect with `--task streaming`",
     "--codec-channels 8": "`--codec` has 8 latent channels, but `--generator-size tiny` has 4",
     "--context-parallel-size 8 --nproc-per-node 8": "`--latent-size` (4 4) gives a frame 4 tokens",
     "--cp-comm-type a2a --context-parallel-size 4 --tensor-model-parallel-size 2 "
     "--nproc-per-node 8": "`--cp-comm-type a2a` trades the 4 heads of `--generator-size tiny`",
+    "--cp-comm-type a2a --context-parallel-size 4 --teacher-size small --nproc-per-node 4":
+        "`--cp-comm-type a2a` trades the 6 heads of `--teacher-size small`, which",
     "--tensor-model-parallel-size 4 --critic-size small --nproc-per-node 4":
         "`--critic-size small` has 6 heads, which `--tensor-model-parallel-size` (4) does not",
     "--global-batch-size 3 --nproc-per-node 2": "`--global-batch-size` (3) must be divisible",
@@ -124,7 +126,7 @@ def test_a_wrong_value_is_refused_in_a_sentence(refused: Printed, words: str) ->
 
 
 def test_prompts_must_be_there_and_in_pairs(refused: Printed, tmp_path: Path) -> None:
-    words = [*FLAGS, *CODEC, "--micro-batch-size", "1", "--train-iters", "1"]
+    words = [*FLAGS, "--train-iters", "1"]
     assert main(task_of, words, defaults=STREAMING_DEFAULTS) == EXIT_CODE_USER_ERROR
     assert "`--prompts-path` is missing" in refused.capfd.readouterr().err
     (error,) = refused(f"--prompts-path {tmp_path / 'nowhere'}")

@@ -65,39 +65,57 @@ def test_prompts_switch_colours_and_some_pairs_are_held_out(swings: Path) -> Non
 
 @pytest.fixture
 def films(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes videos of squares of colours, one for each frame, and their list."""
+    """Writes videos of squares of colours, one for each frame, that sway so far, and their list."""
     monkeypatch.syspath_prepend(STREAMING.parent / "video")
     from make_clips import COLOURS, write_mp4
 
-    def write(*colours: list[str], switch: int = 4) -> Path:
+    def write(*asked: tuple[list[str], int], motion: str = "sways") -> Path:
         lines = []
-        for number, names in enumerate(colours):
+        for number, (names, far) in enumerate(asked):
             frames = np.full((len(names), 32, 32, 3), 16, np.uint8)
-            for frame, name in zip(frames, names, strict=True):
-                frame[8:20, 8:20] = COLOURS[name]
+            for i, (frame, name) in enumerate(zip(frames, names, strict=True)):
+                left = 10 + far * (i % 2)
+                frame[8:20, left : left + 12] = COLOURS[name]
             write_mp4(tmp_path / f"{number}.mp4", frames, 8)
-            asked = {"text": "a red square", "switches": [{"frame": switch, "text": "a blue one"}]}
-            lines.append(json.dumps({"path": f"{number}.mp4", **asked}) + "\n")
+            switch = {"frame": 4, "text": f"a blue square {motion} 8 FPS."}
+            row = {"text": f"a red square {motion} 8 FPS.", "switches": [switch]}
+            lines.append(json.dumps({"path": f"{number}.mp4", **row}) + "\n")
         (tmp_path / "samples.jsonl").write_text("".join(lines))
         return tmp_path
 
     return write
 
 
+ROW = r" +(\d+)% +(\d+) of (\d+) +([\d.]+)"
+FOLLOWS, STAYS, LATE = (["red"] * n + ["blue"] * (12 - n) for n in (6, 12, 9))
+
+
+def measured(folder: Path, *flags: str) -> list[tuple[float, ...]]:
+    """Colour in percent, motions, videos and error of a pixel, before the switch and after it."""
+    shown = run(sys.executable, STREAMING / "measure_switches.py", folder, "--skip=2", *flags)
+    found = [re.search(f"{name}{ROW}", shown) for name in ("before a switch", "after it       ")]
+    assert "2 of 4 videos follow their second prompt" in shown or not flags
+    return [tuple(map(float, match.groups())) for match in found if match is not None]
+
+
 def test_colours_are_measured_before_and_after_the_switch(films: Any) -> None:
-    """Two frames after the switch are left out."""
-    follows = ["red"] * 6 + ["blue"] * 6
-    stays, late = ["red"] * 12, ["red"] * 9 + ["blue"] * 3
-    folder = films(follows, stays, late, ["green", "red"] * 2 + ["blue"] * 8)
-    shown = run(sys.executable, STREAMING / "measure_switches.py", folder, "--skip=2")
-    rows = re.findall(r"red > blue +(\d+)% +(\d+)%", shown)
-    assert rows == [("100", "100"), ("100", "0"), ("100", "50"), ("50", "100")]
-    assert shown.splitlines()[-1] == (
-        "first colour before the switch in 88% of the frames, second colour after it in 62%; 2 of "
-        "4 videos follow their second prompt"
-    )
+    """Two frames after the switch are left out, and half of the others are not enough."""
+    mixed = ["green", "red"] * 2 + ["blue"] * 8
+    folder = films((FOLLOWS, 2), (STAYS, 2), (LATE, 2), (mixed, 2))
+    before, after = measured(folder, "--at-least=2")
+    assert before[:3] == (88, 4, 4) and after[:3] == (62, 4, 4)
     with pytest.raises(AssertionError, match="2 of 4 videos"):
-        run(sys.executable, STREAMING / "measure_switches.py", folder, "--skip=2", "--at-least=3")
+        measured(folder, "--at-least=3")
+
+
+def test_motion_and_shape_are_measured(films: Any) -> None:
+    folder = films((FOLLOWS, 2))
+    (_, *moves, right), after = measured(folder)
+    assert moves == [1, 1] and right < 2 and after[3] < 2
+    wrong, _ = measured(films((STAYS[::-1], 2), motion="bobs"))
+    assert wrong[1:3] == (0, 1)
+    # After the switch a blue square is asked for: 12 x 12 of 32 x 32 pixels are red instead.
+    assert measured(films((STAYS, 2)))[1][3] > 10
 
 
 def test_prompt_files_go_together() -> None:
@@ -114,7 +132,7 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     record, python = tmp_path / "record", tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{{ printf '%s\\0' \"$@\"; echo; }} >> {record}\n")
     python.chmod(0o755)
-    folders = {name: str(tmp_path / name.lower()) for name in ("VAE", "T5", "CLIP")}
+    folders = {name: str(tmp_path / name.lower()) for name in ("VAE", "UMT5")}
     run("bash", LONGTUNE, "teacher", "critic", "start", "out", PYTHON=str(python), **folders)
     commands = [line.split("\0")[:-1] for line in record.read_text().splitlines()]
     assert [c[:3] for c in commands] == [["pretrain_video.py", "--nproc-per-node", "8"]] * 2
@@ -173,6 +191,7 @@ def test_quickstart_ends_with_a_measurement(tmp_path: Path) -> None:
     script, out = STREAMING / "quickstart.sh", tmp_path / "run"
     shown = run("bash", script, timeout=580, SMOKE="1", OUT=str(out), PYTHON=sys.executable)
     assert len(re.findall(r"[0-9]+ of 12 videos follow their second prompt", shown)) == 2
+    assert len(re.findall(r"(before a switch|after it) +[0-9]+% +[0-9]+ of 12", shown)) == 4
     assert [row["iteration"] for row in training_rows(out / "tuned")] == [1, 2, 3, 4]
     for which in ("before", "tuned"):
         assert len(list((out / f"videos_{which}").glob("*.mp4"))) == 12

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_ext.config.encoding import CodecConfig
+from megatron_ext.config.teacher import teacher_sizes
 from megatron_ext.data.video.codecs import build_codec
 from megatron_ext.data.video.text_encoders import width_of
 from megatron_ext.errors import ConfigError
@@ -242,20 +243,22 @@ def _check_latents(config: RunConfig) -> None:
 def _check_layout(config: RunConfig) -> None:
     """Ranks must share out heads, feed-forward layers and the tokens of a frame.
 
-    Those of the teacher are checked elsewhere, since it may have a layout of its own.
+    Those of the teacher are checked in `config.teacher`, since it may have a layout of its own; but
+    for the heads that it trades where it has not.
 
     Raises:
         ConfigError: they cannot.
     """
     streaming, parallel, found = config.streaming, config.parallel, list[str]()
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    for role in ("generator", "critic"):
+    own = teacher_sizes(streaming, parallel) is not None
+    for role in ("generator", "critic", *(() if own else ("teacher",))):
         name = getattr(streaming, f"{role}_size")
         if name is None:
             continue  # as the generator
         sizes = streaming.sizes(name)
         for what, number in (("heads", sizes.num_heads), ("feed-forward rows", sizes.ffn_size)):
-            if number % tp:
+            if number % tp and role != "teacher":
                 found.append(
                     f"`--{role}-size {name}` has {number} {what}, which "
                     f"`--tensor-model-parallel-size` ({tp}) does not divide; use fewer ranks."

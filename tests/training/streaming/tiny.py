@@ -21,11 +21,10 @@ Rows = list[dict[str, Any]]
 FLAGS = (
     "--task streaming --generator-size tiny --no-zero-head --latent-size 4 4 --frame-block 3 "
     "--window-frames 6 --sink-frames 3 --chunk-frames 9 --min-new-frames 6 --max-new-frames 6 "
-    "--sequence-lengths 27 --recache-frames 9 "
+    "--sequence-lengths 27 --recache-frames 9 --generator-interval 2 --micro-batch-size 1 "
     "--text-length 8 --text-width 32 --lr 1e-3 --critic-lr 2e-3 --ema-decay 0.8 --log-interval 1 "
-    "--seed 7"
+    "--seed 7 --codec-spatial 2 --codec-channels 4"
 ).split()
-CODEC = "--codec-spatial 2 --codec-channels 4".split()
 CHUNKS = 4
 """Of a sequence, which end at frames 9, 15, 21 and 27."""
 
@@ -51,8 +50,9 @@ def flags_of(
         f"--ema-start {start} {words}"
     )
     prompts = [] if "--prompts-path" in words else write_prompts(folder)
-    codec = [] if "--no-encode-first-frame" in words else CODEC
-    return [*FLAGS, *codec, *prompts, *own.split()]
+    # Nothing looks at the codec without first frames, and its flags, the last four, are refused.
+    usual = FLAGS[:-4] if "--no-encode-first-frame" in words else FLAGS
+    return [*usual, *prompts, *own.split()]
 
 
 def attempt(
