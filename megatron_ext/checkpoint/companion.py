@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
+CRITIC = "critic"
+"""Begins the names of the weights of a network that judges the model of the run."""
+
 
 class Companion(Protocol):
     """Adds its own keys to the state of a run; all ranks call each method together."""

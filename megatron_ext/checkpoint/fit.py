@@ -51,7 +51,7 @@ def check_model(
         CheckpointError: a weight that is not there, or has another shape.
     """
     stored = FileSystemReader(str(path)).read_metadata().state_dict_metadata
-    for tensor in _tensors(model_state):
+    for tensor in tensors_in(model_state):
         known = stored.get(tensor.key)
         if not isinstance(known, TensorStorageMetadata):
             if strictness in LENIENT:
@@ -71,7 +71,8 @@ def check_model(
         )
 
 
-def _tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:
+def tensors_in(state: dict[str, Any]) -> Iterator[ShardedTensor]:
+    """Sharded tensors of a state, as they are stored."""
     expanded, _, _ = load_preprocess(state)
     return (value for value in nested_values(expanded) if isinstance(value, ShardedTensor))
 

@@ -18,10 +18,12 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.utils import unwrap_model
 
 from megatron_ext.checkpoint.adapters import MARK
+from megatron_ext.checkpoint.ema import holds_averages
 from megatron_ext.checkpoint.manifest import MANIFEST, describe_file
+from megatron_ext.checkpoint.paths import standing_folder_of
 from megatron_ext.checkpoint.reading import read_state, verify
 from megatron_ext.checkpoint.state import Chunks, apply_state, chunk_keys, sharded_state
-from megatron_ext.checkpoint.stored import Found, find
+from megatron_ext.checkpoint.stored import Found, choose, find
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.errors import CheckpointError
 
@@ -46,23 +48,46 @@ class FrozenBase:
     identity: str
 
     @classmethod
-    def at(cls, path: Path) -> FrozenBase:
-        """The weights of a checkpoint, given the folder of its iteration."""
+    def at(cls, path: Path, *, average: bool = False) -> FrozenBase:
+        """The weights of a checkpoint.
+
+        Args:
+            path: folder of its iteration.
+            average: the averaged ones, where it keeps some.
+        """
         manifest = path / MANIFEST
         # Megatron-LM writes no manifest; its metadata tell at least names and shapes.
         file = manifest if manifest.is_file() else path / ".metadata"
-        return cls(str(path), str(describe_file(file)["blake2b"]))
+        identity = str(describe_file(file)["blake2b"])
+        return cls(
+            str(path), f"{identity} averaged" if average and holds_averages(path) else identity
+        )
 
     @classmethod
-    def given(cls, root: str) -> FrozenBase:
-        """The newest weights in a folder that a flag names.
+    def given(cls, root: str, *, average: bool) -> FrozenBase:
+        """The newest weights in a folder that a flag names; ``average`` as of `at`.
 
         Raises:
             CheckpointError: it holds none.
         """
         found = find(CheckpointConfig(pretrained_checkpoint=root))
         assert found is not None
-        return cls.at(found.path)
+        return cls.at(found.path, average=average)
+
+    @classmethod
+    def under(cls, root: Path, step: int | None) -> FrozenBase | None:
+        """What adapters were trained on, None of a whole checkpoint.
+
+        Args:
+            root: folder of checkpoints, one of which is whole.
+            step: iteration, None for the latest.
+
+        Raises:
+            CheckpointError: a damaged checkpoint.
+        """
+        iteration = choose(root, step)
+        assert iteration is not None
+        return cls.recorded(load_common_state_dict(str(standing_folder_of(root, iteration))))
 
     @classmethod
     def of_run(cls, config: RunConfig) -> FrozenBase | None:

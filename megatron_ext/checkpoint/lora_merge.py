@@ -112,6 +112,7 @@ def _on_one_rank(
         save=str(save),
         ckpt_step=step,
         pretrained_checkpoint=base,
+        pretrained_average=stored.checkpoint.pretrained_average,
         no_save_optim=True,
         no_save_rng=True,
         no_load_optim=True,
@@ -165,7 +166,7 @@ def _load_section(
     found = Found(root, iteration, weights_only=False)
     base, given = FrozenBase.of_run(config), config.checkpoint.pretrained_checkpoint
     if given is not None:
-        base = FrozenBase.given(given)
+        base = FrozenBase.given(given, average=config.checkpoint.pretrained_average)
         under = dataclasses.replace(config.checkpoint, load=None, ckpt_step=None)
         manager = CheckpointManager(under, context, section=section)
         manager.load(model=chunks, optimizer=None, scheduler=None)

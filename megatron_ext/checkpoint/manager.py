@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from argparse import Namespace
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,7 @@ from megatron_ext.checkpoint.loaded import LoadedCheckpoint
 from megatron_ext.checkpoint.optimizer_state import is_distributed
 from megatron_ext.checkpoint.paths import folder_of
 from megatron_ext.checkpoint.publish import prepare, publish, remove_old, temporary_folder_of
-from megatron_ext.checkpoint.random_state import (
-    random_state,
-    restore_random_state,
-    why_states_do_not_fit,
-)
+from megatron_ext.checkpoint.random_state import random_state, restore_random_state
 from megatron_ext.checkpoint.reading import read_state, verify
 from megatron_ext.checkpoint.state import (
     Chunks,
@@ -61,6 +58,8 @@ from megatron_ext.checkpoint.stored import (
     stored_progress,
 )
 from megatron_ext.checkpoint.strategies import save_strategy
+from megatron_ext.checkpoint.unwanted import check_unwanted, weights_in
+from megatron_ext.checkpoint.wanted import loads_optimizer, loads_random
 from megatron_ext.checkpoint.writing import (
     describe_written,
     on_first_rank,
@@ -231,14 +230,14 @@ class CheckpointManager:
         recorded = FrozenBase.recorded(common)
         if found.weights_only:
             refuse_adapters_alone(path, recorded)
-        with_optimizer = self._loads_optimizer(found, arguments, notes)
+        with_optimizer = loads_optimizer(found, self._config, arguments, notes)
         with_averages = not found.weights_only and goes_on_averaging(path, ema, notes)
         kept_optimizer = optimizer if with_optimizer else None
         kept_ema = ema if with_averages else None
         state, new = self._requested_state(
-            found, model, kept_optimizer, kept_ema, common, arguments
+            found, model, kept_optimizer, kept_ema, common, arguments, notes
         )
-        if self._loads_random(found, arguments, notes):
+        if loads_random(found, self._config, arguments, self._context.layout, notes):
             apart = getattr(arguments, "data_parallel_random_init", False)
             state["rng_state"] = random_state(self._context, every_replica=apart)
         goes_on = companion if not found.weights_only else None
@@ -262,7 +261,8 @@ class CheckpointManager:
             restore_random_state(self._context, loaded["rng_state"])
         run_config = read_json(path / RUN_CONFIG)
         if self._base is not None and recorded is None:
-            self._base = FrozenBase.at(path)
+            average = found.weights_only and self._config.pretrained_average
+            self._base = FrozenBase.at(path, average=average)
         if found.weights_only:
             return LoadedCheckpoint(0, {}, run_config, path, notes)
         progress = stored_progress(path, arguments)
@@ -270,10 +270,11 @@ class CheckpointManager:
 
     def _restore_base(self, path: Path, recorded: FrozenBase, model: Chunks) -> None:
         """Load the weights under the adapters in a checkpoint, which names them."""
-        given = self._config.pretrained_checkpoint
+        given, average = self._config.pretrained_checkpoint, self._config.pretrained_average
         own = self._base or FrozenBase(None, "unknown seed")
         if given is not None:
-            own = together(lambda: FrozenBase.given(given), f"{given} cannot be read")[0]
+            look = partial(FrozenBase.given, given, average=average)
+            own = together(look, f"{given} cannot be read")[0]
         own.check(path, recorded, "--pretrained-checkpoint")
         asked = dataclasses.replace(self._config, load=None, save=None)
         CheckpointManager(asked, self._context).load(model=model, optimizer=None, scheduler=None)
@@ -286,22 +287,6 @@ class CheckpointManager:
             "looking for a checkpoint",
         )[0]
 
-    def _loads_optimizer(self, found: Found, arguments: Namespace, notes: list[str]) -> bool:
-        if found.weights_only or self._config.no_load_optim:
-            return False
-        if getattr(arguments, "no_save_optim", False):
-            notes.append(f"{found.path} holds no optimizer, so it starts anew.")
-            return False
-        return True
-
-    def _loads_random(self, found: Found, arguments: Namespace, notes: list[str]) -> bool:
-        """Whether the random states are wanted, there, and fit."""
-        if found.weights_only or self._config.no_load_rng:
-            return False
-        note = why_states_do_not_fit(found.path, arguments, self._context.layout)
-        notes += [] if note is None else [note]
-        return note is None
-
     def _requested_state(
         self,
         found: Found,
@@ -310,8 +295,11 @@ class CheckpointManager:
         ema: ShardedEMA | None,
         common: dict[str, Any],
         arguments: Namespace,
+        notes: list[str],
     ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
         """The sharded state to fill, cut as the checkpoint is, after checking that it fits.
+
+        ``notes`` gets a sentence about weights that the model does not take.
 
         Returns:
             The state, and what starts anew where only weights are wanted.
@@ -323,7 +311,7 @@ class CheckpointManager:
         stored = dict(common.get("content_metadata") or {})
         metadata = {**stored, "dp_cp_group": self._context.pgs.dp_cp}
 
-        def check() -> None:
+        def check() -> set[str]:
             bare = sharded_state(model, None, metadata=metadata, is_loading=True)
             if found.weights_only:
                 leave_out_new(path, bare, keys)
@@ -338,8 +326,11 @@ class CheckpointManager:
                 check_optimizer(
                     path, stored, arguments, layout, distributed=is_distributed(optimizer)
                 )
+            return weights_in(bare)
 
-        together(check, f"{path} cannot be compared with the model")
+        what = f"{path} cannot be compared with the model"
+        wanted = set[str]().union(*together(check, what))
+        notes += together(lambda: check_unwanted(path, wanted, strictness), what)[0]
         state = sharded_state(model, optimizer, metadata=metadata, is_loading=True)
         if ema is not None:
             state[EMA] = averages_to_load(ema, {key: state[key] for key in keys})

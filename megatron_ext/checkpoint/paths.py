@@ -19,6 +19,18 @@ def folder_of(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
+def root_of(folder: Path) -> tuple[Path, int | None]:
+    """A folder of checkpoints, and an iteration where the given one, ``RUN/iter_0000100``, is its.
+
+    Args:
+        folder: of one checkpoint or of many.
+    """
+    found = _FOLDER.fullmatch(folder.name)
+    if found is None or found[2] or not folder.is_dir():
+        return folder, None
+    return folder.parent, int(found[1])
+
+
 def published(root: Path) -> list[int]:
     """Iterations whose folders stand under their final name, ascending."""
     if not root.is_dir():

@@ -14,6 +14,7 @@ from megatron_ext.checkpoint.paths import (
     announced,
     published,
     read_tracker,
+    root_of,
     standing_folder_of,
 )
 from megatron_ext.config.checkpoint import CheckpointConfig
@@ -81,7 +82,8 @@ def _candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
     if config.load is not None:
         found.append((config.load, config.ckpt_step, config.finetune))
     if config.pretrained_checkpoint is not None:
-        found.append((config.pretrained_checkpoint, None, True))
+        root, step = root_of(Path(config.pretrained_checkpoint))
+        found.append((str(root), step, True))
     return found
 
 

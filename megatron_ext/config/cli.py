@@ -17,6 +17,7 @@ from typing import Any
 from megatron_ext.config.flags import Flag, flags_of
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.spelling import NO_EFFECT, RENAMED
+from megatron_ext.config.streaming import stored_streaming
 from megatron_ext.config.unsupported import UNSUPPORTED
 from megatron_ext.config.video_dit import stored_dit
 from megatron_ext.errors import ConfigError
@@ -304,9 +305,9 @@ def _no_position_embedding(model: Mapping[str, Any], reading: _Reading) -> None:
 
 def _model_of(stored: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The sections of a stored configuration that describe the weights."""
-    dit = stored_dit(stored)
-    if dit is not None:
-        return dit
+    of_dits = stored_streaming(stored) or stored_dit(stored)
+    if of_dits is not None:
+        return of_dits
     if stored.get("video", {}).get("video"):
         # What else its model's section holds follows from these.
         names = ("hidden_size", "num_attention_heads")

@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.flags import flag
-from megatron_ext.config.video_dit import described_by
+from megatron_ext.config.video_dit import WINDOW, described_by
 from megatron_ext.config.video_dit_sizes import SIZES, VideoDiTSizes
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from megatron_ext.config.model import ModelConfig
 
 _FRAMES = "latent frames"
+_NETWORKS = ("generator_size", "critic_size", "teacher_size", "latent_channels", *WINDOW)
+"""Flags that decide the three networks, besides codec, text encoder and adapters."""
 
 
 @dataclass(frozen=True)
@@ -173,3 +177,12 @@ class StreamingConfig:
             for name, given, other, works in rules
             if given and works
         ]
+
+
+def stored_streaming(stored: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
+    """What of a stored configuration describes the networks, by section; None of another task."""
+    if stored.get("video", {}).get("task") != "streaming":
+        return None
+    networks = {name: stored["streaming"][name] for name in _NETWORKS}
+    others = {name: dict(stored[name]) for name in ("codec", "text_encoder", "lora")}
+    return {"streaming": networks, **others}

@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from megatron_ext.checkpoint import read_run_config
+from megatron_ext.checkpoint.paths import root_of
 from megatron_ext.config import parse_args
 from megatron_ext.config.cli import read_words
 from megatron_ext.device import Device, select
@@ -115,7 +116,7 @@ def stored_config(argv: Sequence[str]) -> dict[str, Any] | None:
     if asked.get("load"):
         return read_run_config(Path(asked["load"]), asked.get("ckpt_step"))
     pretrained = asked.get("pretrained_checkpoint")
-    return None if pretrained is None else read_run_config(Path(pretrained))
+    return None if pretrained is None else read_run_config(*root_of(Path(pretrained)))
 
 
 def train_and_evaluate(run: Run) -> int | None:

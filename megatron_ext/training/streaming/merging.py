@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron.core.transformer import TransformerConfig
 
+from megatron_ext.checkpoint.companion import CRITIC
 from megatron_ext.checkpoint.lora_merge import GPT, Network
 from megatron_ext.models.causal_video import VideoDiT
 from megatron_ext.training.streaming.networks import (
@@ -13,7 +14,6 @@ from megatron_ext.training.streaming.networks import (
     build_network,
     of_size,
 )
-from megatron_ext.training.streaming.stored import CRITIC
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig

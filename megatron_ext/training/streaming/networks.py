@@ -15,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext.checkpoint import CheckpointManager
+from megatron_ext.checkpoint.companion import CRITIC
 from megatron_ext.checkpoint.frozen import FrozenBase
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.models.causal_video import (
@@ -27,7 +28,6 @@ from megatron_ext.models.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer, build_scheduler
 from megatron_ext.optim.update import UpdateResult, update_parameters
 from megatron_ext.training.streaming.configuration import network_options, window_of
-from megatron_ext.training.streaming.stored import CRITIC
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -132,7 +132,8 @@ def build_critic(
     load_weights(config, context, streaming.critic_checkpoint, chunks, built, section=CRITIC)
     base = FrozenBase.of_run(config)
     if base is not None and streaming.critic_checkpoint is not None:
-        base = FrozenBase.given(streaming.critic_checkpoint)
+        average = config.checkpoint.pretrained_average
+        base = FrozenBase.given(streaming.critic_checkpoint, average=average)
     scheduler = build_scheduler(own, built)
     return TrainedNetwork(chunks, built, scheduler, streaming.critic_clip_grad, base)
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron_ext.checkpoint.frozen import FrozenBase
 from megatron_ext.config.video_rules import STREAMING_DEFAULTS
 from megatron_ext.data.video.codecs import build_codec
 from megatron_ext.data.video.text_encoders import build_text_encoder
-from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.errors import CheckpointError, ConfigError, MegatronExtError
 from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.training.pretrain import main
 from megatron_ext.training.streaming.agreement import on_first_of_replica, share
@@ -48,7 +49,7 @@ def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
 
     Raises:
         ConfigError: see `stored_of`; or the checkpoint is of another task.
-        CheckpointError: see `read_run_config`.
+        CheckpointError: see `read_run_config` and `_base_of`.
     """
     stored, asked = stored_of(argv)
     if stored["video"].get("task") != "streaming":
@@ -56,12 +57,11 @@ def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
             f"`--load` ({asked['checkpoint']['load']}) must be a checkpoint of `--task streaming`, "
             "but is of a flow-matching run; leave out `--streaming`."
         )
-    adapted = stored["lora"]["lora_rank"] is not None
     return {
         **STREAMING_DEFAULTS,
         **{name: value for section in _STORED for name, value in stored[section].items()},
+        **_base_of(stored, asked["checkpoint"]),
         "task": "streaming",
-        "pretrained_checkpoint": stored["checkpoint"]["pretrained_checkpoint"] if adapted else None,
         "bf16": stored["precision"]["bf16"],
         "only_samples": True,
         "skip_train": True,
@@ -69,6 +69,33 @@ def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
         "ema_decay": None,
         "ema_start": 1,
         "for_sampling": averaged(stored, asked.get("sample", {})),
+    }
+
+
+def _base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the weights under adapters lie, as the checkpoint of these says, or how to draw them.
+
+    Raises:
+        CheckpointError: they are gone, or given where there are no adapters.
+    """
+    load, elsewhere = given["load"], given.get("pretrained_checkpoint")
+    base = FrozenBase.under(Path(load), given.get("ckpt_step"))
+    if base is None:
+        if elsewhere is not None:
+            raise CheckpointError(
+                f"`--pretrained-checkpoint` ({elsewhere}) has no effect: `--load` ({load}) holds "
+                "all weights itself; leave it out."
+            )
+        return {}
+    if elsewhere is None and base.path is not None and not Path(base.path).is_dir():
+        raise CheckpointError(
+            f"`--load` ({load}) holds adapters of the weights in {base.path}, which are not there; "
+            "give `--pretrained-checkpoint` with where they are now."
+        )
+    return {
+        "pretrained_checkpoint": base.path,
+        "pretrained_average": base.path is not None and stored["checkpoint"]["pretrained_average"],
+        "seed": stored["training"]["seed"],
     }
 
 

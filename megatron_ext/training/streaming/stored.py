@@ -14,8 +14,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.utils._pytree import tree_map_only
 
 from megatron_ext.checkpoint.agreement import together
+from megatron_ext.checkpoint.companion import CRITIC
 from megatron_ext.checkpoint.frozen import BASE, FrozenBase, leave_out_base, put_back_base
 from megatron_ext.checkpoint.state import apply_state, chunk_keys, sharded_state
+from megatron_ext.checkpoint.unwanted import check_unwanted, weights_in
 from megatron_ext.errors import CheckpointError
 from megatron_ext.streaming.sequence import StreamingSequence
 
@@ -24,12 +26,7 @@ if TYPE_CHECKING:
     from megatron_ext.layout import ParallelContext
     from megatron_ext.training.streaming.networks import TrainedNetwork
 
-CRITIC, SEQUENCE, CACHE, PROGRESS = (
-    "critic",
-    "streaming_sequence",
-    "streaming_cache",
-    "streaming_progress",
-)
+SEQUENCE, CACHE, PROGRESS = "streaming_sequence", "streaming_cache", "streaming_progress"
 
 
 @dataclass(frozen=True)
@@ -91,6 +88,7 @@ class StreamingState:
     ) -> None:
         self._critic, self._sequence, self._context = critic, sequence, context
         self._settings = settings
+        self._left_out: list[str] = []
         self.steps = 0
 
     def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:
@@ -122,12 +120,14 @@ class StreamingState:
         if self._critic.base is not None:
             check_base(path, self._critic.base)
         state = self._critic_state(metadata, with_optimizer=with_optimizer, is_loading=True)
+        self._check_critic(path, state[CRITIC])
         wanted = self._objects(None, None)
         return {**state, **{k: v for k, v in wanted.items() if v.unique_key in stored}}
 
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
         """See `Companion`."""
         critic, progress = self._critic, loaded[PROGRESS]
+        notes += self._left_out
         if critic.base is not None:
             put_back_base(loaded[CRITIC], critic.chunks)
         apply_state(
@@ -155,6 +155,13 @@ class StreamingState:
         elif stands:
             stands["cache"] = _moved(loaded[CACHE], self._sequence.like.device)
         self._sequence.load_state_dict(stands)
+
+    def _check_critic(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Refuse a critic with fewer blocks than the stored one."""
+        chunks = {key: state[key] for key in chunk_keys(self._critic.chunks) if key in state}
+        what = f"{path} cannot be compared with the critic"
+        wanted = set[str]().union(*together(lambda: weights_in(chunks), what))
+        self._left_out = together(lambda: check_unwanted(path, wanted), what)[0]
 
     def _critic_state(
         self, metadata: dict[str, Any], *, with_optimizer: bool, is_loading: bool
