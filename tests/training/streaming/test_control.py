@@ -10,8 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ext.config import parse_args
+from megatron_ext.config.video_rules import STREAMING_DEFAULTS
+from megatron_ext.training.preflight import preflight
 from megatron_ext.training.setup import Run
-from tests.training.streaming.tiny import run, runner_of
+from megatron_ext.training.streaming.configuration import options_of
+from pretrain_video import task_of
+from tests.training.streaming.tiny import flags_of, run, runner_of
 
 STEPS = 5
 DRAWN = (
@@ -87,3 +92,11 @@ def test_criterion_23_ranks_agree_on_control_flow_and_replicas_differ_in_noise(
     # All ranks log alike.
     losses = [torch.load(tmp_path / f"losses_{rank}.pt") for rank in range(ranks)]
     assert losses == losses[:1] * ranks and "generator grad norm" in losses[0]
+
+
+@pytest.mark.parametrize("value", ["rebuild", "keep"])
+def test_trap_2_the_flag_of_the_sinks_reaches_the_sequence(tmp_path: Path, value: str) -> None:
+    words = flags_of(tmp_path, f"--train-iters 1 --sink-at-switch {value}")
+    parsed = parse_args(words, world_size=1, device="cpu", defaults=STREAMING_DEFAULTS)
+    config, _ = preflight(parsed.config, task_of(parsed.config).preflight)
+    assert options_of(config.streaming).sink_at_switch == value
