@@ -41,7 +41,7 @@ LAYOUT=()
 STAGE_A=(--train-iters 700 --lr 2e-6 --critic-lr 4e-7 --sequence-lengths 21)
 STAGE_B=(
     --train-iters 3000 --lr 1e-5 --critic-lr 2e-6 --sequence-lengths 240
-    --lora-rank 256 --lora-alpha 256 --ema-decay 0 --ema-start 1
+    --lora-rank 256 --lora-alpha 256 --ema-decay 0
 )
 
 if [[ -n "${SMOKE:-}" ]]; then

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from megatron_ext.config.training import TrainingConfig
 
 
+STREAMING_START = 200
+"""First averaged step of LongLive (arXiv:2509.22622)."""
+
+
 @dataclass(frozen=True)
 class EmaConfig:
     """Exponential moving average: ``average = decay * average + (1 - decay) * weights``."""
@@ -19,10 +23,20 @@ class EmaConfig:
     ema_decay: float | None = flag(
         None, "keep an average of the weights that retains this share at each update, 0 for none"
     )
-    ema_start: int = flag(1, "first step that is averaged; until then it is the weights")
+    ema_start: int | None = flag(
+        None,
+        "first step that is averaged, until then it is the weights; default: 1, with --task "
+        "streaming 200",
+    )
     eval_ema: bool = flag(False, "evaluate with the averaged weights too")
     for_sampling: bool = False
     """A run that only samples, with the averaged weights."""
+
+    def resolved(self, *, streams: bool) -> EmaConfig:
+        """With the first step, where there is an average."""
+        if not self.ema_decay or self.ema_start is not None:
+            return self
+        return dataclasses.replace(self, ema_start=STREAMING_START if streams else 1)
 
     def keeps_average(self, *, trains: bool) -> bool:
         """Whether the run holds averaged weights: to go on with, or only to evaluate."""
@@ -36,9 +50,9 @@ class EmaConfig:
                 f"`--ema-decay` ({self.ema_decay:g}) must be at least 0, which keeps none, and "
                 "below 1; use 0.9999."
             )
-        if self.ema_start < 1:
+        if self.ema_start is not None and self.ema_start < 1:
             found.append(f"`--ema-start` ({self.ema_start}) must be at least 1, the first step.")
-        if not self.ema_decay and self.ema_start != _DEFAULT_START:
+        if not self.ema_decay and self.ema_start not in (None, 1):
             found.append(
                 f"`--ema-start` ({self.ema_start}) needs `--ema-decay`; give one such as 0.9999."
             )
@@ -49,6 +63,3 @@ class EmaConfig:
                 "`--eval-ema` needs evaluation, but `--eval-iters` is 0; give a number of batches."
             )
         return found
-
-
-_DEFAULT_START = next(f.default for f in dataclasses.fields(EmaConfig) if f.name == "ema_start")

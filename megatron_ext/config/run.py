@@ -103,6 +103,7 @@ class RunConfig:
             parallel=parallel,
             lora=self.lora.resolved(streams=self.video.streams),
             precision=self.precision.resolved(),
+            ema=self.ema.resolved(streams=self.video.streams),
             training=self.training.resolved(parallel.data_parallel_size),
             loss=self.loss.resolved(
                 fused=model.cross_entropy_loss_fusion and device == "cuda",

@@ -52,7 +52,6 @@ STREAMING_DEFAULTS: Mapping[str, Any] = {
     "adam_eps": 1e-8,
     "clip_grad": 10.0,
     "ema_decay": 0.99,
-    "ema_start": 200,
     "eval_iters": 0,
 }
 """The same with ``--task streaming``, as LongLive trains (arXiv:2509.22622)."""

@@ -208,7 +208,7 @@ def _average(
     if not config.ema.keeps_average(trains=optimizer is not None):
         return None
     decay, start = config.ema.ema_decay, config.ema.ema_start
-    return ShardedEMA(chunks, optimizer, decay=decay or 0.0, start=start)
+    return ShardedEMA(chunks, optimizer, decay=decay or 0.0, start=start or 1)
 
 
 def _parameter_gather(

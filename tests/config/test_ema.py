@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.config import parse_args
+from megatron_ext.config.ema import STREAMING_START, EmaConfig
 from megatron_ext.errors import ConfigError
 from tests.training_runs import TINY, mock_data
 
@@ -34,3 +35,13 @@ def test_a_run_that_only_evaluates_needs_no_decay() -> None:
     ema = parse_args(words, world_size=1, device="cpu").config.ema
     assert ema.keeps_average(trains=False)
     assert not ema.keeps_average(trains=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "start"), [("--ema-decay 0.9", 1), ("--ema-decay 0.9 --ema-start 7", 7), ("", None)]
+)
+def test_the_first_averaged_step(words: str, start: int | None) -> None:
+    config = parse_args([*WORDS, *words.split()], world_size=1, device="cpu").config
+    assert config.ema.ema_start == start
+    assert EmaConfig(0.99).resolved(streams=True).ema_start == STREAMING_START
+    assert EmaConfig(0.0).resolved(streams=True).errors(config.training) == []

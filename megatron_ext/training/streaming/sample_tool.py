@@ -67,7 +67,6 @@ def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
         "skip_train": True,
         "micro_batch_size": 1,
         "ema_decay": None,
-        "ema_start": 1,
         "for_sampling": averaged(stored, asked.get("sample", {})),
     }
 
