@@ -48,6 +48,25 @@ class HuggingFaceModel:
     vocab_size: int
 
 
+def read_settings(path: Path, advice: str) -> dict[str, Any]:
+    """The content of a model's config.json.
+
+    Args:
+        path: of the file.
+        advice: what to do where it cannot be read.
+
+    Raises:
+        CheckpointError: there is none, or none that holds names and values.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); {advice}") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} must hold names and values; give another folder.")
+    return raw
+
+
 def read_model(folder: Path) -> HuggingFaceModel:
     """Read the config.json of a folder.
 
@@ -55,14 +74,7 @@ def read_model(folder: Path) -> HuggingFaceModel:
         CheckpointError: no such file, or a model that our flags cannot describe.
     """
     path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error}); give a folder of a Hugging Face model."
-        ) from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} must hold names and values; give another folder.")
+    raw = read_settings(path, "give a folder of a Hugging Face model.")
     return understand(raw, path)
 
 

@@ -7,13 +7,13 @@ with their defaults for what a file leaves out.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.checkpoint.huggingface.config import read_settings
 from megatron_ext.checkpoint.wan.names import Naming, wan_names
 from megatron_ext.config.mmdit_sizes import EPSILON, TIMESTEP_WIDTH
 from megatron_ext.config.video_dit_sizes import SIZES, VideoDiTSizes
@@ -98,15 +98,7 @@ def read_json(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file() and (folder / "transformer" / "config.json").is_file():
         raise CheckpointError(f"{folder} holds a whole pipeline; give {folder / 'transformer'}.")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error}); give the folder of the model."
-        ) from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} must hold names and values; give another folder.")
-    return raw
+    return read_settings(path, "give the folder of the model.")
 
 
 def understand(raw: Mapping[str, Any], path: Path) -> WanModel:
