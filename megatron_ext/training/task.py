@@ -90,3 +90,13 @@ TaskOrChoice = Task | Callable[["RunConfig"], Task]
 def choose(task: TaskOrChoice, config: RunConfig) -> Task:
     """The task itself, or what it chooses for a configuration."""
     return task if isinstance(task, Task) else task(config)
+
+
+def no_datasets(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    sizes: Sequence[int | None],
+    is_built_on_rank: Callable[[], bool],
+) -> Datasets:
+    """Of a task that reads no samples; see `Task.datasets`."""
+    return Datasets(None, None, None)

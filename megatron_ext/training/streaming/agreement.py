@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatron_ext.errors import DataError, MegatronExtError
+from megatron_ext.errors import MegatronExtError
+from megatron_ext.training.video.agreement import attempted
 
 if TYPE_CHECKING:
     from megatron_ext.layout import ParallelContext
@@ -81,17 +81,7 @@ def _done(
     work: Callable[[], T], what: str, context: ParallelContext
 ) -> tuple[T | None, MegatronExtError | None]:
     """Work of the first rank of a replica: its result, and what is to be raised on other ranks."""
-    if not is_first_of_replica(context):
-        return None, None
-    try:
-        return work(), None
-    except MegatronExtError as error:
-        return None, error
-    except Exception as error:
-        traceback.print_exc()
-        return None, DataError(
-            f"{what} failed ({error!r}); see the traceback of rank {context.rank}."
-        )
+    return attempted(work, what, context) if is_first_of_replica(context) else (None, None)
 
 
 def share(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.data.gpt import Datasets
 from megatron_ext.data.loader import BatchSource
 from megatron_ext.streaming.ratio import passes
 from megatron_ext.training.streaming.configuration import (
@@ -15,23 +13,12 @@ from megatron_ext.training.streaming.configuration import (
 from megatron_ext.training.streaming.networks import build_generator_chunk
 from megatron_ext.training.streaming.step import StreamingRunner
 from megatron_ext.training.streaming.view import view_while_training
-from megatron_ext.training.task import Task
+from megatron_ext.training.task import Task, no_datasets
 from megatron_ext.training.window import StepSize
 
 if TYPE_CHECKING:
-    from megatron_ext.config import RunConfig
     from megatron_ext.data.tokenizers import Tokenizer
     from megatron_ext.training.setup import Run
-
-
-def no_datasets(
-    config: RunConfig,
-    tokenizer: Tokenizer,
-    sizes: Sequence[int | None],
-    is_built_on_rank: Callable[[], bool],
-) -> Datasets:
-    """See `Task.datasets`: the generator makes the videos, and its runner reads the prompts."""
-    return Datasets(None, None, None)
 
 
 def no_batches(

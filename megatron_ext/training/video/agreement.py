@@ -34,16 +34,29 @@ def on_reporting_rank(work: Callable[[], T], what: str, context: ParallelContext
     result: T | None = None
     fault: list[MegatronExtError | None] = [None]
     if context.is_reporting_rank:
-        try:
-            result = work()
-        except MegatronExtError as error:
-            fault[0] = error
-        except Exception as error:
-            traceback.print_exc()
-            fault[0] = DataError(
-                f"{what} failed ({error!r}); see the traceback of rank {context.rank}."
-            )
+        result, fault[0] = attempted(work, what, context)
     torch.distributed.broadcast_object_list(fault, src=context.reporting_rank)
     if fault[0] is not None:
         raise fault[0]
     return result
+
+
+def attempted(
+    work: Callable[[], T], what: str, context: ParallelContext
+) -> tuple[T | None, MegatronExtError | None]:
+    """The result of work of this rank, or what is to be said of its failure.
+
+    Args:
+        work: see `on_reporting_rank`.
+        what: names the work in the error.
+        context: of this rank.
+    """
+    try:
+        return work(), None
+    except MegatronExtError as error:
+        return None, error
+    except Exception as error:
+        traceback.print_exc()
+        return None, DataError(
+            f"{what} failed ({error!r}); see the traceback of rank {context.rank}."
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +12,10 @@ from megatron_ext.checkpoint import read_run_config
 from megatron_ext.config.cli import read_words
 from megatron_ext.config.video_dit import stored_dit
 from megatron_ext.config.video_rules import ENCODING, VIDEO_DEFAULTS
-from megatron_ext.data.gpt import Datasets
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.training.pretrain import main
-from megatron_ext.training.task import Task, TaskOrChoice, choose
+from megatron_ext.training.task import Task, TaskOrChoice, choose, no_datasets
 from megatron_ext.training.video.data import manifest_of
 from megatron_ext.training.video.requests import check_sampling
 from megatron_ext.training.video.samples import ClipSampler
@@ -106,16 +105,6 @@ def prepare_sampling(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     manifest = manifest_of(config)
     check_sampling(config, manifest)
     return with_widths(config, manifest)
-
-
-def no_datasets(
-    config: RunConfig,
-    tokenizer: Tokenizer,
-    sizes: Sequence[int | None],
-    is_built_on_rank: Callable[[], bool],
-) -> Datasets:
-    """Nothing is read but the manifest of the data."""
-    return Datasets(None, None, None)
 
 
 def sample_at_once(run: Run) -> None:
