@@ -56,7 +56,8 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         dtype: the format; rounds to nearest even.
     """
     limit = torch.finfo(dtype).max
-    return (x.float() * scale).clamp(-limit, limit).to(dtype).contiguous()
+    # A scale without dimensions would not raise the product of 16-bit numbers to float32.
+    return (x * scale.reshape(-1, 1)).clamp_(-limit, limit).to(dtype).contiguous()
 
 
 def largest(x: Tensor, *, of_rows: bool = False) -> Tensor:

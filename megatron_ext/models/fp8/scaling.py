@@ -27,6 +27,10 @@ from megatron_ext.models.fp8.formats import (
 )
 
 
+HISTORY = ".fp8.amax_history"
+"""Ends the names of the delayed recipe's state, of all that there is in a checkpoint."""
+
+
 class Role(IntEnum):
     """The three tensors that a layer's products take."""
 
