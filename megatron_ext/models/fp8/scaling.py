@@ -26,7 +26,6 @@ from megatron_ext.models.fp8.formats import (
     scale_for,
 )
 
-
 HISTORY = ".fp8.amax_history"
 """Ends the names of the delayed recipe's state, of all that there is in a checkpoint."""
 
