@@ -129,7 +129,7 @@ class StepRunner:
         self._has_auxiliary_losses = (
             transformer_config.num_moe_experts is not None or task.auxiliary_losses
         )
-        self._amax_histories = AmaxHistories(chunks, context.pgs.tp_dp_cp)
+        self._amax_histories = AmaxHistories(chunks, context.pgs)
         schedule = config.parallel.pipeline_schedule or ""
         self.engine: PipelineEngine | None = None
         if not schedule.startswith("core-"):

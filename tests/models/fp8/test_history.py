@@ -32,7 +32,7 @@ def step(histories: AmaxHistories, layer: DelayedScaling, *sizes: float) -> list
 @ranks()
 def test_most_recent(context: ParallelContext) -> None:
     layer = scaling(context)
-    histories = AmaxHistories([layer], context.pgs.tp_dp_cp)
+    histories = AmaxHistories([layer], context.pgs)
     assert step(histories, layer, 2.0, 8.0) == [224.0, 56.0]  # of the tensors themselves
     assert step(histories, layer, 100.0, 1.0) == [56.0, 56.0]
     assert step(histories, layer, 4.0) == [4.48] == [round(float(448 / torch.tensor(100.0)), 6)]
@@ -44,7 +44,7 @@ def test_most_recent(context: ParallelContext) -> None:
 @ranks()
 def test_max_over_the_window_with_a_margin(context: ParallelContext) -> None:
     layer = scaling(context, fp8_amax_compute_algo="max", fp8_margin=1)
-    histories = AmaxHistories([layer], context.pgs.tp_dp_cp)
+    histories = AmaxHistories([layer], context.pgs)
     for size in (8.0, 2.0, 2.0):
         step(histories, layer, size)
     assert float(layer.scale[Role.INPUT]) == 448 / 8 / 2
@@ -57,14 +57,14 @@ def test_limits_of_the_formats(context: ParallelContext) -> None:
     for name, limit in (("hybrid", 57344.0), ("e4m3", 448.0)):
         layer = scaling(context, fp8_format=name)
         layer.rows(of_size(2.0), Role.GRADIENT)
-        AmaxHistories([layer], context.pgs.tp_dp_cp).advance()
+        AmaxHistories([layer], context.pgs).advance()
         assert float(layer.scale[Role.GRADIENT]) == limit / 2
 
 
 @ranks()
 def test_values_beyond_a_delayed_scale_are_cut_off(context: ParallelContext) -> None:
     layer = scaling(context)
-    step(AmaxHistories([layer], context.pgs.tp_dp_cp), layer, 1.0)
+    step(AmaxHistories([layer], context.pgs), layer, 1.0)
     assert torch.equal(
         layer.rows(of_size(3.0), Role.INPUT).dequantized(), of_size(3.0).clamp(-1, 1)
     )
@@ -73,7 +73,7 @@ def test_values_beyond_a_delayed_scale_are_cut_off(context: ParallelContext) -> 
 @ranks()
 def test_zeros_and_what_is_not_finite_leave_the_scale(context: ParallelContext) -> None:
     layer = scaling(context)
-    histories = AmaxHistories([layer], context.pgs.tp_dp_cp)
+    histories = AmaxHistories([layer], context.pgs)
     step(histories, layer, 8.0)
     for size in (0.0, torch.inf, torch.nan):
         quantized = layer.rows(of_size(size), Role.INPUT)
@@ -94,7 +94,7 @@ def test_evaluation_leaves_no_trace(context: ParallelContext) -> None:
 @ranks(tp=2, dp=2, timeout=60)
 def test_the_largest_of_all_ranks_counts(context: ParallelContext) -> None:
     layer = scaling(context)
-    histories = AmaxHistories([layer], context.pgs.tp_dp_cp)
+    histories = AmaxHistories([layer], context.pgs)
     step(histories, layer, float(context.rank + 1))
     assert float(layer.amax_history[0, Role.INPUT]) == 4.0
 
@@ -102,7 +102,7 @@ def test_the_largest_of_all_ranks_counts(context: ParallelContext) -> None:
 @ranks()
 def test_state_stays_in_float32_and_survives(context: ParallelContext) -> None:
     layer, other = scaling(context), scaling(context)
-    step(AmaxHistories([layer], context.pgs.tp_dp_cp), layer, 1.0 + 2.0**-20)
+    step(AmaxHistories([layer], context.pgs), layer, 1.0 + 2.0**-20)
     want = layer.scale.clone()
     layer.bfloat16()
     assert layer.amax_history.dtype == layer.scale.dtype == torch.float32
@@ -117,7 +117,7 @@ def test_state_stays_in_float32_and_survives(context: ParallelContext) -> None:
 @ranks()
 def test_length_of_the_history(context: ParallelContext, length: int) -> None:
     layer = scaling(context, fp8_amax_history_len=length, fp8_amax_compute_algo="max")
-    histories = AmaxHistories([layer], context.pgs.tp_dp_cp)
+    histories = AmaxHistories([layer], context.pgs)
     for size in (64.0, 4.0, 2.0, 1.0):
         step(histories, layer, size)
     assert float(layer.scale[Role.INPUT]) == 448 / (64.0 if length == 4 else 1.0)
