@@ -21,12 +21,14 @@ TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
 
 
-def flags_of(*more: str, steps: int = 6) -> list[str]:
-    size = f"--bf16 --ffn-hidden-size 192 --train-iters {steps} --lr-decay-iters {max(12, steps)}"
-    return [*TINY, *mock_data(), *" ".join([size, *more]).split()]
+def flags_of(*more: str, steps: int = 4) -> list[str]:
+    """With initial weights that no layout changes."""
+    size = "--bf16 --ffn-hidden-size 192 --global-batch-size 8 --no-use-cpu-initialization"
+    length = f"--train-iters {steps} --lr-decay-iters {max(12, steps)}"
+    return [*TINY, *mock_data(), *" ".join([size, length, *more]).split()]
 
 
-def run(save: Path, *more: str, ranks: int = 1, steps: int = 6) -> list[dict[str, Any]]:
+def run(save: Path, *more: str, ranks: int = 1, steps: int = 4) -> list[dict[str, Any]]:
     code, rows = train_on_ranks(flags_of(*more, steps=steps), ranks=ranks, save=save)
     assert code == 0
     return training_rows(rows)
@@ -45,9 +47,9 @@ def histories(save: Path, iteration: int) -> dict[str, Tensor]:
 
 
 def test_an_8_bit_run_is_near_bf16_but_not_the_same(tmp_path: Path) -> None:
-    bf16 = losses(run(tmp_path / "bf16", steps=20))
+    bf16 = losses(run(tmp_path / "bf16", steps=8))
     for name, recipe in (("d", DELAYED), ("t", TENSORWISE), ("r", ROWWISE)):
-        fp8 = losses(run(tmp_path / name, "--fp8-format hybrid", recipe, steps=20))
+        fp8 = losses(run(tmp_path / name, "--fp8-format hybrid", recipe, steps=8))
         assert fp8 != bf16
         for got, want in zip(fp8, bf16, strict=True):
             assert math.isclose(got, want, rel_tol=0.01), (name, got, want)
@@ -55,14 +57,18 @@ def test_an_8_bit_run_is_near_bf16_but_not_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [TP2, PP2])
-@pytest.mark.parametrize("recipe", [DELAYED, TENSORWISE, ROWWISE])
-def test_200_steps_end_within_1_percent_of_bf16(recipe: str, layout: str, tmp_path: Path) -> None:
-    """Means of the last ten steps; and both have learnt."""
+def test_200_steps_end_within_1_percent_of_bf16(layout: str, tmp_path: Path) -> None:
+    """Means of the last ten steps; and all have learnt."""
     bf16 = losses(run(tmp_path / "bf16", layout, ranks=2, steps=200))
-    fp8 = losses(run(tmp_path / "fp8", layout, recipe, "--fp8-format hybrid", ranks=2, steps=200))
-    want, got = sum(bf16[-10:]) / 10, sum(fp8[-10:]) / 10
+    want = sum(bf16[-10:]) / 10
     assert want < 0.9 * bf16[0]
-    assert math.isclose(got, want, rel_tol=0.01)
+    for name, recipe in (("d", DELAYED), ("t", TENSORWISE), ("r", ROWWISE)):
+        fp8 = losses(
+            run(tmp_path / name, layout, recipe, "--fp8-format hybrid", ranks=2, steps=200)
+        )
+        got = sum(fp8[-10:]) / 10
+        print(f"{recipe}: {got:.5f}, bf16 {want:.5f}, began at {bf16[0]:.5f}")
+        assert math.isclose(got, want, rel_tol=0.01)
 
 
 LAYOUTS = [
@@ -94,13 +100,15 @@ def test_other_layouts_train_alike(
 ) -> None:
     want = training_rows(read_metrics(on_one_rank[recipe] / "metrics.jsonl"))
     got = run(tmp_path / "save", "--fp8-format hybrid", recipe, layout, ranks=ranks)
+    # Tensors that are cut add in another order in bf16, as they do without 8 bits.
+    cuts = "tensor" in layout or "context" in layout
     for ours, theirs in zip(got, want, strict=True):
-        assert math.isclose(ours["lm loss"], theirs["lm loss"], rel_tol=1e-3)
-        assert math.isclose(ours["grad_norm"], theirs["grad_norm"], rel_tol=2e-2)
+        for key, near in (("lm loss", 1e-4), ("grad_norm", 3e-3)):
+            assert math.isclose(ours[key], theirs[key], rel_tol=near if cuts else 1e-6), key
     if recipe == DELAYED:
-        ours, theirs = histories(tmp_path / "save", 6), histories(on_one_rank[recipe], 6)
+        ours, theirs = histories(tmp_path / "save", 4), histories(on_one_rank[recipe], 4)
         for name, history in ours.items():
-            assert torch.allclose(history, theirs[name], rtol=0.1), name
+            assert torch.allclose(history, theirs[name], rtol=0.1 if cuts else 0.0, atol=0), name
 
 
 @pytest.mark.parametrize("recipe", [DELAYED, TENSORWISE, ROWWISE])
@@ -113,7 +121,7 @@ def test_recomputation_changes_nothing(
     want = training_rows(read_metrics(on_one_rank[recipe] / "metrics.jsonl"))
     assert losses(got) == losses(want)
     if recipe == DELAYED:
-        ours, theirs = histories(tmp_path / "save", 6), histories(on_one_rank[recipe], 6)
+        ours, theirs = histories(tmp_path / "save", 4), histories(on_one_rank[recipe], 4)
         assert all(torch.equal(history, theirs[name]) for name, history in ours.items())
 
 
@@ -128,24 +136,24 @@ def test_a_step_enters_the_history_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("ranks", "layout"), [(1, ""), (2, TP2), (2, PP2)])
 def test_resuming_is_bit_identical(ranks: int, layout: str, tmp_path: Path) -> None:
-    more = ("--fp8-format hybrid", DELAYED, layout, "--save-interval 3")
+    more = ("--fp8-format hybrid", DELAYED, layout, "--save-interval 2")
     whole = run(tmp_path / "whole", *more, ranks=ranks)
     save = tmp_path / "broken"
-    run(save, *more, "--exit-interval 3", ranks=ranks)
+    run(save, *more, "--exit-interval 2", ranks=ranks)
     resumed = run(save, *more, f"--load {save}", ranks=ranks)
     for key in ("lm loss", "grad_norm"):
         assert [row[key] for row in resumed] == [row[key] for row in whole]
-    ours, theirs = histories(save, 6), histories(tmp_path / "whole", 6)
+    ours, theirs = histories(save, 4), histories(tmp_path / "whole", 4)
     assert all(torch.equal(history, theirs[name]) for name, history in ours.items())
 
 
 @pytest.mark.parametrize("layout", [TP2, f"{PP2} --num-layers-per-virtual-pipeline-stage 1"])
 def test_another_layout_goes_on_with_the_scales(layout: str, tmp_path: Path) -> None:
     save = tmp_path / "save"
-    run(save, "--fp8-format hybrid", DELAYED, "--exit-interval 4")
+    run(save, "--fp8-format hybrid", DELAYED, "--exit-interval 4", steps=5)
     before = histories(save, 4)
     run(save, "--fp8-format hybrid", DELAYED, layout, f"--load {save}", "--exit-interval 5",
-        ranks=2)  # fmt: skip
+        ranks=2, steps=5)  # fmt: skip
     for name, history in histories(save, 5).items():
         assert torch.equal(history[:, 1:], before[name][:, :-1]), name
 
@@ -166,8 +174,8 @@ def test_a_bf16_checkpoint_starts_an_8_bit_run(
 
 def test_a_bf16_run_goes_on_from_8_bits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     save = tmp_path / "save"
-    run(save, "--fp8-format hybrid", DELAYED, steps=2)
-    rows = run(save, f"--load {save}", steps=4)
+    run(save, "--fp8-format hybrid", DELAYED, "--exit-interval 2")
+    rows = run(save, f"--load {save}")
     assert rows[-1]["iteration"] == 4
     assert "amax_history`; they are left out" in capfd.readouterr().out
 
