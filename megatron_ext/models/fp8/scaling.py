@@ -179,7 +179,7 @@ class DelayedScaling(Scaling):
         self.register_buffer("scale", torch.ones(len(Role)), persistent=False)
         self.register_buffer("amax", torch.zeros(len(Role)), persistent=False)
         self.has_history = False
-        self.register_load_state_dict_post_hook(_follow_history)
+        self.register_load_state_dict_post_hook(_follow_history)  # type: ignore[no-untyped-call]
         self._mark()
 
     def _mark(self) -> None:
@@ -189,7 +189,7 @@ class DelayedScaling(Scaling):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedScaling:
         """Move the state along, but keep it in float32 when the model is cast to 16 bits."""
         before = dict(self._buffers)
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in before.items():
             moved = self._buffers[name]
             assert buffer is not None and moved is not None
