@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from megatron_ext.checkpoint.ema import PREFIX
 from megatron_ext.checkpoint.fit import LENIENT, is_new_branch
 from megatron_ext.errors import CheckpointError
+from megatron_ext.models.fp8.scaling import HISTORY
 
 MARK = ".lora."
 
@@ -60,12 +61,15 @@ def new_branches(path: Path, new: Mapping[str, Mapping[str, Tensor]]) -> list[st
         path: the checkpoint.
         new: what it returned.
     """
-    return [
+    names = [n for values in new.values() for n, value in values.items() if is_new_branch(value)]
+    notes = [
         f"{path} holds no `{name}`, so it starts at zero."
-        for values in new.values()
-        for name, value in values.items()
-        if is_new_branch(value)
+        for name in names
+        if not name.endswith(HISTORY)
     ]
+    if len(notes) < len(names):
+        notes.append(f"{path} holds no scales of 8-bit products, so their history starts anew.")
+    return notes
 
 
 def check_adapters(

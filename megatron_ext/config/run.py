@@ -15,6 +15,7 @@ from megatron_ext.config.data import DataConfig
 from megatron_ext.config.ema import EmaConfig
 from megatron_ext.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.config.flow import FlowConfig
+from megatron_ext.config.fp8 import Fp8Config
 from megatron_ext.config.logs import LoggingConfig
 from megatron_ext.config.lora import LoraConfig
 from megatron_ext.config.loss import LossConfig
@@ -46,6 +47,7 @@ class RunConfig:
     moe: MoEConfig = field(default_factory=MoEConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    fp8: Fp8Config = field(default_factory=Fp8Config)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -129,6 +131,7 @@ class RunConfig:
             *self.moe.errors(max(1, self.parallel.expert_model_parallel_size)),
             *self.lora.errors(self.model, self.moe, self.optimizer, streams=self.video.streams),
             *self.precision.errors(),
+            *self.fp8.errors(self),
             *self.training.errors(self.parallel.data_parallel_size),
             *self.loss.errors(per_token=self.training.calculate_per_token_loss, has_te=has_te),
             *self.optimizer.errors(self.training),

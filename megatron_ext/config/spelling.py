@@ -4,6 +4,7 @@ from __future__ import annotations
 
 RENAMED: dict[str, tuple[str, ...]] = {
     "--use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
+    "--fp8": ("--fp8-format",),
     "--recompute-activations": ("--recompute-granularity", "selective"),
     "--checkpoint-activations": (
         "--recompute-granularity", "full", "--recompute-method", "uniform",
@@ -56,6 +57,7 @@ NO_EFFECT: dict[str, tuple[int | None, str]] = {
     "--exit-signal-handler-for-dataloader": (0, "data workers leave signals to the rank"),
     "--legacy-tokenizer": (0, "there is one set of tokenizers"),
     "--disable-msc": (0, "files are opened by Python"),
+    "--fp8-interval": (1, "scales of the delayed recipe follow its history at every step"),
     "--fp16-lm-cross-entropy": (0, "the loss is always computed in fp32"),
     "--onnx-safe": (0, "models are not exported"),
 }  # fmt: skip

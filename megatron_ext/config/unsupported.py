@@ -4,11 +4,10 @@ from __future__ import annotations
 
 FAMILIES: tuple[tuple[str, str], ...] = (
     (
-        "fp8 and fp4 training is not supported yet; use `--bf16`",
-        "fp8-format fp8-recipe fp8-margin fp8-interval fp8-amax-history-len fp8-amax-compute-algo "
-        "fp8-wgrad no-fp8-wgrad fp8-param-gather fp8-param fp8-quantizer-factory fp8 "
-        "fp8-dot-product-attention fp8-multi-head-attention first-last-layers-bf16 "
-        "num-layers-at-start-in-bf16 num-layers-at-end-in-bf16 te-precision-config-file "
+        "it is an option of Transformer Engine's fp8 and fp4, which is not supported yet; use "
+        "`--fp8-format` with `--fp8-recipe delayed`, tensorwise or rowwise",
+        "fp8-param-gather fp8-param fp8-quantizer-factory "
+        "fp8-dot-product-attention fp8-multi-head-attention te-precision-config-file "
         "fp4-format fp4-recipe fp4-param-gather fp4-param fp4-quantizer-factory "
         "tp-only-amax-red reuse-grad-buf-for-mxfp8-param-ag keep-fp8-transpose-cache "
         "disable-parameter-transpose-cache moe-router-padding-for-fp8 "

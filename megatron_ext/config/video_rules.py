@@ -60,6 +60,7 @@ _WHOLE = {
     "tokenizer": "captions are encoded by the text encoder of the data",
     "moe": "its blocks have no experts",
     "lora": "its layers take no adapters",
+    "fp8": "its layers multiply in the format of its weights",
     "loss": "its loss is the flow-matching loss",
     "sft": "there are no conversations",
 }

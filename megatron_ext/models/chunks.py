@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
+from megatron_ext.models.fp8.attach import attach_fp8
 from megatron_ext.models.initialization import (
     initialize_by_name,
     mark_methods,
@@ -51,6 +52,8 @@ def build_chunks(
         torch.set_rng_state(random_state)
     if config.lora.lora_rank is not None:
         attach_adapters(chunks, config.lora, config.training.seed)
+    if config.fp8.fp8_format is not None:
+        attach_fp8(chunks, config, context.pgs)
     for chunk in chunks:
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

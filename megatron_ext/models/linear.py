@@ -4,7 +4,8 @@ A zero-bubble schedule computes the gradient of a chunk's input first, because t
 waits for it, and the weight gradients later, when the rank would be idle (arXiv:2401.10241). Within
 `DeferredWeightGradients.collect` the backward pass of these layers leaves its weight gradients to
 a later call of `compute`; elsewhere they are megatron-core's layers, bit for bit. A layer may hold
-an adapter (see `models.lora`), whose output it adds to its own.
+an adapter (see `models.lora`), whose output it adds to its own, and may multiply in 8 bits (see
+`models.fp8`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from megatron_ext.models.fp8.linear import Fp8Call, fp8_linear
 
 Key = tuple[int, int]
 
@@ -51,6 +54,10 @@ class DeferredWeightGradients:
             compute()
         else:
             self._collecting.append(compute)
+
+    def add_gradient(self, parameter: Tensor, compute: Callable[[], Tensor]) -> None:
+        """Put off the gradient of a weight, which is then added to what the weight has."""
+        self.add(lambda: _accumulate(parameter, compute()))
 
     def compute(self, key: Key) -> None:
         """Compute what was put off under a key."""
@@ -103,12 +110,11 @@ class _LinearWithDeferredWeightGradient(torch.autograd.Function):
         elif ctx.allreduce_dgrad:
             torch.distributed.all_reduce(grad_input, group=group)
 
-        def weight_gradient() -> None:
+        def weight_gradient() -> Tensor:
             total = _gather_along_first_dim(entered, group) if sequence_parallel else entered
-            gradient = grad_output.flatten(0, -2).t().matmul(total.flatten(0, -2))
-            _accumulate(parameter, gradient)
+            return grad_output.flatten(0, -2).t().matmul(total.flatten(0, -2))
 
-        ctx.queue.add(weight_gradient)
+        ctx.queue.add_gradient(parameter, weight_gradient)
         grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
         return grad_input, grad_bias, None, None, None, None
 
@@ -122,6 +128,8 @@ class _ParallelLinear:
         super().__init__(*args, **kwargs)
         self.lora: Any = None
         """The adapter that `models.lora` may put here."""
+        self.fp8: Any = None
+        """The scaling of 8-bit products that `models.fp8` may put here."""
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """The layer's output, plus the adapter's, and the bias that the caller is to add."""
@@ -144,7 +152,11 @@ class _ParallelLinear:
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         queue = getattr(self.config, "weight_gradients", None)
         # Without a gradient for the input there would be no backward pass to collect from.
-        if queue is None or not (weight.requires_grad and input.requires_grad):
+        if not (weight.requires_grad and input.requires_grad):
+            queue = None
+        if self.fp8 is not None:
+            return self._in_8_bits(input, weight, queue, **kwargs)
+        if queue is None:
             output: Tensor = super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
             return output
         result: Tensor = _LinearWithDeferredWeightGradient.apply(  # type: ignore[no-untyped-call]
@@ -156,6 +168,21 @@ class _ParallelLinear:
             kwargs["tp_group"],
         )
         return result
+
+    def _in_8_bits(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        queue: DeferredWeightGradients | None,
+        *,
+        bias: Tensor | None,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: ProcessGroup | None,
+        **_of_fused_kernels: Any,
+    ) -> Tensor:
+        call = Fp8Call(self.fp8, tp_group, sequence_parallel, allreduce_dgrad, weight, queue)
+        return fp8_linear(input, weight, bias, call)
 
 
 class ColumnParallelLinear(_ParallelLinear, tensor_parallel.ColumnParallelLinear):  # type: ignore[misc]

@@ -22,6 +22,7 @@ from megatron_ext.data.step_loader import iterators_per_chunk
 from megatron_ext.losses.contract import LossFunction, Report, StepCounts, checked
 from megatron_ext.models.auto_scaler import AuxiliaryScale
 from megatron_ext.models.dropout import microbatch_masks
+from megatron_ext.models.fp8.history import AmaxHistories
 from megatron_ext.models.moe_losses import take_auxiliary_losses
 from megatron_ext.optim.update import UpdateResult, update_parameters
 from megatron_ext.schedules.runtime import ForwardStep, PipelineEngine
@@ -128,6 +129,7 @@ class StepRunner:
         self._has_auxiliary_losses = (
             transformer_config.num_moe_experts is not None or task.auxiliary_losses
         )
+        self._amax_histories = AmaxHistories(chunks, context.pgs)
         schedule = config.parallel.pipeline_schedule or ""
         self.engine: PipelineEngine | None = None
         if not schedule.startswith("core-"):
@@ -299,6 +301,7 @@ class StepRunner:
         )
         if self.observer is not None:
             self.observer()
+        self._amax_histories.advance()
         self._give_memory_back(2)
         update = update_parameters(self.optimizer, self.config.optimizer.clip_grad)
         self._give_memory_back(1)

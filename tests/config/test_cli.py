@@ -94,10 +94,17 @@ def test_llama3_script_with_the_quotes_its_bash_array_passes_on(device: str) -> 
     assert parsed.config.parallel.sequence_parallel is False
 
 
-def test_llama3_script_with_fp8_is_refused() -> None:
-    errors = _errors(f"{LLAMA3} {FP8}", 8)
-    assert len(errors) == 3
-    assert all("fp8 and fp4 training is not supported yet; use `--bf16`" in e for e in errors)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_llama3_script_with_fp8(device: str) -> None:
+    parsed = parse_args(f"{LLAMA3} {FP8}".split(), world_size=8, device=device)
+    assert parsed.config.fp8.fp8_recipe == "delayed"
+    assert parsed.config.fp8.fp8_amax_history_len == 1024
+
+
+def test_llama3_script_with_parameters_in_fp8_is_refused() -> None:
+    errors = _errors(f"{LLAMA3} {FP8} --fp8-param-gather", 8)
+    assert len(errors) == 1
+    assert "it is an option of Transformer Engine's fp8 and fp4" in errors[0]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -36,6 +36,7 @@ from megatron_ext.checkpoint.stored import choose, read_run_config
 from megatron_ext.config import RunConfig, parse_args
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layout import ParallelContext
+from megatron_ext.models.fp8.scaling import HISTORY
 from megatron_ext.models.shards import shards_of
 from megatron_ext.models.transformer_config import params_dtype
 from megatron_ext.optim.ema import ShardedEMA
@@ -171,7 +172,7 @@ def _check_nothing_is_lost(order: Export, chunk: Any) -> None:
     known = {shard.name.split("[")[0] for shard in shards_of(chunk)}
     for name, entry in FileSystemReader(str(path)).read_metadata().state_dict_metadata.items():
         is_weight = isinstance(entry, TensorStorageMetadata) and not name.startswith(_NOT_WEIGHTS)
-        if is_weight and name not in known:
+        if is_weight and name not in known and not name.endswith(HISTORY):
             raise CheckpointError(
                 f"{path} holds `{name}`, which the exported model would not have; export a "
                 "checkpoint of the plain model."

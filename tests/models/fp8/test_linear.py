@@ -1,0 +1,237 @@
+"""A parallel linear layer in 8 bits: float64, every layout, and put-off weight gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_ext.config.fp8 import Fp8Config
+from megatron_ext.models.fp8.formats import Quantized
+from megatron_ext.models.fp8.linear import Fp8Call, fp8_linear
+from megatron_ext.models.fp8.scaling import RECIPES, Parts, Role, Scaling
+from megatron_ext.models.linear import (
+    ColumnParallelLinear,
+    DeferredWeightGradients,
+    RowParallelLinear,
+)
+from tests.models import plain
+from tests.models.fp8.bounds import error_of_product
+from tests.ranks import ParallelContext, ranks
+
+S, B, IN, OUT = 16, 2, 32, 64
+
+
+class Whole(Parts):
+    """Of a layer on one rank; needs no groups."""
+
+    def __init__(self) -> None:
+        pass
+
+    def of_tensor(self, role: Role) -> None:
+        return None
+
+    of_rows = of_columns = of_tensor
+
+
+def scaling_of(recipe: str, parts: Parts | None = None, **flags: Any) -> Scaling:
+    config = Fp8Config(fp8_format="hybrid", fp8_recipe=recipe, **flags)
+    return RECIPES[recipe](config, parts or Whole())
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Input ``[s, b, in]``, weight ``[out, in]`` and gradient of the output; uneven sizes."""
+    generator = torch.Generator().manual_seed(9)
+    x = torch.randn(S, B, IN, generator=generator) * torch.logspace(-2, 1, S)[:, None, None]
+    weight = 0.1 * torch.randn(OUT, IN, generator=generator)
+    gradient = 1e-6 * torch.randn(S, B, OUT, generator=generator)
+    return x.to(dtype), weight.to(dtype), gradient.to(dtype)
+
+
+def whole_layer(scaling: Scaling, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Output, gradient of the input and of the weight on one rank."""
+    x, weight, gradient = tensors(dtype)
+    x.requires_grad_()
+    weight.requires_grad_()
+    output = fp8_linear(x, weight, None, Fp8Call(scaling, None, False, False, weight, None))
+    output.backward(gradient)
+    assert x.grad is not None and weight.grad is not None
+    return [output.detach(), x.grad, weight.grad]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_three_products_within_the_error_of_the_formats(recipe: str) -> None:
+    scaling = scaling_of(recipe)
+    got = whole_layer(scaling)
+    x, weight, gradient = tensors()
+    flat, outer = x.flatten(0, 1), gradient.flatten(0, 1)
+
+    def columns(matrix: Tensor, role: Role) -> Quantized:
+        return scaling.columns(matrix, role, scaling.rows(matrix, role).scale)
+
+    forward = flat, weight, scaling.rows(flat, Role.INPUT), scaling.rows(weight, Role.WEIGHT)
+    of_input = (
+        outer,
+        weight.t(),
+        scaling.rows(outer, Role.GRADIENT),
+        columns(weight, Role.WEIGHT),
+    )
+    of_weight = (
+        outer.t(),
+        flat.t(),
+        columns(outer, Role.GRADIENT),
+        columns(flat, Role.INPUT),
+    )
+    for result, (a, b, qa, qb) in zip(got, (forward, of_input, of_weight), strict=True):
+        want = a.double() @ b.double().t()
+        error = (result.reshape(want.shape).double() - want).abs()
+        assert (error <= error_of_product(a, b, qa, qb)).all()
+        assert error.any()
+
+
+def test_gradients_are_in_e5m2_only_in_hybrid() -> None:
+    assert scaling_of("tensorwise").formats[Role.GRADIENT] == torch.float8_e5m2
+    plain_format = Fp8Config(fp8_format="e4m3", fp8_recipe="tensorwise")
+    assert Scaling(plain_format, Whole()).formats[Role.GRADIENT] == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weight_gradients_in_the_dtype_of_the_run(recipe: str) -> None:
+    x, _, gradient = tensors()
+    got = whole_layer(scaling_of(recipe, fp8_wgrad=False))[2]
+    want = gradient.flatten(0, 1).t() @ x.flatten(0, 1)
+    assert torch.equal(got, want)
+    in_8_bits = whole_layer(scaling_of(recipe))[2]
+    assert not torch.equal(in_8_bits, want)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_put_off_weight_gradients_are_the_same(recipe: str) -> None:
+    want = whole_layer(scaling_of(recipe))
+    x, weight, gradient = tensors()
+    x.requires_grad_()
+    parameter = torch.nn.Parameter(weight)
+    queue = DeferredWeightGradients()
+    call = Fp8Call(scaling_of(recipe), None, False, False, parameter, queue)
+    output = fp8_linear(x, parameter, None, call)
+    with queue.collect((0, 0)):
+        output.backward(gradient)
+    assert parameter.grad is None
+    queue.compute((0, 0))
+    assert x.grad is not None and parameter.grad is not None
+    for got, expected in zip([output, x.grad, parameter.grad], want, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_bias_is_added_and_has_its_gradient() -> None:
+    x, weight, gradient = tensors()
+    bias = torch.arange(float(OUT), requires_grad=True)
+    call = Fp8Call(scaling_of("tensorwise"), None, False, False, weight, None)
+    output = fp8_linear(x, weight, bias, call)
+    output.backward(gradient)
+    without = fp8_linear(x, weight, None, call)
+    assert torch.equal(output, without + bias)
+    assert bias.grad is not None
+    assert torch.equal(bias.grad, gradient.flatten(0, 1).sum(0))
+
+
+def test_what_waits_for_the_backward_pass_is_in_8_bits() -> None:
+    saved: list[Tensor] = []
+    x, weight, _ = tensors(torch.bfloat16)
+    weight.requires_grad_()
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)  # type: ignore[func-returns-value]
+    with hooks:
+        call = Fp8Call(scaling_of("tensorwise"), None, False, False, weight, None)
+        fp8_linear(x, weight, None, call)
+    sizes = {tuple(t.shape): t.dtype for t in saved if t is not weight and t.dim() == 2}
+    assert sizes[(S * B, IN)] == torch.float8_e4m3fn
+
+
+def layer_of(
+    kind: type, context: ParallelContext, recipe: str, *, sequence_parallel: bool
+) -> ColumnParallelLinear | RowParallelLinear:
+    core = TransformerConfig(
+        num_layers=1,
+        hidden_size=IN,
+        num_attention_heads=4,
+        tensor_model_parallel_size=context.pgs.tp.size(),
+        context_parallel_size=context.pgs.cp.size(),
+        sequence_parallel=sequence_parallel,
+        gradient_accumulation_fusion=False,
+    )
+    is_row = kind is RowParallelLinear
+    more = {"input_is_parallel": True, "skip_bias_add": True} if is_row else {}
+    layer = kind(
+        IN,
+        OUT,
+        config=core,
+        init_method=torch.nn.init.zeros_,
+        bias=False,
+        tp_group=context.pgs.tp,
+        **more,
+    )
+    parts = Parts(context.pgs, cuts_input=is_row, cuts_sequence=sequence_parallel and not is_row)
+    layer.fp8 = scaling_of(recipe, parts)
+    weight = tensors()[1]
+    tp = context.pgs.tp
+    with torch.no_grad():
+        layer.weight.copy_(weight.chunk(tp.size(), dim=1 if is_row else 0)[tp.rank()])
+    return layer  # type: ignore[no-any-return]
+
+
+def near(got: Tensor, want: Tensor) -> None:
+    """Equal but for the order of sums in float32."""
+    assert got.shape == want.shape
+    assert (got - want).abs().max() <= 2e-6 * want.abs().max()
+
+
+def check_layer(kind: type, context: ParallelContext, *, sequence_parallel: bool = False) -> None:
+    """A layer on several ranks against the same on one."""
+    tp, cp = context.pgs.tp, context.pgs.cp
+    is_row = kind is RowParallelLinear
+
+    def along_sequence(t: Tensor, *, cut: bool) -> Tensor:
+        t = plain.zigzag(t, cp.rank(), cp.size()) if cp.size() > 1 else t
+        return t.chunk(tp.size())[tp.rank()] if cut and sequence_parallel else t
+
+    def along_features(t: Tensor, *, cut: bool) -> Tensor:
+        return t.chunk(tp.size(), dim=-1)[tp.rank()] if cut else t
+
+    for recipe in RECIPES:
+        output, of_input, of_weight = whole_layer(scaling_of(recipe))
+        x, _, gradient = tensors()
+        layer = layer_of(kind, context, recipe, sequence_parallel=sequence_parallel)
+        own = along_features(along_sequence(x, cut=not is_row), cut=is_row).clone()
+        own.requires_grad_()
+        got, _ = layer(own)
+        cut = {"output": is_row, "input": not is_row}
+        near(got, along_features(along_sequence(output, cut=cut["output"]), cut=not is_row))
+        got.backward(along_features(along_sequence(gradient, cut=is_row), cut=not is_row))
+        want = along_features(along_sequence(of_input, cut=cut["input"]), cut=is_row)
+        assert own.grad is not None and layer.weight.grad is not None
+        near(own.grad, want)
+        whole = layer.weight.grad.clone()
+        torch.distributed.all_reduce(whole, group=cp)
+        near(whole, of_weight.chunk(tp.size(), dim=1 if is_row else 0)[tp.rank()])
+
+
+@ranks(tp=2)
+def test_tensor_parallel(context: ParallelContext) -> None:
+    for kind in (ColumnParallelLinear, RowParallelLinear):
+        for sequence_parallel in (False, True):
+            check_layer(kind, context, sequence_parallel=sequence_parallel)
+
+
+@ranks(cp=2)
+def test_context_parallel(context: ParallelContext) -> None:
+    for kind in (ColumnParallelLinear, RowParallelLinear):
+        check_layer(kind, context)
+
+
+@ranks(tp=2, cp=2)
+def test_both(context: ParallelContext) -> None:
+    for kind in (ColumnParallelLinear, RowParallelLinear):
+        check_layer(kind, context, sequence_parallel=True)
