@@ -1,0 +1,265 @@
+"""Bytes that autograd keeps of one micro-batch, layer by layer, for our torch layers.
+
+The count follows "Reducing Activation Recomputation in Large Transformer Models"
+(arXiv:2205.05198, section 4): each operation keeps what its backward pass needs, tensors that two
+operations share count once. It differs where our layers do: SDPA keeps queries, keys, values, its
+output and a log-sum-exp instead of the scores; RMSNorm and SwiGLU take the place of LayerNorm and
+GELU; the cross-entropy is chunked. On a CPU some kernels are not fused and keep more.
+tests/planning compares the sums with what training holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_ext.planning.contents import Sizes, Stage
+
+if TYPE_CHECKING:
+    from megatron_ext.config import RunConfig
+
+FP32 = 4
+INT64 = 8
+DEFAULT_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """What one layer keeps, and what its backward pass needs besides for a moment.
+
+    Attributes:
+        kept: from the forward to the backward pass.
+        transient: the most beyond ``kept`` while its gradients are computed.
+    """
+
+    kept: int
+    transient: int
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Formulas of one run; all results are bytes of one micro-batch on one rank."""
+
+    config: RunConfig
+    sizes: Sizes
+
+    @property
+    def residual(self) -> int:
+        """One tensor of the residual stream, ``[s, b, h]``."""
+        return self.sizes.residual_tokens * self.sizes.h * self.sizes.width
+
+    def norm(self, tokens: int, size: int) -> int:
+        """What a norm keeps besides its input, which the residual stream holds anyway."""
+        model, width = self.config.model, self.sizes.width
+        statistics = tokens * FP32
+        if model.normalization == "LayerNorm":
+            return 2 * statistics
+        if self.sizes.gpu:
+            return statistics
+        # torch's CPU kernel keeps the normed input, and in 16 bits both in fp32.
+        upcast = tokens * size * FP32 if width < FP32 else 0
+        return statistics + tokens * size * FP32 + upcast
+
+    def dropout(self, elements: int, probability: float) -> int:
+        """A mask: one byte for each element on a GPU, a factor on a CPU."""
+        if not probability:
+            return 0
+        return elements * (1 if self.sizes.gpu else self.sizes.width)
+
+    def qk(self) -> int:
+        """Queries and keys after their norms and rotation, and the values with what they view."""
+        model, sizes = self.config.model, self.sizes
+        tokens, heads = sizes.tokens, (sizes.n + 2 * sizes.g) // sizes.tp
+        mixed = tokens * heads * sizes.d * sizes.width
+        rotated = 0
+        if model.position_embedding_type == "rope":
+            # Cosines and sines, for queries and for keys.
+            rotated = 4 * sizes.s // sizes.cp * sizes.d * sizes.width
+            rotated += tokens * (sizes.n + sizes.g) // sizes.tp * sizes.d * sizes.width
+        elif sizes.g != sizes.n:
+            rotated = tokens * sizes.n // sizes.tp * sizes.d * sizes.width
+        if self.gathers_keys:
+            mixed = sizes.s * sizes.b * 2 * sizes.g // sizes.tp * sizes.d * sizes.width
+            rotated -= tokens * sizes.g // sizes.tp * sizes.d * sizes.width if rotated else 0
+        if model.qk_layernorm:
+            for heads in (sizes.n // sizes.tp, sizes.g // sizes.tp):
+                rotated += self.norm(tokens * heads, sizes.d)
+        return mixed + rotated
+
+    @property
+    def gathers_keys(self) -> bool:
+        return self.sizes.cp > 1 and self.config.parallel.cp_comm_type[0] != "a2a"
+
+    @property
+    def attends_eagerly(self) -> bool:
+        """See `models.attention.DotProductAttention._follows_core`."""
+        model = self.config.model
+        drops = model.attention_dropout > 0
+        if self.sizes.gpu:
+            return drops and model.deterministic_dropout
+        return self.sizes.half or drops
+
+    def scores(self) -> int:
+        """What attention keeps besides queries, keys, values and its output."""
+        sizes, model = self.sizes, self.config.model
+        heads = sizes.n // sizes.tp
+        if not self.attends_eagerly:
+            out = sizes.tokens * heads * sizes.d * sizes.width if self.gathers_keys else 0
+            return sizes.tokens * heads * FP32 + self._masks() + out
+        elements = sizes.tokens * heads * sizes.s
+        kept = elements * (FP32 if sizes.half else sizes.width) + sizes.s // sizes.cp * sizes.s
+        kept += elements * sizes.width if sizes.half else 0
+        if model.attention_dropout:
+            kept += elements * sizes.width + self.dropout(elements, model.attention_dropout)
+        if sizes.g != sizes.n:
+            kept += 2 * sizes.s * sizes.b * heads * sizes.d * sizes.width
+        return kept
+
+    def _masks(self) -> int:
+        """Causal masks of the parts of a sequence, which a CPU kernel writes out."""
+        if not self.gathers_keys or self.sizes.gpu:
+            return 0
+        part = self.sizes.s // (2 * self.sizes.cp)
+        # Of parts i and 2c - 1 - i together, but for the first part of all, which is square.
+        return part * part * (2 * self.sizes.cp + 1) * self.sizes.width
+
+    def attention(self) -> LayerBytes:
+        """From the first norm to the residual stream after it."""
+        sizes, model = self.sizes, self.config.model
+        out = sizes.tokens * sizes.n // sizes.tp * sizes.d * sizes.width
+        entering = self.residual + self.norm(sizes.residual_tokens, sizes.h)
+        kept = self.residual + entering + self.qk() + out
+        kept += self.dropout(sizes.residual_tokens * sizes.h, model.hidden_dropout)
+        scores = self.scores()
+        if self._recomputes("core_attn"):
+            return LayerBytes(kept, self._attention_transient() + scores + out)
+        return LayerBytes(kept + scores, self._attention_transient())
+
+    def _attention_transient(self) -> int:
+        """Gradients of queries, keys and values, and of the matrix before them."""
+        sizes = self.sizes
+        qkv = (sizes.n + 2 * sizes.g) // sizes.tp * sizes.d
+        weight = max(qkv, sizes.n * sizes.d // sizes.tp) * sizes.h * sizes.width
+        scores = 0
+        if self.attends_eagerly:
+            elements = sizes.tokens * sizes.n // sizes.tp * sizes.s
+            scores = 2 * elements * (FP32 if sizes.half else sizes.width)
+        return self.residual + max(weight, 2 * sizes.tokens * qkv * sizes.width + scores)
+
+    def mlp(self, experts: bool) -> LayerBytes:
+        """From the second norm to the end of the layer."""
+        sizes, model = self.sizes, self.config.model
+        kept = 2 * self.residual + self.norm(sizes.residual_tokens, sizes.h)
+        kept += self.dropout(sizes.residual_tokens * sizes.h, model.hidden_dropout)
+        if experts:
+            inner = self._experts()
+        else:
+            inner = self._inner(sizes.tokens, sizes.f // sizes.tp, scaled=False)
+        if self._recomputes("moe" if experts else "mlp"):
+            return LayerBytes(kept, self.residual + inner.kept + inner.transient)
+        return LayerBytes(kept + inner.kept, self.residual + inner.transient)
+
+    def _inner(self, tokens: int, width: int, *, scaled: bool) -> LayerBytes:
+        """Within an MLP of ``width`` channels on this rank, from fc1's output to fc2's input."""
+        model, sizes = self.config.model, self.sizes
+        tensor = tokens * width * sizes.width
+        fused = sizes.gpu and model.add_bias_linear
+        # Gated: both halves of fc1's output, the activated half, and their product.
+        gated = 3 if fused else 4 + (not model.swiglu)
+        tensors = (gated if model.gated else 2) + scaled
+        inner = 2 * width if model.gated else width
+        of_fc2 = tensor + width * sizes.h * sizes.width
+        of_product = (2 if model.gated else 1) * tensor
+        of_fc1 = inner * sizes.h * sizes.width + tokens * sizes.h * sizes.width
+        of_fc1 += (inner // width - tensors) * tensor
+        return LayerBytes(tensors * tensor, max(of_fc2, of_product, of_fc1))
+
+    def _experts(self) -> LayerBytes:
+        """Router, dispatch and the experts of this rank, of a balanced load."""
+        sizes, moe = self.sizes, self.config.moe
+        count, width = moe.num_experts or 1, sizes.width
+        seen = sizes.residual_tokens
+        if moe.moe_token_dispatcher_type == "allgather":
+            seen *= sizes.ep * sizes.etp
+        routed = sizes.residual_tokens * moe.moe_router_topk * sizes.etp
+        inner = self._inner(routed, (moe.moe_ffn_hidden_size or sizes.f) // sizes.etp, scaled=True)
+        # Permuted inputs; indices of the permutation; logits, scores and probabilities.
+        kept = routed * sizes.h * width + routed * 3 * INT64
+        kept += seen * count * (width + 1) + sizes.residual_tokens * count * 4 * width
+        shared = LayerBytes(0, 0)
+        if moe.moe_shared_expert_intermediate_size:
+            part = moe.moe_shared_expert_intermediate_size // sizes.tp
+            shared = self._inner(sizes.tokens, part, scaled=False)
+        transient = max(inner.transient, shared.transient) + 2 * routed * sizes.h * width
+        return LayerBytes(kept + inner.kept + shared.kept, transient)
+
+    def _recomputes(self, part: str) -> bool:
+        model, moe = self.config.model, self.config.moe
+        if part == "moe" and moe.num_experts is not None and moe.moe_layer_recompute:
+            return True
+        modules = model.recompute_modules or ["core_attn"]
+        return model.recompute_granularity == "selective" and part in modules
+
+    def layer(self, experts: bool) -> LayerBytes:
+        """One transformer layer without full recomputation."""
+        attention, mlp = self.attention(), self.mlp(experts)
+        return LayerBytes(attention.kept + mlp.kept, max(attention.transient, mlp.transient))
+
+    def stage(self, stage: Stage) -> LayerBytes:
+        """One stage: layers, embedding, depths, last norm and loss."""
+        layers = [self.layer(self.sizes.experts[layer]) for layer in stage.layers]
+        if self.config.model.recompute_granularity == "full":
+            layers = self._recomputed(layers)
+        kept = sum(layer.kept for layer in layers)
+        transient = max((layer.transient for layer in layers), default=0)
+        if stage.embedding:
+            dropout = self.config.model.hidden_dropout
+            kept += self.dropout(self.sizes.residual_tokens * self.sizes.h, dropout)
+            kept += self.sizes.tokens * INT64
+        if stage.final_norm:
+            kept += self.residual + self.norm(self.sizes.residual_tokens, self.sizes.h)
+        for _ in range(stage.depths):
+            depth = self._depth()
+            kept, transient = kept + depth.kept, max(transient, depth.transient)
+        if stage.head:
+            head = self.head()
+            kept, transient = kept + head.kept, max(transient, head.transient)
+        return LayerBytes(kept, transient)
+
+    def _recomputed(self, layers: list[LayerBytes]) -> list[LayerBytes]:
+        """Layers with full recomputation: units keep their input, and are run again one by one."""
+        model = self.config.model
+        count = model.recompute_num_layers or 1
+        uniform = model.recompute_method == "uniform"
+        size = count if uniform else 1
+        limit = len(layers) if uniform else min(count, len(layers))
+        found = []
+        for first in range(0, limit, size):
+            unit = layers[first : min(first + size, limit)]
+            again = sum(layer.kept for layer in unit)
+            found.append(LayerBytes(self.residual, again + max(x.transient for x in unit)))
+        return found + layers[limit:]
+
+    def _depth(self) -> LayerBytes:
+        """One depth of multi-token prediction: two norms, a projection, a layer, a norm."""
+        sizes = self.sizes
+        layer = self.layer(sizes.experts[-1])
+        norm = self.norm(sizes.residual_tokens, sizes.h)
+        # The embedded tokens, both normed, the projection's input, and what the last norm reads.
+        kept = layer.kept + 3 * norm + (1 + 2 + 1) * self.residual
+        return LayerBytes(kept, layer.transient)
+
+    def head(self) -> LayerBytes:
+        """Logits and loss of the model and of each depth."""
+        sizes, loss = self.sizes, self.config.loss
+        vocabulary, losses = sizes.v // sizes.tp, 1 + sizes.depths
+        hidden = sizes.tokens * sizes.h * sizes.width
+        if loss.cross_entropy_impl != "chunked":
+            logits = sizes.tokens * vocabulary
+            copies = FP32 + sizes.width if sizes.half else FP32
+            weight = vocabulary * sizes.h * sizes.width
+            return LayerBytes(losses * logits * copies, logits * sizes.width + weight + hidden)
+        rows = loss.cross_entropy_chunk_size or min(-(-sizes.tokens // 8), DEFAULT_ROWS)
+        chunk = min(rows, sizes.tokens) * vocabulary * (FP32 + (FP32 if sizes.half else 0))
+        gradients = vocabulary * sizes.h * FP32 + self.residual
+        return LayerBytes(losses * gradients, chunk + hidden)
