@@ -36,6 +36,15 @@ class LayerBytes:
     transient: int
 
 
+def in_order(*parts: LayerBytes) -> LayerBytes:
+    """Parts that run one after the other; backward, the last one has gone before the others."""
+    transient = released = 0
+    for part in reversed(parts):
+        transient = max(transient, part.transient - released)
+        released += part.kept
+    return LayerBytes(released, transient)
+
+
 @dataclass(frozen=True)
 class Activations:
     """Formulas of one run; all results are bytes of one micro-batch on one rank."""
@@ -67,28 +76,32 @@ class Activations:
         return elements * (1 if self.sizes.gpu else self.sizes.width)
 
     def qk(self) -> int:
-        """Queries and keys after their norms and rotation, and the values with what they view."""
+        """Queries, keys and values as attention takes them, and what they are views of."""
         model, sizes = self.config.model, self.sizes
-        tokens, heads = sizes.tokens, (sizes.n + 2 * sizes.g) // sizes.tp
-        mixed = tokens * heads * sizes.d * sizes.width
-        rotated = 0
-        if model.position_embedding_type == "rope":
-            # Cosines and sines, for queries and for keys.
-            rotated = 4 * sizes.s // sizes.cp * sizes.d * sizes.width
-            rotated += tokens * (sizes.n + sizes.g) // sizes.tp * sizes.d * sizes.width
-        elif sizes.g != sizes.n:
-            rotated = tokens * sizes.n // sizes.tp * sizes.d * sizes.width
-        if self.gathers_keys:
-            mixed = sizes.s * sizes.b * 2 * sizes.g // sizes.tp * sizes.d * sizes.width
-            rotated -= tokens * sizes.g // sizes.tp * sizes.d * sizes.width if rotated else 0
+        of_head = sizes.tokens * sizes.d * sizes.width
+        queries, keys = of_head * sizes.n // sizes.tp, of_head * sizes.g // sizes.tp
+        mixed, gathered = queries + 2 * keys, 2 * keys * sizes.cp
+        rotates = model.position_embedding_type == "rope"
+        # Where groups of heads share keys, the queries are cut out of the projection by a copy.
+        copied = queries if sizes.g != sizes.n else 0
+        kept = 4 * sizes.s // sizes.cp * sizes.d * sizes.width if rotates else 0
         if model.qk_layernorm:
-            for heads in (sizes.n // sizes.tp, sizes.g // sizes.tp):
-                rotated += self.norm(tokens * heads, sizes.d)
-        return mixed + rotated
+            kept += mixed + copied + self.norm(sizes.tokens * sizes.n // sizes.tp, sizes.d)
+            kept += self.norm(sizes.tokens * sizes.g // sizes.tp, sizes.d)
+        fresh = rotates or model.qk_layernorm
+        viewed = 0 if model.qk_layernorm else mixed
+        if self._exchange == "gather":
+            return kept + gathered + (queries if fresh or copied else viewed)
+        if self._exchange == "trade":
+            return kept + queries + 2 * keys
+        return kept + viewed + (queries + keys if fresh else copied)
 
     @property
-    def gathers_keys(self) -> bool:
-        return self.sizes.cp > 1 and self.config.parallel.cp_comm_type[0] != "a2a"
+    def _exchange(self) -> str | None:
+        """How context parallelism gets at other keys, where what it gets is kept."""
+        if self.sizes.cp == 1 or self._recomputes("core_attn"):
+            return None
+        return "trade" if self.config.parallel.cp_comm_type[0] == "a2a" else "gather"
 
     @property
     def attends_eagerly(self) -> bool:
@@ -104,7 +117,8 @@ class Activations:
         sizes, model = self.sizes, self.config.model
         heads = sizes.n // sizes.tp
         if not self.attends_eagerly:
-            out = sizes.tokens * heads * sizes.d * sizes.width if self.gathers_keys else 0
+            # The outputs of two parts, or of other heads, are copied into one.
+            out = sizes.tokens * heads * sizes.d * sizes.width if sizes.cp > 1 else 0
             return sizes.tokens * heads * FP32 + self._masks() + out
         elements = sizes.tokens * heads * sizes.s
         kept = elements * (FP32 if sizes.half else sizes.width) + sizes.s // sizes.cp * sizes.s
@@ -117,7 +131,8 @@ class Activations:
 
     def _masks(self) -> int:
         """Causal masks of the parts of a sequence, which a CPU kernel writes out."""
-        if not self.gathers_keys or self.sizes.gpu:
+        gathers = self.sizes.cp > 1 and self.config.parallel.cp_comm_type[0] != "a2a"
+        if not gathers or self.sizes.gpu:
             return 0
         part = self.sizes.s // (2 * self.sizes.cp)
         # Of parts i and 2c - 1 - i together, but for the first part of all, which is square.
@@ -202,29 +217,46 @@ class Activations:
 
     def layer(self, experts: bool) -> LayerBytes:
         """One transformer layer without full recomputation."""
-        attention, mlp = self.attention(), self.mlp(experts)
-        return LayerBytes(attention.kept + mlp.kept, max(attention.transient, mlp.transient))
+        return in_order(self.attention(), self.mlp(experts))
 
     def stage(self, stage: Stage) -> LayerBytes:
-        """One stage: layers, embedding, depths, last norm and loss."""
+        """One stage: embedding, layers, last norm, depths and loss."""
+        parts = [self._embedding(stage)]
         layers = [self.layer(self.sizes.experts[layer]) for layer in stage.layers]
-        if self.config.model.recompute_granularity == "full":
-            layers = self._recomputed(layers)
-        kept = sum(layer.kept for layer in layers)
-        transient = max((layer.transient for layer in layers), default=0)
-        if stage.embedding:
-            dropout = self.config.model.hidden_dropout
-            kept += self.dropout(self.sizes.residual_tokens * self.sizes.h, dropout)
-            kept += self.sizes.tokens * INT64
+        full = self.config.model.recompute_granularity == "full"
+        parts += self._recomputed(layers) if full else layers
         if stage.final_norm:
-            kept += self.residual + self.norm(self.sizes.residual_tokens, self.sizes.h)
-        for _ in range(stage.depths):
-            depth = self._depth()
-            kept, transient = kept + depth.kept, max(transient, depth.transient)
-        if stage.head:
-            head = self.head()
-            kept, transient = kept + head.kept, max(transient, head.transient)
-        return LayerBytes(kept, transient)
+            norm = self.norm(self.sizes.residual_tokens, self.sizes.h)
+            parts.append(LayerBytes(self.residual + norm, 2 * self.residual))
+        parts += [self._depth()] * stage.depths
+        parts += [self.head()] * stage.head
+        return in_order(*parts)
+
+    def deferred(self, stage: Stage) -> int:
+        """Of a stage, what weight gradients that are put off need: inputs and gradients of outputs.
+
+        See `models.linear`; a zero-bubble schedule holds it between its two backward passes.
+        """
+        sizes, moe = self.sizes, self.config.moe
+        inner = 3 if self.config.model.gated else 2
+        qkv, out = (sizes.n + 2 * sizes.g) * sizes.d, sizes.n * sizes.d
+        attention = sizes.tokens * (qkv + out) // sizes.tp + 2 * sizes.residual_tokens * sizes.h
+        found = 0
+        for layer in stage.layers:
+            tokens, width = sizes.tokens, sizes.f // sizes.tp
+            if sizes.experts[layer]:
+                tokens = sizes.residual_tokens * moe.moe_router_topk * sizes.etp
+                width = (moe.moe_ffn_hidden_size or sizes.f) // sizes.etp
+            found += attention + tokens * inner * width + 2 * sizes.residual_tokens * sizes.h
+        return found * sizes.width
+
+    def _embedding(self, stage: Stage) -> LayerBytes:
+        if not stage.embedding:
+            return LayerBytes(0, 0)
+        sizes = self.sizes
+        elements = sizes.residual_tokens * sizes.h
+        kept = self.dropout(elements, self.config.model.hidden_dropout) + sizes.tokens * INT64
+        return LayerBytes(kept, sizes.v // sizes.tp * sizes.h * sizes.width)
 
     def _recomputed(self, layers: list[LayerBytes]) -> list[LayerBytes]:
         """Layers with full recomputation: units keep their input, and are run again one by one."""
@@ -235,9 +267,9 @@ class Activations:
         limit = len(layers) if uniform else min(count, len(layers))
         found = []
         for first in range(0, limit, size):
-            unit = layers[first : min(first + size, limit)]
-            again = sum(layer.kept for layer in unit)
-            found.append(LayerBytes(self.residual, again + max(x.transient for x in unit)))
+            again = in_order(*layers[first : min(first + size, limit)])
+            more = again.kept - self.residual + again.transient
+            found.append(LayerBytes(self.residual, self.residual + more))
         return found + layers[limit:]
 
     def _depth(self) -> LayerBytes:
@@ -245,8 +277,8 @@ class Activations:
         sizes = self.sizes
         layer = self.layer(sizes.experts[-1])
         norm = self.norm(sizes.residual_tokens, sizes.h)
-        # The embedded tokens, both normed, the projection's input, and what the last norm reads.
-        kept = layer.kept + 3 * norm + (1 + 2 + 1) * self.residual
+        # Inputs of three norms, and both normed ones together, which the projection takes.
+        kept = layer.kept + 3 * norm + (3 + 2) * self.residual
         return LayerBytes(kept, layer.transient)
 
     def head(self) -> LayerBytes:
@@ -258,8 +290,9 @@ class Activations:
             logits = sizes.tokens * vocabulary
             copies = FP32 + sizes.width if sizes.half else FP32
             weight = vocabulary * sizes.h * sizes.width
-            return LayerBytes(losses * logits * copies, logits * sizes.width + weight + hidden)
+            kept = losses * (logits * copies + self.residual)
+            return LayerBytes(kept, logits * sizes.width + weight + hidden)
         rows = loss.cross_entropy_chunk_size or min(-(-sizes.tokens // 8), DEFAULT_ROWS)
         chunk = min(rows, sizes.tokens) * vocabulary * (FP32 + (FP32 if sizes.half else 0))
         gradients = vocabulary * sizes.h * FP32 + self.residual
-        return LayerBytes(losses * gradients, chunk + hidden)
+        return LayerBytes(losses * gradients, chunk + losses * hidden)

@@ -91,12 +91,13 @@ def memory(config: RunConfig, plan: Plan | None = None) -> list[RankMemory]:
     everything = stages(config)
     formulas = Activations(config, sizes)
     costs = [formulas.stage(stage) for stage in everything]
+    deferred = [formulas.deferred(stage) for stage in everything]
     found = []
     for rank in range(sizes.pp):
         mine = tuple(stage for stage in everything if stage.rank == rank)
         mine = tuple(sorted(mine, key=lambda stage: stage.chunk))
         lists = tuple(tuple(weights(config, sizes, stage)) for stage in mine)
-        held, transient, count = walk(plan, rank, costs)
+        held, transient, count = walk(plan, rank, costs, deferred)
         found.append(
             RankMemory(
                 rank=rank,
@@ -135,13 +136,17 @@ def rank_state(
     return total
 
 
-def walk(plan: Plan, rank: int, costs: Sequence[LayerBytes]) -> tuple[int, int, int]:
+def walk(
+    plan: Plan, rank: int, costs: Sequence[LayerBytes], deferred: Sequence[int] = ()
+) -> tuple[int, int, int]:
     """Go through a rank's actions.
 
     Args:
         plan: the schedule.
         rank: pipeline rank.
         costs: of one micro-batch in each stage of the model.
+        deferred: what weight gradients that are put off need, of each stage; only asked for where
+            the schedule does so.
 
     Returns:
         Bytes held and bytes of the moment at the peak, and the stage activations held there.
@@ -155,8 +160,12 @@ def walk(plan: Plan, rank: int, costs: Sequence[LayerBytes]) -> tuple[int, int, 
         if action.kind is Kind.FORWARD:
             held, count = held + cost.kept, count + 1
         peak = max(peak, (held, cost.transient, count), key=lambda at: at[0] + at[1])
-        if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+        if action.kind is Kind.BACKWARD:
             held, count = held - cost.kept, count - 1
+        elif action.kind is Kind.INPUT:
+            held += deferred[action.stage] - cost.kept
+        elif action.kind is Kind.WEIGHT:
+            held, count = held - deferred[action.stage], count - 1
     return peak
 
 

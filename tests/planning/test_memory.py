@@ -99,6 +99,14 @@ def test_a_walk_holds_what_the_schedule_has_in_flight() -> None:
     assert walk(plan, 1, [LayerBytes(10, 3), LayerBytes(7, 2)]) == (7, 2, 1)
 
 
+def test_a_zero_bubble_walk_holds_what_weight_gradients_need() -> None:
+    config = configuration([*flags_of("pp2"), "--pipeline-schedule", "zb-h1"])
+    plan = step_plan(config)
+    costs = [LayerBytes(10, 0), LayerBytes(10, 0)]
+    assert walk(plan, 1, costs, [4, 4])[0] == 14  # one whole, one whose weight gradient waits
+    assert walk(plan, 1, costs, [0, 0])[0] == 10
+
+
 def test_stages_hold_every_layer_once() -> None:
     for name in ("pp2", "pp2vpp2", "zbv", "uneven", "layout", "mtp1 pp2"):
         held = [layer for stage in stages(configuration(flags_of(name))) for layer in stage.layers]
