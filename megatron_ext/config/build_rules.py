@@ -14,7 +14,9 @@ CAPACITY_BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
 
 def build_errors(run: RunConfig) -> list[str]:
     """What cannot be built of a text model whose sizes are given, one sentence each."""
-    if run.video.video or run.model.errors():
+    model = run.model
+    sizes = (model.num_layers, model.hidden_size, model.num_attention_heads)
+    if run.video.video or not all(sizes):
         return []
     found = [*_width_errors(run), *_uneven_errors(run), *_recompute_errors(run)]
     if run.moe.num_experts is not None:
@@ -178,8 +180,13 @@ def _router_errors(run: RunConfig) -> list[str]:
     kinds, weights = moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff
     if len(kinds) != len(weights):
         found.append(
-            f"`--moe-aux-loss-coeff` has {len(weights)} values, but "
+            f"`--moe-aux-loss-coeff` has {len(weights)} value(s), but "
             f"`--moe-router-load-balancing-type` has {len(kinds)}; give one for each."
+        )
+    if "sinkhorn" in kinds and any(weights):
+        found.append(
+            f"`--moe-aux-loss-coeff` ({' '.join(f'{x:g}' for x in weights)}) must be 0 with "
+            "`--moe-router-load-balancing-type sinkhorn`; leave it out."
         )
     if moe.moe_router_enable_expert_bias and moe.moe_router_score_function != "sigmoid":
         found.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from megatron_ext.planning.activations import Activations, LayerBytes
@@ -15,6 +16,8 @@ from megatron_ext.schedules.plan import COMPUTE, Kind
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
+
+_plan = lru_cache(maxsize=64)(build_plan)
 
 RECOMPUTATION: dict[str, dict[str, object]] = {
     "none": {"recompute_granularity": None},
@@ -61,7 +64,7 @@ def step_plan(config: RunConfig) -> Plan:
     """The pipeline schedule of a step."""
     parallel = config.parallel
     schedule = parallel.pipeline_schedule or "no-pipelining"
-    return build_plan(
+    return _plan(
         schedule.removeprefix("core-"),
         pipeline_size=parallel.pipeline_model_parallel_size,
         num_microbatches=num_microbatches(config),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
 
 MOST_CHUNKS = 4
+MOST_REASONS = 5
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,10 @@ def search(
         efficiency: see `Efficiency`.
 
     Raises:
-        ConfigError: no layout can be run at all, with the reasons against the last one.
+        ConfigError: no layout can be run at all, with some of the reasons.
     """
-    tried, priced, errors = 0, list[tuple[Candidate, Estimate]](), ("no layout divides",)
+    tried, priced = 0, list[tuple[Candidate, Estimate]]()
+    errors: dict[str, None] = {}
     settled: set[Candidate] = set()
     for candidate in candidates(config, world_size, gpu):
         layout = dataclasses.replace(candidate, recompute="")
@@ -146,7 +148,7 @@ def search(
         try:
             run = candidate.of(config, world_size)
         except ConfigError as error:
-            errors = tuple(error.messages)
+            errors |= dict.fromkeys(error.messages)
             settled.add(layout)
             continue
         tried += 1
@@ -155,6 +157,8 @@ def search(
         settled.add(layout)
         priced.append((candidate, estimate(run, gpu, efficiency)))
     if not tried:
-        raise ConfigError([f"No layout of {world_size} ranks can run this model.", *errors])
+        raise ConfigError(
+            [f"No layout of {world_size} ranks can run this model.", *list(errors)[:MOST_REASONS]]
+        )
     priced.sort(key=lambda entry: entry[1].seconds)
     return Found(priced[:count], tried, len(priced))

@@ -80,7 +80,7 @@ BAD: dict[str, tuple[str, str]] = {
     "one expert": (MOE + "--moe-router-topk 1", "give `--moe-router-pre-softmax`"),
     "balancing": (
         MOE + "--moe-router-load-balancing-type aux_loss seq_aux_loss",
-        "`--moe-aux-loss-coeff` has 1 values",
+        "`--moe-aux-loss-coeff` has 1 value(s)",
     ),
     "expert bias": (
         MOE + "--moe-router-enable-expert-bias",
@@ -98,6 +98,10 @@ BAD: dict[str, tuple[str, str]] = {
     "biases": (
         MOE + "--add-bias-linear --moe-shared-expert-intermediate-size 64",
         "Experts with biases do not go with a shared expert",
+    ),
+    "sinkhorn": (
+        MOE + "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
+        "`--moe-aux-loss-coeff` (0.1) must be 0",
     ),
     "probabilities": (MOE + "--moe-apply-probs-on-input", "`--moe-apply-probs-on-input` needs"),
     "precision": ("--bf16 --fp16", "`--bf16` and `--fp16` exclude each other"),
