@@ -197,16 +197,22 @@ class Activations:
         if moe.moe_token_dispatcher_type == "allgather":
             seen *= sizes.ep * sizes.etp
         routed = sizes.residual_tokens * moe.moe_router_topk * sizes.etp
-        inner = self._inner(routed, (moe.moe_ffn_hidden_size or sizes.f) // sizes.etp, scaled=True)
-        # Permuted inputs; indices of the permutation; logits, scores and probabilities.
-        kept = routed * sizes.h * width + routed * 3 * INT64
-        kept += seen * count * (width + 1) + sizes.residual_tokens * count * 4 * width
-        shared = LayerBytes(0, 0)
+        local = max(1, count // sizes.ep)
+        part = (moe.moe_ffn_hidden_size or sizes.f) // sizes.etp
+        inner = self._inner(routed, part, scaled=True)
+        # Permuted inputs with their places and weights; the map of the tokens that are seen; what
+        # the router keeps of its choice and of its balancing loss.
+        kept = inner.kept + routed * (sizes.h * width + INT64 + FP32)
+        kept += seen * local * (FP32 + 1)
+        kept += sizes.residual_tokens * (moe.moe_router_topk * (INT64 + FP32) + 2 * count * FP32)
+        # One expert after the other, with the gradients of all tokens there and back.
+        transient = self._inner(routed // local, part, scaled=True).transient
+        transient += (seen + routed) * sizes.h * width
         if moe.moe_shared_expert_intermediate_size:
             part = moe.moe_shared_expert_intermediate_size // sizes.tp
             shared = self._inner(sizes.tokens, part, scaled=False)
-        transient = max(inner.transient, shared.transient) + 2 * routed * sizes.h * width
-        return LayerBytes(kept + inner.kept + shared.kept, transient)
+            kept, transient = kept + shared.kept, max(transient, shared.transient)
+        return LayerBytes(kept, transient)
 
     def _recomputes(self, part: str) -> bool:
         model, moe = self.config.model, self.config.moe
