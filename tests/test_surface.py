@@ -16,8 +16,8 @@ from megatron_ext.config.moe import MoEConfig
 
 PACKAGE = Path(__file__).parent.parent / "megatron_ext"
 ORDER = (
-    "training planning checkpoint optim schedules streaming sampling losses models data layout device "
-    "config errors"
+    "training planning checkpoint optim schedules streaming sampling losses models data layout "
+    "device config errors"
 ).split()
 
 

@@ -47,8 +47,15 @@ class Gpu:
     per_node: int = 8
 
     def peak(self, width: int) -> float:
-        """The rate of products of numbers with ``width`` bytes."""
-        return self.bf16 if width == 2 else self.fp32
+        """The dense rate of products of numbers with ``width`` bytes.
+
+        Raises:
+            ConfigError: fp8 on a GPU without it.
+        """
+        rate = {1: self.fp8, 2: self.bf16, 4: self.fp32}[width]
+        if rate is None:
+            raise ConfigError(f"The GPU {self.name} has no fp8 products; use bf16.")
+        return rate
 
 
 def _gpu(

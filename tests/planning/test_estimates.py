@@ -120,6 +120,9 @@ def test_rates_are_those_of_the_training_log() -> None:
             assert GPUS[name].bf16 == rate
     with pytest.raises(ConfigError, match=r"`--gpu` \(V100\) must be one of"):
         gpu_named("V100")
+    assert GPUS["H100"].peak(1) == pytest.approx(2 * GPUS["H100"].peak(2), rel=1e-3)
+    with pytest.raises(ConfigError, match="A100 has no fp8 products"):
+        GPUS["A100"].peak(1)
     with pytest.raises(ConfigError, match=r"`products` \(1.5\) must be above 0"):
         Efficiency(products=1.5)
 
