@@ -179,8 +179,9 @@ class Activations:
         model, sizes = self.config.model, self.sizes
         tensor = tokens * width * sizes.width
         fused = sizes.gpu and model.add_bias_linear
-        # Gated: both halves of fc1's output, the activated half, and their product.
-        gated = 3 if fused else 4 + (not model.swiglu)
+        # Gated: both halves of fc1's output, the activated half, the other one plus core's offset,
+        # and their product; the fused kernel computes the middle ones again.
+        gated = 3 if fused else 5 + (not model.swiglu)
         tensors = (gated if model.gated else 2) + scaled
         inner = 2 * width if model.gated else width
         of_fc2 = tensor + width * sizes.h * sizes.width

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from megatron.core.utils import unwrap_model
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from megatron_ext.config import RunConfig, parse_args
 from megatron_ext.device import select
+from megatron_ext.models import attention
 from megatron_ext.training.launch import fork_ranks
 from megatron_ext.training.loop import train
 from megatron_ext.training.preflight import preflight
@@ -110,8 +111,19 @@ def measure(flags: Sequence[str], folder: Path) -> list[Measured]:
     return [Measured(**json.loads(path.read_text())) for path in paths]
 
 
+def _outside_of_modes(function: Any) -> Any:
+    """A subclass of tensors cannot be made from one that a dispatch mode has seen."""
+
+    def call(*args: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args)
+
+    return call
+
+
 def _work(folder: Path, run: Run) -> None:
     live, step = LiveBytes(), run.runner.forward_backward
+    attention.causal_lower_right = _outside_of_modes(attention.causal_lower_right)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         with live:
