@@ -12,7 +12,7 @@ from megatron_ext.planning.buffers import State, bucket_size, chunk_state
 from megatron_ext.planning.contents import Sizes, Stage, stages
 from megatron_ext.planning.parameters import Weight, weights
 from megatron_ext.schedules import Plan, build_plan
-from megatron_ext.schedules.plan import COMPUTE, Kind
+from megatron_ext.schedules.plan import COMPUTE, RECEIVES, Kind
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -100,7 +100,9 @@ def memory(config: RunConfig, plan: Plan | None = None) -> list[RankMemory]:
         mine = tuple(stage for stage in everything if stage.rank == rank)
         mine = tuple(sorted(mine, key=lambda stage: stage.chunk))
         lists = tuple(tuple(weights(config, sizes, stage)) for stage in mine)
-        held, transient, count = walk(plan, rank, costs, deferred)
+        held, transient, count = walk(
+            plan, rank, costs, deferred=deferred, boundary=formulas.residual
+        )
         found.append(
             RankMemory(
                 rank=rank,
@@ -140,7 +142,12 @@ def rank_state(
 
 
 def walk(
-    plan: Plan, rank: int, costs: Sequence[LayerBytes], deferred: Sequence[int] = ()
+    plan: Plan,
+    rank: int,
+    costs: Sequence[LayerBytes],
+    *,
+    deferred: Sequence[int] = (),
+    boundary: int = 0,
 ) -> tuple[int, int, int]:
     """Go through a rank's actions.
 
@@ -150,19 +157,28 @@ def walk(
         costs: of one micro-batch in each stage of the model.
         deferred: what weight gradients that are put off need, of each stage; only asked for where
             the schedule does so.
+        boundary: bytes of a message, whose buffer exists from the receive to its use.
 
     Returns:
         Bytes held and bytes of the moment at the peak, and the stage activations held there.
     """
     held = count = 0
-    peak = (0, 0, 0)
+    peak, waiting = (0, 0, 0), set[tuple[Kind | None, int, int]]()
     for action in plan.ranks[rank]:
         if action.kind not in COMPUTE:
+            if action.kind in RECEIVES:
+                waiting.add((action.kind, action.microbatch, action.stage))
+                held += boundary
             continue
         cost = costs[action.stage]
+        given = (USES[action.kind], action.microbatch, action.stage)
+        arrived = boundary if given in waiting else 0
+        waiting.discard(given)
         if action.kind is Kind.FORWARD:
-            held, count = held + cost.kept, count + 1
+            # What has arrived is the input of the first layer, which counts there.
+            held, count, arrived = held + cost.kept - arrived, count + 1, 0
         peak = max(peak, (held, cost.transient, count), key=lambda at: at[0] + at[1])
+        held -= arrived
         if action.kind is Kind.BACKWARD:
             held, count = held - cost.kept, count - 1
         elif action.kind is Kind.INPUT:
@@ -170,6 +186,15 @@ def walk(
         elif action.kind is Kind.WEIGHT:
             held, count = held - deferred[action.stage], count - 1
     return peak
+
+
+USES = {
+    Kind.FORWARD: Kind.RECEIVE_INPUT,
+    Kind.BACKWARD: Kind.RECEIVE_GRADIENT,
+    Kind.INPUT: Kind.RECEIVE_GRADIENT,
+    Kind.WEIGHT: None,
+}
+"""The message that a computation uses up."""
 
 
 def with_recomputation(config: RunConfig, mode: str) -> RunConfig:

@@ -28,7 +28,10 @@ LAYOUTS = {
 MORE = {
     "bf16 dp2": "--bf16 --use-distributed-optimizer --ema-decay 0.9 --nproc-per-node 2",
     "bf16 dp1": "--bf16 --ema-decay 0.9",
-    "tied gpt2 pp2": "--no-untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 "
+    "gpt2": "--no-swiglu --add-bias-linear --normalization LayerNorm --position-embedding-type "
+    "learned_absolute --no-untie-embeddings-and-output-weights --num-query-groups 4 "
+    "--qk-layernorm",
+    "tied pp2": "--no-untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 "
     "--use-distributed-optimizer --nproc-per-node 2",
     "mtp1 pp2": "--mtp-num-layers 1 --pipeline-model-parallel-size 2 --nproc-per-node 2 "
     "--use-distributed-optimizer",

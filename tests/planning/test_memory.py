@@ -99,12 +99,20 @@ def test_a_walk_holds_what_the_schedule_has_in_flight() -> None:
     assert walk(plan, 1, [LayerBytes(10, 3), LayerBytes(7, 2)]) == (7, 2, 1)
 
 
+def test_a_walk_holds_what_has_arrived() -> None:
+    config = configuration(flags_of("pp2"))
+    plan, costs = step_plan(config), [LayerBytes(10, 0), LayerBytes(10, 0)]
+    without, buffers = walk(plan, 1, costs), walk(plan, 1, costs, boundary=3)
+    assert buffers[0] in (without[0] + 3, without[0] + 6)
+
+
 def test_a_zero_bubble_walk_holds_what_weight_gradients_need() -> None:
     config = configuration([*flags_of("pp2"), "--pipeline-schedule", "zb-h1"])
     plan = step_plan(config)
     costs = [LayerBytes(10, 0), LayerBytes(10, 0)]
-    assert walk(plan, 1, costs, [4, 4])[0] == 14  # one whole, one whose weight gradient waits
-    assert walk(plan, 1, costs, [0, 0])[0] == 10
+    waiting = walk(plan, 1, costs, deferred=[4, 4])
+    assert waiting[0] == 14  # one whole, one whose weight gradient waits
+    assert walk(plan, 1, costs, deferred=[0, 0])[0] == 10
 
 
 def test_stages_hold_every_layer_once() -> None:
