@@ -61,11 +61,11 @@ def _uneven_errors(run: RunConfig) -> list[str]:
         parallel.decoder_first_pipeline_num_layers,
         parallel.decoder_last_pipeline_num_layers,
     )
-    given = {
+    both = {
         "--decoder-first-pipeline-num-layers": first,
         "--decoder-last-pipeline-num-layers": last,
     }
-    given = {name: count for name, count in given.items() if count is not None}
+    given = {name: count for name, count in both.items() if count is not None}
     stages, layers = parallel.pipeline_model_parallel_size, model.num_layers or 0
     if not given or parallel.pipeline_model_parallel_layout is not None:
         return []

@@ -39,7 +39,7 @@ class Volume:
     @property
     def total(self) -> float:
         """Of all kinds."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return float(sum(getattr(self, field.name) for field in fields(self)))
 
     def __add__(self, other: Volume) -> Volume:
         return Volume(
