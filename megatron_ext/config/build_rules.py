@@ -228,9 +228,9 @@ def _dispatch_errors(run: RunConfig) -> list[str]:
     moe, parallel, found = run.moe, run.parallel, list[str]()
     tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     etp = parallel.expert_tensor_parallel_size or tp
-    if tp > 1 and not parallel.sequence_parallel:
+    if tp > 1 and not parallel.sequence_parallel and not run.training.skip_train:
         found.append(
-            f"`--num-experts` with `--tensor-model-parallel-size` ({tp}) needs "
+            f"Training `--num-experts` with `--tensor-model-parallel-size` ({tp}) needs "
             "`--sequence-parallel`; give it."
         )
     alltoall = moe.moe_token_dispatcher_type == "alltoall"

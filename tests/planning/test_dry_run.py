@@ -202,3 +202,4 @@ def test_the_tool_reports_errors(
 def test_sizes_are_shown_in_units() -> None:
     assert size(2.5e9) == "2.50 GB"
     assert size(1234567) == "1.23 MB"
+    assert size(0) == "–"
