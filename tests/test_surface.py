@@ -16,8 +16,8 @@ from megatron_ext.config.moe import MoEConfig
 
 PACKAGE = Path(__file__).parent.parent / "megatron_ext"
 ORDER = (
-    "training checkpoint optim schedules streaming sampling losses models data layout device "
-    "config errors"
+    "training planning checkpoint optim schedules streaming sampling losses models data layout "
+    "device config errors"
 ).split()
 
 
@@ -62,6 +62,7 @@ THROUGH_THE_CONFIGURATION = {
     "teacher_tensor_model_parallel_size": "gives teacher_sizes",
     "teacher_pipeline_model_parallel_size": "gives teacher_sizes",
     "sample_latent_frames": "read by num_frames",
+    "dry_run_nodes": "gives world_size",
     "sample_switch_frame": "read by switch_frame",
     **{f"{mode}_weight": "read by the name of the mode" for mode in MODES},
 }

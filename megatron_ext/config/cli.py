@@ -124,7 +124,11 @@ def parse_args(
         raise ConfigError([*reading.errors, *error.messages]) from None
     if reading.errors:
         raise ConfigError(reading.errors)
-    notes = [*reading.notes, *_inert(reading, device), *_of_transformer_engine(reading, config)]
+    notes = [
+        *reading.notes,
+        *_inert(reading, config.device),
+        *_of_transformer_engine(reading, config),
+    ]
     return ParsedArgs(config, notes, reading.print_config)
 
 

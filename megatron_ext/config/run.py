@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_ext.config.build_rules import build_errors
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.config.conditions import ConditionConfig, TextDropoutConfig
 from megatron_ext.config.data import DataConfig
@@ -24,6 +25,7 @@ from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.parallel import ParallelConfig
+from megatron_ext.config.planning import PlanningConfig
 from megatron_ext.config.precision import PrecisionConfig
 from megatron_ext.config.sft import SftConfig
 from megatron_ext.config.streaming import StreamingConfig
@@ -69,6 +71,7 @@ class RunConfig:
     streaming_sample: StreamingSampleConfig = field(default_factory=StreamingSampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    planning: PlanningConfig = field(default_factory=PlanningConfig)
     device: str = "cpu"
 
     def finalize(self, world_size: int, device: str) -> RunConfig:
@@ -82,6 +85,7 @@ class RunConfig:
             ConfigError: with one sentence for every error.
         """
         run = self.resolved(world_size, device)
+        device = run.device
         ignored = video_errors(self, lambda bare: bare.resolved(world_size, device))
         errors = [*ignored, *run.errors(has_te=_has_transformer_engine(device))]
         if errors:
@@ -94,7 +98,9 @@ class RunConfig:
         Raises:
             ConfigError: sizes of a video model that do not fit together.
         """
-        world_size = world_size or self.parallel.nproc_per_node
+        planned = self.planning
+        world_size = world_size or self.parallel.nproc_per_node * (planned.dry_run_nodes or 1)
+        device = "cuda" if planned.dry_run_gpu else device
         model = self._described_model()
         model = model.resolved(has_te=_has_transformer_engine(device))
         parallel = self.parallel.resolved(model, world_size)
@@ -144,6 +150,8 @@ class RunConfig:
                 evaluates=self.training.evaluates, starts_others=self.streaming.starts_others
             ),
             *self.logging.errors(),
+            *self.planning.errors(is_video=self.video.video),
+            *build_errors(self),
         ]
         if self.model.transformer_impl == "transformer_engine" and not has_te:
             found.append(

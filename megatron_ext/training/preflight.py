@@ -31,6 +31,17 @@ def with_padded_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:
     return dataclasses.replace(config, model=model)
 
 
+def with_vocabulary(config: RunConfig) -> RunConfig:
+    """The padded vocabulary, of the tokenizer where the flags do not say it.
+
+    Raises:
+        ConfigError: see `build_tokenizer`.
+    """
+    if config.model.padded_vocab_size:
+        return config
+    return with_padded_vocabulary(config, build_tokenizer(config.tokenizer).vocab_size)
+
+
 def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     """Check indexed datasets; cheap, and the same on every rank.
 

@@ -19,6 +19,7 @@ from megatron_ext.config.cli import read_words
 from megatron_ext.device import Device, select
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.layout import Layout, embedding_ranks, init_groups, mtp_rank, seed_everything
+from megatron_ext.planning.report import print_plan
 from megatron_ext.training.known_warnings import silence_known_warnings
 from megatron_ext.training.launch import EXIT_CODE_USER_ERROR, launch
 from megatron_ext.training.loop import evaluate_at_end, train
@@ -101,6 +102,10 @@ def _prepare(
     if first:
         for note in parsed.notes:
             print(f"> {note}", flush=True)
+    if config.planning.dry_run:
+        if first:
+            print_plan(config)
+        raise _NothingToRun
     return chosen, device, config, tokenizer
 
 

@@ -1,0 +1,44 @@
+"""Checking a run, and pricing it, without starting it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.config.flags import flag
+
+GPU_NAMES = ("A100-40GB", "A100", "L40S", "H100", "H200", "B200")
+"""GPUs whose rates are known; see `planning.hardware`."""
+
+
+@dataclass(frozen=True)
+class PlanningConfig:
+    """``--dry-run``: all checks, and what each rank would hold, send and take."""
+
+    dry_run: bool = flag(
+        False, "check everything, print what memory and time a step would take, start nothing"
+    )
+    dry_run_nodes: int | None = flag(
+        None, "machines of the planned run, each with --nproc-per-node ranks", unit="machines"
+    )
+    dry_run_gpu: str | None = flag(
+        None, "estimate time for this GPU, and check what holds on GPUs", choices=GPU_NAMES
+    )
+
+    def errors(self, *, is_video: bool) -> list[str]:
+        """What cannot be planned, one sentence each."""
+        found = [
+            f"`--{name.replace('_', '-')}` ({getattr(self, name)}) needs `--dry-run`; give both."
+            for name in ("dry_run_nodes", "dry_run_gpu")
+            if getattr(self, name) is not None and not self.dry_run
+        ]
+        if self.dry_run_nodes is not None and self.dry_run_nodes < 1:
+            found.append(f"`--dry-run-nodes` ({self.dry_run_nodes}) must be at least 1.")
+        if self.dry_run_gpu is not None and self.dry_run_gpu not in GPU_NAMES:
+            found.append(
+                f"`--dry-run-gpu` ({self.dry_run_gpu}) must be one of {', '.join(GPU_NAMES)}."
+            )
+        if self.dry_run and is_video:
+            found.append(
+                "`--dry-run` cannot plan a video model yet; check its flags with `--print-config`."
+            )
+        return found

@@ -1,0 +1,305 @@
+"""Bytes that autograd keeps of one micro-batch, layer by layer, for our torch layers.
+
+The count follows "Reducing Activation Recomputation in Large Transformer Models"
+(arXiv:2205.05198, section 4): each operation keeps what its backward pass needs, tensors that two
+operations share count once. It differs where our layers do: SDPA keeps queries, keys, values, its
+output and a log-sum-exp instead of the scores; RMSNorm and SwiGLU take the place of LayerNorm and
+GELU; the cross-entropy is chunked. On a CPU some kernels are not fused and keep more.
+tests/planning compares the sums with what training holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_ext.planning.contents import Sizes, Stage
+
+if TYPE_CHECKING:
+    from megatron_ext.config import RunConfig
+
+FP32 = 4
+INT64 = 8
+DEFAULT_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """What one layer keeps, and what its backward pass needs besides for a moment.
+
+    Attributes:
+        kept: from the forward to the backward pass.
+        transient: the most beyond ``kept`` while its gradients are computed.
+    """
+
+    kept: int
+    transient: int
+
+
+def in_order(*parts: LayerBytes) -> LayerBytes:
+    """Parts that run one after the other; backward, the last one has gone before the others."""
+    transient = released = 0
+    for part in reversed(parts):
+        transient = max(transient, part.transient - released)
+        released += part.kept
+    return LayerBytes(released, transient)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Formulas of one run; all results are bytes of one micro-batch on one rank."""
+
+    config: RunConfig
+    sizes: Sizes
+
+    @property
+    def residual(self) -> int:
+        """One tensor of the residual stream, ``[s, b, h]``."""
+        return self.sizes.residual_tokens * self.sizes.h * self.sizes.width
+
+    def norm(self, tokens: int, size: int) -> int:
+        """What a norm keeps besides its input, which the residual stream holds anyway."""
+        model, width = self.config.model, self.sizes.width
+        statistics = tokens * FP32
+        if model.normalization == "LayerNorm":
+            return 2 * statistics
+        if self.sizes.gpu:
+            return statistics
+        # torch's CPU kernel keeps the normed input, and in 16 bits both in fp32.
+        upcast = tokens * size * FP32 if width < FP32 else 0
+        return statistics + tokens * size * FP32 + upcast
+
+    def dropout(self, elements: int, probability: float) -> int:
+        """A mask: one byte for each element on a GPU, a factor on a CPU."""
+        if not probability:
+            return 0
+        return elements * (1 if self.sizes.gpu else self.sizes.width)
+
+    def qk(self) -> int:
+        """Queries, keys and values as attention takes them, and what they are views of."""
+        model, sizes = self.config.model, self.sizes
+        of_head = sizes.tokens * sizes.d * sizes.width
+        queries, keys = of_head * sizes.n // sizes.tp, of_head * sizes.g // sizes.tp
+        mixed, gathered = queries + 2 * keys, 2 * keys * sizes.cp
+        rotates = model.position_embedding_type == "rope"
+        # Where groups of heads share keys, the queries are cut out of the projection by a copy.
+        copied = queries if sizes.g != sizes.n else 0
+        kept = 4 * sizes.s // sizes.cp * sizes.d * sizes.width if rotates else 0
+        if model.qk_layernorm:
+            kept += mixed + copied + self.norm(sizes.tokens * sizes.n // sizes.tp, sizes.d)
+            kept += self.norm(sizes.tokens * sizes.g // sizes.tp, sizes.d)
+        fresh = rotates or model.qk_layernorm
+        viewed = 0 if model.qk_layernorm else mixed
+        if self._exchange == "gather":
+            return kept + gathered + (queries if fresh or copied else viewed)
+        if self._exchange == "trade":
+            return kept + queries + 2 * keys
+        return kept + viewed + (queries + keys if fresh else copied)
+
+    @property
+    def _exchange(self) -> str | None:
+        """How context parallelism gets at other keys, where what it gets is kept."""
+        if self.sizes.cp == 1 or self._recomputes("core_attn"):
+            return None
+        return "trade" if self.config.parallel.cp_comm_type[0] == "a2a" else "gather"
+
+    @property
+    def attends_eagerly(self) -> bool:
+        """See `models.attention.DotProductAttention._follows_core`."""
+        model = self.config.model
+        drops = model.attention_dropout > 0
+        if self.sizes.gpu:
+            return drops and model.deterministic_dropout
+        return self.sizes.half or drops
+
+    def scores(self) -> int:
+        """What attention keeps besides queries, keys, values and its output."""
+        sizes, model = self.sizes, self.config.model
+        heads = sizes.n // sizes.tp
+        if not self.attends_eagerly:
+            # The outputs of two parts, or of other heads, are copied into one.
+            out = sizes.tokens * heads * sizes.d * sizes.width if sizes.cp > 1 else 0
+            return sizes.tokens * heads * FP32 + self._masks() + out
+        elements = sizes.tokens * heads * sizes.s
+        kept = elements * (FP32 if sizes.half else sizes.width) + sizes.s // sizes.cp * sizes.s
+        kept += elements * sizes.width if sizes.half else 0
+        if model.attention_dropout:
+            kept += elements * sizes.width + self.dropout(elements, model.attention_dropout)
+        if sizes.g != sizes.n:
+            kept += 2 * sizes.s * sizes.b * heads * sizes.d * sizes.width
+        return kept
+
+    def _masks(self) -> int:
+        """Causal masks of the parts of a sequence, which a CPU kernel writes out."""
+        gathers = self.sizes.cp > 1 and self.config.parallel.cp_comm_type[0] != "a2a"
+        if not gathers or self.sizes.gpu:
+            return 0
+        part = self.sizes.s // (2 * self.sizes.cp)
+        # Of parts i and 2c - 1 - i together, but for the first part of all, which is square.
+        return part * part * (2 * self.sizes.cp + 1) * self.sizes.width
+
+    def attention(self) -> LayerBytes:
+        """From the first norm to the residual stream after it."""
+        sizes, model = self.sizes, self.config.model
+        out = sizes.tokens * sizes.n // sizes.tp * sizes.d * sizes.width
+        entering = self.residual + self.norm(sizes.residual_tokens, sizes.h)
+        kept = self.residual + entering + self.qk() + out
+        kept += self.dropout(sizes.residual_tokens * sizes.h, model.hidden_dropout)
+        scores = self.scores()
+        if self._recomputes("core_attn"):
+            return LayerBytes(kept, self._attention_transient() + scores + out)
+        return LayerBytes(kept + scores, self._attention_transient())
+
+    def _attention_transient(self) -> int:
+        """Gradients of queries, keys and values, and of the matrix before them."""
+        sizes = self.sizes
+        qkv = (sizes.n + 2 * sizes.g) // sizes.tp * sizes.d
+        weight = max(qkv, sizes.n * sizes.d // sizes.tp) * sizes.h * sizes.width
+        scores = 0
+        if self.attends_eagerly:
+            elements = sizes.tokens * sizes.n // sizes.tp * sizes.s
+            scores = 2 * elements * (FP32 if sizes.half else sizes.width)
+        return self.residual + max(weight, 2 * sizes.tokens * qkv * sizes.width + scores)
+
+    def mlp(self, experts: bool) -> LayerBytes:
+        """From the second norm to the end of the layer."""
+        sizes, model = self.sizes, self.config.model
+        kept = 2 * self.residual + self.norm(sizes.residual_tokens, sizes.h)
+        kept += self.dropout(sizes.residual_tokens * sizes.h, model.hidden_dropout)
+        if experts:
+            inner = self._experts()
+        else:
+            inner = self._inner(sizes.tokens, sizes.f // sizes.tp, scaled=False)
+        if self._recomputes("moe" if experts else "mlp"):
+            return LayerBytes(kept, self.residual + inner.kept + inner.transient)
+        return LayerBytes(kept + inner.kept, self.residual + inner.transient)
+
+    def _inner(self, tokens: int, width: int, *, scaled: bool) -> LayerBytes:
+        """Within an MLP of ``width`` channels on this rank, from fc1's output to fc2's input."""
+        model, sizes = self.config.model, self.sizes
+        tensor = tokens * width * sizes.width
+        fused = sizes.gpu and model.add_bias_linear
+        # Gated: both halves of fc1's output, the activated half, the other one plus core's offset,
+        # and their product; the fused kernel computes the middle ones again.
+        gated = 3 if fused else 5 + (not model.swiglu)
+        tensors = (gated if model.gated else 2) + scaled
+        inner = 2 * width if model.gated else width
+        of_fc2 = tensor + width * sizes.h * sizes.width
+        of_product = (2 if model.gated else 1) * tensor
+        of_fc1 = inner * sizes.h * sizes.width + tokens * sizes.h * sizes.width
+        of_fc1 += (inner // width - tensors) * tensor
+        return LayerBytes(tensors * tensor, max(of_fc2, of_product, of_fc1))
+
+    def _experts(self) -> LayerBytes:
+        """Router, dispatch and the experts of this rank, of a balanced load."""
+        sizes, moe = self.sizes, self.config.moe
+        count, width = moe.num_experts or 1, sizes.width
+        seen = sizes.residual_tokens
+        if moe.moe_token_dispatcher_type == "allgather":
+            seen *= sizes.ep * sizes.etp
+        routed = sizes.residual_tokens * moe.moe_router_topk * sizes.etp
+        local = max(1, count // sizes.ep)
+        part = (moe.moe_ffn_hidden_size or sizes.f) // sizes.etp
+        inner = self._inner(routed, part, scaled=True)
+        # Permuted inputs with their places and weights; the map of the tokens that are seen; what
+        # the router keeps of its choice and of its balancing loss.
+        kept = inner.kept + routed * (sizes.h * width + INT64 + FP32)
+        kept += seen * local * (FP32 + 1)
+        kept += sizes.residual_tokens * (moe.moe_router_topk * (INT64 + FP32) + 2 * count * FP32)
+        # One expert after the other, with the gradients of all tokens there and back.
+        transient = self._inner(routed // local, part, scaled=True).transient
+        transient += (seen + routed) * sizes.h * width
+        if moe.moe_shared_expert_intermediate_size:
+            part = moe.moe_shared_expert_intermediate_size // sizes.tp
+            shared = self._inner(sizes.tokens, part, scaled=False)
+            kept, transient = kept + shared.kept, max(transient, shared.transient)
+        return LayerBytes(kept, transient)
+
+    def _recomputes(self, part: str) -> bool:
+        model, moe = self.config.model, self.config.moe
+        if part == "moe" and moe.num_experts is not None and moe.moe_layer_recompute:
+            return True
+        modules = model.recompute_modules or ["core_attn"]
+        return model.recompute_granularity == "selective" and part in modules
+
+    def layer(self, experts: bool) -> LayerBytes:
+        """One transformer layer without full recomputation."""
+        return in_order(self.attention(), self.mlp(experts))
+
+    def stage(self, stage: Stage) -> LayerBytes:
+        """One stage: embedding, layers, last norm, depths and loss."""
+        parts = [self._embedding(stage)]
+        layers = [self.layer(self.sizes.experts[layer]) for layer in stage.layers]
+        full = self.config.model.recompute_granularity == "full"
+        parts += self._recomputed(layers) if full else layers
+        if stage.final_norm:
+            norm = self.norm(self.sizes.residual_tokens, self.sizes.h)
+            parts.append(LayerBytes(self.residual + norm, 2 * self.residual))
+        parts += [self._depth()] * stage.depths
+        parts += [self.head()] * stage.head
+        return in_order(*parts)
+
+    def deferred(self, stage: Stage) -> int:
+        """Of a stage, what weight gradients that are put off need: inputs and gradients of outputs.
+
+        See `models.linear`; a zero-bubble schedule holds it between its two backward passes.
+        """
+        sizes, moe = self.sizes, self.config.moe
+        inner = 3 if self.config.model.gated else 2
+        qkv, out = (sizes.n + 2 * sizes.g) * sizes.d, sizes.n * sizes.d
+        attention = sizes.tokens * (qkv + out) // sizes.tp + 2 * sizes.residual_tokens * sizes.h
+        found = 0
+        for layer in stage.layers:
+            tokens, width = sizes.tokens, sizes.f // sizes.tp
+            if sizes.experts[layer]:
+                tokens = sizes.residual_tokens * moe.moe_router_topk * sizes.etp
+                width = (moe.moe_ffn_hidden_size or sizes.f) // sizes.etp
+            found += attention + tokens * inner * width + 2 * sizes.residual_tokens * sizes.h
+        return found * sizes.width
+
+    def _embedding(self, stage: Stage) -> LayerBytes:
+        if not stage.embedding:
+            return LayerBytes(0, 0)
+        sizes = self.sizes
+        elements = sizes.residual_tokens * sizes.h
+        kept = self.dropout(elements, self.config.model.hidden_dropout) + sizes.tokens * INT64
+        return LayerBytes(kept, sizes.v // sizes.tp * sizes.h * sizes.width)
+
+    def _recomputed(self, layers: list[LayerBytes]) -> list[LayerBytes]:
+        """Layers with full recomputation: units keep their input, and are run again one by one."""
+        model = self.config.model
+        count = model.recompute_num_layers or 1
+        uniform = model.recompute_method == "uniform"
+        size = count if uniform else 1
+        limit = len(layers) if uniform else min(count, len(layers))
+        found = []
+        for first in range(0, limit, size):
+            again = in_order(*layers[first : min(first + size, limit)])
+            more = again.kept - self.residual + again.transient
+            found.append(LayerBytes(self.residual, self.residual + more))
+        return found + layers[limit:]
+
+    def _depth(self) -> LayerBytes:
+        """One depth of multi-token prediction: two norms, a projection, a layer, a norm."""
+        sizes = self.sizes
+        layer = self.layer(sizes.experts[-1])
+        norm = self.norm(sizes.residual_tokens, sizes.h)
+        # Inputs of three norms, and both normed ones together, which the projection takes.
+        kept = layer.kept + 3 * norm + (3 + 2) * self.residual
+        return LayerBytes(kept, layer.transient)
+
+    def head(self) -> LayerBytes:
+        """Logits and loss of the model and of each depth."""
+        sizes, loss = self.sizes, self.config.loss
+        vocabulary, losses = sizes.v // sizes.tp, 1 + sizes.depths
+        hidden = sizes.tokens * sizes.h * sizes.width
+        if loss.cross_entropy_impl != "chunked":
+            logits = sizes.tokens * vocabulary
+            copies = FP32 + sizes.width if sizes.half else FP32
+            weight = vocabulary * sizes.h * sizes.width
+            kept = losses * (logits * copies + self.residual)
+            return LayerBytes(kept, logits * sizes.width + weight + hidden)
+        rows = loss.cross_entropy_chunk_size or min(-(-sizes.tokens // 8), DEFAULT_ROWS)
+        chunk = min(rows, sizes.tokens) * vocabulary * (FP32 + (FP32 if sizes.half else 0))
+        gradients = vocabulary * sizes.h * FP32 + self.residual
+        return LayerBytes(losses * gradients, chunk + losses * hidden)

@@ -1,0 +1,103 @@
+"""What GPUs can do at most: rates, memory and links from NVIDIA's datasheets.
+
+Rates are dense (datasheets quote twice as much with sparsity). Links are bytes a second in one
+direction: NVLink's datasheet figure counts both, so it is halved here. Between nodes the table
+assumes one InfiniBand port for each GPU, 400 Gbit/s with Hopper and Blackwell (DGX H100/H200/B200),
+200 Gbit/s with Ampere (DGX A100).
+
+Sources: NVIDIA A100 Tensor Core GPU Datasheet (nvidia-a100-datasheet-nvidia-us-2188504),
+NVIDIA H100 Tensor Core GPU Datasheet, NVIDIA H200 Tensor Core GPU Datasheet, NVIDIA HGX and DGX
+B200 datasheets (a system's figures divided by its eight GPUs), NVIDIA L40S Datasheet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.errors import ConfigError
+
+GB = 10**9
+TFLOPS = 10**12
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU.
+
+    Attributes:
+        name: short, as the table has it.
+        bf16: dense bfloat16 rate, operations a second.
+        fp8: dense fp8 rate; None where there is none.
+        fp32: rate of float32 products without TensorFloat.
+        memory: bytes.
+        memory_bandwidth: bytes a second.
+        link: to another GPU of the node, bytes a second in one direction.
+        network: to a GPU of another node, the same.
+        per_node: GPUs of a node.
+    """
+
+    name: str
+    bf16: float
+    fp8: float | None
+    fp32: float
+    memory: int
+    memory_bandwidth: float
+    link: float
+    network: float
+    per_node: int = 8
+
+    def peak(self, width: int) -> float:
+        """The dense rate of products of numbers with ``width`` bytes.
+
+        Raises:
+            ConfigError: fp8 on a GPU without it.
+        """
+        rate = {1: self.fp8, 2: self.bf16, 4: self.fp32}[width]
+        if rate is None:
+            raise ConfigError(f"The GPU {self.name} has no fp8 products; use bf16.")
+        return rate
+
+
+def _gpu(
+    name: str,
+    rates: tuple[float, float | None, float],
+    memory: tuple[int, float],
+    links: tuple[float, float],
+) -> Gpu:
+    """From TFLOP/s, GB, GB/s."""
+    bf16, fp8, fp32 = rates
+    return Gpu(
+        name=name,
+        bf16=bf16 * TFLOPS,
+        fp8=None if fp8 is None else fp8 * TFLOPS,
+        fp32=fp32 * TFLOPS,
+        memory=memory[0] * GB,
+        memory_bandwidth=memory[1] * GB,
+        link=links[0] * GB,
+        network=links[1] * GB,
+    )
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("A100-40GB", (312, None, 19.5), (40, 1555), (300, 25)),
+        _gpu("A100", (312, None, 19.5), (80, 2039), (300, 25)),
+        _gpu("L40S", (362, 733, 91.6), (48, 864), (32, 25)),
+        _gpu("H100", (989, 1979, 67), (80, 3350), (450, 50)),
+        _gpu("H200", (989, 1979, 67), (141, 4800), (450, 50)),
+        _gpu("B200", (2250, 4500, 80), (180, 8000), (900, 50)),
+    )
+}
+
+
+def gpu_named(name: str) -> Gpu:
+    """A GPU of the table.
+
+    Raises:
+        ConfigError: a name that it lacks.
+    """
+    found = {key.lower(): gpu for key, gpu in GPUS.items()}.get(name.lower())
+    if found is None:
+        raise ConfigError(f"`--gpu` ({name}) must be one of {', '.join(GPUS)}.")
+    return found

@@ -1,0 +1,51 @@
+"""The eight layouts whose memory is measured, and a few more for the exact parts."""
+
+from __future__ import annotations
+
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --ffn-hidden-size 192 --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope "
+    "--seq-length 128 --max-position-embeddings 128 --attention-dropout 0 --hidden-dropout 0 "
+    "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --train-iters 1 --num-workers 0 "
+    "--log-interval 1 --split 90,5,5 --eval-iters 0 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 500"
+).split()
+
+LAYOUTS = {
+    "tp2": "--tensor-model-parallel-size 2 --nproc-per-node 2",
+    "tp2sp": "--tensor-model-parallel-size 2 --sequence-parallel --nproc-per-node 2",
+    "pp2": "--pipeline-model-parallel-size 2 --nproc-per-node 2",
+    "pp2vpp2": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+    "--nproc-per-node 2",
+    "cp2": "--context-parallel-size 2 --nproc-per-node 2",
+    "dp2": "--use-distributed-optimizer --nproc-per-node 2",
+    "mtp1": "--mtp-num-layers 1",
+    "ep2": "--num-experts 4 --expert-model-parallel-size 2 --moe-ffn-hidden-size 96 "
+    "--moe-aux-loss-coeff 0.01 --nproc-per-node 2",
+}
+
+MORE = {
+    "bf16 dp2": "--bf16 --use-distributed-optimizer --ema-decay 0.9 --nproc-per-node 2",
+    "bf16 dp1": "--bf16 --ema-decay 0.9",
+    "gpt2": "--no-swiglu --add-bias-linear --normalization LayerNorm --position-embedding-type "
+    "learned_absolute --no-untie-embeddings-and-output-weights --num-query-groups 4 "
+    "--qk-layernorm",
+    "tied pp2": "--no-untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 "
+    "--use-distributed-optimizer --nproc-per-node 2",
+    "mtp1 pp2": "--mtp-num-layers 1 --pipeline-model-parallel-size 2 --nproc-per-node 2 "
+    "--use-distributed-optimizer",
+    "zbv": "--pipeline-schedule zb-v --pipeline-model-parallel-size 2 --nproc-per-node 2",
+    "uneven": "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 "
+    "--nproc-per-node 2",
+    "layout": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tttL "
+    "--nproc-per-node 2",
+    "moe ep2 dp2 tp2": "--num-experts 4 --expert-model-parallel-size 2 --moe-layer-freq [0,1,1,0] "
+    "--moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate --sequence-parallel "
+    "--tensor-model-parallel-size 2 --use-distributed-optimizer --nproc-per-node 4",
+}
+
+
+def flags_of(name: str) -> list[str]:
+    """The flags of a layout."""
+    return [*MODEL, *{**LAYOUTS, **MORE}[name].split()]

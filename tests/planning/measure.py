@@ -1,0 +1,185 @@
+"""What a real step on forked ranks holds: the truth of the planner's tests.
+
+State is found by walking model and optimizer, activations by watching every tensor that a forward
+and backward pass makes, from its first to its last reference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.device import select
+from megatron_ext.models import attention
+from megatron_ext.training.launch import fork_ranks
+from megatron_ext.training.loop import train
+from megatron_ext.training.preflight import preflight
+from megatron_ext.training.pretrain import pretrain
+from megatron_ext.training.setup import Run
+from pretrain_gpt import GPT
+
+KINDS = ("count", "parameters", "gradients", "optimizer", "average")
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages that operations within it make, while they live.
+
+    Attributes:
+        now: bytes alive.
+        peak: the most at any time.
+        at_peak: sizes of the storages alive then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.at_peak: list[tuple[int, str]] = []
+        self._alive: dict[int, tuple[int, str]] = {}
+        self._known: set[int] = set()
+
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave out tensors that were there before."""
+        self._known |= {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        before = {
+            x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)
+        }
+        for tensor in tree_leaves(out):
+            if torch.is_tensor(tensor) and tensor.untyped_storage()._cdata not in before:
+                self._watch(tensor, f"{func} {tuple(tensor.shape)} {tensor.dtype}")
+        return out
+
+    def _watch(self, tensor: torch.Tensor, name: str) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive or key in self._known:
+            return
+        self._alive[key] = (storage.nbytes(), name)
+        self.now += storage.nbytes()
+        weakref.finalize(storage, self._forget, key)
+        if self.now > self.peak:
+            self.peak = self.now
+            self.at_peak = sorted(self._alive.values(), reverse=True)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._alive.pop(key)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Of one rank: its place, bytes of its state, names of its parameters, peak of a step."""
+
+    place: dict[str, int]
+    state: dict[str, int]
+    weights: list[list[tuple[str, int]]]
+    peak: int
+    at_peak: list[tuple[int, str]]
+
+
+def configuration(flags: Sequence[str]) -> RunConfig:
+    """A resolved run on forked ranks, with its vocabulary."""
+    parsed = parse_args(flags, world_size=0, device=select().kind)
+    return preflight(parsed.config)[0]
+
+
+def measure(flags: Sequence[str], folder: Path) -> list[Measured]:
+    """Take one step on the ranks that the flags ask for."""
+    config = configuration(flags)
+    _, tokenizer = preflight(config)
+    work = partial(_work, folder)
+    main = partial(pretrain, GPT, config, device=select(), tokenizer=tokenizer, work=work)
+    with (folder / "log").open("w") as log, redirect_stdout(log):
+        assert fork_ranks(main, config.parallel.nproc_per_node) == 0
+    paths = sorted(folder.glob("rank_*.json"))
+    assert len(paths) == config.parallel.nproc_per_node
+    return [Measured(**json.loads(path.read_text())) for path in paths]
+
+
+def _outside_of_modes(function: Any) -> Any:
+    """A subclass of tensors cannot be made from one that a dispatch mode has seen."""
+
+    def call(*args: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args)
+
+    return call
+
+
+def _work(folder: Path, run: Run) -> None:
+    live, step = LiveBytes(), run.runner.forward_backward
+    attention.causal_lower_right = _outside_of_modes(attention.causal_lower_right)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with live:
+            return step(*args, **kwargs)
+
+    run.runner.forward_backward = watched  # type: ignore[method-assign]
+    with (folder / f"log_{run.context.rank}").open("w") as log, redirect_stdout(log):
+        train(run)
+    pgs = run.context.pgs
+    found = Measured(
+        place={"pp": run.context.pp_rank, "dp_cp": pgs.dp_cp.rank(), "expt_dp": pgs.expt_dp.rank()},
+        state=_state(run),
+        weights=[
+            [(name, parameter.numel()) for name, parameter in chunk.named_parameters()]
+            for chunk in unwrap_model(run.chunks)
+        ],
+        peak=live.peak,
+        at_peak=live.at_peak[:60],
+    )
+    path = folder / f"rank_{run.context.rank}.json"
+    path.write_text(json.dumps(dataclasses.asdict(found)))
+
+
+def _state(run: Run) -> dict[str, int]:
+    """Bytes by kind; memory that two kinds share counts for the first."""
+    known: set[int] = set()
+
+    def take(tensors: Iterable[torch.Tensor]) -> int:
+        total = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                known.add(storage._cdata)
+                total += storage.nbytes()
+        return total
+
+    chunks = run.chunks
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    buffers = [b for c in chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
+    laid = [b.param_data for b in buffers if b.param_data is not None]
+    averages = [] if run.ema is None else [part.average for part in run.ema._parts]
+    return {
+        "count": sum(p.numel() for p in parameters),
+        "parameters": take([*laid, *parameters]),
+        "gradients": take(b.grad_data for b in buffers),
+        "optimizer": take(_optimizer_tensors(run.optimizer)),
+        "average": take(averages),
+    }
+
+
+def _optimizer_tensors(optimizer: Any) -> Iterable[torch.Tensor]:
+    """Main parameters and moments of megatron-core's optimizers."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter
+                yield from (
+                    x for x in part.optimizer.state[parameter].values() if torch.is_tensor(x)
+                )

@@ -1,0 +1,205 @@
+"""``--dry-run`` and tools/plan.py: every error in one run, else a plan, and no rank is started."""
+
+from __future__ import annotations
+
+import random
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.planning.report import size
+from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.training.pretrain import main
+from pretrain_gpt import GPT
+from tests.planning.layouts import MODEL
+
+TOOL = Path(__file__).parents[2] / "tools" / "plan.py"
+MOE = "--num-experts 4 "
+
+BAD: dict[str, tuple[str, str]] = {
+    "tp": ("--tensor-model-parallel-size 3", "`--num-attention-heads` (4) must be divisible"),
+    "ranks": ("--tensor-model-parallel-size 4 --nproc-per-node 2", "number of ranks (2)"),
+    "pp": ("--pipeline-model-parallel-size 3 --nproc-per-node 3", "`--num-layers` (4) must be"),
+    "batch": ("--global-batch-size 7", "`--global-batch-size` (7) must be divisible"),
+    "heads": ("--hidden-size 66", "`--hidden-size` (66) must be divisible"),
+    "groups": ("--num-query-groups 3", "divisible by `--num-query-groups` (3)"),
+    "positions": ("--max-position-embeddings 64", "`--max-position-embeddings` (64)"),
+    "dropout": ("--hidden-dropout 1.5", "`--hidden-dropout` (1.5) must be at least 0"),
+    "ffn": (
+        "--ffn-hidden-size 191 --tensor-model-parallel-size 2 --nproc-per-node 2",
+        "`--ffn-hidden-size` (191) must be divisible by `--tensor-model-parallel-size` (2)",
+    ),
+    "vocabulary": (
+        "--padded-vocab-size 513 --tensor-model-parallel-size 2 --nproc-per-node 2",
+        "`--padded-vocab-size` (513) must be divisible",
+    ),
+    "a2a": (
+        "--context-parallel-size 8 --cp-comm-type a2a --nproc-per-node 8",
+        "`--cp-comm-type a2a` needs the attention heads",
+    ),
+    "sequence": (
+        "--seq-length 126 --context-parallel-size 4 --nproc-per-node 4",
+        "`--seq-length` (126) must be divisible by 2 × `--context-parallel-size`",
+    ),
+    "first stage": (
+        "--decoder-first-pipeline-num-layers 2 --pipeline-model-parallel-size 4 --nproc-per-node 4",
+        "`--decoder-first-pipeline-num-layers` (2) leaves 2 of 4 layers for 3 stages",
+    ),
+    "last stage alone": (
+        "--decoder-last-pipeline-num-layers 2",
+        "`--decoder-last-pipeline-num-layers` (2) needs `--pipeline-model-parallel-size`",
+    ),
+    "accounts": (
+        "--decoder-first-pipeline-num-layers 2 --account-for-loss-in-pipeline-split "
+        "--pipeline-model-parallel-size 2 --nproc-per-node 2",
+        "does not go with `--account-for-embedding-in-pipeline-split`",
+    ),
+    "modules": (
+        "--recompute-granularity selective --recompute-modules attention",
+        "`--recompute-modules` (attention) must be names among",
+    ),
+    "modules of TE": (
+        "--recompute-granularity selective --recompute-modules layernorm",
+        "`--recompute-modules` (layernorm) needs Transformer Engine",
+    ),
+    "layers to recompute": (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 0",
+        "`--recompute-num-layers` (0) must be at least 1",
+    ),
+    "method": ("--recompute-method block", "`--recompute-method` (block) needs"),
+    "selective layers": (
+        "--recompute-granularity selective --recompute-num-layers 1",
+        "`--recompute-num-layers` (1) goes with `--recompute-granularity full`",
+    ),
+    "experts": (MOE + "--expert-model-parallel-size 3 --nproc-per-node 3", "`--num-experts` (4)"),
+    "no experts": ("--expert-model-parallel-size 2 --nproc-per-node 2", "needs `--num-experts`"),
+    "pattern": (MOE + "--moe-layer-freq [0,1]", "`--moe-layer-freq` has 2 entries"),
+    "top-k": (MOE + "--moe-router-topk 5", "`--moe-router-topk` (5) must be between"),
+    "one expert": (MOE + "--moe-router-topk 1", "give `--moe-router-pre-softmax`"),
+    "balancing": (
+        MOE + "--moe-router-load-balancing-type aux_loss seq_aux_loss",
+        "`--moe-aux-loss-coeff` has 1 value(s)",
+    ),
+    "expert bias": (
+        MOE + "--moe-router-enable-expert-bias",
+        "needs `--moe-router-score-function sigmoid`",
+    ),
+    "groups of experts": (
+        MOE + "--moe-router-num-groups 3 --moe-router-group-topk 1",
+        "divisible by `--moe-router-num-groups` (3)",
+    ),
+    "capacity": (MOE + "--moe-pad-expert-input-to-capacity", "`--moe-expert-capacity-factor`"),
+    "experts need SP": (
+        MOE + "--tensor-model-parallel-size 2 --nproc-per-node 2",
+        "needs `--sequence-parallel`",
+    ),
+    "biases": (
+        MOE + "--add-bias-linear --moe-shared-expert-intermediate-size 64",
+        "Experts with biases do not go with a shared expert",
+    ),
+    "sinkhorn": (
+        MOE + "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1",
+        "`--moe-aux-loss-coeff` (0.1) must be 0",
+    ),
+    "probabilities": (MOE + "--moe-apply-probs-on-input", "`--moe-apply-probs-on-input` needs"),
+    "precision": ("--bf16 --fp16", "`--bf16` and `--fp16` exclude each other"),
+    "nodes": ("--dry-run-nodes 0", "`--dry-run-nodes` (0) must be at least 1"),
+    "unknown": ("--tensor-parallel-sizes 2", "`--tensor-parallel-sizes` is not a flag"),
+}
+"""Planted faults: flags that go on top of a good run, and what must be said."""
+
+TOGETHER = (
+    "batch dropout method top-k precision unknown positions capacity balancing nodes groups".split()
+)
+"""Faults of separate flags, of which any several must all be reported in one run."""
+
+
+def _errors(flags: str, capfd: pytest.CaptureFixture[str]) -> list[str]:
+    assert main(GPT, [*MODEL, *flags.split(), "--dry-run"]) == EXIT_CODE_USER_ERROR
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert all(line.startswith("error: ") for line in lines), lines
+    return lines
+
+
+def test_there_are_at_least_thirty_faults() -> None:
+    assert len(BAD) >= 30
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_configuration_is_reported(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    flags, said = BAD[name]
+    assert any(said in line for line in _errors(flags, capfd))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_several_faults_come_in_one_run(seed: int, capfd: pytest.CaptureFixture[str]) -> None:
+    chosen = random.Random(seed).sample(TOGETHER, 4)
+    lines = _errors(" ".join(BAD[name][0] for name in chosen), capfd)
+    for name in chosen:
+        assert any(BAD[name][1] in line for line in lines), (name, lines)
+
+
+def test_a_dry_run_prints_the_plan_and_starts_nothing(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_args: object, **_kwargs: object) -> int:
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr("megatron_ext.training.pretrain.launch", refuse)
+    flags = "--pipeline-model-parallel-size 4 --nproc-per-node 4 --dry-run-nodes 2 --dry-run"
+    assert main(GPT, [*MODEL, *flags.split()]) == 0
+    shown = capfd.readouterr().out
+    assert "8 ranks (pp 4 × dp 2)" in shown
+    assert "schedule 1f1b: bubble" in shown
+    assert "estimated on" not in shown
+    assert main(GPT, [*MODEL, *flags.split(), "--dry-run-gpu", "H200"]) == 0
+    assert "estimated on H200" in capfd.readouterr().out
+
+
+def test_planning_flags_need_a_dry_run(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(GPT, [*MODEL, "--dry-run-nodes", "2"]) == EXIT_CODE_USER_ERROR
+    assert "`--dry-run-nodes` (2) needs `--dry-run`" in capfd.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def tool() -> Callable[[list[str]], int]:
+    return runpy.run_path(str(TOOL))["main"]  # type: ignore[no-any-return]
+
+
+def test_the_tool_plans_for_many_gpus(
+    tool: Callable[[list[str]], int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "plan.png"
+    own = ["--world-size", "16", "--gpu", "H200", "--png", str(picture), "--"]
+    more = "--pipeline-model-parallel-size 4 --global-batch-size 32".split()
+    assert tool([*own, *MODEL, *more]) == 0
+    shown = capfd.readouterr().out
+    assert "16 ranks (pp 4 × dp 4)" in shown
+    assert "fits: " in shown
+    for path in (picture, tmp_path / "plan_memory.png"):
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_tool_searches(
+    tool: Callable[[list[str]], int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    own = "--world-size 4 --search --count 3 --".split()
+    assert tool([*own, *MODEL, "--bf16"]) == 0
+    assert "layouts that fit" in capfd.readouterr().out
+
+
+def test_the_tool_reports_errors(
+    tool: Callable[[list[str]], int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert tool(["--world-size", "3", "--", *MODEL, "--tensor-model-parallel-size", "2"]) == 2
+    assert "error: The number of ranks (3)" in capfd.readouterr().err
+    assert tool(["--world-size", "1", "--", *MODEL, "--lora-rank", "4"]) == 2
+    assert "`--lora-rank` (4) cannot be planned yet" in capfd.readouterr().err
+
+
+def test_sizes_are_shown_in_units() -> None:
+    assert size(2.5e9) == "2.50 GB"
+    assert size(1234567) == "1.23 MB"
+    assert size(0) == "–"

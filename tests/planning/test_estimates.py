@@ -1,0 +1,145 @@
+"""Operations, messages, time and search against closed forms."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.config.planning import GPU_NAMES
+from megatron_ext.errors import ConfigError
+from megatron_ext.planning.communication import Traffic, Volume
+from megatron_ext.planning.contents import Sizes, stages
+from megatron_ext.planning.flops import Operations, step_flops
+from megatron_ext.planning.hardware import GPUS, gpu_named
+from megatron_ext.planning.memory import memory, with_recomputation
+from megatron_ext.planning.report import model_parameters
+from megatron_ext.planning.search import candidates, search
+from megatron_ext.planning.step_time import Efficiency, estimate, rank_volume
+from megatron_ext.training.flops import PEAK_FLOPS_BF16, flops_per_sample
+from tests.planning.layouts import LAYOUTS, MORE, flags_of
+from tests.planning.measure import configuration
+
+LLAMA_8B = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+    "--group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
+    "--padded-vocab-size 128256 --micro-batch-size 1 --global-batch-size 128 --train-iters 10 "
+    "--lr 1e-4 --bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 128000"
+)
+
+
+def _llama(more: str = "", world: int = 8) -> RunConfig:
+    words = [*LLAMA_8B.split(), *more.split()]
+    return parse_args(words, world_size=world, device="cuda").config
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *MORE])
+def test_operations_of_all_stages_are_those_of_the_training_log(name: str) -> None:
+    config = configuration(flags_of(name))
+    counted = step_flops(config, Sizes.of(config), stages(config))
+    wanted = flops_per_sample(config) * config.training.batch_sizes[1]
+    depths = config.model.mtp_num_layers or 0
+    # The log counts the norms of the depths too.
+    assert counted == pytest.approx(wanted, rel=1e-2 if depths else 1e-12)
+
+
+def test_full_recomputation_repeats_the_layers() -> None:
+    config = _llama()
+    stage = stages(config)[0]
+    full = with_recomputation(config, "full")
+    operations = Operations(full, Sizes.of(full))
+    assert operations.recomputed(stage) == 32 * operations.layer(False)
+    assert Operations(config, Sizes.of(config)).recomputed(stage) == 0
+
+
+def test_parameters_of_llama_3_8b() -> None:
+    """8,030,261,248 by its model card's weights."""
+    for more in ("", "--tensor-model-parallel-size 4", "--pipeline-model-parallel-size 4"):
+        config = _llama(more)
+        assert model_parameters(config, memory(config)) == 8_030_261_248
+
+
+def test_llama_8b_state_in_bf16_over_replicas() -> None:
+    """16 + 2 bytes a parameter: bf16 weights, fp32 gradients, main weights and two moments."""
+    config = _llama("--use-distributed-optimizer")
+    (rank,) = memory(config)
+    assert rank.state.parameters == pytest.approx(2 * 8_030_261_248, rel=1e-4)
+    assert rank.state.gradients == pytest.approx(4 * 8_030_261_248, rel=1e-4)
+    assert rank.state.optimizer == pytest.approx(12 * 8_030_261_248 / 8, rel=1e-3)
+
+
+def _volume(more: str) -> Volume:
+    config = _llama(more)
+    return rank_volume(Traffic(config, Sizes.of(config)), memory(config)[0], 1)
+
+
+def test_tensor_parallel_messages_of_a_layer() -> None:
+    """Four all-reduces of [s, b, h] in a layer, 2 (n - 1) / n each; SP gathers twice more."""
+    tensor = 8192 * 4096 * 2
+    for flags, passes in (("", 8), ("--sequence-parallel", 10)):
+        config = _llama(f"--tensor-model-parallel-size 4 {flags}")
+        layer = Traffic(config, Sizes.of(config)).layer(False)
+        assert layer.tensor == passes * 3 / 4 * tensor
+        assert layer.context == layer.expert == 0
+
+
+def test_messages_between_replicas() -> None:
+    config = _llama()
+    gradients = memory(config)[0].state.gradients
+    assert _volume("").data == 2 * 7 / 8 * gradients
+    shared = memory(_llama("--use-distributed-optimizer"))[0].state
+    wanted = 7 / 8 * (shared.gradients + shared.parameters)
+    assert _volume("--use-distributed-optimizer").data == wanted
+
+
+def test_messages_between_stages_and_along_the_sequence() -> None:
+    tensor = 8192 * 4096 * 2
+    assert _volume("--pipeline-model-parallel-size 2").pipeline == tensor
+    keys = 32 * 2 * 4096 * 2 * 8 * 128 * 2  # layers, passes, tokens, keys and values, bytes
+    assert _volume("--context-parallel-size 2").context == keys
+    assert _volume("").total == _volume("").data
+
+
+def test_time_grows_with_the_bubble_and_stays_above_the_peak_rate() -> None:
+    gpu = gpu_named("h100")
+    one = estimate(_llama("--use-distributed-optimizer"), gpu)
+    deep = estimate(_llama("--pipeline-model-parallel-size 8"), gpu)
+    assert 0 < one.mfu < Efficiency().products
+    assert one.seconds > one.flops / (8 * gpu.bf16)
+    assert deep.price.bubble_share > one.price.bubble_share == 0
+    assert one.tokens_per_second == pytest.approx(128 * 8192 / one.seconds)
+    slower = estimate(_llama("--use-distributed-optimizer"), gpu, Efficiency(products=0.35))
+    assert slower.seconds > 1.5 * one.seconds
+
+
+def test_rates_are_those_of_the_training_log() -> None:
+    assert tuple(GPUS) == GPU_NAMES
+    for name, rate in PEAK_FLOPS_BF16.items():
+        if name in GPUS:
+            assert GPUS[name].bf16 == rate
+    with pytest.raises(ConfigError, match=r"`--gpu` \(V100\) must be one of"):
+        gpu_named("V100")
+    assert GPUS["H100"].peak(1) == pytest.approx(2 * GPUS["H100"].peak(2), rel=1e-3)
+    with pytest.raises(ConfigError, match="A100 has no fp8 products"):
+        GPUS["A100"].peak(1)
+    with pytest.raises(ConfigError, match=r"`products` \(1.5\) must be above 0"):
+        Efficiency(products=1.5)
+
+
+def test_search_finds_layouts_that_fit_and_sorts_them() -> None:
+    gpu = GPUS["H100"]
+    config = _llama()
+    found = search(config, 8, gpu, count=5)
+    times = [cost.seconds for _, cost in found.best]
+    assert len(times) == 5 and times == sorted(times)
+    assert all(cost.fits for _, cost in found.best)
+    assert found.fitting < found.tried
+    layouts = {str(candidate) for candidate in candidates(config, 8, gpu)}
+    assert {"dp", "tp8", "tp2pp2", "pp2vpp4", "cp8"} <= layouts
+
+
+def test_search_without_any_layout_says_why() -> None:
+    with pytest.raises(ConfigError, match="No layout of 7 ranks") as caught:
+        search(_llama("--global-batch-size 128"), 7, GPUS["H100"])
+    assert any("`--global-batch-size` (128)" in text for text in caught.value.messages)

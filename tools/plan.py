@@ -1,0 +1,90 @@
+#!/usr/bin/env python3
+"""What a run would take on any number of GPUs, without a GPU and without starting anything.
+
+Prints all errors of the flags, or: parameters and memory of each pipeline stage, the bubble of the
+schedule, the bytes of each kind of communication, estimated step time and MFU, and whether it fits.
+
+    python tools/plan.py --world-size 64 --gpu H100 [--png plan.png] -- <flags of pretrain_gpt.py>
+    python tools/plan.py --world-size 64 --gpu H100 --search -- <flags of pretrain_gpt.py>
+
+``--search`` tries tensor, pipeline, virtual, context and expert sizes, micro-batches and
+recomputation, and lists the fastest layouts that fit. The vocabulary comes from the tokenizer, or
+from ``--padded-vocab-size``. Exit code 0: it fits; 1: it does not; 2: the flags have errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.config.planning import GPU_NAMES
+from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.planning.checks import check_core
+from megatron_ext.planning.hardware import Gpu, gpu_named
+from megatron_ext.planning.picture import save
+from megatron_ext.planning.report import console, search_table, show
+from megatron_ext.planning.search import search
+from megatron_ext.planning.step_time import estimate
+from megatron_ext.training.known_warnings import silence_known_warnings
+from megatron_ext.training.preflight import with_vocabulary
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the plan; returns the exit code."""
+    own = list(argv[: argv.index("--")]) if "--" in argv else list(argv)
+    words = list(argv[len(own) + 1 :])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="GPUs")
+    parser.add_argument("--gpu", default="H100", choices=GPU_NAMES, help="their kind (H100)")
+    parser.add_argument("--search", action="store_true", help="propose layouts")
+    parser.add_argument("--count", type=int, default=10, metavar="N", help="of --search (10)")
+    parser.add_argument("--png", type=Path, help="draw the schedule, and the memory beside it")
+    args = parser.parse_args(own)
+    gpu = gpu_named(args.gpu)
+    silence_known_warnings("cpu")
+    try:
+        if args.world_size < 1 or args.count < 1:
+            raise ConfigError("`--world-size` and `--count` must be at least 1.")
+        config = read(words, 1 if args.search else args.world_size)
+        if args.search:
+            return propose(config, args.world_size, gpu, args.count)
+        check_core(config)
+        show(config, gpu)
+        if args.png is not None:
+            print("wrote " + " and ".join(str(path) for path in save(config, args.png, gpu)))
+        return 0 if estimate(config, gpu).fits else 1
+    except MegatronExtError as error:
+        print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
+        return 2
+
+
+def read(words: Sequence[str], world_size: int) -> RunConfig:
+    """The run that flags describe, for GPUs.
+
+    Raises:
+        ConfigError: with one sentence for every error.
+    """
+    parsed = parse_args(words, world_size=world_size, device="cuda")
+    for note in parsed.notes:
+        print(f"> {note}")
+    return with_vocabulary(parsed.config)
+
+
+def propose(config: RunConfig, world_size: int, gpu: Gpu, count: int) -> int:
+    """Print the best layouts."""
+    found = search(config, world_size, gpu, count=count)
+    console().print(search_table(found))
+    return 0 if found.best else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
