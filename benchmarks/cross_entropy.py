@@ -8,13 +8,16 @@ With ``--tp 2`` two ranks hold half of the vocabulary each; the costs are those 
 needs more. megatron-core's cross-entropy works in place on float32 logits, and copies 16-bit ones.
 On a machine that others use too, compare the CPU times.
 
-Example: python benchmarks/cross_entropy.py --tokens 1024 --hidden 512 --vocab 50000 --tp 2
+Examples:
+    python benchmarks/cross_entropy.py --tokens 1024 --hidden 512 --vocab 50000 --tp 2
+    python benchmarks/cross_entropy.py --gpu-size --save
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import multiprocessing
 import os
 import platform
 import resource
@@ -23,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +47,7 @@ from megatron_ext.losses.linear_cross_entropy import (
     weighted_linear_cross_entropy,
 )
 from megatron_ext.losses.vocabulary import VocabularyHead
-from megatron_ext.training.launch import fork_ranks
+from megatron_ext.training.launch import fork_ranks, run_rank
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -129,6 +133,7 @@ WAYS: dict[str, Way] = {
     "weighted": weighted,
 }
 
+GPU_SIZE = 32_768, 4096, 151_936
 CHUNKED = ("per token", "weighted")
 
 
@@ -176,20 +181,56 @@ def measure(way: Way, args: argparse.Namespace, setting: Setting) -> Cost:
     return Cost(peak_bytes(place) - before, *best)
 
 
-def measure_apart(way: Way, args: argparse.Namespace, chunk_size: int | None) -> Cost | None:
+def on_rank(name: str, args: argparse.Namespace, chunk_size: int | None, folder: Path) -> int:
+    """`measure` on one rank, which leaves its figures in a file."""
+    layout = Layout(world_size=args.tp, tensor_model_parallel_size=args.tp)
+    device = select()
+    if device.kind == "cuda":
+        device.activate(int(os.environ["LOCAL_RANK"]))
+    context = init_groups(layout, device)
+    cost = measure(WAYS[name], args, Setting(chunk_size, context))
+    (folder / str(context.rank)).write_text(" ".join(map(repr, cost)))
+    context.destroy()
+    return 0
+
+
+def spawned(
+    rank: int, name: str, args: argparse.Namespace, chunk_size: int | None, folder: Path
+) -> None:
+    """A rank in a process that no GPU was asked for in before."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(args.tp),
+        MEGATRON_EXT_INIT_METHOD=f"file://{folder}/../rendezvous",
+    )
+    os._exit(run_rank(lambda: on_rank(name, args, chunk_size, folder)))
+
+
+def spawn_ranks(name: str, args: argparse.Namespace, chunk_size: int | None, folder: Path) -> bool:
+    """Start the ranks of a GPU, which forking would break; returns whether all went well."""
+    start = multiprocessing.get_context("spawn").Process
+    ranks = [
+        start(target=spawned, args=(r, name, args, chunk_size, folder)) for r in range(args.tp)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    return all(rank.exitcode == 0 for rank in ranks)
+
+
+def measure_apart(name: str, args: argparse.Namespace, chunk_size: int | None) -> Cost | None:
     """`measure` on fresh ranks, the dearest of each figure; None where it fails."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-
-        def rank() -> int:
-            layout = Layout(world_size=args.tp, tensor_model_parallel_size=args.tp)
-            context = init_groups(layout, select())
-            cost = measure(way, args, Setting(chunk_size, context))
-            (folder / str(context.rank)).write_text(" ".join(map(repr, cost)))
-            context.destroy()
-            return 0
-
-        if fork_ranks(rank, args.tp) != 0:
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "costs"
+        folder.mkdir()
+        if select().kind == "cuda":
+            went_well = spawn_ranks(name, args, chunk_size, folder)
+        else:
+            rank = partial(on_rank, name, args, chunk_size, folder)
+            went_well = fork_ranks(rank, args.tp) == 0
+        if not went_well:
             return None
         found = [[float(x) for x in file.read_text().split()] for file in folder.iterdir()]
     return Cost(*map(max, zip(*found, strict=True)))
@@ -244,7 +285,7 @@ def table(args: argparse.Namespace) -> list[str]:
     whole: Cost | None = None
     for name, chunk_size in candidates(args):
         label = str(chunk_size or "default") if name in CHUNKED else "-"
-        found = measure_apart(WAYS[name], args, chunk_size or None)
+        found = measure_apart(name, args, chunk_size or None)
         row = [name, label, "failed"]
         if found is not None:
             whole = whole or found
@@ -266,7 +307,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--repeats", type=int, default=1, help="the shortest counts")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
+    parser.add_argument(
+        "--gpu-size",
+        action="store_true",
+        help="32,768 tokens x 4096 hidden x 151,936 entries in bfloat16, 3 passes: one GPU's share",
+    )
     args = parser.parse_args(argv)
+    if args.gpu_size:
+        args.tokens, args.hidden, args.vocab = GPU_SIZE
+        args.dtype, args.repeats = "bfloat16", 3
     where = torch.cuda.get_device_name() if select().kind == "cuda" else "CPU"
     lines = [
         f"{date.today()}  python {platform.python_version()}  torch {torch.__version__}  {where}  "

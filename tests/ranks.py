@@ -67,6 +67,9 @@ def ranks(
 
         test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         del test.__wrapped__  # type: ignore[attr-defined]
+        # The name of the body stands for the test, by which spawned ranks find the body.
+        test.__wrapped_body__ = body  # type: ignore[attr-defined]
+        body.by_name = test  # type: ignore[attr-defined]
         return test
 
     return decorate
@@ -88,6 +91,9 @@ def run_on_ranks(
         folder = Path(name)
         device = select()
         if device.kind == "cuda":
+            count = torch.cuda.device_count()
+            if count < layout.world_size:
+                pytest.skip(f"needs {layout.world_size} GPUs, this machine has {count}")
             failed = _spawn(body, layout, arguments, folder, timeout)
         else:
             failed = _fork(body, layout, arguments, folder, timeout)
@@ -163,7 +169,9 @@ def _spawn(
 ) -> list[str]:
     context = torch.multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=_spawned, args=(rank, body, layout, arguments, folder))
+        context.Process(
+            target=_spawned, args=(rank, getattr(body, "by_name", body), layout, arguments, folder)
+        )
         for rank in range(layout.world_size)
     ]
     for process in processes:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
 from megatron_ext.layout import Layout, ParallelContext
-from tests.ranks import run_on_ranks
+from tests.ranks import _spawn, ranks, run_on_ranks
 
 
 def test_a_failing_rank_fails_the_test_with_its_traceback() -> None:
@@ -27,3 +28,18 @@ def test_hanging_ranks_are_killed() -> None:
     with pytest.raises(pytest.fail.Exception, match="ran past 2 s"):
         run_on_ranks(body, Layout(2), {}, timeout=2)
     assert time.monotonic() - start < 15
+
+
+@ranks(dp=2)
+def test_each_rank_leaves_a_file(context: ParallelContext, tmp_path: Path) -> None:
+    (tmp_path / f"rank{context.rank}").write_text("")
+
+
+@pytest.mark.slow
+def test_ranks_that_are_spawned_find_the_body_of_their_test(tmp_path: Path) -> None:
+    """As on GPUs, where forking would break what the driver keeps in a process."""
+    body = test_each_rank_leaves_a_file.__wrapped_body__  # type: ignore[attr-defined]
+    (tmp_path / "store").mkdir()
+    failed = _spawn(body, Layout(2), {"tmp_path": tmp_path}, tmp_path / "store", 60)
+    assert failed == []
+    assert sorted(path.name for path in tmp_path.glob("rank*")) == ["rank0", "rank1"]

@@ -22,6 +22,7 @@ from megatron_ext.data.batch import (
     with_mtp_targets,
 )
 from megatron_ext.data.reduction import with_reduced_weights
+from megatron_ext.device.transfer import sent
 
 if TYPE_CHECKING:
     from megatron_ext.layout import ParallelContext
@@ -109,8 +110,7 @@ class StepLoader:
             drawn = [next(self.samples) for _ in range(num_microbatches)]
             ids = torch.stack([torch.stack([sample[k] for k in self.keys]) for sample in drawn])
             masks = torch.stack([sample["loss_mask"] for sample in drawn]).float()
-            ids = ids.to(self.device, non_blocking=True)
-            masks = masks.to(self.device, non_blocking=True)
+            ids, masks = sent(ids, self.device), sent(masks, self.device)
         else:
             ids = torch.empty(
                 (num_microbatches, len(self.keys), *self.shape),

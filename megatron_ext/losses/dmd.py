@@ -106,7 +106,7 @@ def dmd_loss(latents: Tensor, *, direction: Tensor, mask: Tensor) -> tuple[Tenso
     error = torch.where(_spread(mask, x), x - x.detach() + d, 0.0)
     total = 0.5 * _by_frame(error.square()).sum()
     count = number_of_targets(mask)
-    sizes = pair(_by_frame(d.abs()).sum(), torch.tensor(mask.numel(), device=d.device))
+    sizes = pair(_by_frame(d.abs()).sum(), torch.full((), mask.numel(), device=d.device))
     return total, count, {"generator loss": pair(total, count), "dmdtrain_gradient_norm": sizes}
 
 

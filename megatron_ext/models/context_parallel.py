@@ -28,16 +28,15 @@ def _slots(size: int) -> list[int]:
 def to_sequence_order(gathered: Tensor, size: int) -> Tensor:
     """Reorder ``[s, ...]`` from rank order to the order of the sequence."""
     chunks = gathered.view(2 * size, gathered.size(0) // (2 * size), *gathered.shape[1:])
-    index = torch.tensor(_slots(size), device=gathered.device)
-    return chunks.index_select(0, index).view_as(gathered)
+    # Not by an index, which would have to be copied to the device.
+    return torch.stack([chunks[slot] for slot in _slots(size)]).view_as(gathered)
 
 
 def to_rank_order(ordered: Tensor, size: int) -> Tensor:
     """The inverse of `to_sequence_order`."""
     chunks = ordered.view(2 * size, ordered.size(0) // (2 * size), *ordered.shape[1:])
     order = [chunk for rank in range(size) for chunk in chunks_of(rank, size)]
-    index = torch.tensor(order, device=ordered.device)
-    return chunks.index_select(0, index).view_as(ordered)
+    return torch.stack([chunks[chunk] for chunk in order]).view_as(ordered)
 
 
 def gather_sequence(local: Tensor, group: ProcessGroup) -> Tensor:

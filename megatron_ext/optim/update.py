@@ -68,7 +68,7 @@ def global_grad_norm(optimizer: MegatronOptimizer) -> float:
     as megatron-core sums them, the result depends on how the ranks cut the gradients: 2e-6 between
     one and eight ranks for a model of 0.4 million parameters.
     """
-    total = 0.0
+    squares = []
     for part in parts_of(optimizer):
         grads = part.get_main_grads_for_grad_norm()
         device = grads[0].device if grads else torch.device("cuda", torch.cuda.current_device())
@@ -76,8 +76,9 @@ def global_grad_norm(optimizer: MegatronOptimizer) -> float:
         for grad in grads:
             square += _square(grad)
         torch.distributed.all_reduce(square, group=part.get_grad_stats_parallel_group())
-        total += float(square)
-    return math.sqrt(total)
+        squares.append(square)
+    # The only place of a step that waits for the device, once for all parts.
+    return math.sqrt(float(sum(squares)))
 
 
 def _square(grad: torch.Tensor, piece: int = 1024) -> torch.Tensor:

@@ -23,6 +23,7 @@ from megatron_ext.schedules.build import build_plan
 from megatron_ext.schedules.channel import Channels
 from megatron_ext.schedules.gradient_sync import GradientSync
 from megatron_ext.schedules.plan import Action, Kind, Plan
+from megatron_ext.schedules.token_scaling import scale_by_tokens
 
 if TYPE_CHECKING:
     from megatron_ext.layout import ParallelContext
@@ -109,16 +110,20 @@ class PipelineEngine:
         step.run()
         if finalizes:
             finish_embedding_wgrad_compute(config, embedding, on_last, self.context.pgs.tp)
-            count = step.num_tokens
-            if self.context.layout.v_shape:
-                # megatron-core looks for it on the last rank, which has not the last stage.
-                torch.distributed.all_reduce(count, group=self.context.pgs.pp)
             config.finalize_model_grads_func(
                 self.chunks,
-                count if config.calculate_per_token_loss else None,
+                None,
                 pg_collection=self.context.pgs,
                 force_all_reduce=force_all_reduce,
             )
+            if config.calculate_per_token_loss:
+                scale_by_tokens(
+                    self.chunks,
+                    step.num_tokens,
+                    pp=self.context.pgs.pp,
+                    dp_cp=self.context.pgs.dp_cp,
+                    last_stage_rank=self.context.last_stage_rank,
+                )
         return step.reports
 
 

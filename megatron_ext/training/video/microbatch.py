@@ -23,6 +23,7 @@ from megatron_ext.data.video.dataset import VideoBatch
 from megatron_ext.data.video.draws import Draws, draw_microbatch
 from megatron_ext.data.video.encode import reference_name
 from megatron_ext.data.video.text_dropout import Text, drop_text
+from megatron_ext.device.transfer import sent
 from megatron_ext.errors import DataError
 from megatron_ext.losses.flow_matching import (
     FlowTargets,
@@ -101,12 +102,12 @@ class FlowMaker:
         )
         times = timesteps(
             config.flow,
-            self._normals(draws, samples, t).to(latents.device),
+            sent(self._normals(draws, samples, t), latents.device),
             shift_factor(config.flow, (t, h, w), self._patch),
         )
-        noise = draws.noise.to(latents.device)
+        noise = sent(draws.noise, latents.device)
         x_t, velocity = noised(latents, noise, times, config.flow.sigma_min)
-        masks = frame_masks(draws.modes, t, config.conditions).to(latents.device)
+        masks = sent(frame_masks(draws.modes, t, config.conditions), latents.device)
         per_frame = tokens_per_frame((t, h, w), self._patch)
         num_text, num_image = batch.text.size(1), t * per_frame
         targets = None
@@ -116,7 +117,7 @@ class FlowMaker:
                 velocity=pack(velocity, self._patch),
                 weights=token_weights(mask, config.flow.loss_normalization),
                 times=times,
-                modes=draws.modes.to(latents.device),
+                modes=sent(draws.modes, latents.device),
             )
             targets = self._own(whole, num_text)
         inputs = self._inputs(batch, draws, x_t, times, masks)
@@ -154,8 +155,8 @@ class FlowMaker:
         return drop_text(
             Text(batch.text, batch.pooled),
             self._null,
-            draws.drop_text.to(device),
-            draws.drop_pooled.to(device),
+            sent(draws.drop_text, device),
+            sent(draws.drop_pooled, device),
         )
 
     def _given(self, batch: VideoBatch, draws: Draws, masks: Tensor) -> dict[str, Tensor | None]:
@@ -166,8 +167,8 @@ class FlowMaker:
             references = _references(batch, draws.modes.tolist(), self._config.conditions)
             given["cond"] = pack(condition(references, masks), self._patch)
         if sizes.guidance_embed:
-            given["guidance"] = torch.full_like(draws.normals, self._config.mmdit.guidance).to(
-                masks.device
+            given["guidance"] = torch.full_like(
+                draws.normals, self._config.mmdit.guidance, device=masks.device
             )
         return given
 

@@ -1,0 +1,160 @@
+"""A linear layer's three matrix products in bf16 and in fp8, with and without the quantisation.
+
+Forward ``y = x w^T``, gradient of the input ``dx = dy w``, gradient of the weight ``dw = dy^T x``;
+x is ``[m, k]``, w is ``[n, k]``. fp8 is ``torch._scaled_mm`` with one scale for each factor (the
+tensorwise recipe): e4m3 forwards, e5m2 for the gradient of the output. Quantising takes the largest
+entry, scales and casts, and where the product needs it, transposes. The error is the relative L2
+distance to the same product in float64.
+
+    python benchmarks/fp8_linear.py --save
+    python benchmarks/fp8_linear.py --device cpu --tiny
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_setup import (
+    add_device_flags,
+    device_of,
+    freed,
+    heading,
+    save,
+    show,
+    table_head,
+    table_row,
+)
+from megatron_ext.device.rates import seconds_of
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SHAPES = ((8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (8192, 8192, 8192))
+TINY = ((64, 32, 48),)
+HEAD = (
+    "product", "m", "n", "k", "bf16 ms", "fp8 ms", "fp8 with quantising ms", "bf16 / fp8",
+    "bf16 / fp8 with quantising", "error of bf16", "error of fp8",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Product:
+    """``left @ right`` of one name; the factors are ``[m, k]`` and ``[k, n]`` of that product."""
+
+    name: str
+    left: Tensor
+    right: Tensor
+    left_dtype: torch.dtype
+    right_dtype: torch.dtype
+
+
+def products(m: int, n: int, k: int, device: torch.device) -> list[Product]:
+    """The three of a layer, of normal random numbers in bfloat16."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, device=device, dtype=torch.bfloat16, generator=generator)
+
+    x, w, dy = draw(m, k), draw(n, k), draw(m, n)
+    return [
+        Product("forward", x, w.t(), E4M3, E4M3),
+        Product("gradient of input", dy, w, E5M2, E4M3),
+        Product("gradient of weight", dy.t(), x, E5M2, E4M3),
+    ]
+
+
+def quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The tensor in 8 bits, and the factor that brings it back, float32 ``[]``."""
+    largest = x.abs().amax().float().clamp(min=1e-12)
+    scale = torch.finfo(dtype).max / largest
+    return (x * scale).to(dtype), scale.reciprocal()
+
+
+def multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+    """Of 8-bit factors; the first lies row by row, the second column by column."""
+    return torch._scaled_mm(
+        a.contiguous(),
+        b.t().contiguous().t(),
+        scale_a=scale_a,
+        scale_b=scale_b,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=b.dtype == E4M3 == a.dtype,
+    )
+
+
+def prepared(product: Product) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both factors in 8 bits, lying as the product takes them, and their scales."""
+    a, scale_a = quantised(product.left, product.left_dtype)
+    b, scale_b = quantised(product.right, product.right_dtype)
+    return a.contiguous(), b.t().contiguous().t(), scale_a, scale_b
+
+
+def error(result: Tensor, product: Product) -> float:
+    """Relative L2 distance to float64, of the first rows where there are many."""
+    rows = min(512, product.left.size(0))
+    truth = product.left[:rows].double() @ product.right.double()
+    return float((result[:rows].double() - truth).norm() / truth.norm())
+
+
+def row(product: Product, device: torch.device, repeats: int) -> str:
+    """One line of the table."""
+    m, k = product.left.shape
+    n = product.right.size(1)
+    names = product.name, m, n, k
+
+    def in_bf16() -> Tensor:
+        return product.left @ product.right
+
+    try:
+        factors = prepared(product)
+        eight = multiply(*factors)
+    except RuntimeError as failure:
+        return table_row(*names, f"refused: {str(failure).splitlines()[0]}")
+    ways: tuple[Callable[[], Tensor], ...] = (
+        in_bf16,
+        lambda: multiply(*factors),
+        lambda: multiply(*prepared(product)),
+    )
+    bf16, bare, whole = (seconds_of(way, device, repeats=repeats) for way in ways)
+    return table_row(
+        *names,
+        *(f"{1e3 * seconds:.3f}" for seconds in (bf16, bare, whole)),
+        f"{bf16 / bare:.2f}",
+        f"{bf16 / whole:.2f}",
+        f"{error(in_bf16(), product):.1e}",
+        f"{error(eight, product):.1e}",
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table; with --save also write it beside this script."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--repeats", type=int, default=20, help="whose median counts")
+    add_device_flags(parser)
+    args = parser.parse_args(argv)
+    device = device_of(args)
+    repeats = 2 if args.tiny else args.repeats
+    lines = [*heading("fp8_linear", list(argv)), *table_head(*HEAD)]
+    show(lines)
+    for shape in TINY if args.tiny else SHAPES:
+        for product in products(*shape, device):
+            with freed(device):
+                lines.append(row(product, device, repeats))
+            show(lines[-1:])
+    if args.save:
+        save("fp8_linear", lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

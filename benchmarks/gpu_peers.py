@@ -1,0 +1,136 @@
+"""The same Llama trained by this project and by others, one after the other in one process.
+
+Every step is forward, backward, clipping and AdamW on the same ids. MFU is the share of the matrix
+rate that is measured in this same run. The peers are in `peers.py`, which says how each computes.
+
+    python benchmarks/gpu_peers.py --size 3b --seq-length 4096 --save
+    python benchmarks/gpu_peers.py --device cpu --tiny
+
+Flags after ``--`` go to pretrain_gpt.py, for ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_setup import (
+    LLAMAS,
+    Llama,
+    add_device_flags,
+    ceiling,
+    device_of,
+    freed,
+    heading,
+    one_rank,
+    outcome_of,
+    peak_memory,
+    save,
+    show,
+    table_head,
+    table_row,
+)
+from benchmarks.peers import PEERS, Place, version_of
+from megatron_ext.device.rates import seconds_of
+
+HEAD = (
+    "step of", "version", "parameters", "ms", "tokens/s", "TFLOP/s", "MFU of measured",
+    "of datasheet", "peak memory (GiB)", "loss, first and last",
+)  # fmt: skip
+
+
+def make_data(sizes: Llama, length: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Random ids ``[b, s]``, and those that follow them."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(sizes.vocab - 1, (batch, length + 1), generator=generator).to(device)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def measure(
+    name: str, sizes: Llama, place: Place, *, repeats: int, warm_ups: int, tiny: bool
+) -> list[str]:
+    """The cells of a peer after its name and version."""
+    peer = PEERS[name](sizes, place)
+    data = make_data(sizes, place.length, place.batch, place.device)
+    first = float(peer.step(*data))
+    seconds = seconds_of(lambda: peer.step(*data), place.device, repeats=repeats, warm_ups=warm_ups)
+    tokens = place.batch * place.length / seconds
+    flops = tokens * sizes.flops_per_token(place.length)
+    top = ceiling(place.device, torch.bfloat16, tiny=tiny)
+    return [
+        f"{peer.parameters:,}",
+        f"{1e3 * seconds:.1f}",
+        f"{tokens:,.0f}",
+        f"{flops / 1e12:.4g}",
+        *top.shares(flops),
+        peak_memory(place.device),
+        f"{first:.3f}, {float(peer.step(*data)):.3f}",
+    ]
+
+
+def row(name: str, sizes: Llama, place: Place, args: argparse.Namespace) -> str:
+    """The line of a peer."""
+    version = version_of(name)
+    if version is None:
+        return table_row(name, "not installed")
+
+    def cells() -> list[str]:
+        try:
+            return measure(
+                name, sizes, place, repeats=args.repeats, warm_ups=args.warm_up, tiny=args.tiny
+            )
+        except ImportError as error:
+            return [f"another version than this script knows: {error}"]
+
+    with freed(place.device):
+        return table_row(name, version, *outcome_of(cells))
+
+
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--size", choices=tuple(LLAMAS), default="3b")
+    parser.add_argument("--seq-length", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=2, help="sequences of a step")
+    parser.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=list(PEERS))
+    parser.add_argument("--repeats", type=int, default=15, help="steps, whose median counts")
+    parser.add_argument("--warm-up", type=int, default=5, help="steps before, which compile")
+    parser.add_argument("--no-compile", action="store_true", help="leave the peers uncompiled")
+    add_device_flags(parser)
+    words = list(argv)
+    split = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:split])
+    args.flags = tuple(words[split + 1 :])
+    if args.tiny:
+        args.size, args.seq_length, args.batch = "tiny", 32, 2
+        args.repeats, args.warm_up, args.no_compile = 2, 1, True
+    return args
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table; with --save also write it beside this script."""
+    args = parsed(argv)
+    device = device_of(args)
+    lines = [*heading("gpu_peers", list(argv)), *table_head(*HEAD)]
+    show(lines)
+    with one_rank() as context:
+        place = Place(context, device, not args.no_compile, args.seq_length, args.batch, args.flags)
+        for name in args.peers:
+            lines.append(row(name, LLAMAS[args.size], place, args))
+            show(lines[-1:])
+    if args.save:
+        save("gpu_peers", lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

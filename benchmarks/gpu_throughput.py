@@ -1,0 +1,215 @@
+"""Throughput of pretrain_gpt.py's loop on one GPU, beside what a matrix product reaches there.
+
+For each model size, implementation of the layers and precision: time of a step, tokens per second,
+TFLOP/s of the model, their share of the matrix rate measured in this same run (the MFU) and of the
+datasheet's, and the peak of the memory. Recomputation, which none of the variants uses, would not
+count as work. What cannot run here says why in its row.
+
+    python benchmarks/gpu_throughput.py --sizes 3b --seq-length 4096 --save
+    python benchmarks/gpu_throughput.py --device cpu --tiny
+
+Flags after ``--`` go to pretrain_gpt.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+from benchmarks.gpu_setup import (
+    LLAMAS,
+    Llama,
+    add_device_flags,
+    ceiling,
+    ceiling_dtype,
+    config_of,
+    device_of,
+    freed,
+    heading,
+    one_rank,
+    outcome_of,
+    peak_memory,
+    save,
+    show,
+    table_head,
+    table_row,
+)
+from megatron_ext.layout import ParallelContext, seed_everything
+from megatron_ext.training.loop import train
+from megatron_ext.training.setup import Run, build_run
+from pretrain_gpt import GPT
+
+IMPLEMENTATIONS = {"torch": "torch", "te": "transformer_engine"}
+PRECISIONS = {"bf16": ("--bf16",), "fp8": ("--bf16", "--fp8-format", "hybrid")}
+HEAD = (
+    "model", "layers", "precision", "sequence", "batch", "ms per step", "tokens/s", "TFLOP/s",
+    "MFU of measured", "of datasheet", "peak memory (GiB)", "loss",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row.
+
+    Attributes:
+        size: a name in `LLAMAS`.
+        implementation: a name in `IMPLEMENTATIONS`.
+        precision: a name in `PRECISIONS`.
+        length: tokens of a sequence.
+        batch: sequences of a step.
+        extra: more flags of pretrain_gpt.py.
+    """
+
+    size: str
+    implementation: str
+    precision: str
+    length: int
+    batch: int
+    extra: tuple[str, ...] = ()
+
+    @property
+    def model(self) -> Llama:
+        return LLAMAS[self.size]
+
+    @property
+    def flags(self) -> list[str]:
+        return [
+            *self.model.flags(self.length, self.batch),
+            "--transformer-impl",
+            IMPLEMENTATIONS[self.implementation],
+            *PRECISIONS[self.precision],
+            *self.extra,
+        ]
+
+    @property
+    def names(self) -> tuple[object, ...]:
+        return self.size, self.implementation, self.precision, self.length, self.batch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Rounds and steps of each that are timed, after steps that are not."""
+
+    rounds: int
+    steps: int
+    warm_up: int
+
+
+def seconds_per_step(run: Run, timing: Timing) -> float:
+    """Median over the rounds of the mean time of a step of the loop."""
+    times = []
+    for number in range(timing.rounds + 1):
+        steps = timing.steps if number else timing.warm_up
+        if run.device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run.num_iterations = run.progress.iteration + steps
+        train(run)
+        if run.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / steps)
+    return statistics.median(times[1:])
+
+
+def loss_after(run: Run) -> float:
+    """Loss of one more step, which shows that the timed ones trained."""
+    batches = run.train_source.next_step(1)
+    rows = run.batch_size.global_batch_size
+    result = run.runner.train(batches, 1, run.progress.consumed_train_samples, rows)
+    return float(next(iter(result.losses.values())))
+
+
+def measure(
+    variant: Variant, timing: Timing, context: ParallelContext, device: torch.device, *, tiny: bool
+) -> list[str]:
+    """The cells of a variant after its names.
+
+    Raises:
+        ConfigError: it cannot run here.
+    """
+    config, tokenizer = config_of(variant.flags, device)
+    seed_everything(context, config.training.seed)
+    run = build_run(config, GPT, context, device, tokenizer)
+    seconds = seconds_per_step(run, timing)
+    tokens = variant.batch * variant.length / seconds
+    flops = tokens * run.flops_per_sample / variant.length
+    top = ceiling(device, ceiling_dtype(device, variant.precision), tiny=tiny)
+    return [
+        f"{1e3 * seconds:.1f}",
+        f"{tokens:,.0f}",
+        f"{flops / 1e12:.4g}",
+        *top.shares(flops),
+        peak_memory(device),
+        f"{loss_after(run):.3f}",
+    ]
+
+
+def variants(args: argparse.Namespace) -> list[Variant]:
+    """All rows, in order."""
+    return [
+        Variant(size, implementation, precision, length, args.batch, args.flags)
+        for size in args.sizes
+        for length in args.seq_length
+        for implementation in args.implementations
+        for precision in args.precisions
+    ]
+
+
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--sizes", nargs="+", choices=tuple(LLAMAS), default=["3b", "4b"])
+    parser.add_argument("--seq-length", type=int, nargs="+", default=[4096])
+    parser.add_argument("--batch", type=int, default=2, help="sequences of a step")
+    parser.add_argument(
+        "--implementations", nargs="+", choices=tuple(IMPLEMENTATIONS), default=["torch", "te"]
+    )
+    parser.add_argument("--precisions", nargs="+", choices=tuple(PRECISIONS), default=["bf16"])
+    parser.add_argument("--rounds", type=int, default=5, help="whose median counts")
+    parser.add_argument("--steps", type=int, default=5, help="of a round")
+    parser.add_argument("--warm-up", type=int, default=5, help="steps before")
+    add_device_flags(parser)
+    words = list(argv)
+    split = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:split])
+    args.flags = tuple(words[split + 1 :])
+    if args.tiny:
+        args.sizes, args.seq_length, args.batch = ["tiny"], [32], 2
+        args.rounds, args.steps, args.warm_up = 2, 1, 1
+    return args
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table; with --save also write it beside this script."""
+    args = parsed(argv)
+    device = device_of(args)
+    lines = [*heading("gpu_throughput", list(argv)), *table_head(*HEAD)]
+    show(lines)
+    timing = Timing(args.rounds, args.steps, args.warm_up)
+    with one_rank() as context:
+        for variant in variants(args):
+
+            def cells(variant: Variant = variant) -> list[str]:
+                return measure(variant, timing, context, device, tiny=args.tiny)
+
+            with freed(device):
+                lines.append(table_row(*variant.names, *outcome_of(cells)))
+            show(lines[-1:])
+    if args.save:
+        save("gpu_throughput", lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,288 @@
+"""The same Llama in other people's code, each as a training step: what `gpu_peers.py` compares.
+
+A peer takes sizes and a device, and gives a function from token ids ``[b, s]`` and labels
+``[b, s]`` to the loss of a whole step: forward, backward, clipping and AdamW. Weights of peers
+without mixed precision of their own are kept in float32 and computed with in bfloat16 (autocast);
+megatron-core keeps bfloat16 weights beside float32 ones, as ours does. All are compiled, but for
+megatron-core, which compiles its own pointwise functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from benchmarks.gpu_setup import Llama, config_of
+from benchmarks.torch_llama import EPSILON, THETA, TorchLlama, token_loss
+from megatron_ext.data.batch import Batch
+from megatron_ext.layout import ParallelContext, seed_everything
+from megatron_ext.training.setup import Run, build_run
+from pretrain_gpt import GPT
+
+LEARNING_RATE = 1e-5
+CLIP = 1.0
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how a peer computes.
+
+    Attributes:
+        context: groups of the only rank.
+        device: cuda or cpu.
+        compiled: ``torch.compile`` the peers.
+        length, batch: tokens of a sequence and sequences of a step.
+        flags: more flags of pretrain_gpt.py, for ours.
+    """
+
+    context: ParallelContext
+    device: torch.device
+    compiled: bool
+    length: int
+    batch: int
+    flags: tuple[str, ...] = ()
+
+    def compile(self, function: Any) -> Any:
+        return torch.compile(function) if self.compiled else function
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A training step and the number of weights that it trains."""
+
+    step: Step
+    parameters: int
+
+
+def _adam(model: nn.Module, device: torch.device) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=device.type == "cuda"
+    )
+
+
+def of_module(
+    model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor], device: torch.device
+) -> Peer:
+    """The usual training step around a module and its loss."""
+    optimizer = _adam(model, device)
+
+    def step(tokens: Tensor, labels: Tensor) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = loss_of(tokens, labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=True)
+        optimizer.step()
+        return loss.detach()
+
+    return Peer(step, sum(p.numel() for p in model.parameters()))
+
+
+def plain_torch(sizes: Llama, place: Place) -> Peer:
+    """`TorchLlama`, compiled together with its loss."""
+    with place.device:
+        model = TorchLlama(sizes)
+    loss = place.compile(lambda tokens, labels: token_loss(model(tokens), labels))
+    return of_module(model, loss, place.device)
+
+
+def hugging_face(sizes: Llama, place: Place) -> Peer:
+    """transformers' LlamaForCausalLM with its own loss, compiled."""
+    from transformers import LlamaForCausalLM
+
+    with place.device:
+        model = LlamaForCausalLM(hugging_face_config(sizes, place.length)).float()
+    run = place.compile(model)
+
+    def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
+        result: Tensor = run(
+            input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False
+        ).loss
+        return result
+
+    return of_module(model, loss_of, place.device)
+
+
+def hugging_face_config(sizes: Llama, length: int) -> Any:
+    """The sizes in transformers' words."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.ffn,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.groups,
+        max_position_embeddings=length,
+        rms_norm_eps=EPSILON,
+        rope_theta=THETA,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+    )
+
+
+def core_chunk(config: Any, core: Any, context: ParallelContext, **position: Any) -> GPTModel:
+    """megatron-core's GPTModel with its local layers; a model provider of `Task`."""
+    model = config.model
+    return GPTModel(
+        config=core,
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization=core.normalization),
+        vocab_size=model.padded_vocab_size,
+        max_sequence_length=model.max_position_embeddings,
+        parallel_output=True,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+        rotary_base=model.rotary_base,
+        pg_collection=context.pgs,
+        **position,
+    )
+
+
+def run_of(sizes: Llama, place: Place, task: Any, flags: tuple[str, ...]) -> Run:
+    """A run of this project, without reports."""
+    words = [*sizes.flags(place.length, place.batch), "--bf16", *flags]
+    config, tokenizer = config_of(words, place.device)
+    seed_everything(place.context, config.training.seed)
+    return build_run(config, task, place.context, place.device, tokenizer)
+
+
+def parameters_of(run: Run) -> int:
+    """Weights that are trained."""
+    return sum(p.numel() for chunk in run.chunks for p in chunk.parameters())
+
+
+def megatron_core(sizes: Llama, place: Place) -> Peer:
+    """megatron-core alone: its local layers, schedule, data parallelism and optimizer."""
+    task = dataclasses.replace(GPT, model_chunk=core_chunk)
+    flags = ("--transformer-impl", "torch", "--cross-entropy-impl", "eager")
+    run = run_of(sizes, place, task, flags)
+    schedule = get_forward_backward_func()
+
+    def forward(batches: Iterator[tuple[Tensor, Tensor]], model: nn.Module) -> Any:
+        tokens, labels = next(batches)
+        positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
+        losses = model(tokens, positions, None, labels=labels)
+        count = torch.full((), labels.numel(), dtype=torch.int, device=labels.device)
+
+        def loss(losses: Tensor) -> Any:
+            total = losses.float().sum()
+            return total, count, total.detach() / count
+
+        return losses, loss
+
+    def step(tokens: Tensor, labels: Tensor) -> Tensor:
+        assert run.optimizer is not None
+        chunk = run.chunks[0]
+        chunk.zero_grad_buffer()
+        run.optimizer.zero_grad()
+        reports = schedule(
+            forward_step_func=forward,
+            data_iterator=iter([(tokens, labels)]),
+            model=chunk,
+            num_microbatches=1,
+            seq_length=place.length,
+            micro_batch_size=place.batch,
+            forward_only=False,
+        )
+        run.optimizer.step()
+        loss: Tensor = reports[0]
+        return loss
+
+    return Peer(step, parameters_of(run))
+
+
+def ours(sizes: Llama, place: Place) -> Peer:
+    """This project's own step, with the torch layers unless the flags say otherwise."""
+    run = run_of(sizes, place, GPT, ("--transformer-impl", "torch", *place.flags))
+
+    def step(tokens: Tensor, labels: Tensor) -> Tensor:
+        positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
+        weights = torch.ones(labels.shape, device=labels.device)
+        result = run.runner.train([Batch(tokens, labels, weights, positions)], 1, 0, place.batch)
+        return next(iter(result.losses.values()))
+
+    return Peer(step, parameters_of(run))
+
+
+def torchtitan(sizes: Llama, place: Place) -> Peer:
+    """torchtitan's Llama 3 with flex attention, compiled block by block as its trainer does.
+
+    Raises:
+        ImportError: another version than 0.3, whose parts have other names.
+    """
+    from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+    from torchtitan.models.llama3 import Llama3Model, _build_llama3_layers
+
+    init = {"weight": lambda weight: nn.init.normal_(weight, std=0.02)}
+    ones = {"weight": nn.init.ones_}
+    rope = ComplexRoPE.Config(
+        dim=sizes.head_size, max_seq_len=place.length, theta=THETA, scaling="none"
+    )
+    model = Llama3Model.Config(
+        dim=sizes.hidden,
+        vocab_size=sizes.vocab,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=sizes.vocab, embedding_dim=sizes.hidden, param_init=init
+        ),
+        norm=RMSNorm.Config(normalized_shape=sizes.hidden, param_init=ones),
+        lm_head=Linear.Config(in_features=sizes.hidden, out_features=sizes.vocab, param_init=init),
+        layers=_build_llama3_layers(
+            n_layers=sizes.layers,
+            dim=sizes.hidden,
+            n_heads=sizes.heads,
+            n_kv_heads=sizes.groups,
+            hidden_dim=sizes.ffn,
+            rope=rope,
+            attn_backend="flex",
+        ),
+    ).build()
+    model.to(place.device)
+    model.init_states(buffer_device=place.device)
+    if place.compiled:
+        for layer in model.layers.values():
+            layer.compile(fullgraph=True)
+    loss = place.compile(token_loss)
+
+    def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
+        positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
+        masks = model.get_attention_masks(positions)
+        result: Tensor = loss(model(tokens, positions, masks), labels)
+        return result
+
+    return of_module(model, loss_of, place.device)
+
+
+PEERS: dict[str, Callable[[Llama, Place], Peer]] = {
+    "ours": ours,
+    "plain torch": plain_torch,
+    "Hugging Face": hugging_face,
+    "megatron-core": megatron_core,
+    "torchtitan": torchtitan,
+}
+PACKAGES = {
+    "plain torch": "torch",
+    "Hugging Face": "transformers",
+    "megatron-core": "megatron-core",
+    "torchtitan": "torchtitan",
+}
+
+
+def version_of(name: str) -> str | None:
+    """Version of a peer's package, None where it is not installed."""
+    package = PACKAGES.get(name, "megatron-ext")
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,111 @@
+"""Made-up machines for the doctor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.doctor import Outcome
+
+SMI = "/usr/bin/nvidia-smi"
+REQUIRES = ["megatron-core<0.17,>=0.16.1", 'transformer-engine[pytorch]>=2.4; extra == "te"']
+H200 = {
+    "version": "2.11.0+cu130",
+    "cuda": "13.0",
+    "hip": None,
+    "archs": ["sm_80", "sm_90", "sm_100", "compute_120"],
+    "driver_cuda": 13000,
+    "usable": True,
+    "nccl": "2.28.9",
+    "cudnn": 91501,
+    "gpus": [["NVIDIA H200", 9, 0, 150_000_000_000]],
+}
+NO_CUDA = {
+    **H200,
+    "version": "2.13.0+cpu",
+    "cuda": None,
+    "archs": [],
+    "driver_cuda": None,
+    "usable": False,
+    "nccl": None,
+    "cudnn": None,
+    "gpus": [],
+}
+RATES = {"bf16": 7.9e14, "fp8": 1.4e15, "copy": 4.1e12}
+
+
+class Machine:
+    """Answers what the doctor asks from tables, and fails at whatever is in none of them."""
+
+    def __init__(
+        self,
+        torch: Mapping[str, Any] | Outcome = H200,
+        *,
+        smi: str | Outcome | None = "NVIDIA H200, 580.65.06, Disabled",
+        environ: Mapping[str, str] | None = None,
+        programs: Sequence[str] = ("gcc", "nvcc"),
+        modules: Sequence[str] = ("amp_C", "fused_weight_gradient_mlp_cuda"),
+        folders: Mapping[str, Path] | None = None,
+        broken: Mapping[str, Outcome] | None = None,
+        rates: Mapping[str, float | None] | Outcome = RATES,
+        **versions: str | None,
+    ) -> None:
+        self.torch, self.smi, self.rates = torch, smi, rates
+        self.environ: Mapping[str, str] = environ or {}
+        self.programs = [*programs, *(["nvidia-smi"] if smi is not None else [])]
+        self.modules, self.folders = modules, folders or {}
+        self.broken = broken or {}
+        self.versions = {
+            "megatron-ext": "0.1.0",
+            "megatron-core": "0.16.1",
+            "torch": "2.11.0",
+            "transformer-engine": "2.11.0",
+            "flash-attn": "2.8.3",
+            "triton": "3.6.0",
+            **{name.replace("_", "-"): version for name, version in versions.items()},
+        }
+        self.ran: list[str] = []
+
+    def version(self, distribution: str) -> str | None:
+        return self.versions.get(distribution)
+
+    def requirements(self, distribution: str) -> list[str] | None:
+        return REQUIRES if self.versions.get(distribution) else None
+
+    def folder(self, module: str) -> Path | None:
+        return self.folders.get(module)
+
+    def has_module(self, module: str) -> bool:
+        return module in self.modules
+
+    def program(self, *names: str) -> str | None:
+        return next((f"/usr/bin/{name}" for name in names if name in self.programs), None)
+
+    def run(self, command: Sequence[str], seconds: float = 30.0) -> Outcome:
+        if command[0] == SMI:
+            return self._smi(len(command) > 1)
+        if command[0].endswith("nvcc"):
+            return Outcome(0, "Cuda compilation tools, release 13.0, V13.0.88\n")
+        return self._python(command[-1])
+
+    def _smi(self, asks: bool) -> Outcome:
+        if isinstance(self.smi, Outcome):
+            return self.smi
+        return Outcome(0, f"{self.smi}\n" if asks else "| Driver: 580   CUDA Version: 13.0   |\n")
+
+    def _python(self, code: str) -> Outcome:
+        self.ran.append(code)
+        answers: dict[str, Callable[[], Any]] = {
+            "device.rates": lambda: self.rates,
+            "_cuda_getDriverVersion": lambda: self.torch,
+        }
+        for word, answer in answers.items():
+            if word in code:
+                found = answer()
+                return found if isinstance(found, Outcome) else Outcome(0, json.dumps(found))
+        for module, outcome in self.broken.items():
+            if f"import {module}" in code:
+                return outcome
+        return Outcome(0)

@@ -1,0 +1,291 @@
+"""What the doctor says of made-up machines; and of this one, whatever it is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.doctor import Outcome, ThisMachine, examine, main, report
+from megatron_ext.doctor.packages import is_nvidia_apex
+from megatron_ext.doctor.surroundings import ask_python, run_python
+from tests.doctor.machines import H200, NO_CUDA, Machine
+
+
+def text_of(machine: Machine, **options: bool) -> str:
+    return "\n".join(report(examine(machine, **options)))
+
+
+def test_a_whole_machine_lacks_nothing_but_apex() -> None:
+    found = examine(Machine())
+    assert not found.stops_runs
+    assert found.unknown == ()
+    statuses = {finding.name: finding.status for finding in found.findings}
+    assert {name for name, status in statuses.items() if status != "found"} == {"apex"}
+    assert found.finding("NCCL").version == "2.28.9"
+    assert found.finding("cuDNN").version == "9.15.1"
+    assert found.finding("nvcc").version == "13.0"
+    assert found.finding("NVIDIA driver").version == "580.65.06"
+    text = "\n".join(report(found))
+    assert "GPU 0: NVIDIA H200, compute capability 9.0, 139.7 GiB" in text
+    assert "bf16 matrix product, measured: 790 TFLOP/s" in text
+    assert "fp8 matrix product, measured: 1400 TFLOP/s" in text
+    assert "copy within its memory, read and written: 4.10 TB/s" in text
+    assert text.endswith("Runs compute on 1 GPU(s).")
+
+
+def test_g8_without_a_gpu_it_says_what_it_cannot_know() -> None:
+    machine = Machine(NO_CUDA, smi=None, transformer_engine=None, flash_attn=None, triton=None)
+    found = examine(machine)
+    assert not found.stops_runs
+    assert found.gpus == ()
+    assert found.finding("NVIDIA driver").status == "unknown"
+    assert found.finding("NCCL").status == "unknown"
+    assert found.finding("NCCL").version is None
+    for name in ("Transformer Engine", "flash-attn", "triton", "apex"):
+        assert found.finding(name).status == "not needed"
+    assert found.finding("GPU").detail == (
+        "No driver shows one, and this torch was built without CUDA."
+    )
+    text = "\n".join(report(found))
+    assert "Torch can use no GPU here, so this cannot be known:" in text
+    assert "the matrix rate and the copy bandwidth of a GPU" in text
+    assert "TFLOP/s" not in text and "TB/s" not in text and "GiB" not in text
+    assert not any("device.rates" in code for code in machine.ran)
+    assert text.endswith("Runs compute on the CPU, and their ranks talk over gloo.")
+
+
+def test_an_extra_that_is_there_without_a_gpu_is_not_judged() -> None:
+    machine = Machine(NO_CUDA, smi=None)
+    finding = examine(machine).finding("Transformer Engine")
+    assert (finding.status, finding.version) == ("unknown", "2.11.0")
+    assert not any("transformer_engine" in code for code in machine.ran)
+
+
+@pytest.mark.parametrize(
+    ("torch", "environ", "detail", "install"),
+    [
+        (
+            NO_CUDA,
+            {},
+            "The driver shows NVIDIA H200, but this torch was built without CUDA.",
+            "pip install --force-reinstall torch --index-url "
+            "https://download.pytorch.org/whl/cu130",
+        ),
+        (
+            {**H200, "usable": False, "gpus": [], "driver_cuda": 12040},
+            {},
+            "The driver shows NVIDIA H200, but the driver supports CUDA up to 12.4 and this torch "
+            "was built for 13.0.",
+            "pip install --force-reinstall torch --index-url "
+            "https://download.pytorch.org/whl/cu126",
+        ),
+        (
+            {**H200, "usable": False, "gpus": []},
+            {"CUDA_VISIBLE_DEVICES": ""},
+            "The driver shows NVIDIA H200, but `CUDA_VISIBLE_DEVICES` ('') hides them all.",
+            "unset CUDA_VISIBLE_DEVICES",
+        ),
+        (
+            {**H200, "usable": False, "gpus": []},
+            {},
+            "The driver shows NVIDIA H200, but torch cannot use any; "
+            "`python -c 'import torch; torch.cuda.init()'` says why.",
+            "",
+        ),
+    ],
+)
+def test_why_torch_cannot_use_a_gpu_that_is_there(
+    torch: dict[str, object], environ: dict[str, str], detail: str, install: str
+) -> None:
+    finding = examine(Machine(torch, environ=environ)).finding("GPU")
+    assert finding.status == "broken"
+    assert finding.detail == detail
+    assert finding.install == install
+    assert finding.cost == (
+        "Runs compute on the CPU and talk over gloo: for tests and small models only."
+    )
+
+
+def test_missing_extras_say_what_they_cost_and_how_to_install_them() -> None:
+    found = examine(Machine(transformer_engine=None, flash_attn=None, triton=None))
+    engine = found.finding("Transformer Engine")
+    assert engine.status == "missing"
+    assert "`--transformer-impl transformer_engine` is refused" in engine.cost
+    assert engine.install == (
+        'pip install --no-build-isolation "transformer-engine[pytorch,core_cu13]"'
+    )
+    assert found.finding("flash-attn").cost.startswith("Nothing with the torch layers")
+    assert "`torch.compile` cannot make GPU kernels" in found.finding("triton").cost
+    twelve = examine(Machine({**H200, "cuda": "12.6"}, transformer_engine=None))
+    assert "core_cu12" in twelve.finding("Transformer Engine").install
+
+
+def test_an_extra_whose_import_crashes_is_broken() -> None:
+    machine = Machine(
+        broken={
+            "transformer_engine": Outcome(-11),
+            "flash_attn": Outcome(1, errors="Traceback\nImportError: undefined symbol: _ZN3c10\n"),
+            "triton": Outcome(None),
+        }
+    )
+    found = examine(machine)
+    details = [found.finding(x).detail for x in ("Transformer Engine", "flash-attn", "triton")]
+    assert details == [
+        "`import transformer_engine.pytorch` failed: it was ended by signal 11.",
+        "`import flash_attn` failed: ImportError: undefined symbol: _ZN3c10.",
+        "`import triton` failed: it ran out of time.",
+    ]
+    assert found.finding("flash-attn").install == (
+        "pip install --force-reinstall --no-build-isolation flash-attn"
+    )
+    assert not found.stops_runs
+
+
+def test_flash_attention_3_is_imported_by_its_own_name() -> None:
+    machine = Machine(flash_attn=None, flash_attn_3="3.0.0")
+    assert examine(machine).finding("flash-attn").version == "3.0.0"
+    assert "import flash_attn_interface" in machine.ran
+
+
+def make_apex(folder: Path, *, nvidia: bool) -> Path:
+    module = folder / "apex"
+    (module / "optimizers").mkdir(parents=True)
+    (module / "__init__.py").write_text("")
+    if nvidia:
+        (module / "optimizers" / "fused_adam.py").write_text("")
+    else:
+        (module / "views.py").write_text("from pyramid.view import view_config")
+    return module
+
+
+def test_the_apex_of_pypi_is_told_from_nvidias(tmp_path: Path) -> None:
+    other = make_apex(tmp_path / "pypi", nvidia=False)
+    assert not is_nvidia_apex(other)
+    finding = examine(Machine(folders={"apex": other}, apex="0.9.10.dev0")).finding("apex")
+    assert finding.status == "broken"
+    assert finding.detail == (
+        f"What is installed at {other} is not NVIDIA's apex but an unrelated project of the same "
+        "name, as PyPI has one."
+    )
+    assert finding.install.startswith("pip uninstall -y apex && git clone")
+    on_cpu = Machine(NO_CUDA, smi=None, folders={"apex": other}, apex="0.9.10.dev0")
+    assert examine(on_cpu).finding("apex").install == "pip uninstall -y apex"
+
+    ours = make_apex(tmp_path / "nvidia", nvidia=True)
+    finding = examine(Machine(folders={"apex": ours}, apex="0.1")).finding("apex")
+    assert (finding.status, finding.version, finding.detail) == ("found", "0.1", "")
+    machine = Machine(folders={"apex": ours}, apex="0.1", modules=("amp_C",))
+    assert "no kernel that adds weight gradients" in examine(machine).finding("apex").detail
+    machine = Machine(folders={"apex": ours}, apex="0.1", modules=())
+    finding = examine(machine).finding("apex")
+    assert finding.status == "broken"
+    assert finding.detail == "It was built without its extensions (`amp_C` is absent)."
+
+
+@pytest.mark.parametrize(
+    ("machine", "name", "status", "words"),
+    [
+        (Machine(megatron_core="0.15.0"), "megatron-core", "broken", "supports <0.17,>=0.16.1"),
+        (Machine(megatron_core=None), "megatron-core", "missing", "Nothing runs."),
+        (
+            Machine(broken={"megatron.core": Outcome(1, errors="ImportError: no\n")}),
+            "megatron-core",
+            "broken",
+            "Its import failed: ImportError: no.",
+        ),
+        (Machine(torch=Outcome(-4)), "torch", "broken", "failed: it was ended by signal 4."),
+        (Machine(torch=Outcome(0, "nonsense")), "torch", "broken", "nothing that could be read"),
+        (
+            Machine({**H200, "gpus": [["Tesla V100", 7, 0, 10**10]]}),
+            "kernels for GPU 0",
+            "broken",
+            "Tesla V100 is sm_70; this torch has kernels for sm_80, sm_90, sm_100, compute_120.",
+        ),
+    ],
+)
+def test_what_stops_every_run(machine: Machine, name: str, status: str, words: str) -> None:
+    found = examine(machine, measure=False)
+    assert found.stops_runs
+    assert found.finding(name).status == status
+    text = "\n".join(report(found))
+    assert words in text
+    assert text.endswith(f"No run can start: mend {name} first.")
+
+
+def test_without_torch() -> None:
+    found = examine(_without_torch())
+    assert found.finding("torch").install == "pip install torch"
+    assert found.finding("GPU").status == "unknown"
+    assert found.finding("GPU").detail == (
+        "The driver shows NVIDIA H200. Torch, which would use it, does not work."
+    )
+
+
+def _without_torch() -> Machine:
+    machine = Machine(Outcome(1, errors="ModuleNotFoundError: No module named 'torch'\n"))
+    machine.versions["torch"] = None
+    return machine
+
+
+@pytest.mark.parametrize(
+    ("capability", "fits"), [((8, 6), True), ((9, 0), True), ((10, 3), True), ((12, 1), True),
+                             ((7, 5), False), ((11, 0), False)],
+)  # fmt: skip
+def test_kernels_run_on_newer_minor_versions(capability: tuple[int, int], fits: bool) -> None:
+    machine = Machine({**H200, "gpus": [["GPU", *capability, 10**10]]})
+    assert examine(machine, measure=False).stops_runs is not fits
+
+
+def test_a_version_that_nobody_states_is_not_judged() -> None:
+    finding = examine(Machine(megatron_ext=None)).finding("megatron-core")
+    assert finding.status == "unknown"
+    assert finding.install == "pip install -e ."
+
+
+@pytest.mark.parametrize(
+    ("smi", "words"),
+    [
+        (Outcome(9, "NVIDIA-SMI has failed because it couldn't communicate.\n"), "communicate."),
+        ("", "`nvidia-smi` shows no device."),
+    ],
+)
+def test_a_driver_that_does_not_answer(smi: str | Outcome, words: str) -> None:
+    finding = examine(Machine(NO_CUDA, smi=smi)).finding("NVIDIA driver")
+    assert finding.status == "broken"
+    assert finding.detail.endswith(words)
+
+
+def test_rates_that_could_not_be_measured_say_why() -> None:
+    machine = Machine(rates=Outcome(1, errors="torch.OutOfMemoryError: CUDA out of memory\n"))
+    assert "rates: the measurement failed: torch.OutOfMemoryError" in text_of(machine)
+    assert "printed nothing that could be read" in text_of(Machine(rates=Outcome(0, "")))
+    assert "rates: not measured (`--no-measure`)" in text_of(Machine(), measure=False)
+    older = Machine(rates={"bf16": 2.4e14, "fp8": None, "copy": 1.5e12})
+    assert "fp8: its matrix units do not take it" in text_of(older)
+
+
+def test_json_holds_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json"], Machine()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["gpus"][0]["rates"] == {"bf16": 7.9e14, "fp8": 1.4e15, "copy": 4.1e12}
+    assert {"name", "status", "version", "cost", "install"} <= set(found["findings"][0])
+    assert main(["--no-measure"], Machine(megatron_core=None)) == 1
+    assert "mend by: pip install" in capsys.readouterr().out
+
+
+def test_programs_and_imports_run_apart() -> None:
+    here = ThisMachine()
+    crashed = run_python(here, "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    assert crashed.reason == "it was ended by signal 11"
+    assert run_python(here, "import time; time.sleep(60)", seconds=0.2).code is None
+    assert run_python(here, "raise OSError('no')").reason == "OSError: no"
+    assert ask_python(here, "print('{\"a\": 1}')") == {"a": 1}
+    assert here.run(["/nowhere/at/all"]).code == 127
+    assert here.version("megatron-core") is not None
+    assert here.version("no-such-distribution") is None
+    assert here.folder("no_such_module") is None
+    assert here.has_module("torch")
+    assert here.program("no-such-program", sys.executable) == sys.executable

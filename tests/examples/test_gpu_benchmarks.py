@@ -1,0 +1,188 @@
+"""The benchmarks of GPUs at their smallest, on whatever is here; nothing looks at a clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import attention, fp8_linear, gpu_peers, gpu_throughput
+from benchmarks.gpu_setup import LLAMAS, Ceiling, config_of
+from benchmarks.peers import PEERS, Place, hugging_face_config
+from benchmarks.torch_llama import TorchLlama, token_loss
+from megatron_ext.training.flops import flops_per_sample
+from megatron_ext.training.launch import fork_ranks
+from tests.ranks import ParallelContext, ranks
+
+CPU = torch.device("cpu")
+TINY = LLAMAS["tiny"]
+
+
+def run_apart(main: Callable[[Sequence[str]], int], *words: str) -> int:
+    """A script's exit code, in a process that may change its settings."""
+    return fork_ranks(lambda: main(words), 1)
+
+
+def table_of(text: str) -> list[list[str]]:
+    """Rows of the printed table, without its head."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+@pytest.mark.parametrize("size", LLAMAS)
+def test_operations_are_counted_as_the_package_counts_them(size: str) -> None:
+    sizes, length = LLAMAS[size], 64
+    config, _ = config_of(sizes.flags(length, 2), CPU)
+    assert config.model.padded_vocab_size == sizes.vocab
+    assert sizes.flops_per_token(length) * length == pytest.approx(flops_per_sample(config))
+
+
+def test_sizes_are_the_published_ones() -> None:
+    """Llama 3.2 1B and 3B have 1.24 and 3.21 billion weights with tied embeddings."""
+    for size, tied in (("1b", 1_235_814_400), ("3b", 3_212_749_824)):
+        sizes = LLAMAS[size]
+        assert sizes.parameters - sizes.vocab * sizes.hidden == tied
+
+
+def hugging_face_twin() -> tuple[Any, TorchLlama]:
+    """transformers' model, and `TorchLlama` with the same weights."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    theirs = LlamaForCausalLM(hugging_face_config(TINY, 32)).float()
+    mine = TorchLlama(TINY)
+    state: dict[str, Tensor] = theirs.state_dict()
+    named = {
+        "embedding.weight": state["model.embed_tokens.weight"],
+        "norm.weight": state["model.norm.weight"],
+        "head.weight": state["lm_head.weight"],
+    }
+    for number in range(TINY.layers):
+        old, new = f"model.layers.{number}", f"layers.{number}"
+        parts = [state[f"{old}.self_attn.{x}_proj.weight"] for x in "qkv"]
+        named[f"{new}.attention.qkv.weight"] = torch.cat(parts)
+        named[f"{new}.attention.out.weight"] = state[f"{old}.self_attn.o_proj.weight"]
+        named[f"{new}.attention_norm.weight"] = state[f"{old}.input_layernorm.weight"]
+        named[f"{new}.mlp_norm.weight"] = state[f"{old}.post_attention_layernorm.weight"]
+        parts = [state[f"{old}.mlp.{x}_proj.weight"] for x in ("gate", "up")]
+        named[f"{new}.gate_up.weight"] = torch.cat(parts)
+        named[f"{new}.down.weight"] = state[f"{old}.mlp.down_proj.weight"]
+    mine.load_state_dict(named)
+    return theirs, mine
+
+
+def test_plain_torch_computes_what_transformers_does() -> None:
+    theirs, mine = hugging_face_twin()
+    tokens, labels = gpu_peers.make_data(TINY, 32, 2, CPU)
+    with torch.no_grad():
+        want = theirs(input_ids=tokens, labels=labels, shift_labels=labels)
+        logits = mine(tokens)
+    torch.testing.assert_close(logits, want.logits, rtol=1e-5, atol=1e-5)
+    assert float(token_loss(logits, labels)) == pytest.approx(float(want.loss), rel=1e-6)
+
+
+@ranks()
+def test_peers_train_the_same_sizes(context: ParallelContext) -> None:
+    data = gpu_peers.make_data(TINY, 32, 2, CPU)
+    place = Place(context, CPU, compiled=False, length=32, batch=2)
+    for name in ("ours", "plain torch", "Hugging Face", "megatron-core"):
+        peer = PEERS[name](TINY, place)
+        assert peer.parameters == TINY.parameters, name
+        losses = [float(peer.step(*data)) for _ in range(3)]
+        # ln(256) is 5.545: weights are small at the start, so that all ids are about as likely.
+        assert losses[0] == pytest.approx(5.545, abs=0.2), name
+        assert losses[2] < losses[0], name
+
+
+def test_peers_that_are_absent_say_so(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks import peers
+
+    monkeypatch.setitem(peers.PACKAGES, "torchtitan", "no-such-package")
+    assert run_apart(gpu_peers.main, "--device", "cpu", "--tiny", "--peers", "torchtitan") == 0
+    assert table_of(capfd.readouterr().out) == [["torchtitan", "not installed"]]
+
+
+def test_throughput_of_what_runs_and_the_reason_of_what_does_not(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    words = "--device cpu --tiny -- --label-smoothing 0.1".split()
+    assert run_apart(gpu_throughput.main, *words) == 0
+    torch_row, te_row = table_of(capfd.readouterr().out)
+    assert torch_row[:5] == ["tiny", "torch", "bf16", "32", "2"]
+    assert len(torch_row) == len(gpu_throughput.HEAD)
+    assert torch_row[9:11] == ["n/a", "n/a"]
+    assert re.fullmatch(r"\d+\.\d%", torch_row[8])
+    assert float(torch_row[11]) == pytest.approx(5.5, abs=0.3)
+    assert te_row[1] == "te"
+    assert te_row[5].startswith("refused: `--transformer-impl transformer_engine` needs")
+
+
+def test_shares_of_a_ceiling() -> None:
+    assert Ceiling(8e14, 1e15).shares(4e14) == ("50.0%", "40.0%")
+    assert Ceiling(8e14, None).shares(4e14) == ("50.0%", "n/a")
+
+
+@ranks()
+def test_attention_agrees_with_every_backend_that_runs(context: ParallelContext) -> None:
+    for shape in attention.TINY:
+        found = attention.measure(shape, context, CPU, torch.float32, repeats=1)
+        assert next(iter(found)) == "math"
+        assert found["math"].difference == 0
+        assert found["ours"].refusal == ""
+        assert found["ours"].difference < 1e-5
+        assert found["flash"].difference < 1e-5
+        assert found["cuDNN"].refusal
+        lines = attention.rows(shape, found)
+        assert len(lines) == len(found)
+        assert all(line.count("|") == len(attention.HEAD) + 1 for line in lines if "n/a" in line)
+
+
+def test_operations_of_attention() -> None:
+    """Two products forward and five backward of b n s s d each, half under a causal mask."""
+    shape = attention.Shape(8, 2, 4, 2, 16)
+    assert shape.flops == 7 * 2 * 2 * 4 * 8 * 8 * 16 / 2
+    assert dataclasses.replace(shape, causal=False).flops == 2 * shape.flops
+
+
+def test_fp8_products_are_those_of_a_linear_layer() -> None:
+    forward, of_input, of_weight = fp8_linear.products(64, 32, 48, CPU)
+    x, w = forward.left.double(), forward.right.t().double()
+    x.requires_grad_()
+    w.requires_grad_()
+    y = x @ w.t()
+    y.backward(of_input.left.double())
+    assert x.grad is not None and w.grad is not None
+    torch.testing.assert_close(of_input.left.double() @ of_input.right.double(), x.grad)
+    torch.testing.assert_close(of_weight.left.double() @ of_weight.right.double(), w.grad)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(fp8_linear.E4M3, 3), (fp8_linear.E5M2, 2)])
+def test_quantising_keeps_the_largest_entry_and_rounds_once(dtype: torch.dtype, bits: int) -> None:
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    eight, back = fp8_linear.quantised(x, dtype)
+    restored = eight.float() * back
+    assert float(restored.abs().max()) == pytest.approx(float(x.abs().max()), rel=1e-6)
+    large = x.abs() > 0.05
+    off = ((restored - x).abs() / x.abs())[large].max()
+    assert float(off) <= 2.0 ** -(bits + 1) * 1.001
+
+
+def test_fp8_linear_prints_each_product(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_apart(fp8_linear.main, "--device", "cpu", "--tiny") == 0
+    found = table_of(capfd.readouterr().out)
+    assert [row[0] for row in found] == ["forward", "gradient of input", "gradient of weight"]
+    for row in found:
+        assert row[4].startswith("refused") or 1e-3 < float(row[10]) < 0.1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_not_invented() -> None:
+    with pytest.raises(SystemExit, match="computes on cpu, not cuda; give `--device cpu`"):
+        attention.main(["--tiny"])

@@ -1,0 +1,78 @@
+"""Whole runs of pretrain_gpt.py, each in a process of its own, on a GPU or with the GPUs hidden."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from megatron_ext.device import Device
+from megatron_ext.layout import Layout, ParallelContext, init_groups
+from megatron_ext.training.known_warnings import silence_known_warnings
+from megatron_ext.training.reporting.metrics_file import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 300.0
+LAYOUTS = {
+    "tp2": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "pp2": "--pipeline-model-parallel-size 2",
+    "cp2": "--context-parallel-size 2",
+    "dp2": "",
+}
+
+
+def train(
+    flags: Sequence[str], save: Path, *, on: Literal["cuda", "cpu"], ranks: int = 1
+) -> list[dict[str, Any]]:
+    """The rows of a run's training steps, whose exit code must be 0."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if on == "cpu":
+        environ["CUDA_VISIBLE_DEVICES"] = ""
+    words = [*flags, "--nproc-per-node", str(ranks), "--save", str(save)]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "pretrain_gpt.py"), *words],
+        env=environ,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return [row for row in read_metrics(save / "metrics.jsonl") if row["kind"] == "train"]
+
+
+def needs_gpus(count: int) -> None:
+    """Skip the test where this machine has fewer."""
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs, this machine has {torch.cuda.device_count()}")
+
+
+def losses(rows: Sequence[dict[str, Any]]) -> list[float]:
+    """Of the steps, in order."""
+    return [row["lm loss"] for row in rows]
+
+
+@contextlib.contextmanager
+def one_gpu() -> Iterator[ParallelContext]:
+    """Groups of this process alone, over NCCL."""
+    silence_known_warnings("cuda")
+    device = Device("cuda", "nccl")
+    device.activate(0)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    with tempfile.TemporaryDirectory() as folder:
+        context = init_groups(
+            Layout(world_size=1), device, init_method=f"file://{folder}/rendezvous"
+        )
+        try:
+            yield context
+        finally:
+            context.destroy()

@@ -1,0 +1,82 @@
+"""Finds the places where a run would wait for its GPU, also on a machine without one.
+
+On a CPU the operations that hand a tensor's value to Python are recorded, and with them the line of
+this package or of megatron-core that asked. What they are asked of on a GPU would be there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WAITING = {
+    "aten::_local_scalar_dense",  # item, float, int, bool
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::equal",
+    "aten::_unique2",
+    "aten::repeat_interleave.Tensor",
+}
+METHODS = ("tolist", "numpy", "cpu")
+ON_THE_HOST = ("torch/optim/", "torch/utils/data/", "torch/_refs", "torch/testing")
+"""Whose values are on the host on a GPU too, such as an optimizer's count of its steps."""
+
+
+class HostSyncs(TorchDispatchMode):
+    """Records in `places` where values were asked for, as ``file:function``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name() if hasattr(func, "name") else ""
+        by_mask = name == "aten::index.Tensor" and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        if by_mask or name in WAITING or name.removesuffix(".self_int") in WAITING:
+            self.note()
+        return func(*args, **(kwargs or {}))
+
+    def note(self) -> None:
+        """Record the innermost frame of this package or megatron-core."""
+        for frame in reversed(traceback.extract_stack()):
+            if any(part in frame.filename for part in ON_THE_HOST):
+                return
+            for root in ("megatron_ext/", "megatron/core/"):
+                if f"/{root}" in frame.filename:
+                    path = root + frame.filename.rpartition(f"/{root}")[2]
+                    self.places.append(f"{path}:{frame.name}")
+                    return
+
+
+@contextlib.contextmanager
+def host_syncs() -> Iterator[list[str]]:
+    """Places that ask within the block, one entry for each time."""
+    with contextlib.ExitStack() as stack:
+        recorder = stack.enter_context(HostSyncs())
+        for name in METHODS:
+            original = getattr(torch.Tensor, name)
+
+            def asked(
+                self: torch.Tensor, *args: Any, _original: Any = original, **kwargs: Any
+            ) -> Any:
+                recorder.note()
+                return _original(self, *args, **kwargs)
+
+            stack.enter_context(mock.patch.object(torch.Tensor, name, asked))
+        make = torch.tensor
+
+        def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if kwargs.get("device") is not None:  # copied there, for which the host waits
+                recorder.note()
+            return make(*args, **kwargs)
+
+        stack.enter_context(mock.patch.object(torch, "tensor", made))
+        yield recorder.places

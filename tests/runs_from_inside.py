@@ -1,0 +1,39 @@
+"""A run of pretrain_gpt.py within a test, to be looked at from inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_ext.config import parse_args
+from megatron_ext.data.batch import Batch
+from megatron_ext.device import select
+from megatron_ext.layout import ParallelContext, seed_everything
+from megatron_ext.training.loop import _advance
+from megatron_ext.training.preflight import preflight
+from megatron_ext.training.setup import Run, build_run
+from megatron_ext.training.window import LogWindow
+from pretrain_gpt import GPT
+
+
+def build(flags: Sequence[str], context: ParallelContext) -> Run:
+    """The run on this rank."""
+    kind = select().kind
+    parsed = parse_args(list(flags), world_size=context.layout.world_size, device=kind)
+    config, tokenizer = preflight(parsed.config)
+    seed_everything(context, config.training.seed)
+    return build_run(config, GPT, context, torch.device(kind), tokenizer)
+
+
+def one_step(run: Run, window: LogWindow, batches: list[Batch] | None = None) -> None:
+    """A step as the loop takes it, with batches that may have been read before."""
+    number = run.batch_size.num_microbatches
+    size = run.task.step_size(run, number)
+    if batches is None:
+        batches = run.train_source.next_step(number)
+    samples = run.batch_size.global_batch_size
+    result = run.runner.train(batches, number, run.progress.consumed_train_samples, samples)
+    window.add(result, size, nan=_advance(run, result, size))
+    if run.ema is not None and result.moves_average:
+        run.ema.update(run.progress.iteration)

@@ -1,0 +1,87 @@
+"""Where a step of training would wait for a GPU: in one place, once."""
+
+from __future__ import annotations
+
+from operator import methodcaller
+
+import pytest
+import torch
+
+from megatron_ext.training.setup import Run
+from megatron_ext.training.window import LogWindow
+from tests.host_syncs import host_syncs
+from tests.ranks import ParallelContext, ranks
+from tests.runs_from_inside import build, one_step
+from tests.training_runs import TINY, mock_data
+
+NORM = "megatron_ext/optim/update.py:global_grad_norm"
+FLAGS = [*TINY, *mock_data(), "--train-iters", "100"]
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
+
+
+def places_of_a_step(run: Run) -> list[str]:
+    """Of the step after the first, with its entry in the log."""
+    window = LogWindow(run)
+    one_step(run, window)
+    batches = run.train_source.next_step(run.batch_size.num_microbatches)
+    with host_syncs() as places:
+        one_step(run, window, batches)
+    window.report()
+    return places
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--bf16 --ema-decay 0.9 --label-smoothing 0.1 --z-loss-coeff 1e-4",
+        "--cross-entropy-impl eager --no-calculate-per-token-loss",
+        "--mtp-num-layers 1 --reset-attention-mask --eod-mask-loss",
+    ],
+)
+@ranks()
+def test_a_step_asks_for_the_norm_of_the_gradients_alone(
+    context: ParallelContext, words: str
+) -> None:
+    assert places_of_a_step(build([*FLAGS, *words.split()], context)) == [NORM]
+
+
+@ranks()
+def test_megatron_cores_schedule_also_asks_for_the_tokens(context: ParallelContext) -> None:
+    run = build([*FLAGS, "--pipeline-schedule", "core-1f1b"], context)
+    tokens = "megatron/core/distributed/finalize_model_grads.py:finalize_model_grads"
+    assert places_of_a_step(run) == [tokens, NORM]
+
+
+@ranks()
+def test_experts_ask_for_their_loads(context: ParallelContext) -> None:
+    """megatron-core's dispatcher must know how many tokens each expert gets, layer by layer."""
+    places = places_of_a_step(build([*FLAGS, *EXPERTS.split()], context))
+    assert NORM in places
+    rest = {place.rpartition(":")[0] for place in places if place != NORM}
+    assert all(path.startswith("megatron/core/transformer/moe/") for path in rest)
+
+
+def test_the_recorder_sees_what_would_wait() -> None:
+    x = torch.arange(4.0)
+    from megatron_ext.optim.update import _square
+
+    with host_syncs() as places:
+        _square(x)
+        assert places == []
+    for ask in (float, bool, int):
+        assert _seen_in_package(ask) == 1
+    for method in ("tolist", "numpy", "cpu", "nonzero"):
+        assert _seen_in_package(methodcaller(method)) == 1
+    assert _seen_in_package(lambda x: torch.tensor(1, device=x.device)) == 1
+    assert _seen_in_package(lambda x: x[x > 0]) == 1
+
+
+def _seen_in_package(ask: object) -> int:
+    """Places noted when a function of this package hands a tensor to ``ask``."""
+    namespace: dict[str, object] = {}
+    code = compile("def run(ask, x):\n    ask(x)\n", "/any/megatron_ext/here.py", "exec")
+    exec(code, namespace)
+    with host_syncs() as places:
+        namespace["run"](ask, torch.ones(()))  # type: ignore[operator]
+    return places.count("megatron_ext/here.py:run")

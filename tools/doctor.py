@@ -1,0 +1,19 @@
+#!/usr/bin/env python3
+"""Says what this machine has for training, what is missing, what that costs, and how to mend it.
+
+    python tools/doctor.py [--json] [--no-measure]
+
+Exit code 0: runs can start; 1: something that every run needs is missing; 2: bad flags.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ext.doctor import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
