@@ -56,7 +56,9 @@ def arguments_of(call: dict[str, Any]) -> tuple[Argument, ...]:
     for name, value in call.items():
         if value is not None:
             assert torch.is_tensor(value), f"{name} of a layer is neither a tensor nor None"
-            found.append(Argument(name, value.shape, value.dtype, value.device, value.requires_grad))
+            found.append(
+                Argument(name, value.shape, value.dtype, value.device, value.requires_grad)
+            )
     return tuple(found)
 
 
@@ -68,6 +70,8 @@ class LayerGraphs:
         live: the graphs are to be replayed.
         seen: what the layer was called with while they were not.
         slots: the graphed layer for each micro-batch in flight.
+        added: which weights' gradients the graphs themselves add to the gradient buffer of data
+            parallelism.
     """
 
     def __init__(self, *, is_first: bool) -> None:
@@ -76,6 +80,7 @@ class LayerGraphs:
         self.seen: dict[str, Any] = {}
         self.arguments: tuple[Argument, ...] = ()
         self.slots: list[Graphed] = []
+        self.added: list[bool] = []
 
     def note(self, call: dict[str, Any]) -> None:
         """Remember how the layer is called."""
@@ -86,16 +91,18 @@ class LayerGraphs:
         """Whether the graphs can stand for this call: they are live, and made for its shapes."""
         return self.live and arguments_of(call) == self.arguments
 
-    def replay(
-        self, layer: TransformerLayer, call: dict[str, Any]
-    ) -> tuple[Tensor, Tensor | None]:
+    def replay(self, layer: TransformerLayer, call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """The layer's output ``[s, b, h]``, and None for the context that it does not have."""
+        weights = list(layer.parameters())
+        for weight, added in zip(weights, self.added, strict=True):
+            if added:
+                weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         _call_hooks(layer)
         tensors = [call[argument.name] for argument in self.arguments]
         if self.is_first:
             tensors = [_Owned.apply(x) if x.requires_grad else x for x in tensors]  # type: ignore[no-untyped-call]
         slot = self.slots[layer.current_microbatch % len(self.slots)]
-        return slot(*tensors, *layer.parameters()), None
+        return slot(*tensors, *weights), None
 
     def function(self, layer: TransformerLayer) -> Graphed:
         """The layer as a function of the tensors that it is called with and of its weights."""
@@ -159,33 +166,47 @@ class ChunkGraphs:
             graphs.live = on
 
     def capture(self, num_slots: int) -> None:
-        """Record graphs until there are so many slots; the layers have been called before.
+        """Record graphs until there are so many slots, where the layers have been called before.
 
-        All ranks that share a layer call this together. Nothing that the run goes on with is
-        changed: neither gradients nor random states.
+        All ranks that share a layer call this together, while no gradients are kept. The random
+        states stay what they are.
         """
         self.switch(False)
         random_state = torch.cuda.get_rng_state()
-        while self.layers and self.num_slots < num_slots:
-            self._add_slot()
+        if self.layers and all(graphs.arguments for graphs in self.graphs):
+            for _ in range(num_slots - self.num_slots):
+                self._add_slot()
         torch.cuda.set_rng_state(random_state)
+        for layer in self.layers:
+            for parameter in layer.parameters():
+                if hasattr(parameter, "main_grad"):
+                    parameter.main_grad.zero_()
 
     def _add_slot(self) -> None:
-        functions, samples = [], []
+        functions, samples, weights = [], [], []
         # Within a micro-batch all layers get the same rotary table and the same mask.
         shared: dict[Argument, Tensor] = {}
         for layer, graphs in zip(self.layers, self.graphs, strict=True):
-            own = []
-            for argument in graphs.arguments:
-                if argument.requires_grad:
-                    own.append(argument.sample())
-                else:
-                    own.append(shared.setdefault(argument, argument.sample()))
-            weights = (p.detach().requires_grad_(p.requires_grad) for p in layer.parameters())
+            own = [
+                argument.sample()
+                if argument.requires_grad
+                else shared.setdefault(argument, argument.sample())
+                for argument in graphs.arguments
+            ]
+            weights.append([_leaf_of(parameter) for parameter in layer.parameters()])
             functions.append(graphs.function(layer))
-            samples.append((*own, *weights))
+            samples.append((*own, *weights[-1]))
         recorded = torch.cuda.make_graphed_callables(
             tuple(functions), tuple(samples), num_warmup_iters=self.warmup_steps
         )
-        for graphs, slot in zip(self.graphs, recorded, strict=True):
+        for graphs, slot, leaves in zip(self.graphs, recorded, weights, strict=True):
             graphs.slots.append(slot)  # type: ignore[arg-type]
+            graphs.added = [getattr(leaf, "grad_added_to_main_grad", False) for leaf in leaves]
+
+
+def _leaf_of(parameter: torch.nn.Parameter) -> Tensor:
+    """A leaf in the parameter's place, with its memory and its gradient buffer."""
+    leaf = parameter.detach().requires_grad_(parameter.requires_grad)
+    if hasattr(parameter, "main_grad"):
+        leaf.main_grad = parameter.main_grad  # type: ignore[attr-defined]
+    return leaf
