@@ -96,7 +96,7 @@ class LayerGraphs:
         weights = list(layer.parameters())
         for weight, added in zip(weights, self.added, strict=True):
             if added:
-                weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+                weight.grad_added_to_main_grad = True
         _call_hooks(layer)
         tensors = [call[argument.name] for argument in self.arguments]
         if self.is_first:
@@ -129,7 +129,7 @@ class _Owned(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.clone()
 
 
