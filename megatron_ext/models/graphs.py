@@ -10,7 +10,7 @@ need not be replayed in the order in which they were recorded.
 same storage for each, because data parallelism keeps the gradient accumulators of the parameters
 themselves, made on the default stream, and a recording may not wait for that. When the graph is
 replayed it gets the parameters, whose accumulators then run as ever, hooks of data parallelism
-included.
+included. Those take each gradient away at once, before the next replay overwrites it.
 
 megatron-core's own manager of such graphs is not used: it would replay the training graphs, with
 their dropout, in evaluation; it wants the same number of micro-batches in all steps; and its
