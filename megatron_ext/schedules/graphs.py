@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +12,14 @@ from megatron_ext.layout import Placement
 from megatron_ext.models.graphs import ChunkGraphs
 from megatron_ext.models.moe import TransformerLayer
 from megatron_ext.schedules.plan import Action, Kind
+
+if TYPE_CHECKING:
+    from megatron_ext.config import RunConfig
+
+
+def records_graphs(config: RunConfig) -> bool:
+    """Whether the layers of a run are recorded."""
+    return config.cuda_graphs.cuda_graph_impl == "local" and config.device == "cuda"
 
 
 def most_in_flight(actions: Sequence[Action], placement: Placement) -> list[int]:

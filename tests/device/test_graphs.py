@@ -32,7 +32,7 @@ def test_groups_take_graphs_down_first(context: ParallelContext) -> None:
         with (
             mock.patch(
                 "megatron.core.parallel_state.destroy_model_parallel",
-                lambda: state.append(graph.is_reset),
+                side_effect=lambda: state.append(graph.is_reset),
             ),
             mock.patch("torch.distributed.destroy_process_group"),
         ):
