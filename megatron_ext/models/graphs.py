@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from megatron_ext.device.graphs import other_threads_go_on
+
 if TYPE_CHECKING:
     from megatron_ext.models.moe import TransformerLayer
 
@@ -196,9 +198,10 @@ class ChunkGraphs:
             weights.append([_leaf_of(parameter) for parameter in layer.parameters()])
             functions.append(graphs.function(layer))
             samples.append((*own, *weights[-1]))
-        recorded = torch.cuda.make_graphed_callables(
-            tuple(functions), tuple(samples), num_warmup_iters=self.warmup_steps
-        )
+        with other_threads_go_on():
+            recorded = torch.cuda.make_graphed_callables(
+                tuple(functions), tuple(samples), num_warmup_iters=self.warmup_steps
+            )
         for graphs, slot, leaves in zip(self.graphs, recorded, weights, strict=True):
             graphs.slots.append(slot)  # type: ignore[arg-type]
             graphs.added = [getattr(leaf, "grad_added_to_main_grad", False) for leaf in leaves]

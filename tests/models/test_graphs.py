@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_ext.layout import ParallelContext
 from megatron_ext.models.graphs import ChunkGraphs, arguments_of
 from megatron_ext.models.layers import layer_spec
-from tests.graph_stand_in import CpuGraph, graphs_on_a_cpu
+from tests.graph_stand_in import Capture, CpuGraph, graphs_on_a_cpu
 from tests.models import plain
 from tests.models.test_layers import LAYERS, B, H, S, config
 from tests.ranks import ranks
@@ -108,6 +108,14 @@ def test_microbatches_in_flight_are_what_they_are_without(context: ParallelConte
         kept += [totals[name] for name, _ in model.named_parameters()]
     same(found, wanted)
     assert len(CpuGraph.replays) == 2 * 2 * SLOTS * LAYERS
+
+
+@on_graphs
+def test_threads_that_pin_memory_do_not_end_a_capture(context: ParallelContext) -> None:
+    graphed(context)
+    assert len(CpuGraph.made) == 2 * SLOTS * LAYERS
+    assert {graph.mode for graph in CpuGraph.made} == {"thread_local"}
+    assert torch.cuda.graph is Capture
 
 
 @on_graphs
