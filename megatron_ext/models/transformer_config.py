@@ -39,11 +39,20 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
         auxiliary_scale: what a micro-batch's auxiliary loss counts in the step.
         weight_gradients: where zero-bubble schedules put them off; None with the others.
         deterministic_dropout: see `models.dropout`.
+        adds_in_place: weight gradients are added to the data-parallel gradient buffer by the
+            product that makes them; see `models.main_grad`.
     """
 
     auxiliary_scale: AuxiliaryScale | None = None
     weight_gradients: DeferredWeightGradients | None = None
     deterministic_dropout: bool = False
+    adds_in_place: bool = False
+
+
+def adds_in_place(config: RunConfig) -> bool:
+    """``--gradient-accumulation-fusion`` in our own layers, which need no kernel of apex."""
+    ours = config.model.transformer_impl != "transformer_engine"
+    return ours and config.device == "cuda" and config.model.gradient_accumulation_fusion
 
 
 def params_dtype(config: RunConfig) -> torch.dtype:
@@ -73,6 +82,7 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     fields["batch_p2p_comm"] = not core_interleaved
     fields["deallocate_pipeline_outputs"] = not core_interleaved
     fields["deterministic_dropout"] = config.model.deterministic_dropout
+    fields["adds_in_place"] = adds_in_place(config)
     fields["weight_gradients"] = DeferredWeightGradients() if schedule in ZERO_BUBBLE else None
     fields["pipeline_model_parallel_layout"] = config.parallel.pipeline_model_parallel_layout
     if schedule == "zb-v":
