@@ -75,7 +75,7 @@ def test_scales_follow_the_formula() -> None:
 def test_largest_magnitudes() -> None:
     x = torch.tensor([[1.0, -3.0], [2.0, 0.5]])
     assert largest(x) == 3.0
-    assert largest(x, of_rows=True).tolist() == [[3.0], [2.0]]
+    assert largest(x, along=1).tolist() == [[3.0], [2.0]]
     assert largest(torch.tensor([[1.0, torch.nan]])).isnan()
     assert largest(x.bfloat16()).dtype == torch.float32
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from megatron_ext.config.fp8 import Fp8Config
 from megatron_ext.models.fp8.formats import Quantized
 from megatron_ext.models.fp8.linear import Fp8Call, fp8_linear
-from megatron_ext.models.fp8.scaling import RECIPES, Parts, Role, Scaling
+from megatron_ext.models.fp8.parts import Parts, Role
+from megatron_ext.models.fp8.scaling import RECIPES, Scaling
 from megatron_ext.models.linear import (
     ColumnParallelLinear,
     DeferredWeightGradients,
