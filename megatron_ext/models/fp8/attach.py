@@ -14,7 +14,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_ext.config.fp8 import UNIT, Fp8Config
+from megatron_ext.config.fp8 import UNIT
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.fp8.parts import ExpertParts, Parts
 from megatron_ext.models.fp8.scaling import RECIPES
@@ -57,7 +57,7 @@ def attach_fp8(
         }
         for name, layer in layers.items():
             if not name.startswith(in_bf16):
-                _attach(name, layer, config.fp8, pgs)
+                _attach(name, layer, config, pgs)
         if not layers and any(_OF_A_LAYER.match(name) for name, _ in chunk.named_parameters()):
             raise ConfigError(
                 f"`--fp8-format` ({config.fp8.fp8_format}) changes the parallel linear layers of "
@@ -77,16 +77,21 @@ def _layers_in_bf16(chunk: torch.nn.Module, config: RunConfig) -> tuple[str, ...
     )
 
 
-def _attach(name: str, layer: Layer, fp8: Fp8Config, pgs: ProcessGroupCollection) -> None:
+def _attach(name: str, layer: Layer, config: RunConfig, pgs: ProcessGroupCollection) -> None:
     if layer.weight.size(0) % UNIT or layer.weight.size(1) % UNIT:
         raise ConfigError(
             f"`--fp8-format` needs layers whose sides divide by {UNIT} on every rank, but those of "
             f"`{name}` are {tuple(layer.weight.shape)}; change its width or leave it out."
         )
     is_row = isinstance(layer, RowParallelLinear)
-    cut = not is_row and layer.sequence_parallel
-    kind = ExpertParts if layer.is_expert else Parts
-    layer.fp8 = RECIPES[fp8.fp8_recipe](fp8, kind(pgs, cuts_input=is_row, cuts_sequence=cut))
+    parts = (ExpertParts if layer.is_expert else Parts)(
+        pgs,
+        cuts_input=is_row,
+        cuts_sequence=not is_row and layer.sequence_parallel,
+        # Experts get any number of tokens, and clips have many sizes.
+        varies=layer.is_expert or config.video.video,
+    )
+    layer.fp8 = RECIPES[config.fp8.fp8_recipe](config.fp8, parts)
 
 
 def _check_gpu() -> None:

@@ -38,7 +38,7 @@ class AmaxHistories:
         zeros, or not finite, leaves its history as it is, and so its scale.
         """
         for experts in (False, True):
-            scalings = [x for x in self._scalings if x.parts.varies == experts]
+            scalings = [x for x in self._scalings if x.parts.may_idle == experts]
             if scalings:
                 _advance(scalings)
 

@@ -26,15 +26,22 @@ class Parts:
         cuts_input: the layer is row-parallel, so that the input's features are cut; otherwise the
             output's are.
         cuts_sequence: the input comes cut along the sequence (sequence parallelism).
+        varies: the number of tokens differs from product to product.
     """
 
-    varies: ClassVar[bool] = False
-    """The number of tokens differs from product to product, and may be 0."""
+    may_idle: ClassVar[bool] = False
+    """There may be no tokens at all in a step."""
 
     def __init__(
-        self, pgs: ProcessGroupCollection, *, cuts_input: bool, cuts_sequence: bool = False
+        self,
+        pgs: ProcessGroupCollection,
+        *,
+        cuts_input: bool,
+        cuts_sequence: bool = False,
+        varies: bool = False,
     ) -> None:
         self._pgs = pgs
+        self.varies = varies
         self._cuts_input = cuts_input
         self._cuts_sequence = cuts_sequence
 
@@ -75,7 +82,7 @@ class ExpertParts(Parts):
     itself do then.
     """
 
-    varies = True
+    may_idle: ClassVar[bool] = True
 
     def of_tensor(self, role: Role) -> ProcessGroup | None:
         """See `Parts.of_tensor`."""

@@ -97,6 +97,14 @@ def _layouts(
     return rows, turned(rows)
 
 
+_LIMITS = {
+    name: 4096
+    for name in ("recompile_limit", "cache_size_limit", "accumulated_recompile_limit")
+    if hasattr(torch._dynamo.config, name)
+}
+"""Of the compiler, under the names that torch 2.6 and later ones have."""
+
+
 class Compiled:
     """A function of a matrix that is compiled where the matrix lies on a GPU.
 
@@ -144,8 +152,9 @@ class Compiled:
         if key in self._seen:
             return run(x, *more)
         self._seen.add(key)
-        # The limit, 8, guards against functions whose sizes never settle; it holds per thread.
-        with torch._dynamo.config.patch(recompile_limit=len(self._seen) + 8):
+        # Its limit is 8 for all shapes, formats and layouts of a function. Settings hold for a
+        # thread, and backward passes have one of their own.
+        with torch._dynamo.config.patch(_LIMITS):
             return run(x, *more)
 
 

@@ -31,10 +31,10 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = Fals
     Raises:
         ValueError: matrices or scales that `check_layout` refuses.
     """
-    given = arguments(a, b, dtype)
-    check_layout(**given)
     if not (a.values.numel() and b.values.numel()):
         return torch.zeros(a.values.size(0), b.values.size(0), dtype=dtype, device=a.values.device)
+    given = arguments(a, b, dtype)
+    check_layout(**given)
     if a.values.is_cuda:
         result: Tensor = torch._scaled_mm(
             given.pop("a"), given.pop("b"), **given, use_fast_accum=fast

@@ -218,8 +218,10 @@ class DelayedScaling(Scaling):
     def _quantize(
         self, x: Tensor, role: Role, wanted: Wanted
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        if self.has_history and not self.parts.varies:
-            found: Pass = QUANTIZE_WITH(x, self.scale[role], self.formats[role], wanted)
+        if self.has_history and not self.parts.may_idle:
+            found: Pass = QUANTIZE_WITH(
+                x, self.scale[role], self.formats[role], wanted, varies=self.parts.varies
+            )
             self._note(found.number, role)
             # As in `scale_for`: what is not finite must not be cut off unseen.
             scale = torch.where(found.number.isfinite(), self.scale[role], torch.nan)

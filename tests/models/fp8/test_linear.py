@@ -30,7 +30,7 @@ class Whole(Parts):
     """Of a layer on one rank; needs no groups."""
 
     def __init__(self) -> None:
-        pass
+        self.varies = False
 
     def of_tensor(self, role: Role) -> None:
         return None

