@@ -140,14 +140,9 @@ class Fp8Config:
                 "`--transformer-impl torch`",
             ),
             (
-                run.moe.num_experts is not None,
-                "does not go with `--num-experts`, whose experts get any number of tokens, which "
-                f"8-bit products cannot sum over unless it divides by {UNIT}; leave it out",
-            ),
-            (
-                run.lora.lora_rank is not None,
-                "does not go with `--lora-rank`, whose frozen weights it would not change; leave "
-                "it out",
+                run.video.video and self.first_last_layers_bf16,
+                "of a video model does not go with `--first-last-layers-bf16`, whose layers are "
+                "those of a language model; leave that out",
             ),
         )
         return [f"`--fp8-format` {reason}." for broken, reason in rules if broken]
@@ -155,6 +150,7 @@ class Fp8Config:
     def _width_errors(self, run: RunConfig) -> list[str]:
         """Sides of the weights on one rank that 8-bit products cannot have."""
         model, tp = run.model, run.parallel.tensor_model_parallel_size
+        experts_tp = run.parallel.expert_tensor_parallel_size or tp
         heads = model.num_attention_heads or 0
         channels = model.kv_channels or 0
         queries, groups = heads * channels, (model.num_query_groups or heads) * channels
@@ -163,6 +159,12 @@ class Fp8Config:
             ("--num-attention-heads times --kv-channels", queries, tp),
             ("the width of queries, keys and values", queries + 2 * groups, tp),
             ("--ffn-hidden-size", model.ffn_hidden_size or 0, tp),
+            ("--moe-ffn-hidden-size", run.moe.moe_ffn_hidden_size or 0, experts_tp),
+            (
+                "--moe-shared-expert-intermediate-size",
+                run.moe.moe_shared_expert_intermediate_size or 0,
+                tp,
+            ),
         )
         return [
             f"`--fp8-format` needs layers whose sides divide by {UNIT} on every rank, but {name} "

@@ -60,7 +60,6 @@ _WHOLE = {
     "tokenizer": "captions are encoded by the text encoder of the data",
     "moe": "its blocks have no experts",
     "lora": "its layers take no adapters",
-    "fp8": "its layers multiply in the format of its weights",
     "loss": "its loss is the flow-matching loss",
     "sft": "there are no conversations",
 }
@@ -161,6 +160,8 @@ def _streaming_errors(run: RunConfig) -> list[str]:
         ("optimizer", "overlap_grad_reduce", "blocks are trained one by one; leave it out"),
         ("optimizer", "overlap_param_gather", "blocks are generated one by one; leave it out"),
         ("precision", "fp16", "three networks have no common loss scale; use --bf16"),
+        ("fp8", "fp8_format", "a step changes several networks, each of which would need scales "
+         "of its own; leave it out"),
         ("training", "skip_train", "there is nothing to evaluate; leave it out"),
         ("training", "eval_iters", "there is nothing to evaluate; use 0"),
         ("data", "num_workers", "no clips are read; leave it out"),

@@ -263,9 +263,18 @@ class _ParallelLinear:
         allreduce_dgrad: bool,
         sequence_parallel: bool,
         tp_group: ProcessGroup | None,
+        gradient_accumulation_fusion: bool = False,
         **_of_fused_kernels: Any,
     ) -> Tensor:
-        call = Fp8Call(self.fp8, tp_group, sequence_parallel, allreduce_dgrad, weight, queue)
+        call = Fp8Call(
+            self.fp8,
+            tp_group,
+            sequence_parallel,
+            allreduce_dgrad,
+            weight,
+            queue,
+            gradient_accumulation_fusion,
+        )
         return fp8_linear(input, weight, bias, call)
 
 

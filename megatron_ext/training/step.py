@@ -23,6 +23,7 @@ from megatron_ext.losses.contract import LossFunction, Report, StepCounts, check
 from megatron_ext.models.auto_scaler import AuxiliaryScale
 from megatron_ext.models.dropout import microbatch_masks
 from megatron_ext.models.fp8.history import AmaxHistories
+from megatron_ext.models.fp8.weights import KeptWeights
 from megatron_ext.models.moe_losses import take_auxiliary_losses
 from megatron_ext.optim.update import UpdateResult, update_parameters
 from megatron_ext.schedules.runtime import ForwardStep, PipelineEngine
@@ -124,7 +125,8 @@ class StepRunner:
         self._has_auxiliary_losses = (
             transformer_config.num_moe_experts is not None or task.auxiliary_losses
         )
-        self._amax_histories = AmaxHistories(chunks, context.pgs)
+        self._amax_histories = AmaxHistories(chunks)
+        self._fp8_weights = KeptWeights(chunks)
         schedule = config.parallel.pipeline_schedule or ""
         self.engine: PipelineEngine | None = None
         if not schedule.startswith("core-"):
@@ -292,9 +294,10 @@ class StepRunner:
         self.optimizer.zero_grad()
         if self.check_zeroed_at is not None:
             check_zeroed(self.chunks, self.check_zeroed_at)
-        reports = self.forward_backward(
-            batches, num_microbatches, forward_only=False, consumed_samples=consumed_samples
-        )
+        with self._fp8_weights.kept():
+            reports = self.forward_backward(
+                batches, num_microbatches, forward_only=False, consumed_samples=consumed_samples
+            )
         if self.observer is not None:
             self.observer()
         self._amax_histories.advance()
