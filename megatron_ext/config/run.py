@@ -150,7 +150,7 @@ class RunConfig:
                 evaluates=self.training.evaluates, starts_others=self.streaming.starts_others
             ),
             *self.logging.errors(),
-            *self.planning.errors(is_video=self.video.video),
+            *self.planning.errors(),
             *build_errors(self),
         ]
         if self.model.transformer_impl == "transformer_engine" and not has_te:

@@ -104,7 +104,7 @@ def _prepare(
             print(f"> {note}", flush=True)
     if config.planning.dry_run:
         if first:
-            print_plan(config)
+            print_plan(config, () if chosen.clips is None else chosen.clips(config))
         raise _NothingToRun
     return chosen, device, config, tokenizer
 
