@@ -124,7 +124,9 @@ def initialize_by_name(
     for chunk in chunks:
         shards = list(shards_of(chunk))
         _fill_marked(chunk, shards, config, seed, vocab_size)
-        _check_filled(chunk)
+        if config.perform_initialization:
+            # Otherwise a weight that nobody drew is memory as it was found, NaN now and then.
+            _check_filled(chunk)
         _redraw_plain_modules(chunk, shards, marks, seed)
     marks.clear()
 
