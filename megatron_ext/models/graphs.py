@@ -56,7 +56,9 @@ def arguments_of(call: dict[str, Any]) -> tuple[Argument, ...]:
     for name, value in call.items():
         if value is not None:
             assert torch.is_tensor(value), f"{name} of a layer is neither a tensor nor None"
-            found.append(Argument(name, value.shape, value.dtype, value.device, value.requires_grad))
+            found.append(
+                Argument(name, value.shape, value.dtype, value.device, value.requires_grad)
+            )
     return tuple(found)
 
 
@@ -86,9 +88,7 @@ class LayerGraphs:
         """Whether the graphs can stand for this call: they are live, and made for its shapes."""
         return self.live and arguments_of(call) == self.arguments
 
-    def replay(
-        self, layer: TransformerLayer, call: dict[str, Any]
-    ) -> tuple[Tensor, Tensor | None]:
+    def replay(self, layer: TransformerLayer, call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """The layer's output ``[s, b, h]``, and None for the context that it does not have."""
         _call_hooks(layer)
         tensors = [call[argument.name] for argument in self.arguments]

@@ -11,6 +11,7 @@ from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
+from megatron_ext.config.transformer_engine import TE_IMPL
 from megatron_ext.models.auto_scaler import AuxiliaryScale
 from megatron_ext.models.linear import DeferredWeightGradients
 from megatron_ext.models.v_shape import VShapedLayerLayout
@@ -41,17 +42,20 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
         deterministic_dropout: see `models.dropout`.
         adds_in_place: weight gradients are added to the data-parallel gradient buffer by the
             product that makes them; see `models.main_grad`.
+        te_gradient_accumulation_fusion: Transformer Engine's layers sum weight gradients in the
+            main buffer, also where megatron-core's cannot.
     """
 
     auxiliary_scale: AuxiliaryScale | None = None
     weight_gradients: DeferredWeightGradients | None = None
     deterministic_dropout: bool = False
     adds_in_place: bool = False
+    te_gradient_accumulation_fusion: bool = False
 
 
 def adds_in_place(config: RunConfig) -> bool:
     """``--gradient-accumulation-fusion`` in our own layers, which need no kernel of apex."""
-    ours = config.model.transformer_impl != "transformer_engine"
+    ours = config.model.transformer_impl != TE_IMPL
     return ours and config.device == "cuda" and config.model.gradient_accumulation_fusion
 
 
@@ -83,6 +87,9 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     fields["deallocate_pipeline_outputs"] = not core_interleaved
     fields["deterministic_dropout"] = config.model.deterministic_dropout
     fields["adds_in_place"] = adds_in_place(config)
+    fields["te_gradient_accumulation_fusion"] = (
+        config.model.transformer_impl == TE_IMPL and config.model.gradient_accumulation_fusion
+    )
     fields["weight_gradients"] = DeferredWeightGradients() if schedule in ZERO_BUBBLE else None
     fields["pipeline_model_parallel_layout"] = config.parallel.pipeline_model_parallel_layout
     if schedule == "zb-v":
@@ -93,4 +100,8 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
         fields["init_method"] = torch.nn.init.xavier_uniform_
         fields["output_layer_init_method"] = torch.nn.init.xavier_uniform_
     fields["auxiliary_scale"] = AuxiliaryScale()
-    return StepTransformerConfig(**fields)
+    core = StepTransformerConfig(**fields)
+    if isinstance(core.cp_comm_type, list):
+        # megatron-core looks a layer up by its number, which starts from 1.
+        core.cp_comm_type = [core.cp_comm_type[0], *core.cp_comm_type]
+    return core
