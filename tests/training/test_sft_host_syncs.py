@@ -6,12 +6,15 @@ import json
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from tests.data.sft import tiny
 from tests.host_syncs import READ, record_steps
 from tests.training.test_sft import MODEL, batching
 from tests.training_runs import train_on_ranks
 
 
+@pytest.mark.slow
 def test_a_step_asks_for_the_update_before_it_alone(tmp_path: Path) -> None:
     chats = tiny.write_jsonl(tmp_path / "train.jsonl", tiny.chats(12, turns=2, words=3))
     tokenizer = str(tiny.save(tmp_path / "tokenizer"))
