@@ -17,9 +17,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.losses import fused_softmax
-
-MAX_DEFAULT_CHUNK_SIZE = 1024
-MIN_FUSED_CHUNK_SIZE = 4096
+from megatron_ext.losses.chunk_size import default_rows, fused_rows
 
 
 @dataclass(frozen=True)
@@ -55,20 +53,12 @@ class Head:
         return 0 if self.tp_group is None else self.tp_group.rank()
 
     def rows(self, num_tokens: int) -> int:
-        """Tokens of a chunk; by default few enough beside eager, enough for efficient products."""
-        size = self.chunk_size or min(-(-num_tokens // 8), MAX_DEFAULT_CHUNK_SIZE)
-        return max(1, min(size, num_tokens))
+        """Tokens of a chunk."""
+        return max(1, min(self.chunk_size or default_rows(num_tokens), num_tokens))
 
     def fused_rows(self, num_tokens: int, hidden_size: int) -> int:
-        """Tokens of a chunk whose logits stay in 16 bits, see `fused_softmax`.
-
-        Each chunk's part of the weight's gradient, 2 C h v operations, reads and writes that
-        gradient, 8 h v bytes: C / 4 operations for a byte, of which an H200 does 200 in the time of
-        one. At C = 2 h the chunk's logits take no more memory than that float32 gradient.
-        """
-        largest = max(2 * hidden_size, MIN_FUSED_CHUNK_SIZE)
-        size = self.chunk_size or min(-(-num_tokens // 4), largest)
-        return max(1, min(size, num_tokens))
+        """Tokens of a chunk that `fused_softmax` computes."""
+        return max(1, min(self.chunk_size or fused_rows(num_tokens, hidden_size), num_tokens))
 
     def check(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
         """Refuse tensors that do not fit each other; looks at shapes and types only."""

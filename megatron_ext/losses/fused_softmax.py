@@ -15,7 +15,11 @@ reads and writes left out:
                             zeros for the gradient of the log-probabilities (4); and back (2)
 
 At 32,768 x 151,936 logits that is 30 GB against 240 GB, 7 ms against 55 ms at 4.3 TB/s, beside
-155 ms for the three products of 2 x 32,768 x 4096 x 151,936 operations at 790 TFLOP/s.
+155 ms for the three products of 2 x 32,768 x 4096 x 151,936 operations at 790 TFLOP/s. The four
+chunks of 8192 tokens add 17 GB of the weight's gradient to the products and 4 GB for its scaling,
+at most 5 ms: 167 ms against 210 ms, by this arithmetic 0.80 of eager. Memory at the peak is that
+gradient, a chunk's logits and the gradient of the hidden states, 2.5 + 2.5 + 0.3 GB, against three
+float32 blocks of all logits, 60 GB: 0.09 of eager.
 """
 
 from __future__ import annotations
@@ -50,10 +54,11 @@ def statistics(logits: Tensor, column: Tensor, sums_plain: bool) -> Statistics:
     """
     exact = logits.float()
     highest = exact.amax(dim=1, keepdim=True)
-    total = (exact - highest).exp().sum(dim=1)
-    at_label = logits.gather(1, column).squeeze(1).float()
-    plain = exact.sum(dim=1) if sums_plain else torch.zeros_like(total)
-    return Statistics(highest.squeeze(1), at_label, total, plain)
+    # The compiler knows the two as an online softmax by this form, the kept dimension included.
+    total = (exact - highest).exp().sum(dim=1, keepdim=True)
+    at_label = logits.gather(1, column).float()
+    plain = exact.sum(dim=1, keepdim=True) if sums_plain else torch.zeros_like(total)
+    return Statistics(*(x.squeeze(1) for x in (highest, at_label, total, plain)))
 
 
 def to_gradient_(
