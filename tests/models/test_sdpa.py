@@ -16,6 +16,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.layout import ParallelContext
 from megatron_ext.models import sdpa
 from megatron_ext.models.attention import DotProductAttention
+from megatron_ext.models.causal_video.attention import AttentionPlan, FrameAttention
 from megatron_ext.models.mmdit.attention import JointAttention
 from megatron_ext.models.mmdit.rope import rotary_table
 from tests.models import plain
@@ -205,4 +206,17 @@ def test_joint_attention_makes_no_mask_and_no_copy(
     query, key = query.contiguous(), key.contiguous()
     with Copies() as copies:
         out = attention((query, key, value), table)
+    assert out.is_contiguous() and copies.found == []
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+@ranks()
+def test_bidirectional_frames_are_attended_without_copies(
+    context: ParallelContext, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    through(name, monkeypatch)
+    frames = torch.empty(3, S, B, N, D, device="meta", dtype=torch.bfloat16)
+    attention = FrameAttention(context.pgs.cp, trades_heads=False)
+    with Copies() as copies:
+        out = attention(frames, (frames, frames), (), AttentionPlan.bidirectional(3))
     assert out.is_contiguous() and copies.found == []
