@@ -84,6 +84,9 @@ def block_mask(query: Tensor, key: Tensor, span: Span, forbidden: Tensor | None)
     lengths = query.size(2), key.size(2)
     if forbidden is None:
         return _of_positions(span, lengths, query.device)
+    if forbidden.is_cuda and torch.cuda.is_current_stream_capturing():
+        # A CUDA graph must make the blocks anew of what its inputs hold when it is replayed.
+        return _made(span, lengths, query.device, forbidden)
     return _newest.find(span, lengths, forbidden)
 
 
