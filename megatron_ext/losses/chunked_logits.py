@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.losses import fused_softmax
 from megatron_ext.losses.chunk_size import default_rows, fused_rows
+from megatron_ext.losses.fused_softmax import statistics, to_gradient_
+from megatron_ext.models.compiled import compiles
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Chunk:
 def chunks(head: Head, hidden: Tensor, weight: Tensor, labels: Tensor) -> Iterator[Chunk]:
     """Compute the logits of ``[s * b, h]`` with labels ``[b, s]`` chunk by chunk, in one buffer."""
     labels, num_tokens, vocabulary = flat(labels), hidden.shape[0], weight.shape[0]
-    fused = fused_softmax.fuses(hidden)
+    fused = compiles(hidden)
     rows = head.fused_rows(*hidden.shape) if fused else head.rows(num_tokens)
     kind = hidden.dtype if fused else torch.float32
     buffer = hidden.new_empty((rows, vocabulary), dtype=kind)
@@ -183,14 +184,14 @@ def _sums(head: Head, chunk: Chunk) -> tuple[Tensor, Tensor]:
 def _fused_sums(head: Head, chunk: Chunk) -> tuple[Tensor, Tensor]:
     """As `_sums`; the logits stay what they are."""
     smooths = head.label_smoothing > 0
-    found = fused_softmax.compiled(fused_softmax.statistics)(chunk.logits, chunk.column, smooths)
+    found = statistics(chunk.logits, chunk.column, smooths)
     highest = found.highest.clone()
     head.all_reduce(highest, ReduceOp.MAX)
-    parts = [(found.at_label - highest) * chunk.owned.squeeze(1)]
+    parts = [(found.at_label - highest) * chunk.owned]
     if smooths:
         parts.append(found.plain - chunk.logits.shape[1] * highest)
     parts.append(found.total * (found.highest - highest).exp())
-    return highest, torch.stack(parts)
+    return highest.squeeze(1), torch.stack([part.squeeze(1) for part in parts])
 
 
 def recall(chunk: Chunk, lse: Tensor) -> None:
@@ -215,8 +216,8 @@ def differentiate(
     if chunk.fused:
         at_label = (smoothing - 1) * incoming * chunk.owned.squeeze(1)
         everywhere = -smoothing / (logits.shape[1] * head.tp_size) * incoming
-        change = fused_softmax.compiled(fused_softmax.to_gradient_)
-        change(logits, chunk.column, lse, scale, at_label, everywhere)
+        rows = (x.unsqueeze(1) for x in (lse, scale, at_label, everywhere))
+        to_gradient_(logits, chunk.column, *rows)
         return
     logits.mul_((scale if total is None else scale / total).unsqueeze(1))
     at_label = (smoothing - 1) * incoming.unsqueeze(1) * chunk.owned

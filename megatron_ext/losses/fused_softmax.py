@@ -1,6 +1,6 @@
 """The pointwise part of a chunk's cross-entropy on a GPU: its logits read twice, written once.
 
-`torch.compile` makes one kernel of each of the two functions. They keep the logits in the type of
+`models.compiled` makes one kernel of each of the two functions. They keep the logits in the type of
 the product, 16 bits, and compute in float32 registers what `chunked_logits` computes in a float32
 copy; the gradient takes the logits' place. Vocabulary-parallel ranks talk between the two.
 
@@ -24,17 +24,16 @@ float32 blocks of all logits, 60 GB: 0.09 of eager.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._triton import has_triton
+
+from megatron_ext.models.compiled import compiled
 
 
 class Statistics(NamedTuple):
-    """Of this rank's logits ``[C, v/tp]``, each ``[C]`` float32."""
+    """Of this rank's logits ``[C, v/tp]``, each ``[C, 1]`` float32."""
 
     highest: Tensor
     at_label: Tensor
@@ -44,6 +43,7 @@ class Statistics(NamedTuple):
     """Sum of the logits; zeros where it is not asked for."""
 
 
+@compiled
 def statistics(logits: Tensor, column: Tensor, sums_plain: bool) -> Statistics:
     """What the loss needs to know of the logits.
 
@@ -58,9 +58,10 @@ def statistics(logits: Tensor, column: Tensor, sums_plain: bool) -> Statistics:
     total = (exact - highest).exp().sum(dim=1, keepdim=True)
     at_label = logits.gather(1, column).float()
     plain = exact.sum(dim=1, keepdim=True) if sums_plain else torch.zeros_like(total)
-    return Statistics(*(x.squeeze(1) for x in (highest, at_label, total, plain)))
+    return Statistics(highest, at_label, total, plain)
 
 
+@compiled
 def to_gradient_(
     logits: Tensor, column: Tensor, lse: Tensor, scale: Tensor, at_label: Tensor, everywhere: Tensor
 ) -> None:
@@ -69,21 +70,8 @@ def to_gradient_(
     Args:
         logits: ``[C, v/tp]``.
         column: ``[C, 1]`` int64.
-        lse, scale, at_label, everywhere: ``[C]`` float32.
+        lse, scale, at_label, everywhere: ``[C, 1]`` float32.
     """
-    rows = (x.unsqueeze(1) for x in (lse, scale, at_label, everywhere))
-    lse, scale, at_label, everywhere = rows
     here = torch.arange(logits.shape[1], device=logits.device).unsqueeze(0) == column
     gradient = scale * (logits.float() - lse).exp() + everywhere
     logits.copy_(torch.where(here, gradient + at_label, gradient))
-
-
-@cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function through `torch.compile`, made once in a process."""
-    return torch.compile(function)
-
-
-def fuses(tensor: Tensor) -> bool:
-    """Whether a tensor's chunks are computed here: on GPUs that Triton can make kernels for."""
-    return tensor.is_cuda and has_triton()

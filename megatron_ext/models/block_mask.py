@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch.utils._triton import has_triton
+
+from megatron_ext.models.compiled import compiles
 
 NUM_KEPT = 16
 """Block masks kept of those that follow from positions alone."""
@@ -45,7 +46,7 @@ def fits(query: Tensor, dropout: float) -> bool:
     d = query.size(-1)
     is_power = d >= 16 and d & (d - 1) == 0
     half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.is_cuda and half and is_power and dropout == 0 and has_triton()
+    return query.is_cuda and half and is_power and dropout == 0 and compiles(query)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:

@@ -162,6 +162,6 @@ def test_what_flex_attention_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         def size(self, dim: int) -> int:
             return self.d
 
-    monkeypatch.setattr(block_mask, "has_triton", lambda: True)
+    monkeypatch.setattr(block_mask, "compiles", lambda query: True)
     given: list[Any] = [(Cuda(128), 0.0), (Cuda(96), 0.0), (Cuda(128), 0.1), (Cuda(8), 0.0)]
     assert [block_mask.fits(*one) for one in given] == [True, False, False, False]
