@@ -260,11 +260,10 @@ class Gradients:
         self._taken = False
         self._adds = adds_in_float32(tokens.device, tokens.dtype)
         direct = main is not None and main.dtype == torch.float32
-        # The first chunk need not be added to zeros.
-        self._overwrites = self._adds and not direct and len(tokens) > 0
+        # What the first chunk gives need not be added to zeros, which then are not read.
+        self._is_zero = not direct
         if wanted[1]:
-            make = torch.empty_like if self._overwrites else torch.zeros_like
-            self.weight = main if direct else make(weight, dtype=torch.float32)
+            self.weight = main if direct else torch.zeros_like(weight, dtype=torch.float32)
 
     def take(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """That of the tokens, scaled in place, and that of the weight as it is; once only.
@@ -291,7 +290,7 @@ class Gradients:
         if total is None:
             return
         if self._adds:
-            beta, self._overwrites = 0 if self._overwrites else 1, False
+            beta, self._is_zero = 0 if self._is_zero else 1, False
             torch.addmm(total, gradient.t(), tokens, out_dtype=total.dtype, beta=beta, out=total)
         else:
             total.addmm_(chunk.logits.t().to(total.dtype), tokens.to(total.dtype))

@@ -179,6 +179,33 @@ def test_bfloat16_is_as_exact_as_whole_logits(form: Form) -> None:
         assert distance(one, true) <= 1.5 * distance(other, true) < 6e-3
 
 
+def adding(total: Tensor, one: Tensor, other: Tensor, **given: Any) -> Tensor:
+    """A GPU's product of 16-bit matrices that is added to a float32 one."""
+    assert given["out"] is total and given["out_dtype"] == total.dtype == torch.float32
+    assert one.dtype == other.dtype == torch.bfloat16
+    product = one.float() @ other.float()
+    return total.copy_(product if given["beta"] == 0 else given["beta"] * total + product)
+
+
+@FORMS
+@pytest.mark.parametrize("into_main", [False, True])
+def test_products_are_added_up_in_float32(
+    form: Form, into_main: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked_logits, "adds_in_float32", lambda device, kind: True)
+    monkeypatch.setattr(torch, "addmm", adding)
+    values = leaves(larger(), torch.bfloat16)
+    weight = values[1]
+    main = torch.ones_like(weight, dtype=torch.float32)
+    weight.main_grad = main  # type: ignore[attr-defined]
+    call = as_on_a_gpu(form)
+    _, _, found = call(values, chunk_size=64, gradient_accumulation_fusion=into_main, **ALONE)
+    truth = dense(leaves(larger(), torch.bfloat16))[2]
+    assert truth is not None
+    assert distance(main - 1 if into_main else found, truth) < 6e-3
+    assert into_main or bool((main == 1).all())
+
+
 @pytest.mark.parametrize(
     ("tokens", "hidden", "rows"),
     [(1, 4096, 1), (8192, 4096, 2048), (32768, 4096, 8192), (131072, 2048, 4096)],
