@@ -259,11 +259,11 @@ def arguments_of(sources: list[Path], name: str) -> set[str]:
     """Of a function, or of a class's constructor, in some of these files."""
     for path in sources:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if getattr(node, "name", None) != name:
+            if not isinstance(node, (ast.ClassDef, ast.FunctionDef)) or node.name != name:
                 continue
             body = node.body if isinstance(node, ast.ClassDef) else [node]
             for function in body:
-                if getattr(function, "name", None) in ("__init__", name):
+                if isinstance(function, ast.FunctionDef) and function.name in ("__init__", name):
                     return {x.arg for x in (*function.args.args, *function.args.kwonlyargs)}
     raise AssertionError(f"{name} is in none of {sources}")
 
