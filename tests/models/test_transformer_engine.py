@@ -34,13 +34,12 @@ SECONDS = 300.0
 Seen = dict[str, dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def seen() -> Seen:
+def runs(*names: str) -> Seen:
     """What each run reported and asked for."""
     path = os.pathsep.join([str(STAND_IN), str(ROOT)])
     environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.models.te_runs"],
+        [sys.executable, "-m", "tests.models.te_runs", *names],
         env=environ,
         cwd=ROOT,
         capture_output=True,
@@ -53,16 +52,32 @@ def seen() -> Seen:
     return {one["name"]: one for one in found}
 
 
+@pytest.fixture(scope="module")
+def seen() -> Seen:
+    """The runs of every test session."""
+    return runs("torch", "bf16", "delayed", "parameters")
+
+
+@pytest.fixture(scope="module")
+def others() -> Seen:
+    """The runs of a slow one."""
+    return runs("torch", "unfused", "tensorwise", "blockwise", "mxfp8", "cross entropy", "experts")
+
+
 def calls(of: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return [arguments for called, arguments in of["calls"] if called == name]
 
 
-@pytest.mark.parametrize(
-    "name", ["bf16", "unfused", "delayed", "tensorwise", "blockwise", "mxfp8", "cross entropy"]
-)
+@pytest.mark.parametrize("name", ["bf16", "delayed"])
 def test_losses_are_those_of_the_torch_layers(name: str, seen: Seen) -> None:
     """From the same weights; bf16 rounds at other places, 3 digits each over few layers."""
     assert seen[name]["losses"] == pytest.approx(seen["torch"]["losses"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["unfused", "tensorwise", "blockwise", "mxfp8", "cross entropy"])
+def test_losses_of_other_runs_are_those_of_the_torch_layers(name: str, others: Seen) -> None:
+    assert others[name]["losses"] == pytest.approx(others["torch"]["losses"], rel=1e-4)
 
 
 def test_layers_are_transformer_engines(seen: Seen) -> None:
@@ -74,16 +89,21 @@ def test_layers_are_transformer_engines(seen: Seen) -> None:
     assert [x["layer"] for x in calls(seen["bf16"], "DotProductAttention")] == [1, 2, 3]
 
 
-def test_rotary_positions_are_fused_unless_it_is_switched_off(seen: Seen) -> None:
+def test_rotary_positions_are_fused(seen: Seen) -> None:
     fused = calls(seen["bf16"], "apply_rotary_pos_emb")
     assert len(fused) == 2 * LAYERS * STEPS * MICROBATCHES and all(x["fused"] for x in fused)
-    assert not calls(seen["unfused"], "apply_rotary_pos_emb")
 
 
 def test_layers_sum_their_gradients_in_the_main_buffer_without_apex(seen: Seen) -> None:
     assert importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None
     assert len(calls(seen["bf16"], "fused gradient")) == PRODUCTS
-    assert not calls(seen["unfused"], "fused gradient")
+
+
+@pytest.mark.slow
+def test_what_is_switched_off_is_not_fused(others: Seen) -> None:
+    assert not calls(others["unfused"], "apply_rotary_pos_emb")
+    assert not calls(others["unfused"], "fused gradient")
+    assert calls(others["tensorwise"], "apply_rotary_pos_emb")
 
 
 def test_adam_is_transformer_engines_wherever_it_is_installed(seen: Seen) -> None:
@@ -92,25 +112,28 @@ def test_adam_is_transformer_engines_wherever_it_is_installed(seen: Seen) -> Non
         assert "optimizer: transformer_engine FusedAdam" in seen[name]["said"][0]
 
 
-def test_cross_entropy_is_transformer_engines_where_it_is_asked_for(seen: Seen) -> None:
-    assert len(calls(seen["cross entropy"], "parallel_cross_entropy")) == STEPS * MICROBATCHES
-    assert not calls(seen["bf16"], "parallel_cross_entropy")
+@pytest.mark.slow
+def test_cross_entropy_is_transformer_engines_where_it_is_asked_for(others: Seen) -> None:
+    assert len(calls(others["cross entropy"], "parallel_cross_entropy")) == STEPS * MICROBATCHES
+    assert not calls(others["mxfp8"], "parallel_cross_entropy")
 
 
-@pytest.mark.parametrize(
-    ("name", "recipe"),
-    [
-        ("delayed", "TEDelayedScaling:hybrid"),
-        ("blockwise", "Float8BlockScaling:e4m3"),
-        ("mxfp8", "MXFP8BlockScaling:e4m3"),
-        ("parameters", "Float8CurrentScaling:e4m3"),
-    ],
-)
-def test_products_run_in_the_recipe(name: str, recipe: str, seen: Seen) -> None:
-    products = calls(seen[name], "product")
+def check_products(of: dict[str, Any], recipe: str | None) -> None:
+    products = calls(of, "product")
     assert len(products) == PRODUCTS and all(x["recipe"] == recipe for x in products)
-    assert all(x["group"] == 1 for x in calls(seen[name], "fp8_autocast"))
-    assert all(x["recipe"] is None for x in calls(seen["bf16"], "product"))
+    assert all(x["group"] == 1 for x in calls(of, "fp8_autocast"))
+
+
+def test_products_run_in_the_recipe(seen: Seen) -> None:
+    check_products(seen["bf16"], None)
+    check_products(seen["delayed"], "TEDelayedScaling:hybrid")
+    check_products(seen["parameters"], "Float8CurrentScaling:e4m3")
+
+
+@pytest.mark.slow
+def test_products_run_in_the_other_recipes(others: Seen) -> None:
+    check_products(others["blockwise"], "Float8BlockScaling:e4m3")
+    check_products(others["mxfp8"], "MXFP8BlockScaling:e4m3")
 
 
 def test_the_delayed_recipe_gets_its_options(seen: Seen) -> None:
@@ -123,8 +146,9 @@ def test_the_delayed_recipe_gets_its_options(seen: Seen) -> None:
     assert firsts == ([True] * LINEARS + [False] * LINEARS) * STEPS
 
 
-def test_the_first_and_last_layers_stay_in_bf16(seen: Seen) -> None:
-    one_pass = [x["recipe"] for x in calls(seen["tensorwise"], "product")][:LINEARS]
+@pytest.mark.slow
+def test_the_first_and_last_layers_stay_in_bf16(others: Seen) -> None:
+    one_pass = [x["recipe"] for x in calls(others["tensorwise"], "product")][:LINEARS]
     assert one_pass == [None] * 4 + ["Float8CurrentScaling:hybrid"] * 4 + [None] * 4
 
 
@@ -143,8 +167,9 @@ def test_weights_are_kept_in_8_bits(seen: Seen) -> None:
     assert run["losses"] != seen["bf16"]["losses"]
 
 
-def test_experts_in_8_bits_are_padded(seen: Seen) -> None:
-    run = seen["experts"]
+@pytest.mark.slow
+def test_experts_in_8_bits_are_padded(others: Seen) -> None:
+    run = others["experts"]
     assert run["modules"]["TEGroupedMLP"] == LAYERS
     # The tokens of experts, and their weights, before the two products and none after.
     unpadded = [sum(x["splits"]) for x in calls(run, "Fp8Padding")]
@@ -157,9 +182,9 @@ def test_experts_in_8_bits_are_padded(seen: Seen) -> None:
 def test_the_choice_is_said_in_one_line(seen: Seen) -> None:
     said = {name: one["said"] for name, one in seen.items()}
     assert all(len(lines) == 1 for lines in said.values())
-    assert said["mxfp8"][0] == (
+    assert said["delayed"][0] == (
         "> layers: Transformer Engine 2.9.0; attention: Transformer Engine (auto); optimizer: "
-        "transformer_engine FusedAdam; fp8: e4m3 by the mxfp8 recipe"
+        "transformer_engine FusedAdam; fp8: hybrid by the delayed recipe"
     )
     assert said["parameters"][0].endswith(
         "fp8: e4m3 by the tensorwise recipe, weights kept in 8 bits"
