@@ -49,7 +49,8 @@ class Activations:
         """What a norm keeps besides its input, which the residual stream holds anyway."""
         if self.config.model.normalization == "LayerNorm":
             return layer_norm(tokens)
-        return rms_norm(self.sizes, tokens, size)
+        frozen = self.config.lora.lora_rank is not None
+        return rms_norm(self.sizes, tokens, size, frozen=frozen)
 
     def dropout(self, elements: int, probability: float) -> int:
         """A mask: one byte for each element on a GPU, a factor on a CPU."""
@@ -76,6 +77,9 @@ class Activations:
             return kept + gathered + (queries if fresh or copied else viewed)
         if self._exchange == "trade":
             return kept + queries + 2 * keys
+        if self.attends_eagerly and sizes.g != sizes.n:
+            # Keys and values of a group are copied for each of its heads, see `scores`.
+            return kept + queries
         return kept + viewed + (queries + keys if fresh else copied)
 
     @property
@@ -302,5 +306,6 @@ class Activations:
             return LayerBytes(kept, logits * sizes.width + weight + hidden)
         rows = loss.cross_entropy_chunk_size or min(-(-sizes.tokens // 8), DEFAULT_ROWS)
         chunk = min(rows, sizes.tokens) * vocabulary * (FP32 + (FP32 if sizes.half else 0))
-        gradients = vocabulary * sizes.h * FP32 + self.residual
+        trains = self.config.lora.lora_rank is None
+        gradients = vocabulary * sizes.h * FP32 * trains + self.residual
         return LayerBytes(losses * gradients, chunk + losses * hidden)

@@ -162,7 +162,7 @@ def _work(folder: Path, run: Run) -> None:
             for chunk in unwrap_model(run.chunks)
         ],
         peak=live.peak,
-        at_peak=live.at_peak[:60],
+        at_peak=live.at_peak[:400],
     )
     path = folder / f"rank_{run.context.rank}.json"
     path.write_text(json.dumps(dataclasses.asdict(found)))
