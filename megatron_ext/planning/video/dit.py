@@ -128,6 +128,8 @@ class DiTNetwork(Network):
         # The scaled queries and keys, for the weights of their norms.
         scaled = 2 * width.cut(h) * self._trains + 3 * width.chunk * FP32
         kept = width.cut(3 * h) + wide + scaled + 2 * width.cut(h) + 2 * width.cut(h) + rows * FP32
+        # Values, and the outputs, in another order: that of frames, and that of ranks.
+        kept += 2 * width.cut(h) * (x.sharing > 1)
         shared = x.cp if not self._trades_heads else 1
         kept += 2 * self._selected() * width.cut(h) // self.clip.frames * shared
         return kept + width.exchanged(self._trades_heads)

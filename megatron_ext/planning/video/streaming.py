@@ -198,7 +198,13 @@ def _passes(config: RunConfig) -> list[Pass]:
         (f"generator, forward and backward on {together} frame block(s)", block, None, together),
     ):
         cost = network.activations(_whole(config, size))
-        found.append(Pass(name, cost.kept * count + cost.transient))
+        held = cost.kept * count + cost.transient
+        if count > 1:
+            # A weight's gradient waits until those of all blocks have been summed.
+            held += sum(x.numel for x in network.weights(_whole(config, size)) if not x.frozen) * (
+                network.sizes.width
+            )
+        found.append(Pass(name, held))
     guided = 2 if streaming.guidance_scale != 1 else 1
     seen = _network(
         dataclasses.replace(config, lora=LoraConfig()),
