@@ -5,10 +5,10 @@ tensors it is compiled on first use into one graph for each direction, so that i
 results never reach memory.
 
 Compilations are bounded. A function is compiled apart for every set of dtypes, widths and gradient
-needs (and of the numbers and switches among its arguments), so that no width ever becomes a symbol;
-what varies within one, the first two axes (sequence and batch, or frames and tokens), is compiled
-for the first lengths, and once more for any lengths when others come. Buckets of a video run
-therefore cost two compilations of a function, however many they are.
+needs (and of floats and switches among its arguments), so that no width ever becomes a symbol; what
+varies within one, the first two axes (sequence and batch, or frames and tokens) and integers, is
+compiled for the first lengths, and once more for any lengths when others come. Buckets of a video
+run therefore cost two compilations of a function, however many they are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from torch.utils._triton import has_triton
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 MAX_VARIANTS = 64
@@ -58,15 +57,13 @@ class _Compiler:
 _compiler = _Compiler()
 
 
-def use_compiler(enabled: bool) -> None:
-    """Compile in this process, or not (``--no-compile``, which megatron-core's functions follow).
+def compile_nothing() -> None:
+    """From now on run everything as written, functions that others compile too (``--no-compile``).
 
-    On a machine without a GPU nothing is compiled either way.
+    Those are megatron-core's, a library's or the user's own.
     """
-    _compiler.backend = "inductor" if enabled else None
-    _compiler.checked = False
-    if not enabled:
-        torch.compiler.set_stance("force_eager")
+    _compiler.backend = None
+    torch.compiler.set_stance("force_eager")
 
 
 @contextmanager
@@ -117,24 +114,24 @@ def _missing() -> str | None:
 def _signature(arg: Any) -> Any:
     """What one compilation takes as fixed of an argument."""
     if not isinstance(arg, Tensor):
-        return arg
+        return int if type(arg) is int else arg
     widths = arg.shape[2:] if arg.dim() > 2 else arg.shape[-1:]
     return arg.dtype, arg.dim(), arg.requires_grad, tuple(widths)
 
 
-class Compiled(Generic[P, R]):
+class Compiled(Generic[R]):
     """See `compiled`.
 
     Attributes:
         eager: the function as it is written, to be called from other compiled functions.
     """
 
-    def __init__(self, function: Callable[P, R]) -> None:
+    def __init__(self, function: Callable[..., R]) -> None:
         functools.update_wrapper(self, function)
         self.eager = function
-        self._variants: dict[Any, Callable[P, R]] = {}
+        self._variants: dict[Any, Callable[..., R]] = {}
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Call it, compiled if its first argument is a tensor of a GPU."""
         first = args[0]
         assert isinstance(first, Tensor)
@@ -160,7 +157,7 @@ class Compiled(Generic[P, R]):
             )
             return self.eager(*args, **kwargs)
 
-    def _compile(self) -> Callable[P, R]:
+    def _compile(self) -> Callable[..., R]:
         """Another compilation of the function.
 
         It gets a code object with a name of its own, since torch keeps what it compiled, and what
@@ -175,11 +172,11 @@ class Compiled(Generic[P, R]):
         copy = types.FunctionType(
             code, function.__globals__, name, function.__defaults__, function.__closure__
         )
-        made: Callable[P, R] = torch.compile(copy, backend=_compiler.backend, fullgraph=True)
+        made: Callable[..., R] = torch.compile(copy, backend=_compiler.backend, fullgraph=True)
         return made
 
 
-def compiled(function: Callable[P, R]) -> Compiled[P, R]:
+def compiled(function: Callable[..., R]) -> Compiled[R]:
     """Mark a pure function for compilation; see the module.
 
     Args:

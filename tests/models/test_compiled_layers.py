@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
 from megatron_ext.layout import ParallelContext
@@ -18,6 +15,7 @@ from tests.ranks import ranks
 def test_one_rank(context: ParallelContext, normalization: str) -> None:
     with compiled_on_cpu():
         check_block(context, normalization=normalization)
+
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @ranks(tp=2)
