@@ -13,7 +13,6 @@ run therefore cost two compilations of a function, however many they are.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import os
@@ -32,6 +31,7 @@ from torch.utils._triton import has_triton
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
+Backend = str | Callable[..., Any]
 
 MAX_VARIANTS = 64
 """Signatures of one function that are compiled; more would be a fault of its caller."""
@@ -44,12 +44,12 @@ class _Compiler:
     """What this process compiles with.
 
     Attributes:
-        backend: name for `torch.compile`; None runs everything as written.
+        backend: of `torch.compile`; None runs everything as written.
         on_cpu: compile functions of CPU tensors too.
         checked: whether the backend's own needs have been looked for.
     """
 
-    backend: str | None = "inductor"
+    backend: Backend | None = "inductor"
     on_cpu: bool = False
     checked: bool = False
 
@@ -67,13 +67,13 @@ def compile_nothing() -> None:
 
 
 @contextmanager
-def compiled_on_cpu(backend: str = "aot_eager") -> Iterator[None]:
+def compiled_on_cpu(backend: Backend = "aot_eager") -> Iterator[None]:
     """Compile functions of CPU tensors within, as tests and traffic counts do.
 
     Args:
         backend: of `torch.compile`; ``aot_eager`` makes the graphs and runs them op by op.
     """
-    before = dataclasses.astuple(_compiler)
+    before = _compiler.backend, _compiler.on_cpu, _compiler.checked
     _compiler.backend, _compiler.on_cpu, _compiler.checked = backend, True, True
     try:
         with torch.compiler.set_stance("default"):
