@@ -47,8 +47,14 @@ def fusions_of(config: TransformerConfig) -> Fusions:
     return given
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by a hyperbolic tangent (arXiv:1606.08415)."""
+    return F.gelu(x, approximate="tanh")
+
+
 ACTIVATIONS = {
     "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
     "silu": F.silu,
     "squared_relu": squared_relu,
     "quick_gelu": quick_gelu,
@@ -185,6 +191,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 @compiled
 def queries_keys_values(
     projected: Tensor,
+    bias: Tensor | None,
     groups: int,
     head_dim: int,
     cos: Tensor | None,
@@ -203,6 +210,7 @@ def queries_keys_values(
 
     Args:
         projected: ``[s, b, g * (n / g + 2) * d]``: each group's queries, its key and its value.
+        bias: of the projection, to be added here.
         groups: g of this rank.
         head_dim: d.
         cos, sin: see `rotary_table`; None rotates nothing.
@@ -214,6 +222,8 @@ def queries_keys_values(
         ``[s, b, n, d]``, ``[s, b, g, d]``, ``[s, b, g, d]``.
     """
     s, b, _ = projected.shape
+    if bias is not None:
+        projected = projected + bias
     heads = projected.view(s, b, groups, -1, head_dim)
     query = heads[..., :-2, :].flatten(2, 3)
     key, value = heads[..., -2, :], heads[..., -1, :]

@@ -39,12 +39,21 @@ class FullWidthRMSNorm(MegatronModule):  # type: ignore[misc]
         self.weight = torch.nn.Parameter(torch.ones(self.width // tp_group.size()))
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[s, b, n, d]`` of this rank's heads, to the same in the dtype of ``x``."""
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Norm.
+
+        Args:
+            x: ``[s, b, n, d]`` of this rank's heads.
+            bias: to be added to it before, ``[n * d]``.
+
+        Returns:
+            As ``x``.
+        """
         eps = self.config.layernorm_epsilon
         if self.tp_group.size() == 1:
-            return _whole_norm(x, self.weight, self.width, eps)
-        return _scaled(x, summed(_squares(x), self.tp_group), self.weight, self.width, eps)
+            return _whole_norm(x, bias, self.weight, self.width, eps)
+        total = summed(_squares(x, bias), self.tp_group)
+        return _scaled(x, bias, total, self.weight, self.width, eps)
 
     def sharded_state_dict(
         self,
@@ -80,12 +89,25 @@ def _exact(x: Tensor) -> torch.dtype:
 
 
 @compiled
-def _whole_norm(x: Tensor, weight: Tensor, width: int, eps: float) -> Tensor:
-    return scaled(x, squares(x), weight, width, eps)
+def _whole_norm(x: Tensor, bias: Tensor | None, weight: Tensor, width: int, eps: float) -> Tensor:
+    whole = _with_bias(x, bias)
+    return scaled(whole, squares(whole), weight, width, eps)
 
 
-_squares = compiled(squares)
-_scaled = compiled(scaled)
+@compiled
+def _squares(x: Tensor, bias: Tensor | None) -> Tensor:
+    return squares(_with_bias(x, bias))
+
+
+@compiled
+def _scaled(
+    x: Tensor, bias: Tensor | None, total: Tensor, weight: Tensor, width: int, eps: float
+) -> Tensor:
+    return scaled(_with_bias(x, bias), total, weight, width, eps)
+
+
+def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias.view(x.shape[-2:])
 
 
 def summed(sums: Tensor, group: ProcessGroup) -> Tensor:

@@ -24,37 +24,54 @@ def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor]:
 modulated_beside = Beside(_modulated)
 """``[s, b, h]`` and its `modulated_frames`."""
 
-gated = compiled(add_gated)
+
+@compiled
+def gated(x: Tensor, output: Tensor, bias: Tensor, gate: Tensor) -> Tensor:
+    """`add_gated` of ``output + bias``."""
+    return add_gated(x, output + bias, gate)
 
 
 @compiled
 def gated_and_normed(
-    x: Tensor, output: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, spec: Norm
+    x: Tensor,
+    output: Tensor,
+    bias: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    norm_bias: Tensor,
+    spec: Norm,
 ) -> tuple[Tensor, Tensor]:
-    """`add_gated`, and the `norm` of what it gives."""
-    hidden = add_gated(x, output, gate)
-    return hidden, norm(hidden, weight, bias, spec)
+    """`gated`, and the `norm` of what it gives."""
+    hidden = add_gated(x, output + bias, gate)
+    return hidden, norm(hidden, weight, norm_bias, spec)
 
 
 @compiled
 def added_and_modulated(
-    x: Tensor, output: Tensor, shift: Tensor, scale: Tensor
+    x: Tensor, output: Tensor, bias: Tensor, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``x + output``, and its `modulated_frames`."""
-    hidden = x + output
+    """``x + output + bias``, and its `modulated_frames`."""
+    hidden = x + (output + bias)
     return hidden, modulated_frames(hidden, shift, scale)
 
 
 @compiled
-def squares_of_heads(qkv: Tensor, head_dim: int) -> Tensor:
-    """Sums of squares of this rank's queries and keys, ``[2, s, b]``, of ``[s, b, n * 3 * d]``."""
-    heads = torch.unflatten(qkv, -1, (-1, 3, head_dim))
+def squares_of_heads(qkv: Tensor, bias: Tensor, head_dim: int) -> Tensor:
+    """Sums of squares of this rank's queries and keys, ``[2, s, b]``.
+
+    Args:
+        qkv: ``[s, b, n * 3 * d]``.
+        bias: to be added to it.
+        head_dim: d.
+    """
+    heads = torch.unflatten(qkv + bias, -1, (-1, 3, head_dim))
     return torch.stack([squares(x) for x in heads.unbind(-2)[:2]])
 
 
 @compiled
 def heads(
     qkv: Tensor,
+    bias: Tensor,
     total: Tensor | None,
     q_weight: Tensor,
     k_weight: Tensor,
@@ -68,6 +85,7 @@ def heads(
 
     Args:
         qkv: ``[parts * t * m, b, n * 3 * d]``, for each head its query, key and value.
+        bias: of the projection, to be added here.
         total: sums of squares over all ranks, see `squares_of_heads`; None: this one has all.
         q_weight, k_weight: of the norms, this rank's ``[n * d]``.
         cos, sin: see `rope.rotary_table`.
@@ -80,7 +98,7 @@ def heads(
         `queries_keys_values`.
     """
     head_dim, width, eps = sizes
-    query, key, value = torch.unflatten(qkv, -1, (-1, 3, head_dim)).unbind(-2)
+    query, key, value = torch.unflatten(qkv + bias, -1, (-1, 3, head_dim)).unbind(-2)
     of_query, of_key = (squares(query), squares(key)) if total is None else total.unbind(0)
     query, key = (
         scaled(x, sums, weight, width, eps)

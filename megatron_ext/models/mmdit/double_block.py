@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -24,6 +23,7 @@ from megatron_ext.models.mmdit.pointwise import (
     modulated_streams_beside,
 )
 from megatron_ext.models.mmdit.sequence import LocalTokens, TokenRange
+from megatron_ext.models.pointwise import activated
 
 Table = tuple[Tensor, Tensor]
 
@@ -50,7 +50,8 @@ class Stream(MegatronModule):  # type: ignore[misc]
 
     def mlp(self, x: Tensor) -> tuple[Tensor, Any]:
         """``[s, b, h]`` to this rank's part of the sum, and its bias."""
-        out: tuple[Tensor, Any] = self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
+        narrow = activated(*self.linear_fc1(x), None, "gelu_tanh", False)
+        out: tuple[Tensor, Any] = self.linear_fc2(narrow)
         return out
 
 
@@ -111,7 +112,7 @@ class DoubleBlock(MegatronModule):  # type: ignore[misc]
         """Attention of the streams' heads; twice ``[s, b, h]`` to ``[s, b, h/tp]``."""
         txt, img = (stream.linear_qkv(x) for stream, x in self._pairs(streams))
         weights = (*self.img.norm.weights, *self.txt.norm.weights)
-        return self.attention(joint_heads(img, txt, *weights, *table, self.img.norm.spec))
+        return self.attention(joint_heads(*img, *txt, *weights, *table, self.img.norm.spec))
 
     def _leave(
         self, partial_sums: Sequence[tuple[Tensor, Any]], tokens: LocalTokens

@@ -103,9 +103,11 @@ def add_and_modulate_streams(
 
 
 def _split(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, spec: Norm
+    qkv: Tensor, bias: Tensor | None, q_weight: Tensor, k_weight: Tensor, spec: Norm
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, normed, key, normed, and value of ``[s, b, n * 3 * d]``, each ``[s, b, n, d]``."""
+    if bias is not None:
+        qkv = qkv + bias
     d = q_weight.size(0)
     # No -1: a rank may hold no text, and nothing tells the sizes of an empty view.
     heads = qkv.view(*qkv.shape[:-1], qkv.size(-1) // (3 * d), 3, d)
@@ -116,12 +118,19 @@ def _split(
 
 @compiled
 def heads(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, spec: Norm
+    qkv: Tensor,
+    bias: Tensor | None,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    spec: Norm,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys, normed and rotated, and values of one projection.
 
     Args:
         qkv: ``[s, b, n * 3 * d]``, for each head its query, key and value.
+        bias: of the projection, to be added here.
         q_weight, k_weight: of the norms, ``[d]``.
         cos, sin: see `rope.rotary_table`.
         spec: of the norms.
@@ -129,7 +138,7 @@ def heads(
     Returns:
         Three tensors ``[s, b, n, d]``; the values are copied, see `queries_keys_values`.
     """
-    query, key, value = _split(qkv, q_weight, k_weight, spec)
+    query, key, value = _split(qkv, bias, q_weight, k_weight, spec)
     copied = value.clone(memory_format=torch.contiguous_format)
     return rotate(query, (cos, sin)), rotate(key, (cos, sin)), copied
 
@@ -137,7 +146,9 @@ def heads(
 @compiled
 def joint_heads(
     img_qkv: Tensor,
+    img_bias: Tensor | None,
     txt_qkv: Tensor,
+    txt_bias: Tensor | None,
     img_q_weight: Tensor,
     img_k_weight: Tensor,
     txt_q_weight: Tensor,
@@ -147,7 +158,7 @@ def joint_heads(
     spec: Norm,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`heads` of text and image, which each have weights of their own, as one sequence."""
-    txt = _split(txt_qkv, txt_q_weight, txt_k_weight, spec)
-    img = _split(img_qkv, img_q_weight, img_k_weight, spec)
+    txt = _split(txt_qkv, txt_bias, txt_q_weight, txt_k_weight, spec)
+    img = _split(img_qkv, img_bias, img_q_weight, img_k_weight, spec)
     query, key, value = (torch.cat(pair) for pair in zip(txt, img, strict=True))
     return rotate(query, (cos, sin)), rotate(key, (cos, sin)), value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -15,6 +14,7 @@ from megatron_ext.models.mmdit.modulation import Modulation
 from megatron_ext.models.mmdit.options import MMDiTOptions
 from megatron_ext.models.mmdit.pointwise import add_gated, heads, modulated_beside
 from megatron_ext.models.mmdit.sequence import LocalTokens
+from megatron_ext.models.pointwise import activated
 
 
 class SingleBlock(MegatronModule):  # type: ignore[misc]
@@ -51,10 +51,10 @@ class SingleBlock(MegatronModule):  # type: ignore[misc]
         hidden, normed = modulated_beside(hidden, shift, scale)
         joint = enter(normed, self.config, self.tp_group)
         attended = self.attention(
-            heads(self.linear_qkv(joint), *self.norm.weights, *table, self.norm.spec)
+            heads(*self.linear_qkv(joint), *self.norm.weights, *table, self.norm.spec)
         )
         attention, bias = self.linear_proj(attended)
-        mlp, _ = self.linear_fc2(F.gelu(self.linear_fc1(joint), approximate="tanh"))
+        mlp, _ = self.linear_fc2(activated(*self.linear_fc1(joint), None, "gelu_tanh", False))
         if self.tp_group.size() == 1:
             return add_gated(hidden, attention, mlp, bias, gate)
         total = leave(attention + mlp, self.config, self.tp_group)
