@@ -46,11 +46,13 @@ class _Compiler:
     Attributes:
         backend: of `torch.compile`; None runs everything as written.
         on_cpu: compile functions of CPU tensors too.
+        strict: raise what the compiler raises, rather than run the function as written.
         checked: whether the backend's own needs have been looked for.
     """
 
     backend: Backend | None = "inductor"
     on_cpu: bool = False
+    strict: bool = False
     checked: bool = False
 
 
@@ -67,19 +69,20 @@ def compile_nothing() -> None:
 
 
 @contextmanager
-def compiled_on_cpu(backend: Backend = "aot_eager") -> Iterator[None]:
+def compiled_on_cpu(backend: Backend = "aot_eager", *, strict: bool = True) -> Iterator[None]:
     """Compile functions of CPU tensors within, as tests and traffic counts do.
 
     Args:
         backend: of `torch.compile`; ``aot_eager`` makes the graphs and runs them op by op.
+        strict: raise what the compiler raises, rather than run the function as written.
     """
-    before = _compiler.backend, _compiler.on_cpu, _compiler.checked
-    _compiler.backend, _compiler.on_cpu, _compiler.checked = backend, True, True
+    before = dict(vars(_compiler))
+    vars(_compiler).update(backend=backend, on_cpu=True, strict=strict, checked=True)
     try:
         with torch.compiler.set_stance("default"):
             yield
     finally:
-        _compiler.backend, _compiler.on_cpu, _compiler.checked = before
+        vars(_compiler).update(before)
 
 
 def compiles(x: Tensor) -> bool:
@@ -145,9 +148,10 @@ class Compiled(Generic[R]):
         try:
             return variant(*args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            if _compiler.on_cpu:
+            if _compiler.strict:
                 raise
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            cause = getattr(error, "inner_exception", error)
+            reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
             self._variants[key] = self.eager
             logger.warning(
                 "`torch.compile` failed on `%s` (%s), which now runs kernel by kernel; "
