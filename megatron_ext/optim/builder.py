@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
     AdamOptimizerConfig,
@@ -16,6 +17,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_ext.models.transformer_config import params_dtype
+from megatron_ext.optim.update import parts_of
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -32,12 +34,35 @@ def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) ->
     cls = OPTIMIZERS[config.optimizer.optimizer]
     ours: dict[str, Any] = dataclasses.asdict(config.precision)
     ours.update(dataclasses.asdict(config.optimizer))
+    ours.update(dataclasses.asdict(config.fp8))
     ours["params_dtype"] = params_dtype(config)
     names = {field.name for field in dataclasses.fields(cls)}
     core_config = cls(**{name: value for name, value in ours.items() if name in names})
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         core_config, chunks, config_overrides=get_standard_config_overrides(core_config)
     )
+    choose_kernels(optimizer, fused=config.device == "cuda")
+    return optimizer
+
+
+def choose_kernels(optimizer: MegatronOptimizer, *, fused: bool) -> None:
+    """Let torch's Adam update all parameters in one kernel, or one after the other.
+
+    The fused kernel keeps its count of steps on the device and can skip an update by itself. What
+    is fastest belongs to the device, so a checkpoint that says otherwise is not followed.
+    """
+    for part in parts_of(optimizer):
+        inner = getattr(part, "optimizer", None)
+        if not isinstance(inner, torch.optim.Adam):
+            continue
+        choice = {"fused": fused or None, "foreach": None}
+        for group in (inner.defaults, *inner.param_groups):
+            group.update(choice)
+
+        def keep(_: torch.optim.Optimizer, state: dict[str, Any], choice: Any = choice) -> None:
+            state["param_groups"] = [{**group, **choice} for group in state["param_groups"]]
+
+        inner.register_load_state_dict_pre_hook(keep)
 
 
 @dataclasses.dataclass(frozen=True)

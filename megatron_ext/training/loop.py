@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,12 +13,12 @@ from megatron_ext.training.invariants import check_replicas
 from megatron_ext.training.profiling import StepProfiler
 from megatron_ext.training.reporting import AVERAGED, EvaluationRecord
 from megatron_ext.training.signals import EXIT_CODE_SIGNAL
-from megatron_ext.training.step import StepResult
 from megatron_ext.training.watch import Verdict, check_watched, exhausted, judge
 from megatron_ext.training.window import LogWindow, StepSize
 
 if TYPE_CHECKING:
     from megatron_ext.data.loader import BatchSource
+    from megatron_ext.optim.update import UpdateResult
     from megatron_ext.training.setup import Run
 
 
@@ -42,6 +41,7 @@ def train(run: Run) -> int | None:
     while run.progress.iteration < run.num_iterations:
         grown = run.batch_size.update(run.progress.consumed_train_samples)
         if grown and saved_at != run.progress.iteration:
+            window.settle()
             run.save()
             saved_at = run.progress.iteration
         profiler.before_step(run.progress.iteration)
@@ -67,6 +67,7 @@ def train(run: Run) -> int | None:
         if losses is not None:
             verdict = judge(run, losses, regular=due or iteration == run.num_iterations)
         if (due or verdict.save or verdict.stop) and saved_at != iteration:
+            window.settle()
             run.save(verdict.outdone)
             saved_at = iteration
         window.pause(time.perf_counter() - started)
@@ -75,6 +76,7 @@ def train(run: Run) -> int | None:
             run.reporters.say(f"exiting at iteration {iteration} ({reason})")
             return EXIT_CODE_SIGNAL if stop == "signal" else 0
     profiler.stop()
+    window.settle()
     if saved_at != run.progress.iteration:
         run.save()
     return None
@@ -97,9 +99,9 @@ def _step(run: Run, window: LogWindow) -> None:
     if result.flops is not None:
         size = replace(size, flops=result.flops)
     run.parameter_gather.switch_on()
-    window.add(result, size, nan=_advance(run, result, size))
-    if run.ema is not None and result.moves_average:
-        run.ema.update(run.progress.iteration)
+    advance(run, size)
+    window.add(result, size)
+    average(run, result.model_update)
 
 
 def evaluate_at_end(run: Run) -> None:
@@ -160,18 +162,22 @@ def _evaluate_sources(
     return found
 
 
-def _advance(run: Run, result: StepResult, size: StepSize) -> bool:
-    """Count the step; returns whether it was skipped with a loss that is not finite."""
+def advance(run: Run, size: StepSize) -> None:
+    """Count a step, applied or not."""
     progress = run.progress
     progress.iteration += 1
     progress.consumed_train_samples += size.samples
     progress.floating_point_operations += size.flops
-    if result.update.applied:
-        return False
-    progress.skipped_iterations += 1
-    nan = any(not math.isfinite(float(loss)) for loss in result.losses.values())
-    progress.nan_iterations += nan
-    return nan
+
+
+def average(run: Run, update: UpdateResult | None) -> None:
+    """Let the average follow an update of the model of the run."""
+    if run.ema is None or update is None:
+        return
+    if not update.known:
+        run.ema.update(run.progress.iteration, update.flag)
+    elif update.applied:
+        run.ema.update(run.progress.iteration)
 
 
 def _due(iteration: int, interval: int | None) -> bool:

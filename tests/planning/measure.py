@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.data.tokenizers import Tokenizer
 from megatron_ext.device import select
 from megatron_ext.models import attention
 from megatron_ext.training.launch import fork_ranks
@@ -28,6 +29,7 @@ from megatron_ext.training.loop import train
 from megatron_ext.training.preflight import preflight
 from megatron_ext.training.pretrain import pretrain
 from megatron_ext.training.setup import Run
+from megatron_ext.training.task import Task, TaskOrChoice, choose
 from pretrain_gpt import GPT
 
 KINDS = ("count", "parameters", "gradients", "optimizer", "average")
@@ -92,18 +94,37 @@ class Measured:
     at_peak: list[tuple[int, str]]
 
 
-def configuration(flags: Sequence[str]) -> RunConfig:
-    """A resolved run on forked ranks, with its vocabulary."""
-    parsed = parse_args(flags, world_size=0, device=select().kind)
-    return preflight(parsed.config)[0]
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What is trained, and what its flags start from."""
+
+    task: TaskOrChoice = GPT
+    defaults: Mapping[str, Any] | None = None
 
 
-def measure(flags: Sequence[str], folder: Path) -> list[Measured]:
+PROGRAM = Program()
+
+
+def configuration(flags: Sequence[str], program: Program = PROGRAM) -> RunConfig:
+    """A resolved run on forked ranks, with its vocabulary or its clips."""
+    return _prepared(flags, program)[1]
+
+
+def _prepared(flags: Sequence[str], program: Program) -> tuple[Task, RunConfig, Tokenizer]:
+    parsed = parse_args(flags, world_size=0, device=select().kind, defaults=program.defaults)
+    task = choose(program.task, parsed.config)
+    return task, *preflight(parsed.config, task.preflight)
+
+
+def measure(
+    flags: Sequence[str],
+    folder: Path,
+    program: Program = PROGRAM,
+) -> list[Measured]:
     """Take one step on the ranks that the flags ask for."""
-    config = configuration(flags)
-    _, tokenizer = preflight(config)
+    task, config, tokenizer = _prepared(flags, program)
     work = partial(_work, folder)
-    main = partial(pretrain, GPT, config, device=select(), tokenizer=tokenizer, work=work)
+    main = partial(pretrain, task, config, device=select(), tokenizer=tokenizer, work=work)
     with (folder / "log").open("w") as log, redirect_stdout(log):
         assert fork_ranks(main, config.parallel.nproc_per_node) == 0
     paths = sorted(folder.glob("rank_*.json"))

@@ -11,6 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_ext.models import sdpa
 from megatron_ext.models.causal_video.attention import AttentionPlan, FrameAttention, KeyValue
 from megatron_ext.models.causal_video.cache import CachePass
 from megatron_ext.models.causal_video.embedder import Conditioning
@@ -98,7 +99,7 @@ class CrossAttention(MegatronModule):  # type: ignore[misc]
         (query,) = heads_of(self.linear_q(x)[0], 1, self.config.kv_channels)
         key, value = self._key_value(text, number, run.text)
         q, k, v = (y.permute(1, 2, 0, 3) for y in (self.q_norm(query), key, value))
-        attended = F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3)
+        attended = sdpa.attend(q, k, v).permute(2, 0, 1, 3)
         out: Tensor = self.linear_proj(attended.flatten(2))[0]
         return out
 

@@ -1,0 +1,93 @@
+"""CUDA graphs on a CPU: what is captured is kept as a list of operations, and run again.
+
+As on a GPU a replay reads and writes the very memory that the capture did, draws random numbers
+anew, and runs no Python of the captured code. Other than there the operations also run while they
+are captured, and graphs of one memory pool share no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class CpuGraph(TorchDispatchMode):
+    """Stands for `torch.cuda.CUDAGraph`.
+
+    Attributes:
+        made: all graphs, in the order in which they were made.
+        replays: indices in it, in the order in which they were replayed.
+    """
+
+    made: list[CpuGraph] = []
+    replays: list[int] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, Any, Any, list[Any]]] = []
+        self.number = len(CpuGraph.made)
+        self.is_reset = False
+        CpuGraph.made.append(self)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.operations.append((func, args, kwargs, tree_leaves(result)))
+        return result
+
+    def replay(self) -> None:
+        assert self.operations, "replayed before it was captured"
+        assert not self.is_reset
+        CpuGraph.replays.append(self.number)
+        for func, args, kwargs, results in self.operations:
+            for old, new in zip(results, tree_leaves(func(*args, **kwargs)), strict=True):
+                if not isinstance(new, Tensor):
+                    if isinstance(new, torch.ScriptObject):
+                        new.wait()  # a collective
+                elif old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+    def reset(self) -> None:
+        self.is_reset = True
+
+
+class Capture:
+    """Stands for `torch.cuda.graph`."""
+
+    default_capture_stream: Any = None
+
+    def __init__(self, graph: CpuGraph, pool: Any = None) -> None:
+        self.graph = graph
+        Capture.default_capture_stream = "one"
+
+    def __enter__(self) -> None:
+        self.graph.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self.graph.__exit__(*exception)
+
+
+@contextlib.contextmanager
+def graphs_on_a_cpu() -> Iterator[None]:
+    """Within, torch's functions capture and replay on the CPU, and runs on it ask for graphs.
+
+    The answers of `device.cuda_on_cpu` must be in place when something is captured.
+    """
+    CpuGraph.made, CpuGraph.replays, Capture.default_capture_stream = [], [], None
+    with (
+        mock.patch.object(torch.cuda, "CUDAGraph", CpuGraph),
+        mock.patch.object(torch.cuda, "graph", Capture),
+        mock.patch.object(torch.cuda.graphs, "graph_pool_handle", lambda: (0, 1)),
+        mock.patch(
+            "megatron_ext.config.cuda_graphs.CudaGraphConfig.records",
+            lambda self, device: self.cuda_graph_impl == "local",
+        ),
+    ):
+        yield
