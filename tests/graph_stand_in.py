@@ -14,8 +14,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class CpuGraph(TorchDispatchMode):

@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.losses import fused_softmax
-
-MAX_DEFAULT_CHUNK_SIZE = 1024
-MIN_FUSED_CHUNK_SIZE = 4096
+from megatron_ext.losses.chunk_size import default_rows, fused_rows
+from megatron_ext.losses.fused_softmax import statistics, to_gradient_
+from megatron_ext.models.compiled import compiles
 
 
 @dataclass(frozen=True)
@@ -55,20 +54,12 @@ class Head:
         return 0 if self.tp_group is None else self.tp_group.rank()
 
     def rows(self, num_tokens: int) -> int:
-        """Tokens of a chunk; by default few enough beside eager, enough for efficient products."""
-        size = self.chunk_size or min(-(-num_tokens // 8), MAX_DEFAULT_CHUNK_SIZE)
-        return max(1, min(size, num_tokens))
+        """Tokens of a chunk."""
+        return max(1, min(self.chunk_size or default_rows(num_tokens), num_tokens))
 
     def fused_rows(self, num_tokens: int, hidden_size: int) -> int:
-        """Tokens of a chunk whose logits stay in 16 bits, see `fused_softmax`.
-
-        Each chunk's part of the weight's gradient, 2 C h v operations, reads and writes that
-        gradient, 8 h v bytes: C / 4 operations for a byte, of which an H200 does 200 in the time of
-        one. At C = 2 h the chunk's logits take no more memory than that float32 gradient.
-        """
-        largest = max(2 * hidden_size, MIN_FUSED_CHUNK_SIZE)
-        size = self.chunk_size or min(-(-num_tokens // 4), largest)
-        return max(1, min(size, num_tokens))
+        """Tokens of a chunk that `fused_softmax` computes."""
+        return max(1, min(self.chunk_size or fused_rows(num_tokens, hidden_size), num_tokens))
 
     def check(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
         """Refuse tensors that do not fit each other; looks at shapes and types only."""
@@ -134,7 +125,7 @@ class Chunk:
 def chunks(head: Head, hidden: Tensor, weight: Tensor, labels: Tensor) -> Iterator[Chunk]:
     """Compute the logits of ``[s * b, h]`` with labels ``[b, s]`` chunk by chunk, in one buffer."""
     labels, num_tokens, vocabulary = flat(labels), hidden.shape[0], weight.shape[0]
-    fused = fused_softmax.fuses(hidden)
+    fused = compiles(hidden)
     rows = head.fused_rows(*hidden.shape) if fused else head.rows(num_tokens)
     kind = hidden.dtype if fused else torch.float32
     buffer = hidden.new_empty((rows, vocabulary), dtype=kind)
@@ -193,14 +184,14 @@ def _sums(head: Head, chunk: Chunk) -> tuple[Tensor, Tensor]:
 def _fused_sums(head: Head, chunk: Chunk) -> tuple[Tensor, Tensor]:
     """As `_sums`; the logits stay what they are."""
     smooths = head.label_smoothing > 0
-    found = fused_softmax.compiled(fused_softmax.statistics)(chunk.logits, chunk.column, smooths)
+    found = statistics(chunk.logits, chunk.column, smooths)
     highest = found.highest.clone()
     head.all_reduce(highest, ReduceOp.MAX)
-    parts = [(found.at_label - highest) * chunk.owned.squeeze(1)]
+    parts = [(found.at_label - highest) * chunk.owned]
     if smooths:
         parts.append(found.plain - chunk.logits.shape[1] * highest)
     parts.append(found.total * (found.highest - highest).exp())
-    return highest, torch.stack(parts)
+    return highest.squeeze(1), torch.stack([part.squeeze(1) for part in parts])
 
 
 def recall(chunk: Chunk, lse: Tensor) -> None:
@@ -225,8 +216,8 @@ def differentiate(
     if chunk.fused:
         at_label = (smoothing - 1) * incoming * chunk.owned.squeeze(1)
         everywhere = -smoothing / (logits.shape[1] * head.tp_size) * incoming
-        change = fused_softmax.compiled(fused_softmax.to_gradient_)
-        change(logits, chunk.column, lse, scale, at_label, everywhere)
+        rows = (x.unsqueeze(1) for x in (lse, scale, at_label, everywhere))
+        to_gradient_(logits, chunk.column, *rows)
         return
     logits.mul_((scale if total is None else scale / total).unsqueeze(1))
     at_label = (smoothing - 1) * incoming.unsqueeze(1) * chunk.owned
@@ -269,11 +260,10 @@ class Gradients:
         self._taken = False
         self._adds = adds_in_float32(tokens.device, tokens.dtype)
         direct = main is not None and main.dtype == torch.float32
-        # The first chunk need not be added to zeros.
-        self._overwrites = self._adds and not direct and len(tokens) > 0
+        # What the first chunk gives need not be added to zeros, which then are not read.
+        self._is_zero = not direct
         if wanted[1]:
-            make = torch.empty_like if self._overwrites else torch.zeros_like
-            self.weight = main if direct else make(weight, dtype=torch.float32)
+            self.weight = main if direct else torch.zeros_like(weight, dtype=torch.float32)
 
     def take(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """That of the tokens, scaled in place, and that of the weight as it is; once only.
@@ -300,7 +290,7 @@ class Gradients:
         if total is None:
             return
         if self._adds:
-            beta, self._overwrites = 0 if self._overwrites else 1, False
+            beta, self._is_zero = 0 if self._is_zero else 1, False
             torch.addmm(total, gradient.t(), tokens, out_dtype=total.dtype, beta=beta, out=total)
         else:
             total.addmm_(chunk.logits.t().to(total.dtype), tokens.to(total.dtype))

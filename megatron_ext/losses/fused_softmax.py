@@ -1,6 +1,6 @@
 """The pointwise part of a chunk's cross-entropy on a GPU: its logits read twice, written once.
 
-`torch.compile` makes one kernel of each of the two functions. They keep the logits in the type of
+`models.compiled` makes one kernel of each of the two functions. They keep the logits in the type of
 the product, 16 bits, and compute in float32 registers what `chunked_logits` computes in a float32
 copy; the gradient takes the logits' place. Vocabulary-parallel ranks talk between the two.
 
@@ -15,22 +15,25 @@ reads and writes left out:
                             zeros for the gradient of the log-probabilities (4); and back (2)
 
 At 32,768 x 151,936 logits that is 30 GB against 240 GB, 7 ms against 55 ms at 4.3 TB/s, beside
-155 ms for the three products of 2 x 32,768 x 4096 x 151,936 operations at 790 TFLOP/s.
+155 ms for the three products of 2 x 32,768 x 4096 x 151,936 operations at 790 TFLOP/s. The four
+chunks of 8192 tokens add 17 GB of the weight's gradient to the products and 4 GB for its scaling,
+at most 5 ms: 167 ms against 210 ms, by this arithmetic 0.80 of eager. Memory at the peak is that
+gradient, a chunk's logits and the gradient of the hidden states, 2.5 + 2.5 + 0.3 GB, against three
+float32 blocks of all logits, 60 GB: 0.09 of eager.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._triton import has_triton
+
+from megatron_ext.models.compiled import compiled
 
 
 class Statistics(NamedTuple):
-    """Of this rank's logits ``[C, v/tp]``, each ``[C]`` float32."""
+    """Of this rank's logits ``[C, v/tp]``, each ``[C, 1]`` float32."""
 
     highest: Tensor
     at_label: Tensor
@@ -40,6 +43,7 @@ class Statistics(NamedTuple):
     """Sum of the logits; zeros where it is not asked for."""
 
 
+@compiled
 def statistics(logits: Tensor, column: Tensor, sums_plain: bool) -> Statistics:
     """What the loss needs to know of the logits.
 
@@ -50,12 +54,14 @@ def statistics(logits: Tensor, column: Tensor, sums_plain: bool) -> Statistics:
     """
     exact = logits.float()
     highest = exact.amax(dim=1, keepdim=True)
-    total = (exact - highest).exp().sum(dim=1)
-    at_label = logits.gather(1, column).squeeze(1).float()
-    plain = exact.sum(dim=1) if sums_plain else torch.zeros_like(total)
-    return Statistics(highest.squeeze(1), at_label, total, plain)
+    # The compiler knows the two as an online softmax by this form, the kept dimension included.
+    total = (exact - highest).exp().sum(dim=1, keepdim=True)
+    at_label = logits.gather(1, column).float()
+    plain = exact.sum(dim=1, keepdim=True) if sums_plain else torch.zeros_like(total)
+    return Statistics(highest, at_label, total, plain)
 
 
+@compiled
 def to_gradient_(
     logits: Tensor, column: Tensor, lse: Tensor, scale: Tensor, at_label: Tensor, everywhere: Tensor
 ) -> None:
@@ -64,21 +70,8 @@ def to_gradient_(
     Args:
         logits: ``[C, v/tp]``.
         column: ``[C, 1]`` int64.
-        lse, scale, at_label, everywhere: ``[C]`` float32.
+        lse, scale, at_label, everywhere: ``[C, 1]`` float32.
     """
-    rows = (x.unsqueeze(1) for x in (lse, scale, at_label, everywhere))
-    lse, scale, at_label, everywhere = rows
     here = torch.arange(logits.shape[1], device=logits.device).unsqueeze(0) == column
     gradient = scale * (logits.float() - lse).exp() + everywhere
     logits.copy_(torch.where(here, gradient + at_label, gradient))
-
-
-@cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function through `torch.compile`, made once in a process."""
-    return torch.compile(function)
-
-
-def fuses(tensor: Tensor) -> bool:
-    """Whether a tensor's chunks are computed here: on GPUs that Triton can make kernels for."""
-    return tensor.is_cuda and has_triton()

@@ -153,7 +153,7 @@ def linear_cross_entropy(
         chunk_size: C; its logits take C * v/tp * 4 bytes, and half of that more in 16 bits. None
             takes an eighth of the tokens, 1024 at most: a 24th of the logits that eager holds. On
             GPUs they take C * v/tp * 2 bytes in 16 bits, and None takes a quarter of the tokens,
-            the larger of 2 h and 4096 at most; see `Head.fused_rows`.
+            the larger of 2 h and 4096 at most; see `chunk_size.fused_rows`.
         ignore_index: label of tokens with loss 0 and gradient exactly 0.
         label_smoothing: share of the target that is spread over the whole vocabulary.
         z_loss_coefficient: c in ``c * lse^2``, a part of each token's loss.

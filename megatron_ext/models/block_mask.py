@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch.utils._triton import has_triton
 
-NUM_KEPT = 4
-"""Block masks kept: of a context-parallel rank's two chunks, with and without a window."""
+from megatron_ext.models.compiled import compiles
+
+NUM_KEPT = 16
+"""Block masks kept of those that follow from positions alone."""
 
 
 @dataclass(frozen=True)
@@ -37,26 +38,6 @@ class Span:
     window: tuple[int, int] | None
 
 
-class DenseMask:
-    """A mask ``[b or 1, 1, q, k]``, True where forbidden, compared by place and version in memory.
-
-    The tensor is held, so that its place cannot become another mask's meanwhile; recomputed layers
-    see it as another tensor in the same place.
-    """
-
-    def __init__(self, forbidden: Tensor) -> None:
-        self.forbidden = forbidden
-        version = 0 if forbidden.is_inference() else forbidden._version
-        place = (forbidden.data_ptr(), version, forbidden.device)
-        self._key = (*place, forbidden.shape, forbidden.stride())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DenseMask) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-
 def fits(query: Tensor, dropout: float) -> bool:
     """Whether FlexAttention takes the queries ``[b, n, q, d]`` of a GPU.
 
@@ -65,7 +46,7 @@ def fits(query: Tensor, dropout: float) -> bool:
     d = query.size(-1)
     is_power = d >= 16 and d & (d - 1) == 0
     half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.is_cuda and half and is_power and dropout == 0 and has_triton()
+    return query.is_cuda and half and is_power and dropout == 0 and compiles(query)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
@@ -101,33 +82,71 @@ def block_mask(query: Tensor, key: Tensor, span: Span, forbidden: Tensor | None)
         span: see there.
         forbidden: ``[b or 1, 1, q, k]``, True where forbidden; None is none.
     """
-    dense = None if forbidden is None else DenseMask(forbidden)
-    return _made(span, dense, query.size(2), key.size(2), query.device)
+    lengths = query.size(2), key.size(2)
+    if forbidden is None:
+        return _of_positions(span, lengths, query.device)
+    if forbidden.is_cuda and torch.cuda.is_current_stream_capturing():
+        # A CUDA graph must make the blocks anew of what its inputs hold when it is replayed.
+        return _made(span, lengths, query.device, forbidden)
+    return _newest.find(span, lengths, forbidden)
 
 
 @lru_cache(maxsize=NUM_KEPT)
+def _of_positions(span: Span, lengths: tuple[int, int], device: torch.device) -> BlockMask:
+    return _made(span, lengths, device, None)
+
+
 def _made(
-    span: Span, dense: DenseMask | None, q_len: int, k_len: int, device: torch.device
+    span: Span, lengths: tuple[int, int], device: torch.device, forbidden: Tensor | None
 ) -> BlockMask:
-    forbidden = None if dense is None else dense.forbidden
     batch = None if forbidden is None or forbidden.size(0) == 1 else forbidden.size(0)
-    rule = _rule(span, forbidden)
-    return create_block_mask(rule, batch, None, q_len, k_len, device=str(device))
+    # As a tensor, since every number in a mask's function would be compiled apart.
+    first_query = torch.full((), span.first_query, device=device)
+    rule = _rule(span, first_query, forbidden)
+    return create_block_mask(rule, batch, None, *lengths, device=str(device))
+
+
+class _NewestMask:
+    """Block masks of the newest dense mask, and of its parts under context parallelism.
+
+    A mask is known by its place and version in memory, since recomputed layers see it as another
+    tensor. It is held, so that its place cannot become another mask's meanwhile; but one only,
+    since it has a byte for every pair of positions.
+    """
+
+    def __init__(self) -> None:
+        self._held: Tensor | None = None
+        self._key: tuple[Any, ...] = ()
+        self._made: dict[Any, BlockMask] = {}
+
+    def find(self, span: Span, lengths: tuple[int, int], forbidden: Tensor) -> BlockMask:
+        """The block mask of ``[b or 1, 1, q, k]``, a mask or a part of one."""
+        version = 0 if forbidden.is_inference() else forbidden._version
+        key = (forbidden.untyped_storage().data_ptr(), version, forbidden.device)
+        if key != self._key:
+            self._held, self._key, self._made = forbidden, key, {}
+        part = (forbidden.storage_offset(), forbidden.shape, forbidden.stride(), span, lengths)
+        if part not in self._made:
+            self._made[part] = _made(span, lengths, forbidden.device, forbidden)
+        return self._made[part]
+
+
+_newest = _NewestMask()
 
 
 def _rule(
-    span: Span, forbidden: Tensor | None
+    span: Span, first_query: Tensor, forbidden: Tensor | None
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Whether query q of sample b sees key k."""
-    left, right = span.window or (-1, -1)
+    (left, right), causal = span.window or (-1, -1), span.causal
     per_sample = forbidden is not None and forbidden.size(0) > 1
 
     def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        distance = q + span.first_query - k
-        seen = distance >= 0 if span.causal else k >= 0
+        distance = q + first_query - k
+        seen = distance >= 0 if causal else k >= 0
         if left >= 0:
             seen = seen & (distance <= left)
-        if right >= 0 and not span.causal:
+        if right >= 0 and not causal:
             seen = seen & (-distance <= right)
         if forbidden is not None:
             seen = seen & ~(forbidden[b, 0, q, k] if per_sample else forbidden[0, 0, q, k])

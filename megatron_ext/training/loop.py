@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,8 @@ def train(run: Run) -> int | None:
         _check_invariants(run)
         losses = None
         if _due(iteration, run.config.training.eval_interval) and run.evaluates:
-            losses = evaluate_split(run, "validation")
+            with _collected(run):
+                losses = evaluate_split(run, "validation")
         if after_step is not None:
             after_step()
         collect_garbage(iteration)
@@ -189,6 +191,17 @@ def _check_invariants(run: Run) -> None:
     if _due(run.progress.iteration, run.config.training.check_invariants):
         with run.parameter_gather.paused():
             check_replicas(run.runner.trained_chunks, run.context, run.progress.iteration)
+
+
+@contextmanager
+def _collected(run: Run) -> Iterator[None]:
+    """Collect garbage before an evaluation, and after it what the evaluation has left."""
+    collects = run.config.training.manual_gc and run.config.training.manual_gc_eval
+    if collects:
+        gc.collect()
+    yield
+    if collects:
+        gc.collect(generation=0)
 
 
 def _garbage_collector(run: Run) -> Callable[[int], None]:

@@ -67,9 +67,7 @@ def test_block_masks_give_float64s_numbers(window: Any, documents: bool) -> None
         module.window_size = window
         if not block_mask.fits(inputs.query.permute(1, 2, 0, 3), 0.0):
             pytest.skip("Triton is not installed")
-        block_mask._made.cache_clear()
         assert_near(outcome(lambda *qkv: module(*qkv, mask), inputs), truth)
-        assert block_mask._made.cache_info().misses == 1
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -27,7 +29,23 @@ def flexible(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the path of a GPU, uncompiled."""
     monkeypatch.setattr(block_mask, "fits", lambda query, dropout: True)
     monkeypatch.setattr(block_mask, "compiled", lambda: flex_attention)
-    block_mask._made.cache_clear()
+    block_mask._of_positions.cache_clear()
+    monkeypatch.setattr(block_mask, "_newest", block_mask._NewestMask())
+
+
+@contextmanager
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Span]]:
+    """The spans of the block masks that are made within."""
+    spans: list[Span] = []
+    genuine = block_mask._made
+
+    def watched(span: Span, *args: Any) -> Any:
+        spans.append(span)
+        return genuine(span, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_mask, "_made", watched)
+        yield spans
 
 
 def qkv() -> list[Tensor]:
@@ -48,16 +66,16 @@ def farther_than(left: int) -> Tensor:
 @pytest.mark.parametrize("left", [None, 150])
 @ranks()
 def test_documents_and_windows_equal_plain_arithmetic(
-    context: ParallelContext, documents: bool, left: int | None
+    context: ParallelContext, documents: bool, left: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forbidden = plain.documents(S, ENDS) if documents else plain.causal(S, B)
     mask = forbidden[:, None] if documents else None
     window = None if left is None else (left, 0)
     core = config(num_query_groups=G, kv_channels=D, window_size=window)
     module = build(DotProductAttention, core, context)
-    made = block_mask._made.cache_info().misses
-    found = module(*qkv(), mask)
-    assert block_mask._made.cache_info().misses - made == (documents or left is not None)
+    with made(monkeypatch) as masks:
+        found = module(*qkv(), mask)
+    assert len(masks) == (documents or left is not None)
     if left is not None:
         forbidden = forbidden | farther_than(left)
     torch.testing.assert_close(found.double(), expected(forbidden), rtol=0, atol=2e-6)
@@ -101,16 +119,25 @@ def views() -> list[Tensor]:
     return [x.permute(1, 2, 0, 3) for x in qkv()]
 
 
-def test_layers_share_a_mask_until_it_changes() -> None:
+def test_layers_share_a_mask_until_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, _ = views()
     mask = plain.documents(S, ENDS)[:, None].contiguous()
-    span = Span(0, False, None)
-    first = block_mask.block_mask(q, k, span, mask)
-    assert block_mask.block_mask(q, k, span, mask.detach()) is first
-    assert block_mask.block_mask(q, k, Span(0, True, (3, 0)), mask) is not first
-    assert block_mask.block_mask(q, k, span, mask.clone()) is not first
-    mask.zero_()
-    assert block_mask.block_mask(q, k, span, mask) is not first
+    plainly, windowed = Span(0, False, None), Span(0, True, (3, 0))
+    with made(monkeypatch) as spans:
+        for seen in (mask, mask.detach(), mask[:, :, :]):
+            for span in (plainly, windowed):
+                block_mask.block_mask(q, k, span, seen)
+        assert spans == [plainly, windowed]
+        first, last = (mask[:, :, part] for part in (slice(0, 150), slice(150, 300)))
+        for part in (first, last, first):
+            block_mask.block_mask(q[:, :, :150], k, plainly, part)
+        assert len(spans) == 4
+        copy = mask.clone()
+        block_mask.block_mask(q, k, plainly, copy)
+        assert len(spans) == 5
+        copy.logical_not_()
+        block_mask.block_mask(q, k, plainly, copy)
+        assert len(spans) == 6
 
 
 def test_blocks_that_no_query_sees_are_left_out() -> None:
@@ -135,6 +162,6 @@ def test_what_flex_attention_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         def size(self, dim: int) -> int:
             return self.d
 
-    monkeypatch.setattr(block_mask, "has_triton", lambda: True)
+    monkeypatch.setattr(block_mask, "compiles", lambda query: True)
     given: list[Any] = [(Cuda(128), 0.0), (Cuda(96), 0.0), (Cuda(128), 0.1), (Cuda(8), 0.0)]
     assert [block_mask.fits(*one) for one in given] == [True, False, False, False]

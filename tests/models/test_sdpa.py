@@ -16,8 +16,8 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.layout import ParallelContext
 from megatron_ext.models import sdpa
 from megatron_ext.models.attention import DotProductAttention
-from megatron_ext.models.mmdit.attention import JointAttention
-from megatron_ext.models.mmdit.rope import rotary_table
+from megatron_ext.models.causal_video.attention import AttentionPlan, FrameAttention
+from megatron_ext.models.mmdit.attention import _attend as joint_attention
 from tests.models import plain
 from tests.models.test_attention import build, config
 from tests.ranks import ranks
@@ -192,17 +192,26 @@ def test_nothing_is_copied_around_a_kernel(
 
 
 @pytest.mark.parametrize("name", ["cudnn", "flash"])
-@ranks()
 def test_joint_attention_makes_no_mask_and_no_copy(
-    context: ParallelContext, name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for the norms and the rotation, which make the queries and keys anew."""
+    """The values of a single-stream block are a view of its fused projection."""
     through(name, monkeypatch)
-    table = rotary_table(torch.zeros(B, S, 3, device="meta"), (4, 2, 2), D, 1e4)
-    attention = JointAttention(config(), context.pgs.tp, context.pgs.cp, "all_gather")
-    monkeypatch.setattr("megatron_ext.models.mmdit.attention.rotate", lambda x, table: x)
     query, key, value = torch.empty(S, B, N, 3, D, device="meta", dtype=torch.bfloat16).unbind(3)
     query, key = query.contiguous(), key.contiguous()
     with Copies() as copies:
-        out = attention((query, key, value), table)
+        out = joint_attention(query, key, value).flatten(2)
+    assert out.is_contiguous() and copies.found == []
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+@ranks()
+def test_bidirectional_frames_are_attended_without_copies(
+    context: ParallelContext, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    through(name, monkeypatch)
+    frames = torch.empty(3, S, B, N, D, device="meta", dtype=torch.bfloat16)
+    attention = FrameAttention(context.pgs.cp, trades_heads=False)
+    with Copies() as copies:
+        out = attention(frames, (frames, frames), (), AttentionPlan.bidirectional(3))
     assert out.is_contiguous() and copies.found == []

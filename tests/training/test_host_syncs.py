@@ -10,12 +10,11 @@ import torch
 from megatron_ext.optim.builder import choose_kernels
 from megatron_ext.training.setup import Run
 from megatron_ext.training.window import LogWindow
-from tests.host_syncs import host_syncs
+from tests.host_syncs import READ, host_syncs
 from tests.ranks import ParallelContext, ranks
 from tests.runs_from_inside import build, one_step
 from tests.training_runs import TINY, mock_data
 
-READ = "megatron_ext/device/transfer.py:read"
 FLAGS = [*TINY, *mock_data(), "--train-iters", "100"]
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
 

@@ -112,7 +112,7 @@ class FrameAttention:
         """
         key, value = self._keys(new, past)
         outputs = [_attend(query[own], key, value, seen) for own, seen in plan.blocks]
-        attended = torch.cat(outputs)
+        attended = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         if not self.trades_heads:
             return attended
         rows = sequence_to_heads(parts_first(attended, self.cp_group.size()), self.cp_group)
