@@ -42,7 +42,7 @@ from benchmarks.targets import FP8_OVER_BF16, verdict
 from megatron_ext.config.fp8 import Fp8Config
 from megatron_ext.device.rates import seconds_of
 from megatron_ext.layout import ParallelContext
-from megatron_ext.models.fp8.scaling import RECIPES, DelayedScaling, Parts
+from megatron_ext.models.fp8.attach import RECIPES, Parts
 from megatron_ext.models.linear import ColumnParallelLinear
 from megatron_ext.models.transformer_config import StepTransformerConfig
 
@@ -187,7 +187,7 @@ def layer_rows(
     parts = Parts(context.pgs, cuts_input=False, cuts_sequence=False)
     for recipe, scaling in RECIPES.items():
         layer.fp8 = scaling(Fp8Config(fp8_format="hybrid", fp8_recipe=recipe), parts).to(device)
-        if isinstance(layer.fp8, DelayedScaling):
+        if recipe == "delayed":
             # Scales of steps before, whose values take no other time: those of a new layer, 1.
             layer.fp8.has_history = True
         names = f"layer, {recipe}", m, n, k

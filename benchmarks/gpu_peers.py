@@ -43,6 +43,7 @@ from benchmarks.gpu_setup import (
 from benchmarks.peers import OURS, PEERS, Place, version_of_peer
 from benchmarks.targets import MFU, OVER_PEERS, verdict
 from megatron_ext.device.rates import seconds_of
+from megatron_ext.errors import MegatronExtError
 
 HEAD = (
     "step of", "version", "parameters", "ms", "tokens/s", "TFLOP/s", "MFU of measured",
@@ -78,8 +79,14 @@ class Comparison:
         def cells() -> list[str]:
             try:
                 return self._measured(name)
-            except ImportError as error:
-                return [f"another version than this script knows: {error}"]
+            except (MegatronExtError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                # Of a version that this script does not know, for one; ours must not fail.
+                if name == OURS:
+                    raise
+                said = str(error).strip().splitlines()
+                return [f"failed: {type(error).__name__}: {said[0] if said else ''}"]
 
         with freed(self.place.device):
             return table_row(name, version, *outcome_of(cells))

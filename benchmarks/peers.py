@@ -220,7 +220,7 @@ def torchtitan(sizes: Llama, place: Place) -> Peer:
     """torchtitan's Llama 3 with flex attention, compiled block by block as its trainer does.
 
     Raises:
-        ImportError: another version than 0.3, whose parts have other names.
+        Exception: another version than 0.3, whose parts have other names.
     """
     from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
     from torchtitan.models.llama3 import Llama3Model, _build_llama3_layers
@@ -282,5 +282,5 @@ PACKAGES = {
 
 
 def version_of_peer(name: str) -> str | None:
-    """Version of a peer's package, None where it is not installed."""
-    return version_of(PACKAGES[name])
+    """Version of a peer's package, None where it is not installed; ours need not be."""
+    return version_of(PACKAGES[name]) or ("from its folder" if name == OURS else None)
