@@ -120,7 +120,7 @@ class ModelConfig:
         True, "fused rotary embedding", negative=("--no-rope-fusion",), gpu_only=FUSED
     )
     gradient_accumulation_fusion: bool = flag(
-        True, "weight gradients summed by a kernel of NVIDIA apex", gpu_only=FUSED
+        True, "products add weight gradients to the gradient buffer", gpu_only=FUSED
     )
     persist_layer_norm: bool = flag(True, "apex's persistent norm", gpu_only=FUSED)
     cross_entropy_loss_fusion: bool = flag(False, "fused cross-entropy", gpu_only=FUSED)
