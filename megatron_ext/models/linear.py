@@ -265,7 +265,15 @@ class _ParallelLinear:
         tp_group: ProcessGroup | None,
         **_of_fused_kernels: Any,
     ) -> Tensor:
-        call = Fp8Call(self.fp8, tp_group, sequence_parallel, allreduce_dgrad, weight, queue)
+        call = Fp8Call(
+            self.fp8,
+            tp_group,
+            sequence_parallel,
+            allreduce_dgrad,
+            weight,
+            queue,
+            getattr(self.config, "adds_in_place", False),
+        )
         return fp8_linear(input, weight, bias, call)
 
 

@@ -34,6 +34,7 @@ def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) ->
     cls = OPTIMIZERS[config.optimizer.optimizer]
     ours: dict[str, Any] = dataclasses.asdict(config.precision)
     ours.update(dataclasses.asdict(config.optimizer))
+    ours.update(dataclasses.asdict(config.fp8))
     ours["params_dtype"] = params_dtype(config)
     names = {field.name for field in dataclasses.fields(cls)}
     core_config = cls(**{name: value for name, value in ours.items() if name in names})

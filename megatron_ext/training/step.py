@@ -23,8 +23,10 @@ from megatron_ext.losses.contract import LossFunction, Report, StepCounts, check
 from megatron_ext.models.auto_scaler import AuxiliaryScale
 from megatron_ext.models.dropout import microbatch_masks
 from megatron_ext.models.fp8.history import AmaxHistories
+from megatron_ext.models.fp8.weights import KeptWeights
 from megatron_ext.models.moe_losses import take_auxiliary_losses
 from megatron_ext.optim.update import UpdateResult, update_parameters
+from megatron_ext.schedules.graphs import StepGraphs, records_graphs
 from megatron_ext.schedules.runtime import ForwardStep, PipelineEngine
 from megatron_ext.training.invariants import check_zeroed
 
@@ -124,13 +126,17 @@ class StepRunner:
         self._has_auxiliary_losses = (
             transformer_config.num_moe_experts is not None or task.auxiliary_losses
         )
-        self._amax_histories = AmaxHistories(chunks, context.pgs)
+        self._amax_histories = AmaxHistories(chunks)
+        self._fp8_weights = KeptWeights(chunks)
         schedule = config.parallel.pipeline_schedule or ""
         self.engine: PipelineEngine | None = None
         if not schedule.startswith("core-"):
             group_size = config.parallel.microbatch_group_size_per_vp_stage
+            graphs = None
+            if records_graphs(config):
+                graphs = StepGraphs(chunks, config.cuda_graphs.cuda_graph_warmup_steps)
             self.engine = PipelineEngine(
-                schedule, chunks, transformer_config, context, group_size=group_size
+                schedule, chunks, transformer_config, context, group_size=group_size, graphs=graphs
             )
         self._unsettled: list[tuple[UpdateResult, OptimizerParamScheduler, int]] = []
         self.observer: Callable[[], None] | None = None
@@ -292,9 +298,10 @@ class StepRunner:
         self.optimizer.zero_grad()
         if self.check_zeroed_at is not None:
             check_zeroed(self.chunks, self.check_zeroed_at)
-        reports = self.forward_backward(
-            batches, num_microbatches, forward_only=False, consumed_samples=consumed_samples
-        )
+        with self._fp8_weights.kept():
+            reports = self.forward_backward(
+                batches, num_microbatches, forward_only=False, consumed_samples=consumed_samples
+            )
         if self.observer is not None:
             self.observer()
         self._amax_histories.advance()
