@@ -124,7 +124,7 @@ class ModelConfig:
         True, "fused rotary embedding", negative=("--no-rope-fusion",), gpu_only=FUSED
     )
     gradient_accumulation_fusion: bool = flag(
-        True, "weight gradients summed by a kernel of NVIDIA apex", gpu_only=FUSED
+        True, "products add weight gradients to the gradient buffer", gpu_only=FUSED
     )
     persist_layer_norm: bool = flag(
         True, "compiled norms, or apex's persistent one", gpu_only=FUSED
