@@ -33,6 +33,7 @@ are compiled alike.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -97,12 +98,14 @@ def _layouts(
     return rows, turned(rows)
 
 
-_LIMITS = {
-    name: 4096
-    for name in ("recompile_limit", "cache_size_limit", "accumulated_recompile_limit")
-    if hasattr(torch._dynamo.config, name)
-}
-"""Of the compiler, under the names that torch 2.6 and later ones have."""
+@functools.cache
+def _limits() -> dict[str, int]:
+    """How often the compiler may compile a function, by its names in torch 2.6 and in later ones.
+
+    Its own limit is 8 for all shapes, formats and layouts of a function together.
+    """
+    names = ("recompile_limit", "cache_size_limit", "accumulated_recompile_limit")
+    return {name: 4096 for name in names if hasattr(torch._dynamo.config, name)}
 
 
 class Compiled:
@@ -152,9 +155,8 @@ class Compiled:
         if key in self._seen:
             return run(x, *more)
         self._seen.add(key)
-        # Its limit is 8 for all shapes, formats and layouts of a function. Settings hold for a
-        # thread, and backward passes have one of their own.
-        with torch._dynamo.config.patch(_LIMITS):
+        # Settings hold for a thread, and backward passes have one of their own.
+        with torch._dynamo.config.patch(_limits()):
             return run(x, *more)
 
 
