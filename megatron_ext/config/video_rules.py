@@ -69,6 +69,7 @@ _ALLOWED = {
         "num_attention_heads",
         "perform_initialization",
         "gradient_accumulation_fusion",
+        "compile",
     },
     "data": {"num_workers"},
 }
@@ -244,11 +245,14 @@ def _dit_errors(run: RunConfig) -> list[str]:
 def _without_their_switch(run: RunConfig) -> list[str]:
     """Flags that another one leaves without effect."""
     modes, by_size = set(run.conditions.modes), run.flow.flow_shift is None
+    evaluates = run.video.video_valid_path is not None or run.training.eval_iters == 0
     long, easy = modes & {"v2v_head", "v2v_tail"}, modes & {"v2v_head_easy", "v2v_tail_easy"}
     rules = [
         ("mmdit", "guidance", "needs `--guidance-embed`; give both", run.mmdit.guidance_embed),
         ("conditions", "v2v_frames", "needs a weight of v2v_head or v2v_tail; give one", long),
         ("conditions", "v2v_easy_frames", "needs a weight of an easy v2v mode; give one", easy),
+        ("training", "eval_iters", "needs `--video-valid-path`; give it, or 0", evaluates),
+        ("training", "eval_interval", "needs `--video-valid-path`; give it too", evaluates),
     ]
     rules += [
         ("flow", name, "has no effect beside `--flow-shift`; leave one of them out", by_size)

@@ -14,7 +14,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_ext.config.fp8 import UNIT
+from megatron_ext.config.fp8_rules import UNIT
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.fp8.parts import ExpertParts, Parts
 from megatron_ext.models.fp8.scaling import RECIPES

@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel.mappings import _gather_along_first_dim
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.config.fp8 import UNIT
+from megatron_ext.config.fp8_rules import UNIT
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

@@ -41,7 +41,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.config.fp8 import UNIT
+from megatron_ext.config.fp8_rules import UNIT
 from megatron_ext.models.fp8.formats import cast, largest, scale_for, turned
 
 Wanted = Literal["rows", "columns", "both"]

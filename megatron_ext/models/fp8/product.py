@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.config.fp8 import UNIT
+from megatron_ext.config.fp8_rules import UNIT
 from megatron_ext.models.fp8.formats import E4M3, E5M2, Quantized
 
 
