@@ -27,7 +27,7 @@ from tests.planning.video_layouts import COMMON, LAYOUTS, flags_of
 from tests.training.video.clips import LONG, SHORT, write_clips
 
 TOLERANCE = 0.10
-QUICK = ("mmdit tp2 sp", "mmdit recomputed", "dit pp2", "causal")
+QUICK = ("mmdit recomputed", "mmdit tp2 sp", "dit", "causal")
 
 
 @pytest.fixture(scope="module")
