@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from megatron_ext.losses.chunk_size import default_rows, fused_rows
 from megatron_ext.planning.contents import Sizes, Stage
 from megatron_ext.planning.flops import Operations
 from megatron_ext.planning.inputs import KEPT_LAYOUTS, Inputs
@@ -29,8 +30,6 @@ from megatron_ext.planning.parameters import LINEAR, weights
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
-
-DEFAULT_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -304,8 +303,10 @@ class Activations:
             weight = vocabulary * sizes.h * sizes.width
             kept = losses * (logits * copies + self.residual)
             return LayerBytes(kept, logits * sizes.width + weight + hidden)
-        rows = loss.cross_entropy_chunk_size or min(-(-sizes.tokens // 8), DEFAULT_ROWS)
-        chunk = min(rows, sizes.tokens) * vocabulary * (FP32 + (FP32 if sizes.half else 0))
+        width = sizes.width if sizes.gpu else FP32 + (FP32 if sizes.half else 0)
+        default = fused_rows(sizes.tokens, sizes.h) if sizes.gpu else default_rows(sizes.tokens)
+        rows = loss.cross_entropy_chunk_size or default
+        chunk = min(rows, sizes.tokens) * vocabulary * width
         trains = self.config.lora.lora_rank is None
         gradients = vocabulary * sizes.h * FP32 * trains + self.residual
         return LayerBytes(losses * gradients, chunk + losses * hidden)
