@@ -41,12 +41,12 @@ def _width_errors(run: RunConfig) -> list[str]:
     found += _must_divide("--padded-vocab-size", model.padded_vocab_size, by, tp)
     heads = (model.num_attention_heads or 0) // tp
     torch_layers = model.transformer_impl != "transformer_engine"
-    if cp > 1 and parallel.cp_comm_type[0] == "a2a" and torch_layers and heads % cp:
+    if cp > 1 and "a2a" in parallel.cp_comm_type and torch_layers and heads % cp:
         found.append(
             f"`--cp-comm-type a2a` needs the attention heads of a tensor-parallel rank ({heads}) "
             f"to be divisible by `--context-parallel-size` ({cp}); use all_gather."
         )
-    if torch_layers and cp > 1 and parallel.cp_comm_type[0] == "a2a+p2p":
+    if torch_layers and cp > 1 and "a2a+p2p" in parallel.cp_comm_type:
         found.append(
             "`--cp-comm-type` (a2a+p2p) needs Transformer Engine's layers; use p2p, all_gather or "
             "a2a."

@@ -7,15 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.flags import flag
+from megatron_ext.config.fp8_rules import TE_RECIPES, TORCH_RECIPES, fp8_errors
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
-
-OF_TRANSFORMER_ENGINE = ("blockwise", "mxfp8", "custom")
-OF_DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
-OF_BF16_LAYERS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-UNIT = 16
-"""What the sides of a weight on one rank must divide by, for the GPU's 8-bit products."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +24,10 @@ class Fp8Config:
     )
     fp8_recipe: str = flag(
         "delayed",
-        "where scales come from: the steps before, or the tensor or each of its rows itself",
-        choices=("delayed", "tensorwise", "rowwise", *OF_TRANSFORMER_ENGINE),
+        "where scales come from: the steps before, the tensor itself, each of its rows (torch "
+        "only), its blocks of 128, or runs of 32 values (blockwise, mxfp8, custom: Transformer "
+        "Engine only)",
+        choices=("delayed", "tensorwise", *TORCH_RECIPES, *TE_RECIPES),
     )
     fp8_margin: int = flag(0, "headroom: a scale of the delayed recipe is divided by 2^margin")
     fp8_amax_history_len: int = flag(
@@ -41,7 +38,26 @@ class Fp8Config:
         "which of the remembered magnitudes decides",
         choices=("most_recent", "max"),
     )
-    fp8_wgrad: bool = flag(True, "weight gradients in 8 bits as well")
+    fp8_wgrad: bool = flag(True, "weight gradients in 8 bits as well; torch layers only")
+    fp8_param_gather: bool = flag(
+        False, "keep the weights of Transformer Engine's layers in 8 bits, and gather them so"
+    )
+    fp8_quantizer_factory: str | None = flag(
+        None, "function that makes the quantizers of --fp8-recipe custom: package.module.function"
+    )
+    reuse_grad_buf_for_mxfp8_param_ag: bool = flag(
+        False, "gather the weights of mxfp8 through the memory of their gradients"
+    )
+    tp_only_amax_red: bool = flag(
+        False,
+        "largest magnitudes of the delayed recipe over tensor-parallel ranks only; Transformer "
+        "Engine only",
+    )
+    moe_router_padding_for_quantization: bool = flag(
+        False,
+        "route tokens so that each expert's number suits 8-bit products, in place of padding",
+        names=("--moe-router-padding-for-fp8",),
+    )
     first_last_layers_bf16: bool = flag(False, "keep the first and the last layers in bf16")
     num_layers_at_start_in_bf16: int = flag(
         1, "first layers to keep with --first-last-layers-bf16", unit="layers"
@@ -64,109 +80,15 @@ class Fp8Config:
 
     def errors(self, run: RunConfig) -> list[str]:
         """What cannot be run, one sentence each."""
-        if self.fp8_format is None:
-            return [
-                f"`{self._spelled(name)}` needs `--fp8-format`; give e4m3 or hybrid."
-                for name in self._changed()
-            ]
-        found = [*self._recipe_errors(), *self._layer_errors(run.model.num_layers or 0)]
-        return [*found, *self._run_errors(run), *self._width_errors(run)]
+        return fp8_errors(self, run)
 
-    def _changed(self) -> list[str]:
+    def changed(self) -> list[str]:
+        """Names of the fields that are not at their defaults."""
         default = Fp8Config()
         names = [field.name for field in dataclasses.fields(self)]
         return [name for name in names if getattr(self, name) != getattr(default, name)]
 
-    def _spelled(self, name: str) -> str:
+    def spelled(self, name: str) -> str:
+        """The flag of a field as the user writes it."""
         dashed = name.replace("_", "-")
         return f"--no-{dashed}" if getattr(self, name) is False else f"--{dashed}"
-
-    def _recipe_errors(self) -> list[str]:
-        found = []
-        if self.fp8_recipe in OF_TRANSFORMER_ENGINE:
-            found.append(
-                f"`--fp8-recipe` ({self.fp8_recipe}) is a recipe of Transformer Engine's layers; "
-                "use delayed, tensorwise or rowwise."
-            )
-        if self.fp8_recipe != "delayed":
-            found += [
-                f"`{self._spelled(name)}` belongs to `--fp8-recipe delayed`, but the recipe is "
-                f"{self.fp8_recipe}; leave it out."
-                for name in self._changed()
-                if name in OF_DELAYED
-            ]
-        if self.fp8_amax_history_len < 1:
-            found.append(
-                f"`--fp8-amax-history-len` ({self.fp8_amax_history_len}) must be at least 1."
-            )
-        if self.fp8_margin < 0:
-            found.append(
-                f"`--fp8-margin` ({self.fp8_margin}) must be at least 0: below it values would "
-                "be cut off."
-            )
-        return found
-
-    def _layer_errors(self, num_layers: int) -> list[str]:
-        if not self.first_last_layers_bf16:
-            return [
-                f"`{self._spelled(name)}` needs `--first-last-layers-bf16`; give it too."
-                for name in self._changed()
-                if name in OF_BF16_LAYERS
-            ]
-        found = [
-            f"`{self._spelled(name)}` ({getattr(self, name)}) must be at least 0."
-            for name in OF_BF16_LAYERS
-            if getattr(self, name) < 0
-        ]
-        if self.fp8_recipe == "delayed":
-            found.append(
-                "`--first-last-layers-bf16` does not go with `--fp8-recipe delayed`, whose state "
-                "in a checkpoint is that of all layers alike; use tensorwise."
-            )
-        kept = self.num_layers_at_start_in_bf16 + self.num_layers_at_end_in_bf16
-        if not found and kept >= num_layers > 0:
-            found.append(
-                f"`--first-last-layers-bf16` keeps {kept} of the {num_layers} layers in bf16, so "
-                "that none is left for `--fp8-format`; leave that out."
-            )
-        return found
-
-    def _run_errors(self, run: RunConfig) -> list[str]:
-        rules = (
-            (not run.precision.bf16, "needs `--bf16` for all but its products; give it too"),
-            (
-                run.model.transformer_impl == "transformer_engine",
-                "is not supported with Transformer Engine's layers yet; use "
-                "`--transformer-impl torch`",
-            ),
-            (
-                run.moe.num_experts is not None,
-                "does not go with `--num-experts`, whose experts get any number of tokens, which "
-                f"8-bit products cannot sum over unless it divides by {UNIT}; leave it out",
-            ),
-            (
-                run.lora.lora_rank is not None,
-                "does not go with `--lora-rank`, whose frozen weights it would not change; leave "
-                "it out",
-            ),
-        )
-        return [f"`--fp8-format` {reason}." for broken, reason in rules if broken]
-
-    def _width_errors(self, run: RunConfig) -> list[str]:
-        """Sides of the weights on one rank that 8-bit products cannot have."""
-        model, tp = run.model, run.parallel.tensor_model_parallel_size
-        heads = model.num_attention_heads or 0
-        channels = model.kv_channels or 0
-        queries, groups = heads * channels, (model.num_query_groups or heads) * channels
-        sides = (
-            ("--hidden-size", model.hidden_size or 0, 1),
-            ("--num-attention-heads times --kv-channels", queries, tp),
-            ("the width of queries, keys and values", queries + 2 * groups, tp),
-            ("--ffn-hidden-size", model.ffn_hidden_size or 0, tp),
-        )
-        return [
-            f"`--fp8-format` needs layers whose sides divide by {UNIT} on every rank, but {name} "
-            f"({width}) over {parts} rank(s) does not; use a multiple of {UNIT * parts}."
-            for name, width, parts in sides
-            if width % (UNIT * parts)
-        ]

@@ -82,8 +82,10 @@ class ModelConfig:
     )
     attention_backend: str = flag(
         "auto",
-        "kernel family of Transformer Engine; the torch layers always use torch's SDPA",
+        "the only kernel to take: flash, fused for cuDNN's, unfused or local for none; auto takes "
+        "the fastest that fits",
         choices=("auto", "flash", "fused", "unfused", "local"),
+        gpu_only="attention is computed there as megatron-core's own layers do or by torch's SDPA",
     )
     # On purpose not Megatron-LM's False: megatron-core's own default, and what SDPA's and flash
     # kernels do anyway; without it bf16 on a CPU would be less exact than on a GPU.

@@ -48,7 +48,8 @@ class ParallelConfig:
     sequence_parallel: bool = flag(False, "share norms and dropout along the sequence too")
     cp_comm_type: list[str] = flag(
         ["p2p"],
-        "how context-parallel attention communicates; the torch layers gather keys for p2p",
+        "how context-parallel attention communicates, once or for each layer; the torch layers "
+        "gather keys for p2p",
         choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
         nargs="+",
     )
@@ -105,10 +106,11 @@ class ParallelConfig:
         )
         found.extend(stage_errors(self, model))
         found.extend(self._share_errors(model))
-        if len(self.cp_comm_type) != 1:
+        layers = 1 if model.blocks_dealt_by_cost else model.num_layers
+        if len(self.cp_comm_type) not in (1, layers):
             found.append(
-                f"`--cp-comm-type` has {len(self.cp_comm_type)} values, but one for all layers is "
-                "supported; give one of p2p, all_gather and a2a."
+                f"`--cp-comm-type` has {len(self.cp_comm_type)} values, but must have one for all "
+                f"layers or one for each of the {layers}."
             )
         started = int(os.environ.get("WORLD_SIZE", "0"))
         if started and self.nproc_per_node > 1 and "TORCHELASTIC_RUN_ID" in os.environ:

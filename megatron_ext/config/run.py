@@ -12,6 +12,7 @@ from typing import Any
 from megatron_ext.config.build_rules import build_errors
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.config.conditions import ConditionConfig, TextDropoutConfig
+from megatron_ext.config.cuda_graphs import CudaGraphConfig
 from megatron_ext.config.data import DataConfig
 from megatron_ext.config.ema import EmaConfig
 from megatron_ext.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
@@ -30,10 +31,12 @@ from megatron_ext.config.precision import PrecisionConfig
 from megatron_ext.config.sft import SftConfig
 from megatron_ext.config.streaming import StreamingConfig
 from megatron_ext.config.streaming_sample import StreamingSampleConfig
+from megatron_ext.config.te_versions import found_version
 from megatron_ext.config.teacher import teacher_errors
 from megatron_ext.config.tokenizer import TokenizerConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.config.transformer import transformer_fields
+from megatron_ext.config.transformer_engine import TransformerEngineConfig, needs_torch_layers
 from megatron_ext.config.video import SampleConfig, VideoConfig
 from megatron_ext.config.video_dit import VideoDiTConfig, described_by
 from megatron_ext.config.video_rules import video_errors
@@ -50,6 +53,8 @@ class RunConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     fp8: Fp8Config = field(default_factory=Fp8Config)
+    cuda_graphs: CudaGraphConfig = field(default_factory=CudaGraphConfig)
+    engine: TransformerEngineConfig = field(default_factory=TransformerEngineConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -102,7 +107,8 @@ class RunConfig:
         world_size = world_size or self.parallel.nproc_per_node * (planned.dry_run_nodes or 1)
         device = "cuda" if planned.dry_run_gpu else device
         model = self._described_model()
-        model = model.resolved(has_te=_has_transformer_engine(device))
+        has_te = _has_transformer_engine(device) and not needs_torch_layers(self)
+        model = model.resolved(has_te=has_te)
         parallel = self.parallel.resolved(model, world_size)
         return dataclasses.replace(
             self,
@@ -138,6 +144,8 @@ class RunConfig:
             *self.lora.errors(self.model, self.moe, self.optimizer, streams=self.video.streams),
             *self.precision.errors(),
             *self.fp8.errors(self),
+            *self.cuda_graphs.errors(self),
+            *self.engine.errors(self, found_version=found_version() if has_te else None),
             *self.training.errors(self.parallel.data_parallel_size),
             *self.loss.errors(per_token=self.training.calculate_per_token_loss, has_te=has_te),
             *self.optimizer.errors(self.training),
@@ -150,7 +158,7 @@ class RunConfig:
                 evaluates=self.training.evaluates, starts_others=self.streaming.starts_others
             ),
             *self.logging.errors(),
-            *self.planning.errors(is_video=self.video.video),
+            *self.planning.errors(),
             *build_errors(self),
         ]
         if self.model.transformer_impl == "transformer_engine" and not has_te:

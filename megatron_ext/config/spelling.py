@@ -5,6 +5,7 @@ from __future__ import annotations
 RENAMED: dict[str, tuple[str, ...]] = {
     "--use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
     "--fp8": ("--fp8-format",),
+    "--enable-cuda-graph": ("--cuda-graph-impl", "local"),
     "--recompute-activations": ("--recompute-granularity", "selective"),
     "--checkpoint-activations": (
         "--recompute-granularity", "full", "--recompute-method", "uniform",

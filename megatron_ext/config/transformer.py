@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,6 +30,20 @@ SAME_NAME = {
     "precision": "fp16 bf16",
     "training": "calculate_per_token_loss deterministic_mode",
 }
+
+APEX_KERNEL = "fused_weight_gradient_mlp_cuda"
+
+OVERLAP = (
+    "tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad "
+    "tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_overlap_disable_qkv "
+    "tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend hierarchical_context_parallel_sizes"
+)
+
+FP8 = (
+    "fp8_recipe fp8_quantizer_factory fp8_margin fp8_amax_history_len fp8_amax_compute_algo "
+    "fp8_wgrad tp_only_amax_red first_last_layers_bf16 num_layers_at_start_in_bf16 "
+    "num_layers_at_end_in_bf16 moe_router_padding_for_quantization"
+)
 
 FUSIONS = (
     "masked_softmax_fusion",
@@ -61,9 +76,12 @@ def transformer_fields(run: RunConfig) -> dict[str, object]:
         activation_func=_activation(run),
         num_layers_in_first_pipeline_stage=parallel.decoder_first_pipeline_num_layers,
         num_layers_in_last_pipeline_stage=parallel.decoder_last_pipeline_num_layers,
-        cp_comm_type=parallel.cp_comm_type[0],
+        cp_comm_type=parallel.cp_comm_type[0]
+        if len(parallel.cp_comm_type) == 1
+        else parallel.cp_comm_type,
         attention_backend=model.attention_backend,
         **_fusions(run),
+        **_engine_fields(run),
     )
     if parallel.microbatch_group_size_per_vp_stage is not None:
         fields["microbatch_group_size_per_vp_stage"] = parallel.microbatch_group_size_per_vp_stage
@@ -85,6 +103,8 @@ def _fusions(run: RunConfig) -> dict[str, object]:
     te = model.transformer_impl == "transformer_engine"
     gpu = run.device == "cuda"
     wanted = {name: bool(getattr(model, name)) and te for name in FUSIONS}
+    # The output head is megatron-core's own layer, whose kernel is apex's.
+    wanted["gradient_accumulation_fusion"] &= find_spec(APEX_KERNEL) is not None
     bias = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion
     wanted["bias_activation_fusion"] = bias and gpu and te and model.add_bias_linear
     wanted["bias_dropout_fusion"] = model.bias_dropout_fusion and (gpu or not te)
@@ -92,6 +112,17 @@ def _fusions(run: RunConfig) -> dict[str, object]:
     native = model.cross_entropy_loss_fusion and model.cross_entropy_fusion_impl == "native"
     wanted["cross_entropy_loss_fusion"] = gpu and (impl == "te" or (impl == "eager" and native))
     return {**wanted, "cross_entropy_fusion_impl": "te" if impl == "te" else "native"}
+
+
+def _engine_fields(run: RunConfig) -> dict[str, object]:
+    """What Transformer Engine's layers are told besides: 8-bit products, overlap, groups."""
+    if run.model.transformer_impl != "transformer_engine":
+        return {}
+    fields: dict[str, object] = {name: getattr(run.engine, name) for name in OVERLAP.split()}
+    if run.fp8.fp8_format is not None:
+        fields.update({name: getattr(run.fp8, name) for name in FP8.split()})
+        fields.update(fp8=run.fp8.fp8_format, fp8_param=run.fp8.fp8_param_gather)
+    return fields
 
 
 def _moe_fields(run: RunConfig) -> dict[str, object]:

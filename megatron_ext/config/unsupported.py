@@ -4,14 +4,12 @@ from __future__ import annotations
 
 FAMILIES: tuple[tuple[str, str], ...] = (
     (
-        "it is an option of Transformer Engine's fp8 and fp4, which is not supported yet; use "
-        "`--fp8-format` with `--fp8-recipe delayed`, tensorwise or rowwise",
-        "fp8-param-gather fp8-param fp8-quantizer-factory "
-        "fp8-dot-product-attention fp8-multi-head-attention te-precision-config-file "
+        "it is an option of Transformer Engine's fp8 and fp4 that is not supported; use "
+        "`--fp8-format` with one of `--fp8-recipe`",
+        "fp8-param fp8-dot-product-attention fp8-multi-head-attention te-precision-config-file "
         "fp4-format fp4-recipe fp4-param-gather fp4-param fp4-quantizer-factory "
-        "tp-only-amax-red reuse-grad-buf-for-mxfp8-param-ag keep-fp8-transpose-cache "
-        "disable-parameter-transpose-cache moe-router-padding-for-fp8 "
-        "moe-router-padding-for-quantization use-transformer-engine-op-fuser "
+        "keep-fp8-transpose-cache disable-parameter-transpose-cache "
+        "use-transformer-engine-op-fuser "
         "activation-func-fp8-input-store",
     ),
     (
@@ -70,20 +68,17 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     ),
     (
         "context parallelism is not supported in this form; use `--cp-comm-type all_gather`",
-        "hierarchical-context-parallel-sizes hybrid-context-parallel max-seqlen-per-dp-cp-rank",
+        "hybrid-context-parallel max-seqlen-per-dp-cp-rank",
     ),
     (
-        "overlap inside of tensor-parallel layers is not supported yet; leave it out",
-        "tp-comm-overlap tp-comm-overlap-cfg tp-comm-overlap-ag tp-comm-overlap-rs "
-        "tp-comm-overlap-rs-dgrad tp-comm-bulk-dgrad tp-comm-bulk-wgrad tp-comm-split-ag "
-        "tp-comm-split-rs tp-comm-atomic-ag tp-comm-atomic-rs disable-tp-comm-overlap-ag "
-        "disable-tp-comm-overlap-rs disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad "
-        "tp-comm-bootstrap-backend tp-comm-overlap-disable-qkv tp-comm-overlap-disable-fc1 "
-        "symmetric-ar-type",
+        "Transformer Engine overlaps tensor-parallel communication in another way since its "
+        "version 1.6; use `--tp-comm-overlap`",
+        "tp-comm-split-ag tp-comm-split-rs tp-comm-atomic-ag tp-comm-atomic-rs "
+        "disable-tp-comm-split-ag disable-tp-comm-split-rs symmetric-ar-type",
     ),
     (
-        "CUDA graphs are not supported yet; leave it out",
-        "cuda-graph-impl cuda-graph-scope cuda-graph-warmup-steps enable-cuda-graph "
+        "graphs are those of whole transformer layers; use `--cuda-graph-impl local` alone",
+        "cuda-graph-scope "
         "external-cuda-graph cuda-graph-use-single-mempool cuda-graph-retain-backward-graph "
         "te-rng-tracker inference-rng-tracker rl-training-cuda-graphs "
         "moe-pad-experts-for-cuda-graph-inference",

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.config.stages import mtp_stage
 from megatron_ext.device import Device
+from megatron_ext.device.graphs import destroy_graphs
 from megatron_ext.errors import ConfigError
 from megatron_ext.layout.grid import Layout
 from megatron_ext.layout.placement import Placement
@@ -84,7 +85,11 @@ class ParallelContext:
         return self.rank == self.reporting_rank
 
     def destroy(self) -> None:
-        """Take the groups down; a rank may then build others."""
+        """Take the groups down; a rank may then build others.
+
+        CUDA graphs go first: see `device.graphs`.
+        """
+        destroy_graphs()
         parallel_state.destroy_model_parallel()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -124,6 +129,7 @@ def init_groups(
     timeout_minutes: float = 10,
     get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
     init_method: str | None = None,
+    hierarchical_context_parallel_sizes: list[int] | None = None,
 ) -> ParallelContext:
     """Create the process groups of a layout and check them against the grid.
 
@@ -136,6 +142,8 @@ def init_groups(
         timeout_minutes: how long a collective may take.
         get_embedding_ranks: see `embedding_ranks`; None means first and last stage.
         init_method: rendezvous address such as ``file:///path``.
+        hierarchical_context_parallel_sizes: factors of the context-parallel size, for
+            ``--cp-comm-type a2a+p2p``.
 
     Raises:
         ConfigError: the number of started ranks is not the layout's.
@@ -160,6 +168,7 @@ def init_groups(
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
         context_parallel_size=layout.context_parallel_size,
+        hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
         expert_model_parallel_size=layout.expert_model_parallel_size,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
         distributed_timeout_minutes=max(1, round(timeout_minutes)),

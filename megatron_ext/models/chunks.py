@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
+from megatron_ext.config.transformer_engine import TE_IMPL
 from megatron_ext.models.fp8.attach import attach_fp8
 from megatron_ext.models.initialization import (
     initialize_by_name,
@@ -52,7 +53,7 @@ def build_chunks(
         torch.set_rng_state(random_state)
     if config.lora.lora_rank is not None:
         attach_adapters(chunks, config.lora, config.training.seed)
-    if config.fp8.fp8_format is not None:
+    if config.fp8.fp8_format is not None and config.model.transformer_impl != TE_IMPL:
         attach_fp8(chunks, config, context.pgs)
     for chunk in chunks:
         for parameter in chunk.parameters():
@@ -102,10 +103,13 @@ def ddp_config(
         grad_reduce_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=optimizer.overlap_grad_reduce,
         overlap_param_gather=optimizer.overlap_param_gather,
+        align_param_gather=optimizer.overlap_param_gather and optimizer.align_param_gather,
         use_distributed_optimizer=optimizer.use_distributed_optimizer,
         check_for_nan_in_grad=False,
         bucket_size=bucket_size if optimizer.overlap_grad_reduce else None,
         average_in_collective=optimizer.ddp_average_in_collective,
+        fp8_param_gather=config.fp8.fp8_param_gather,
+        reuse_grad_buf_for_mxfp8_param_ag=config.fp8.reuse_grad_buf_for_mxfp8_param_ag,
     )
 
 

@@ -14,9 +14,11 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
@@ -36,6 +38,15 @@ class Marks:
 
     def __init__(self) -> None:
         self._waiting: dict[int, tuple[Tensor, Initialize]] = {}
+
+    def settle(self) -> None:
+        """Look the memory of the parameters up again, once all of them are built.
+
+        megatron-core's router moves its weight, which it makes in float32, to that of another
+        dtype after its initialization.
+        """
+        waiting = self._waiting.values()
+        self._waiting = {_memory(parameter): (parameter, method) for parameter, method in waiting}
 
     @torch.no_grad()
     def add(self, parameter: Tensor, method: Initialize) -> None:
@@ -121,10 +132,16 @@ def initialize_by_name(
         ConfigError: a marked parameter that a chunk's ``sharded_state_dict`` does not name.
     """
     marks: Marks = config.init_method.marks
+    marks.settle()
     for chunk in chunks:
-        shards = list(shards_of(chunk))
+        staged = _stage_quantized(chunk, marks)
+        shards = list(shards_of(chunk, partial(_unquantized, staged)))
         _fill_marked(chunk, shards, config, seed, vocab_size)
-        _check_filled(chunk)
+        for parameter, values in staged.values():
+            _quantize(parameter, values)
+        if config.perform_initialization:
+            # Otherwise a weight that nobody drew is memory as it was found, NaN now and then.
+            _check_filled(chunk)
         _redraw_plain_modules(chunk, shards, marks, seed)
     marks.clear()
 
@@ -147,8 +164,49 @@ def draw_by_name(
             shard.tensor.copy_(shard.cut(_draw(shard, method, seed, None)))
 
 
+Staged = dict[int, tuple[Any, Tensor]]
+"""A quantized parameter and the values to come, by the parameter's identity."""
+
+
+def _stage_quantized(chunk: torch.nn.Module, marks: Marks) -> Staged:
+    """Let plain tensors wait in the place of parameters that Transformer Engine keeps in 8 bits.
+
+    It quantizes a weight right after its initialization, so the marked memory is gone by then; but
+    its module remembers the method.
+    """
+    staged: Staged = {}
+    for module in chunk.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not is_float8tensor(parameter):
+                continue
+            method = module.param_init_meta[name].init_fn  # type: ignore[index, union-attr]
+            if isinstance(method, Marked):
+                values = torch.empty(
+                    parameter.shape, dtype=parameter.dtype, device=parameter.device
+                )
+                marks.add(values, method.method)
+                staged[id(parameter)] = parameter, values
+    return staged
+
+
+def _unquantized(staged: Staged, parameter: Tensor) -> Tensor | None:
+    """What is filled in the place of a parameter; None for a quantized one that does not wait."""
+    if id(parameter) in staged:
+        return staged[id(parameter)][1]
+    return None if is_float8tensor(parameter) else parameter
+
+
+def _quantize(parameter: Any, values: Tensor) -> None:
+    """Give a parameter in 8 bits its values, and the optimizer the exact ones."""
+    parameter.copy_(values)
+    if hasattr(parameter, "get_high_precision_init_val"):
+        parameter.get_high_precision_init_val().copy_(values)
+
+
 def _memory(tensor: Tensor) -> int:
     """What a parameter and its parts have in common."""
+    if is_float8tensor(tensor):
+        return id(tensor)
     return tensor.untyped_storage().data_ptr()
 
 
@@ -215,7 +273,7 @@ def _redraw_plain_modules(
         own = list(module.parameters(recurse=False))
         if not own or not _can_reset(module):
             continue
-        name = names.get(own[0].data_ptr())
+        name = None if is_float8tensor(own[0]) else names.get(own[0].data_ptr())
         marked = any(marks.method_of(parameter) is not None for parameter in own)
         # A reset would draw each rank's part of a cut parameter alone.
         cut = any(getattr(parameter, "tensor_model_parallel", False) for parameter in own)

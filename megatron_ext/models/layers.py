@@ -35,6 +35,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from megatron_ext.config.transformer_engine import TE_IMPL
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.attention import DotProductAttention
 from megatron_ext.models.fused_layer import get_bias_dropout_add
@@ -42,8 +43,7 @@ from megatron_ext.models.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ext.models.moe import Router, TransformerLayer
 from megatron_ext.models.norm import Norm
 from megatron_ext.models.self_attention import SelfAttention
-
-TE_IMPL = "transformer_engine"
+from megatron_ext.models.transformer_engine import accumulate_gradients
 
 RECOMPUTED_WITH_TE = ("layernorm", "moe_act", "mla_up_proj")
 
@@ -183,6 +183,7 @@ def layer_spec(
             config, True, normalization=config.normalization, vp_stage=vp_stage
         )
         _use_own_router(block.layer_specs)
+        accumulate_gradients(block.layer_specs, config)
         return block
     _check_options(config)
     pattern = expert_pattern(config)
@@ -199,6 +200,7 @@ def mtp_block_spec(
     if impl == TE_IMPL:
         layers = get_gpt_decoder_layer_specs(config, True, normalization=config.normalization)
         _use_own_router(layers)
+        accumulate_gradients(layers, config)
         return get_gpt_mtp_block_spec(config, layers[-1], True, vp_stage=vp_stage)
     layer = torch_layer_spec(config, moe=expert_pattern(config)[-1])
     # As a block: of single layers, core takes none but its own class.

@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.mapping import (
     apply_factories,
     is_main_replica,
 )
+from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 
@@ -55,11 +56,11 @@ def shards_of(
         chunk: without wrappers.
         tensor_of: what to take in place of a parameter, such as its gradient; None leaves it out.
     """
-    known = {parameter.data_ptr(): parameter for parameter in chunk.parameters()}
+    known = {_place(parameter): parameter for parameter in chunk.parameters()}
     state: dict[str, Any] = {}
     for key, entry in chunk.sharded_state_dict(metadata=_METADATA).items():
         if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and entry.data is not None:
-            parameter = known.get(entry.data.data_ptr())
+            parameter = known.get(_place(entry.data))
             tensor = None if parameter is None else tensor_of(parameter)
             if tensor is not None:
                 entry.data = tensor.view(entry.data.shape)
@@ -76,6 +77,11 @@ def shards_of(
             is_main=is_main_replica(entry.replica_id),
             is_vocabulary=entry.allow_shape_mismatch,
         )
+
+
+def _place(tensor: Tensor) -> int:
+    """What tells a parameter from others: its memory, or, of one kept in 8 bits, itself."""
+    return id(tensor) if is_float8tensor(tensor) else tensor.data_ptr()
 
 
 _METADATA = {"singleton_local_shards": False}

@@ -9,6 +9,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
+from megatron_ext.config.transformer_engine import TE_IMPL
 from megatron_ext.models.auto_scaler import AuxiliaryScale
 from megatron_ext.models.linear import DeferredWeightGradients
 from megatron_ext.models.pointwise import ACTIVATIONS, Fusions
@@ -30,13 +31,25 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
         auxiliary_scale: what a micro-batch's auxiliary loss counts in the step.
         weight_gradients: where zero-bubble schedules put them off; None with the others.
         deterministic_dropout: see `models.dropout`.
+        adds_in_place: weight gradients are added to the data-parallel gradient buffer by the
+            product that makes them; see `models.main_grad`.
+        te_gradient_accumulation_fusion: Transformer Engine's layers sum weight gradients in the
+            main buffer, also where megatron-core's cannot.
         fusions: what of a layer compiles.
     """
 
     auxiliary_scale: AuxiliaryScale | None = None
     weight_gradients: DeferredWeightGradients | None = None
     deterministic_dropout: bool = False
+    adds_in_place: bool = False
+    te_gradient_accumulation_fusion: bool = False
     fusions: Fusions = Fusions()
+
+
+def adds_in_place(config: RunConfig) -> bool:
+    """``--gradient-accumulation-fusion`` in our own layers, which need no kernel of apex."""
+    ours = config.model.transformer_impl != TE_IMPL
+    return ours and config.device == "cuda" and config.model.gradient_accumulation_fusion
 
 
 def params_dtype(config: RunConfig) -> torch.dtype:
@@ -76,6 +89,10 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     fields["batch_p2p_comm"] = not core_interleaved
     fields["deallocate_pipeline_outputs"] = not core_interleaved
     fields["deterministic_dropout"] = config.model.deterministic_dropout
+    fields["adds_in_place"] = adds_in_place(config)
+    fields["te_gradient_accumulation_fusion"] = (
+        config.model.transformer_impl == TE_IMPL and config.model.gradient_accumulation_fusion
+    )
     fields["fusions"] = _fusions(config)
     fields["weight_gradients"] = DeferredWeightGradients() if schedule in ZERO_BUBBLE else None
     fields["pipeline_model_parallel_layout"] = config.parallel.pipeline_model_parallel_layout
@@ -87,4 +104,8 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
         fields["init_method"] = torch.nn.init.xavier_uniform_
         fields["output_layer_init_method"] = torch.nn.init.xavier_uniform_
     fields["auxiliary_scale"] = AuxiliaryScale()
-    return StepTransformerConfig(**fields)
+    core = StepTransformerConfig(**fields)
+    if isinstance(core.cp_comm_type, list):
+        # megatron-core looks a layer up by its number, which starts from 1.
+        core.cp_comm_type = [core.cp_comm_type[0], *core.cp_comm_type]
+    return core

@@ -105,7 +105,7 @@ def _prepare(
             print(f"> {note}", flush=True)
     if config.planning.dry_run:
         if first:
-            print_plan(config)
+            print_plan(config, () if chosen.clips is None else chosen.clips(config))
         raise _NothingToRun
     return chosen, device, config, tokenizer
 
@@ -160,6 +160,7 @@ def pretrain(
         Layout.from_config(config),
         device,
         timeout_minutes=config.parallel.distributed_timeout_minutes,
+        hierarchical_context_parallel_sizes=config.engine.hierarchical_context_parallel_sizes,
         get_embedding_ranks=embedding_ranks(
             tied=not config.model.untie_embeddings_and_output_weights,
             mtp_rank=mtp_rank(config),

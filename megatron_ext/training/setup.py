@@ -20,11 +20,13 @@ from megatron_ext.data.gpt import Datasets
 from megatron_ext.data.loader import BatchSource, reads_dataset
 from megatron_ext.models.chunks import build_chunks, wrap_chunks
 from megatron_ext.models.transformer_config import build_transformer_config
+from megatron_ext.models.transformer_engine import prepare_transformer_engine
 from megatron_ext.optim.builder import build_optimizer, build_scheduler
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.training.batch_size import BatchSize, number_of_iterations
 from megatron_ext.training.evaluate import agreed_length
 from megatron_ext.training.flops import flops_per_sample, peak_flops
+from megatron_ext.training.implementation import implementation_line
 from megatron_ext.training.overlap import ParameterGather
 from megatron_ext.training.params_norm import params_norm
 from megatron_ext.training.reporting import Reporters
@@ -97,7 +99,8 @@ class Run:
 
     def params_norm(self) -> float:
         """Global L2 norm of the parameters; all ranks call this together."""
-        return params_norm(self.chunks, self.context)
+        with self.parameter_gather.paused():
+            return params_norm(self.chunks, self.context)
 
     def save(self, outdone: Collection[int] = ()) -> None:
         """Save a checkpoint, where a folder is given.
@@ -131,6 +134,7 @@ def build_run(
 ) -> Run:
     """Build model, optimizer and data of this rank, and load the checkpoint that is asked for."""
     started = time.time()
+    prepare_transformer_engine(config)
     core = build_transformer_config(config)
     bare = build_chunks(task.model_chunk, config, core, context, tokenizer.vocab_size)
     chunks = wrap_chunks(bare, config, core, context, device)
@@ -138,6 +142,8 @@ def build_run(
     if not config.training.skip_train:
         optimizer = build_optimizer(config, chunks)
         scheduler = build_scheduler(config, optimizer)
+    if context.rank == 0:
+        print(f"> {implementation_line(config, optimizer)}", flush=True)
     ema = _average(config, chunks, optimizer)
     checkpoints = CheckpointManager(config.checkpoint, context, FrozenBase.of_run(config))
     make_runner = task.step_runner or StepRunner

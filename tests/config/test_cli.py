@@ -104,7 +104,7 @@ def test_llama3_script_with_fp8(device: str) -> None:
 def test_llama3_script_with_parameters_in_fp8_is_refused() -> None:
     errors = _errors(f"{LLAMA3} {FP8} --fp8-param-gather", 8)
     assert len(errors) == 1
-    assert "it is an option of Transformer Engine's fp8 and fp4" in errors[0]
+    assert "`--fp8-param-gather` is an option of Transformer Engine's layers" in errors[0]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -147,6 +147,9 @@ BAD = [
     ("--keep-best 2", "`--keep-best` needs `--save`; give a folder."),
     ("--save s --keep-best 0", "`--keep-best` (0) must be at least 1."),
     ("--save s --keep-best 2 --eval-iters 0", "`--keep-best` (2) needs evaluation, but"),
+    ("--manual-gc --manual-gc-interval -1", "`--manual-gc-interval` (-1) must be at least 0"),
+    ("--manual-gc-interval 5", "`--manual-gc-interval` (5) needs `--manual-gc`; give both."),
+    ("--no-manual-gc-eval", "`--no-manual-gc-eval` needs `--manual-gc`; give both."),
     ("--early-stop-patience 0", "`--early-stop-patience` (0) must be at least 1"),
     ("--early-stop-patience 2 --eval-iters 0", "`--early-stop-patience` (2) needs evaluation"),
     ("--early-stop-patience 2 --early-stop-min-delta -1", "(-1.0) must be at least 0; use 0.001."),

@@ -20,6 +20,8 @@ GOOD = [
     "--fp8 hybrid --fp8-interval 1 --fp8-margin 0 --fp8-amax-history-len 1024 "
     "--fp8-amax-compute-algo max --no-fp8-wgrad",
     "--fp8-format hybrid --fp8-recipe rowwise --first-last-layers-bf16",
+    "--fp8-format hybrid --num-experts 2 --moe-ffn-hidden-size 48",
+    "--fp8-format hybrid --lora-rank 4",
 ]
 
 BAD = [
@@ -59,17 +61,24 @@ BAD = [
         "`--first-last-layers-bf16` keeps 4 of the 4 layers in bf16",
     ),
     ("--fp8-format hybrid --no-bf16", "`--fp8-format` needs `--bf16`"),
-    ("--fp8-format hybrid --num-experts 2", "`--fp8-format` does not go with `--num-experts`"),
-    ("--fp8-format hybrid --lora-rank 4", "`--fp8-format` does not go with `--lora-rank`"),
+    (
+        "--fp8-format hybrid --num-experts 2 --moe-ffn-hidden-size 40",
+        "--moe-ffn-hidden-size (40) over 1 rank(s) does not; use a multiple of 16.",
+    ),
     (
         "--fp8-format hybrid --ffn-hidden-size 172",
         "--ffn-hidden-size (172) over 1 rank(s) does not; use a multiple of 16.",
     ),
+    ("--fp8-param-gather", "`--fp8-param-gather` needs `--fp8-format`; give e4m3 or hybrid."),
     (
-        "--fp8-format hybrid --transformer-impl transformer_engine",
-        "`--fp8-format` is not supported with Transformer Engine's layers yet",
+        "--fp8-format hybrid --fp8-param-gather",
+        "`--fp8-param-gather` is an option of Transformer Engine's layers",
     ),
-    ("--fp8-param-gather", "it is an option of Transformer Engine's fp8 and fp4"),
+    (
+        "--fp8-format hybrid --tp-only-amax-red",
+        "`--tp-only-amax-red` is an option of Transformer Engine's layers",
+    ),
+    ("--fp8-format hybrid --fp8-dot-product-attention", "fp8 and fp4 that is not supported"),
 ]
 
 

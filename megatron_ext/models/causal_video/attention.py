@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext.models import sdpa
 from megatron_ext.models.causal_video.tokens import frames_first, parts_first
 from megatron_ext.models.causal_video.window import FrameWindow
 from megatron_ext.models.mmdit.attention import heads_to_sequence, sequence_to_heads
@@ -148,7 +148,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Sequence[slice]) ->
         x.permute(2, 3, 0, 1, 4).flatten(2, 3)
         for x in (query, _selected(key, seen), _selected(value, seen))
     )
-    out = F.scaled_dot_product_attention(q, k, v)
+    out = sdpa.attend(q, k, v)
     return torch.unflatten(out, 2, query.shape[:2]).permute(2, 3, 0, 1, 4)
 
 

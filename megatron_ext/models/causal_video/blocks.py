@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_ext.models import sdpa
 from megatron_ext.models.causal_video.attention import AttentionPlan, FrameAttention, KeyValue
 from megatron_ext.models.causal_video.cache import CachePass
 from megatron_ext.models.causal_video.embedder import Conditioning
@@ -122,7 +122,7 @@ class CrossAttention(MegatronModule):  # type: ignore[misc]
         (query,) = heads_of(projected, 1, self.config.kv_channels)
         key, value = self._key_value(text, number, run.text)
         q, k, v = (y.permute(1, 2, 0, 3) for y in (self.q_norm(query, bias), key, value))
-        attended = F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3)
+        attended = sdpa.attend(q, k, v).permute(2, 0, 1, 3)
         out: WithBias = self.linear_proj(attended.flatten(2))
         return out
 

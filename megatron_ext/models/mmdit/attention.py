@@ -7,7 +7,6 @@ query is masked, so chunks cost the same without the zig-zag that causal attenti
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import (
     all_to_all,
     gather_from_sequence_parallel_region,
@@ -19,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.config.mmdit_sizes import EPSILON
 from megatron_ext.errors import ConfigError
+from megatron_ext.models import sdpa
 from megatron_ext.models.norm import RMSNorm, spec_of
 from megatron_ext.models.pointwise import Norm
 
@@ -112,7 +112,7 @@ class JointAttention:
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """``softmax(q k / sqrt(d)) v`` of ``[s, b, n, d]`` queries and all keys and values."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    return F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3)
+    return sdpa.attend(q, k, v).permute(2, 0, 1, 3)
 
 
 def heads_to_sequence(x: Tensor, group: ProcessGroup) -> Tensor:

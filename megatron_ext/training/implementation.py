@@ -1,0 +1,61 @@
+"""Which implementations a run uses, in one line: layers, attention, optimizer, 8-bit recipe."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.optimizer import MegatronOptimizer
+
+from megatron_ext.config.te_versions import found_version
+from megatron_ext.config.transformer_engine import TE_IMPL
+
+if TYPE_CHECKING:
+    from megatron_ext.config import RunConfig
+
+
+def implementation_line(config: RunConfig, optimizer: MegatronOptimizer | None) -> str:
+    """For the start of a run; the optimizer is that which was really built."""
+    return "; ".join(
+        (
+            f"layers: {_layers(config)}",
+            f"attention: {_attention(config)}",
+            f"optimizer: {_optimizer(optimizer)}",
+            f"fp8: {_fp8(config)}",
+        )
+    )
+
+
+def _layers(config: RunConfig) -> str:
+    if config.model.transformer_impl == TE_IMPL:
+        return f"Transformer Engine {found_version() or 'of an unknown version'}"
+    return f"torch {importlib.metadata.version('torch')}"
+
+
+def _attention(config: RunConfig) -> str:
+    if config.model.transformer_impl == TE_IMPL:
+        return f"Transformer Engine ({config.model.attention_backend})"
+    return "torch SDPA"
+
+
+def _optimizer(optimizer: MegatronOptimizer | None) -> str:
+    """megatron-core takes Transformer Engine's or apex's class wherever one of them is installed,
+    whatever the layers are.
+    """
+    if optimizer is None:
+        return "none"
+    parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
+    inner = next((part.optimizer for part in parts if part.optimizer is not None), None)
+    if inner is None:
+        return "none on this rank"
+    kind = type(inner)
+    fused = " fused" if inner.defaults.get("fused") else ""
+    return f"{kind.__module__.split('.')[0]} {kind.__name__}{fused}"
+
+
+def _fp8(config: RunConfig) -> str:
+    fp8 = config.fp8
+    if fp8.fp8_format is None:
+        return "none"
+    weights = ", weights kept in 8 bits" if fp8.fp8_param_gather else ""
+    return f"{fp8.fp8_format} by the {fp8.fp8_recipe} recipe{weights}"

@@ -1,0 +1,19 @@
+"""Linear layers and norms."""
+
+from __future__ import annotations
+
+from transformer_engine.pytorch.module import base
+from transformer_engine.pytorch.module.linear import GroupedLinear, LayerNormLinear, Linear
+from transformer_engine.pytorch.module.norm import LayerNorm, RMSNorm
+from transformer_engine.pytorch.module.padding import Fp8Padding, Fp8Unpadding
+
+__all__ = [
+    "Fp8Padding",
+    "Fp8Unpadding",
+    "GroupedLinear",
+    "LayerNorm",
+    "LayerNormLinear",
+    "Linear",
+    "RMSNorm",
+    "base",
+]
