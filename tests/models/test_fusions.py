@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -39,3 +39,27 @@ def test_each_flag_leaves_out_its_part(words: str, without: str) -> None:
 def test_one_flag_switches_compilation_off(word: str) -> None:
     assert parse_args(WORDS, world_size=1, device="cuda").config.model.compile
     assert not parse_args([*WORDS, word], world_size=1, device="cuda").config.model.compile
+
+
+@pytest.mark.parametrize(
+    ("words", "fuses"),
+    [
+        ("", True),
+        ("--disable-bias-linear", False),
+        ("--no-bias-gelu-fusion", False),
+        ("--swiglu", True),
+        ("--swiglu --disable-bias-linear", True),
+        ("--swiglu --disable-bias-linear --num-experts 2", True),
+        ("--swiglu --num-experts 2", False),
+        ("--num-experts 2", False),
+        ("--squared-relu", False),
+        ("--quick-geglu", False),
+    ],
+)
+def test_cores_compiled_activation_is_asked_for_where_core_has_it(words: str, fuses: bool) -> None:
+    """With Transformer Engine's layers the MLP is megatron-core's, which raises elsewhere."""
+    config = parse_args([*WORDS, *words.split()], world_size=1, device="cpu").config
+    engine = replace(config.model, transformer_impl="transformer_engine")
+    fields = replace(config, model=engine, device="cuda").transformer_fields()
+    assert fields["bias_activation_fusion"] is fuses
+    assert config.transformer_fields()["bias_activation_fusion"] is False

@@ -17,6 +17,14 @@ HALF_FACTOR = 1.5
 
 NAMES = ("RMSNorm beside False", "add and norm bias", "heads with RMSNorm", "joint heads")
 QUICK = [case for case in CASES if case.name in NAMES]
+BY_KERNELS = [
+    *QUICK,
+    *(
+        case
+        for case in CASES
+        if case.name in ("silu gated=True", "add and modulate", "joint heads without text")
+    ),
+]
 OTHERS = [case for case in CASES if case not in QUICK]
 
 
@@ -46,7 +54,7 @@ def test_other_graphs_are_exact(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", BY_KERNELS, ids=lambda case: case.name)
 def test_kernels_are_exact_and_in_half_precision_no_coarser(case: Case) -> None:
     check_exact(case, "inductor")
     arguments = case.drawn()
