@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -26,8 +26,8 @@ class CpuGraph(TorchDispatchMode):
         replays: indices in it, in the order in which they were replayed.
     """
 
-    made: list[CpuGraph] = []
-    replays: list[int] = []
+    made: ClassVar[list[CpuGraph]] = []
+    replays: ClassVar[list[int]] = []
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,9 +37,8 @@ class CpuGraph(TorchDispatchMode):
         CpuGraph.made.append(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        self.operations.append((func, args, kwargs, tree_leaves(result)))
+        result, leaves = _run(func, args, kwargs or {})
+        self.operations.append((func, args, kwargs or {}, leaves))
         return result
 
     def replay(self) -> None:
@@ -47,15 +46,31 @@ class CpuGraph(TorchDispatchMode):
         assert not self.is_reset
         CpuGraph.replays.append(self.number)
         for func, args, kwargs, results in self.operations:
-            for old, new in zip(results, tree_leaves(func(*args, **kwargs)), strict=True):
-                if not isinstance(new, Tensor):
-                    if isinstance(new, torch.ScriptObject):
-                        new.wait()  # a collective
-                elif old.data_ptr() != new.data_ptr():
+            for old, new in zip(results, _run(func, args, kwargs)[1], strict=True):
+                if isinstance(new, Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
     def reset(self) -> None:
         self.is_reset = True
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
+    """Run an operation to its end."""
+    if func is torch.ops.c10d._reduce_scatter_base_.default:
+        # Gloo does a part of it whenever it is awaited, so what is awaited is something else.
+        target, source, group, op, *_ = args
+        parts = source.clone()
+        _, work = torch.ops.c10d.allreduce_([parts], group, op, None)
+        work.wait()
+        rank = torch.distributed.ProcessGroup.unbox(group).rank()
+        target.copy_(parts.view(-1, *target.shape)[rank])
+        return (target, work), [target, work]
+    result = func(*args, **kwargs)
+    leaves = tree_leaves(result)
+    for leaf in leaves:
+        if isinstance(leaf, torch.ScriptObject):
+            leaf.wait()
+    return result, leaves
 
 
 class Capture:
@@ -84,10 +99,10 @@ def graphs_on_a_cpu() -> Iterator[None]:
     with (
         mock.patch.object(torch.cuda, "CUDAGraph", CpuGraph),
         mock.patch.object(torch.cuda, "graph", Capture),
-        mock.patch.object(torch.cuda.graphs, "graph_pool_handle", lambda: (0, 1)),
+        mock.patch.object(torch.cuda.graphs, "graph_pool_handle", return_value=(0, 1)),
         mock.patch(
-            "megatron_ext.config.cuda_graphs.CudaGraphConfig.records",
-            lambda self, device: self.cuda_graph_impl == "local",
+            "megatron_ext.training.step.records_graphs",
+            lambda config: config.cuda_graphs.cuda_graph_impl == "local",
         ),
     ):
         yield

@@ -32,10 +32,6 @@ class CudaGraphConfig:
         WARMUP_STEPS, "runs of a layer before it is recorded", unit="runs", gpu_only=LAUNCHES
     )
 
-    def records(self, device: str) -> bool:
-        """Whether a run on ``"cuda"`` or ``"cpu"`` records graphs."""
-        return self.cuda_graph_impl == "local" and device == "cuda"
-
     def errors(self, run: RunConfig) -> list[str]:
         """What cannot be run, one sentence each."""
         impl, steps = self.cuda_graph_impl, self.cuda_graph_warmup_steps

@@ -115,7 +115,9 @@ class ModelConfig:
         False, "share saved activations over tensor-parallel ranks"
     )
     masked_softmax_fusion: bool = flag(True, "fused mask and softmax", gpu_only=FUSED)
-    bias_gelu_fusion: bool = flag(True, "fused bias and GELU", gpu_only=FUSED)
+    bias_gelu_fusion: bool = flag(
+        True, "fused bias and activation, of others than SwiGLU", gpu_only=FUSED
+    )
     bias_swiglu_fusion: bool = flag(True, "fused bias and SwiGLU", gpu_only=FUSED)
     bias_dropout_fusion: bool = flag(True, "fused bias, dropout and addition", gpu_only=FUSED)
     apply_rope_fusion: bool = flag(
@@ -124,10 +126,18 @@ class ModelConfig:
     gradient_accumulation_fusion: bool = flag(
         True, "weight gradients summed by a kernel of NVIDIA apex", gpu_only=FUSED
     )
-    persist_layer_norm: bool = flag(True, "apex's persistent norm", gpu_only=FUSED)
+    persist_layer_norm: bool = flag(
+        True, "compiled norms, or apex's persistent one", gpu_only=FUSED
+    )
     cross_entropy_loss_fusion: bool = flag(False, "fused cross-entropy", gpu_only=FUSED)
     cross_entropy_fusion_impl: str = flag(
         "native", "which fused cross-entropy", choices=("native", "te"), gpu_only=FUSED
+    )
+    compile: bool = flag(
+        True,
+        "torch.compile of the pointwise parts of the torch layers, and megatron-core's own",
+        negative=("--disable-jit-fuser",),
+        gpu_only="nothing is compiled there",
     )
     variable_seq_lengths: bool = False
     blocks_dealt_by_cost: bool = False

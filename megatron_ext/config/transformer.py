@@ -33,6 +33,18 @@ SAME_NAME = {
 
 APEX_KERNEL = "fused_weight_gradient_mlp_cuda"
 
+OVERLAP = (
+    "tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad "
+    "tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_overlap_disable_qkv "
+    "tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend hierarchical_context_parallel_sizes"
+)
+
+FP8 = (
+    "fp8_recipe fp8_quantizer_factory fp8_margin fp8_amax_history_len fp8_amax_compute_algo "
+    "fp8_wgrad tp_only_amax_red first_last_layers_bf16 num_layers_at_start_in_bf16 "
+    "num_layers_at_end_in_bf16 moe_router_padding_for_quantization"
+)
+
 FUSIONS = (
     "masked_softmax_fusion",
     "bias_dropout_fusion",
@@ -106,12 +118,10 @@ def _engine_fields(run: RunConfig) -> dict[str, object]:
     """What Transformer Engine's layers are told besides: 8-bit products, overlap, groups."""
     if run.model.transformer_impl != "transformer_engine":
         return {}
-    fields: dict[str, object] = dataclasses.asdict(run.engine)
-    del fields["tp_comm_overlap_cfg"]
+    fields: dict[str, object] = {name: getattr(run.engine, name) for name in OVERLAP.split()}
     if run.fp8.fp8_format is not None:
-        fields.update(dataclasses.asdict(run.fp8))
-        fields.update(fp8=fields.pop("fp8_format"), fp8_param=fields.pop("fp8_param_gather"))
-        del fields["reuse_grad_buf_for_mxfp8_param_ag"]
+        fields.update({name: getattr(run.fp8, name) for name in FP8.split()})
+        fields.update(fp8=run.fp8.fp8_format, fp8_param=run.fp8.fp8_param_gather)
     return fields
 
 

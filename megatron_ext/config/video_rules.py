@@ -69,6 +69,7 @@ _ALLOWED = {
         "num_attention_heads",
         "perform_initialization",
         "gradient_accumulation_fusion",
+        "compile",
     },
     "data": {"num_workers"},
 }

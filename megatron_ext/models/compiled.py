@@ -5,15 +5,14 @@ tensors it is compiled on first use into one graph for each direction, so that i
 results never reach memory.
 
 Compilations are bounded. A function is compiled apart for every set of dtypes, widths and gradient
-needs (and of the numbers and switches among its arguments), so that no width ever becomes a symbol;
-what varies within one, the first two axes (sequence and batch, or frames and tokens), is compiled
-for the first lengths, and once more for any lengths when others come. Buckets of a video run
-therefore cost two compilations of a function, however many they are.
+needs (and of floats and switches among its arguments), so that no width ever becomes a symbol; what
+varies within one, the first two axes (sequence and batch, or frames and tokens) and integers, is
+compiled for the first lengths, and once more for any lengths when others come. Buckets of a video
+run therefore cost two compilations of a function, however many they are.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import os
@@ -22,7 +21,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,8 +30,8 @@ from torch.utils._triton import has_triton
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
 R = TypeVar("R")
+Backend = str | Callable[..., Any]
 
 MAX_VARIANTS = 64
 """Signatures of one function that are compiled; more would be a fault of its caller."""
@@ -45,44 +44,45 @@ class _Compiler:
     """What this process compiles with.
 
     Attributes:
-        backend: name for `torch.compile`; None runs everything as written.
+        backend: of `torch.compile`; None runs everything as written.
         on_cpu: compile functions of CPU tensors too.
+        strict: raise what the compiler raises, rather than run the function as written.
         checked: whether the backend's own needs have been looked for.
     """
 
-    backend: str | None = "inductor"
+    backend: Backend | None = "inductor"
     on_cpu: bool = False
+    strict: bool = False
     checked: bool = False
 
 
 _compiler = _Compiler()
 
 
-def use_compiler(enabled: bool) -> None:
-    """Compile in this process, or not (``--no-compile``, which megatron-core's functions follow).
+def compile_nothing() -> None:
+    """From now on run everything as written, functions that others compile too (``--no-compile``).
 
-    On a machine without a GPU nothing is compiled either way.
+    Those are megatron-core's, a library's or the user's own.
     """
-    _compiler.backend = "inductor" if enabled else None
-    _compiler.checked = False
-    if not enabled:
-        torch.compiler.set_stance("force_eager")
+    _compiler.backend = None
+    torch.compiler.set_stance("force_eager")
 
 
 @contextmanager
-def compiled_on_cpu(backend: str = "aot_eager") -> Iterator[None]:
+def compiled_on_cpu(backend: Backend = "aot_eager", *, strict: bool = True) -> Iterator[None]:
     """Compile functions of CPU tensors within, as tests and traffic counts do.
 
     Args:
         backend: of `torch.compile`; ``aot_eager`` makes the graphs and runs them op by op.
+        strict: raise what the compiler raises, rather than run the function as written.
     """
-    before = dataclasses.astuple(_compiler)
-    _compiler.backend, _compiler.on_cpu, _compiler.checked = backend, True, True
+    before = dict(vars(_compiler))
+    vars(_compiler).update(backend=backend, on_cpu=True, strict=strict, checked=True)
     try:
         with torch.compiler.set_stance("default"):
             yield
     finally:
-        _compiler.backend, _compiler.on_cpu, _compiler.checked = before
+        vars(_compiler).update(before)
 
 
 def compiles(x: Tensor) -> bool:
@@ -117,24 +117,24 @@ def _missing() -> str | None:
 def _signature(arg: Any) -> Any:
     """What one compilation takes as fixed of an argument."""
     if not isinstance(arg, Tensor):
-        return arg
+        return int if type(arg) is int else arg
     widths = arg.shape[2:] if arg.dim() > 2 else arg.shape[-1:]
     return arg.dtype, arg.dim(), arg.requires_grad, tuple(widths)
 
 
-class Compiled(Generic[P, R]):
+class Compiled(Generic[R]):
     """See `compiled`.
 
     Attributes:
         eager: the function as it is written, to be called from other compiled functions.
     """
 
-    def __init__(self, function: Callable[P, R]) -> None:
+    def __init__(self, function: Callable[..., R]) -> None:
         functools.update_wrapper(self, function)
         self.eager = function
-        self._variants: dict[Any, Callable[P, R]] = {}
+        self._variants: dict[Any, Callable[..., R]] = {}
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Call it, compiled if its first argument is a tensor of a GPU."""
         first = args[0]
         assert isinstance(first, Tensor)
@@ -148,9 +148,10 @@ class Compiled(Generic[P, R]):
         try:
             return variant(*args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            if _compiler.on_cpu:
+            if _compiler.strict:
                 raise
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            cause = getattr(error, "inner_exception", error)
+            reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
             self._variants[key] = self.eager
             logger.warning(
                 "`torch.compile` failed on `%s` (%s), which now runs kernel by kernel; "
@@ -160,7 +161,7 @@ class Compiled(Generic[P, R]):
             )
             return self.eager(*args, **kwargs)
 
-    def _compile(self) -> Callable[P, R]:
+    def _compile(self) -> Callable[..., R]:
         """Another compilation of the function.
 
         It gets a code object with a name of its own, since torch keeps what it compiled, and what
@@ -175,11 +176,11 @@ class Compiled(Generic[P, R]):
         copy = types.FunctionType(
             code, function.__globals__, name, function.__defaults__, function.__closure__
         )
-        made: Callable[P, R] = torch.compile(copy, backend=_compiler.backend, fullgraph=True)
+        made: Callable[..., R] = torch.compile(copy, backend=_compiler.backend, fullgraph=True)
         return made
 
 
-def compiled(function: Callable[P, R]) -> Compiled[P, R]:
+def compiled(function: Callable[..., R]) -> Compiled[R]:
     """Mark a pure function for compilation; see the module.
 
     Args:

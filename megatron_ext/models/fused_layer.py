@@ -111,7 +111,8 @@ class FusedForward:
         """``x`` and its norm."""
         if not norm.compiled:
             return x, norm(x)
-        return norm_beside(x, norm.weight, getattr(norm, "bias", None), spec_of(norm))
+        residual, normed = norm_beside(x, norm.weight, getattr(norm, "bias", None), spec_of(norm))
+        return residual, normed
 
     def _added(self, output: WithBias, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
         """The residual stream after a branch, and its norm."""

@@ -10,7 +10,7 @@ need not be replayed in the order in which they were recorded.
 same storage for each, because data parallelism keeps the gradient accumulators of the parameters
 themselves, made on the default stream, and a recording may not wait for that. When the graph is
 replayed it gets the parameters, whose accumulators then run as ever, hooks of data parallelism
-included.
+included. Those take each gradient away at once, before the next replay overwrites it.
 
 megatron-core's own manager of such graphs is not used: it would replay the training graphs, with
 their dropout, in evaluation; it wants the same number of micro-batches in all steps; and its
@@ -70,6 +70,8 @@ class LayerGraphs:
         live: the graphs are to be replayed.
         seen: what the layer was called with while they were not.
         slots: the graphed layer for each micro-batch in flight.
+        added: which weights' gradients the graphs themselves add to the gradient buffer of data
+            parallelism.
     """
 
     def __init__(self, *, is_first: bool) -> None:
@@ -78,6 +80,7 @@ class LayerGraphs:
         self.seen: dict[str, Any] = {}
         self.arguments: tuple[Argument, ...] = ()
         self.slots: list[Graphed] = []
+        self.added: list[bool] = []
 
     def note(self, call: dict[str, Any]) -> None:
         """Remember how the layer is called."""
@@ -90,12 +93,16 @@ class LayerGraphs:
 
     def replay(self, layer: TransformerLayer, call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """The layer's output ``[s, b, h]``, and None for the context that it does not have."""
+        weights = list(layer.parameters())
+        for weight, added in zip(weights, self.added, strict=True):
+            if added:
+                weight.grad_added_to_main_grad = True
         _call_hooks(layer)
         tensors = [call[argument.name] for argument in self.arguments]
         if self.is_first:
             tensors = [_Owned.apply(x) if x.requires_grad else x for x in tensors]  # type: ignore[no-untyped-call]
         slot = self.slots[layer.current_microbatch % len(self.slots)]
-        return slot(*tensors, *layer.parameters()), None
+        return slot(*tensors, *weights), None
 
     def function(self, layer: TransformerLayer) -> Graphed:
         """The layer as a function of the tensors that it is called with and of its weights."""
@@ -122,7 +129,7 @@ class _Owned(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.clone()
 
 
@@ -159,33 +166,47 @@ class ChunkGraphs:
             graphs.live = on
 
     def capture(self, num_slots: int) -> None:
-        """Record graphs until there are so many slots; the layers have been called before.
+        """Record graphs until there are so many slots, where the layers have been called before.
 
-        All ranks that share a layer call this together. Nothing that the run goes on with is
-        changed: neither gradients nor random states.
+        All ranks that share a layer call this together, while no gradients are kept. The random
+        states stay what they are.
         """
         self.switch(False)
         random_state = torch.cuda.get_rng_state()
-        while self.layers and self.num_slots < num_slots:
-            self._add_slot()
+        if self.layers and all(graphs.arguments for graphs in self.graphs):
+            for _ in range(num_slots - self.num_slots):
+                self._add_slot()
         torch.cuda.set_rng_state(random_state)
+        for layer in self.layers:
+            for parameter in layer.parameters():
+                if hasattr(parameter, "main_grad"):
+                    parameter.main_grad.zero_()
 
     def _add_slot(self) -> None:
-        functions, samples = [], []
+        functions, samples, weights = [], [], []
         # Within a micro-batch all layers get the same rotary table and the same mask.
         shared: dict[Argument, Tensor] = {}
         for layer, graphs in zip(self.layers, self.graphs, strict=True):
-            own = []
-            for argument in graphs.arguments:
-                if argument.requires_grad:
-                    own.append(argument.sample())
-                else:
-                    own.append(shared.setdefault(argument, argument.sample()))
-            weights = (p.detach().requires_grad_(p.requires_grad) for p in layer.parameters())
+            own = [
+                argument.sample()
+                if argument.requires_grad
+                else shared.setdefault(argument, argument.sample())
+                for argument in graphs.arguments
+            ]
+            weights.append([_leaf_of(parameter) for parameter in layer.parameters()])
             functions.append(graphs.function(layer))
-            samples.append((*own, *weights))
+            samples.append((*own, *weights[-1]))
         recorded = torch.cuda.make_graphed_callables(
             tuple(functions), tuple(samples), num_warmup_iters=self.warmup_steps
         )
-        for graphs, slot in zip(self.graphs, recorded, strict=True):
+        for graphs, slot, leaves in zip(self.graphs, recorded, weights, strict=True):
             graphs.slots.append(slot)  # type: ignore[arg-type]
+            graphs.added = [getattr(leaf, "grad_added_to_main_grad", False) for leaf in leaves]
+
+
+def _leaf_of(parameter: torch.nn.Parameter) -> Tensor:
+    """A leaf in the parameter's place, with its memory and its gradient buffer."""
+    leaf = parameter.detach().requires_grad_(parameter.requires_grad)
+    if hasattr(parameter, "main_grad"):
+        leaf.main_grad = parameter.main_grad  # type: ignore[attr-defined]
+    return leaf

@@ -14,6 +14,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,15 @@ class Marks:
 
     def __init__(self) -> None:
         self._waiting: dict[int, tuple[Tensor, Initialize]] = {}
+
+    def settle(self) -> None:
+        """Look the memory of the parameters up again, once all of them are built.
+
+        megatron-core's router moves its weight, which it makes in float32, to that of another
+        dtype after its initialization.
+        """
+        waiting = self._waiting.values()
+        self._waiting = {_memory(parameter): (parameter, method) for parameter, method in waiting}
 
     @torch.no_grad()
     def add(self, parameter: Tensor, method: Initialize) -> None:
@@ -122,9 +132,10 @@ def initialize_by_name(
         ConfigError: a marked parameter that a chunk's ``sharded_state_dict`` does not name.
     """
     marks: Marks = config.init_method.marks
+    marks.settle()
     for chunk in chunks:
         staged = _stage_quantized(chunk, marks)
-        shards = list(shards_of(chunk, lambda p, staged=staged: _unquantized(p, staged)))
+        shards = list(shards_of(chunk, partial(_unquantized, staged)))
         _fill_marked(chunk, shards, config, seed, vocab_size)
         for parameter, values in staged.values():
             _quantize(parameter, values)
@@ -178,7 +189,7 @@ def _stage_quantized(chunk: torch.nn.Module, marks: Marks) -> Staged:
     return staged
 
 
-def _unquantized(parameter: Tensor, staged: Staged) -> Tensor | None:
+def _unquantized(staged: Staged, parameter: Tensor) -> Tensor | None:
     """What is filled in the place of a parameter; None for a quantized one that does not wait."""
     if id(parameter) in staged:
         return staged[id(parameter)][1]

@@ -263,7 +263,6 @@ class _ParallelLinear:
         allreduce_dgrad: bool,
         sequence_parallel: bool,
         tp_group: ProcessGroup | None,
-        gradient_accumulation_fusion: bool = False,
         **_of_fused_kernels: Any,
     ) -> Tensor:
         call = Fp8Call(
@@ -273,7 +272,7 @@ class _ParallelLinear:
             allreduce_dgrad,
             weight,
             queue,
-            gradient_accumulation_fusion,
+            getattr(self.config, "adds_in_place", False),
         )
         return fp8_linear(input, weight, bias, call)
 

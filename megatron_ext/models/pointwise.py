@@ -16,6 +16,7 @@ from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_ext.models.beside import Beside
 from megatron_ext.models.compiled import compiled
 
 Norm = tuple[str, float, bool]
@@ -46,8 +47,14 @@ def fusions_of(config: TransformerConfig) -> Fusions:
     return given
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by a hyperbolic tangent (arXiv:1606.08415)."""
+    return F.gelu(x, approximate="tanh")
+
+
 ACTIVATIONS = {
     "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
     "silu": F.silu,
     "squared_relu": squared_relu,
     "quick_gelu": quick_gelu,
@@ -73,57 +80,12 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: Norm) -> Tensor:
 normed = compiled(norm)
 
 
-class _NormBeside(torch.autograd.Function):
-    """``x`` and its norm; the gradient of ``x`` itself is added in the kernel of the norm's."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, spec: Norm
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, weight, bias)
-        ctx.spec = spec
-        return x.view_as(x), normed(x, weight, bias, spec)
-
-    @staticmethod
-    def backward(ctx: Any, of_x: Tensor, of_normed: Tensor) -> Any:
-        x, weight, bias = ctx.saved_tensors
-        trains = weight.requires_grad
-        return *_norm_gradients(of_x, of_normed, x, weight, bias, ctx.spec, trains), None
+def _one_norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: Norm) -> tuple[Tensor]:
+    return (norm(x, weight, bias, spec),)
 
 
-@compiled
-def _norm_gradients(
-    of_x: Tensor,
-    of_normed: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    spec: Norm,
-    trains: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of `_NormBeside`; of the weights only if they train."""
-    vjp: Any = torch.func.vjp
-    if not trains:
-        _, pull = vjp(lambda y: norm(y, weight, bias, spec), x)
-        return pull(of_normed)[0] + of_x, None, None
-    if bias is None:
-        _, pull = vjp(lambda y, w: norm(y, w, None, spec), x, weight)
-        of_input, of_weight = pull(of_normed)
-        return of_input + of_x, of_weight, None
-    _, pull = vjp(lambda y, w, b: norm(y, w, b, spec), x, weight, bias)
-    of_input, of_weight, of_bias = pull(of_normed)
-    return of_input + of_x, of_weight, of_bias
-
-
-def norm_beside(
-    x: Tensor, weight: Tensor, bias: Tensor | None, spec: Norm
-) -> tuple[Tensor, Tensor]:
-    """``x``, for the residual connection, and its norm; see `norm`.
-
-    With both taken from here, the gradients of the two are added where the norm's is made.
-    """
-    both: tuple[Tensor, Tensor] = _NormBeside.apply(x, weight, bias, spec)  # type: ignore[no-untyped-call]
-    return both
+norm_beside = Beside(_one_norm)
+"""``x``, for the residual connection, and its `norm`."""
 
 
 def added(
@@ -229,6 +191,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 @compiled
 def queries_keys_values(
     projected: Tensor,
+    bias: Tensor | None,
     groups: int,
     head_dim: int,
     cos: Tensor | None,
@@ -247,6 +210,7 @@ def queries_keys_values(
 
     Args:
         projected: ``[s, b, g * (n / g + 2) * d]``: each group's queries, its key and its value.
+        bias: of the projection, to be added here.
         groups: g of this rank.
         head_dim: d.
         cos, sin: see `rotary_table`; None rotates nothing.
@@ -258,6 +222,8 @@ def queries_keys_values(
         ``[s, b, n, d]``, ``[s, b, g, d]``, ``[s, b, g, d]``.
     """
     s, b, _ = projected.shape
+    if bias is not None:
+        projected = projected + bias
     heads = projected.view(s, b, groups, -1, head_dim)
     query = heads[..., :-2, :].flatten(2, 3)
     key, value = heads[..., -2, :], heads[..., -1, :]

@@ -38,6 +38,16 @@ def table_of(angles: Tensor, dtype: torch.dtype, *, interleaved: bool) -> Table:
     return tables[dtype]
 
 
+def without_bias(linear: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The output of one of megatron-core's linear layers without its bias, and the bias."""
+    before, linear.skip_bias_add = linear.skip_bias_add, True
+    try:
+        output: tuple[Tensor, Tensor | None] = linear(x)
+    finally:
+        linear.skip_bias_add = before
+    return output
+
+
 class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
     """See the module."""
 
@@ -85,7 +95,7 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
 
     def _projected(self, hidden: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[s, b, n, d]``, keys and values ``[s, b, g, d]``."""
-        projected, _ = self.linear_qkv(hidden)
+        projected, bias = without_bias(self.linear_qkv, hidden)
         interleaved = self.config.rotary_interleaved
         cos, sin = None, None
         if rotary is not None:
@@ -99,6 +109,7 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
         )
         return queries_keys_values(
             projected,
+            bias,
             self.num_query_groups_per_partition,
             self.hidden_size_per_attention_head,
             cos,

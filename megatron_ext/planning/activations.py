@@ -48,7 +48,8 @@ class Activations:
         """What a norm keeps besides its input, which the residual stream holds anyway."""
         if self.config.model.normalization == "LayerNorm":
             return layer_norm(tokens)
-        return rms_norm(self.sizes, tokens, size)
+        frozen = self.config.lora.lora_rank is not None
+        return rms_norm(self.sizes, tokens, size, frozen=frozen)
 
     def dropout(self, elements: int, probability: float) -> int:
         """A mask: one byte for each element on a GPU, a factor on a CPU."""
@@ -75,6 +76,9 @@ class Activations:
             return kept + gathered + (queries if fresh or copied else viewed)
         if self._exchange == "trade":
             return kept + queries + 2 * keys
+        if self.attends_eagerly and sizes.g != sizes.n:
+            # Keys and values of a group are copied for each of its heads, see `scores`.
+            return kept + queries
         return kept + viewed + (queries + keys if fresh else copied)
 
     @property
@@ -303,5 +307,6 @@ class Activations:
         default = fused_rows(sizes.tokens, sizes.h) if sizes.gpu else default_rows(sizes.tokens)
         rows = loss.cross_entropy_chunk_size or default
         chunk = min(rows, sizes.tokens) * vocabulary * width
-        gradients = vocabulary * sizes.h * FP32 + self.residual
+        trains = self.config.lora.lora_rank is None
+        gradients = vocabulary * sizes.h * FP32 * trains + self.residual
         return LayerBytes(losses * gradients, chunk + losses * hidden)

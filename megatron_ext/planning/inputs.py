@@ -58,8 +58,8 @@ class Inputs:
             kept_anyway = name == "linear_proj" and self.attended
             numbers: int = getattr(self, name)
             if name in targets and config.lora.lora_dropout:
-                # The dropped input, and which of it was dropped.
-                total += numbers * (sizes.width + (1 if sizes.gpu else sizes.width))
+                # The adapter keeps the dropped input instead, and what was dropped.
+                total += numbers * (1 if sizes.gpu else sizes.width)
             elif name not in targets and not kept_anyway:
                 total -= numbers * sizes.width
         return total

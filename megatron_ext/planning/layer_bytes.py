@@ -52,13 +52,20 @@ def recomputed(
     return found + list(layers[limit:])
 
 
-def rms_norm(ranks: Ranks, rows: int, size: int) -> int:
-    """What torch's RMSNorm of ``[rows, size]`` keeps besides its input."""
+def rms_norm(ranks: Ranks, rows: int, size: int, *, frozen: bool = False) -> int:
+    """What torch's RMSNorm of ``[rows, size]`` keeps besides its input.
+
+    Args:
+        ranks: of the run.
+        rows, size: of the input.
+        frozen: its weight is not trained.
+    """
     statistics = rows * FP32
     if ranks.gpu:
         return statistics
-    # torch's CPU kernel keeps the normed input, and in 16 bits both in fp32.
-    return statistics + rows * size * FP32 * (2 if ranks.half else 1)
+    # On a CPU the normed input is kept for the weight, and of 16 bits the input in fp32 instead.
+    normed = 0 if frozen else rows * size * FP32
+    return statistics + normed + (rows * size * (FP32 - ranks.width) if ranks.half else 0)
 
 
 def layer_norm(rows: int) -> int:

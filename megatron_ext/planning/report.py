@@ -15,7 +15,7 @@ from megatron_ext.planning.assumptions import assumed
 from megatron_ext.planning.checks import check_core
 from megatron_ext.planning.communication import Volume
 from megatron_ext.planning.contents import Sizes
-from megatron_ext.planning.hardware import GB, Gpu, gpu_named
+from megatron_ext.planning.hardware import Gpu, gpu_named
 from megatron_ext.planning.memory import (
     RankMemory,
     memory,
@@ -29,20 +29,15 @@ from megatron_ext.planning.network import Network
 from megatron_ext.planning.parameters import distinct
 from megatron_ext.planning.search import Found
 from megatron_ext.planning.step_time import Estimate, estimate, rank_volume
+from megatron_ext.planning.units import size
 from megatron_ext.planning.video.clip import Clip
+from megatron_ext.planning.video.streaming_report import streaming_plan
 from megatron_ext.schedules import price
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
 
 MILLION = 10**6
-
-
-def size(count: float) -> str:
-    """Bytes in GB, small ones in MB (powers of ten), a dash for none."""
-    if not count:
-        return "–"
-    return f"{count / GB:,.2f} GB" if count >= GB / 10 else f"{count / 1e6:,.2f} MB"
 
 
 def console() -> Console:
@@ -77,8 +72,6 @@ def show(config: RunConfig, gpu: Gpu | None, clips: Sequence[Clip] = ()) -> None
     """
     out = console()
     if config.video.streams:
-        from megatron_ext.planning.video.streaming_report import streaming_plan
-
         for part in streaming_plan(config, gpu):
             out.print(part)
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +12,14 @@ from megatron_ext.layout import Placement
 from megatron_ext.models.graphs import ChunkGraphs
 from megatron_ext.models.moe import TransformerLayer
 from megatron_ext.schedules.plan import Action, Kind
+
+if TYPE_CHECKING:
+    from megatron_ext.config import RunConfig
+
+
+def records_graphs(config: RunConfig) -> bool:
+    """Whether the layers of a run are recorded."""
+    return config.cuda_graphs.cuda_graph_impl == "local" and config.device == "cuda"
 
 
 def most_in_flight(actions: Sequence[Action], placement: Placement) -> list[int]:
@@ -51,8 +60,9 @@ def graphable_layers(chunk: torch.nn.Module) -> list[TransformerLayer]:
 class StepGraphs:
     """The graphs of a rank's chunks.
 
-    The first step runs without and shows what the layers are called with; after it the graphs are
-    recorded. A later step with more micro-batches in flight does the same once more.
+    The first step runs without and shows what the layers are called with; before the second the
+    graphs are recorded, while all gradients are zero. A step with more micro-batches in flight than
+    any before adds to them.
 
     Args:
         chunks: of this rank, in the order of their stages.
@@ -64,15 +74,13 @@ class StepGraphs:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], warmup_steps: int) -> None:
         self.chunks = [ChunkGraphs(graphable_layers(chunk), warmup_steps) for chunk in chunks]
-        self.wanted = [0] * len(self.chunks)
 
     def before_step(self, actions: Sequence[Action], placement: Placement) -> None:
-        """Let the chunks replay whose graphs are enough for the step."""
-        self.wanted = most_in_flight(actions, placement)
-        for chunk, wanted in zip(self.chunks, self.wanted, strict=True):
-            chunk.switch(chunk.num_slots >= wanted)
+        """Record what a training step lacks, and let the chunks replay that have enough.
 
-    def after_step(self) -> None:
-        """Record what the step lacked; the ranks of a stage call this together."""
-        for chunk, wanted in zip(self.chunks, self.wanted, strict=True):
-            chunk.capture(wanted)
+        The ranks of a stage call this together, with the gradients zeroed.
+        """
+        for chunk, wanted in zip(self.chunks, most_in_flight(actions, placement), strict=True):
+            if chunk.num_slots < wanted:
+                chunk.capture(wanted)
+            chunk.switch(chunk.num_slots >= wanted)

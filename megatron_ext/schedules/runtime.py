@@ -108,9 +108,8 @@ class PipelineEngine:
         config = self.config
         finalizes = config.finalize_model_grads_func is not None and not forward_only
         on_last = self.context.is_last_stage
-        graphs = None if forward_only else self.graphs
-        if graphs is not None:
-            graphs.before_step(step.actions, plan.placement)
+        if self.graphs is not None and not forward_only:
+            self.graphs.before_step(step.actions, plan.placement)
         embedding = None
         if finalizes:
             embedding = clear_embedding_activation_buffer(config, self.chunks, on_last)
@@ -131,8 +130,6 @@ class PipelineEngine:
                     dp_cp=self.context.pgs.dp_cp,
                     last_stage_rank=self.context.last_stage_rank,
                 )
-        if graphs is not None:
-            graphs.after_step()
         return step.reports
 
 

@@ -69,11 +69,16 @@ BAD = [
         "--fp8-format hybrid --ffn-hidden-size 172",
         "--ffn-hidden-size (172) over 1 rank(s) does not; use a multiple of 16.",
     ),
+    ("--fp8-param-gather", "`--fp8-param-gather` needs `--fp8-format`; give e4m3 or hybrid."),
     (
-        "--fp8-format hybrid --transformer-impl transformer_engine",
-        "`--fp8-format` is not supported with Transformer Engine's layers yet",
+        "--fp8-format hybrid --fp8-param-gather",
+        "`--fp8-param-gather` is an option of Transformer Engine's layers",
     ),
-    ("--fp8-param-gather", "it is an option of Transformer Engine's fp8 and fp4"),
+    (
+        "--fp8-format hybrid --tp-only-amax-red",
+        "`--tp-only-amax-red` is an option of Transformer Engine's layers",
+    ),
+    ("--fp8-format hybrid --fp8-dot-product-attention", "fp8 and fp4 that is not supported"),
 ]
 
 

@@ -155,7 +155,7 @@ def test_layers_and_experts_are_drawn_apart_and_as_wide_as_asked(tmp_path: Path)
             assert torch.equal(weight, torch.ones_like(weight)), name
 
 
-@pytest.mark.parametrize("method", ["", "--init-method-xavier-uniform"])
+@pytest.mark.parametrize("method", ["", "--init-method-xavier-uniform", EXPERTS])
 def test_bf16_weights_are_the_rounded_single_precision_ones(method: str, tmp_path: Path) -> None:
     """Xavier's uniform numbers show it: drawn in bfloat16 they are other numbers."""
     single = weights_of(method, 1, tmp_path / "fp32")

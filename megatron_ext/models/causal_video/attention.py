@@ -111,8 +111,8 @@ class FrameAttention:
             ``[t, n, b, heads, d]`` as before `exchange`.
         """
         key, value = self._keys(new, past)
-        outputs = [_attend(query[own], key, value, seen) for own, seen in plan.blocks]
-        attended = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        outputs = [_attend(_selected(query, [own]), key, value, seen) for own, seen in plan.blocks]
+        attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if not self.trades_heads:
             return attended
         rows = sequence_to_heads(parts_first(attended, self.cp_group.size()), self.cp_group)
@@ -155,5 +155,6 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Sequence[slice]) ->
 def _selected(x: Tensor, seen: Sequence[slice]) -> Tensor:
     """Some of the frames of ``[f, ...]``."""
     if len(seen) == 1:
-        return x[seen[0]]
+        # A slice of all would give its gradient a copy of its own.
+        return x if seen[0] == slice(0, x.size(0)) else x[seen[0]]
     return torch.cat([x[part] for part in seen])

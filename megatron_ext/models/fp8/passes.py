@@ -117,7 +117,7 @@ class Compiled:
     """
 
     def __init__(self, function: Callable[..., Any], backend: str = "inductor") -> None:
-        self._function = function
+        self.function = function
         self._backend = backend
         self._made: dict[bool, Callable[..., Any]] = {}
         self._seen: set[tuple[Any, ...]] = set()
@@ -131,7 +131,7 @@ class Compiled:
             varies: this matrix has another size every time.
         """
         if not x.is_cuda or not x.numel():
-            return self._function(x, *more)
+            return self.function(x, *more)
         return self.compiled(x, *more, varies=varies)
 
     def compiled(self, x: Tensor, *more: Any, varies: bool = False) -> Any:
@@ -140,7 +140,7 @@ class Compiled:
             # Without this option rows and columns would be written by a kernel each.
             options: dict[str, Any] = {"loop_ordering_after_fusion": True}
             self._made[varies] = torch.compile(
-                self._function,
+                self.function,
                 dynamic=varies,
                 fullgraph=True,
                 backend=self._backend,

@@ -125,8 +125,11 @@ class DiTNetwork(Network):
         x, width, h = self.sizes, self._width, self.model.hidden_size
         wide = 2 * width.chunk * h // x.tp * FP32 if x.half else 0
         rows = width.chunk * self.model.num_heads // x.tp
-        scaled = 2 * width.cut(h) + 3 * width.chunk * FP32
+        # The scaled queries and keys, for the weights of their norms.
+        scaled = 2 * width.cut(h) * self._trains + 3 * width.chunk * FP32
         kept = width.cut(3 * h) + wide + scaled + 2 * width.cut(h) + 2 * width.cut(h) + rows * FP32
+        # Values, and the outputs, in another order: that of frames, and that of ranks.
+        kept += 2 * width.cut(h) * (x.sharing > 1)
         shared = x.cp if not self._trades_heads else 1
         kept += 2 * self._selected() * width.cut(h) // self.clip.frames * shared
         return kept + width.exchanged(self._trades_heads)
@@ -137,8 +140,22 @@ class DiTNetwork(Network):
         of_text = self._text_rows * h // x.tp
         wide = (width.chunk * h // x.tp + of_text) * FP32 if x.half else 0
         rows = width.chunk * self.model.num_heads // x.tp
-        queries = 4 * width.cut(h) + (2 * width.chunk + self._text_rows) * FP32
-        return queries + wide + 4 * of_text * x.width + rows * FP32
+        queries = (3 + self._trains) * width.cut(h) + (2 * width.chunk + self._text_rows) * FP32
+        return queries + wide + (3 + self._trains) * of_text * x.width + rows * FP32
+
+    @property
+    def _trains(self) -> bool:
+        """All weights are trained, those of norms and modulations among them."""
+        return self.config.lora.lora_rank is None
+
+    def _adapters(self) -> int:
+        """Narrow tensors of the adapters of a block, `A x` scaled."""
+        lora, width = self.config.lora, self._width
+        rows = {"linear_qkv": 1, "linear_proj": 2, "linear_q": 1, "linear_fc1": 1, "linear_fc2": 1}
+        targets = lora.lora_target_modules or []
+        tokens = width.chunk * sum(rows.get(name, 0) for name in targets)
+        tokens += self._text_rows * ("linear_kv" in targets)
+        return tokens * (lora.lora_rank or 0) * self.sizes.width
 
     @property
     def _trades_heads(self) -> bool:
@@ -152,18 +169,29 @@ class DiTNetwork(Network):
     def layer(self) -> LayerBytes:
         """One block."""
         width, h = self._width, self.model.hidden_size
-        told = LayerBytes(8 * self._vector, width.stream + 6 * self._vector)
-        # The input, its norm, and the modulated norm that the layer takes; what the gate scales.
-        entering = 3 * width.stream + width.statistics
+        vectors = LayerBytes(8 * self._vector, width.stream + 6 * self._vector)
+        told = LayerBytes(vectors.kept + self._adapters(), vectors.transient)
+        # The input and the modulated norm that the layer takes; where timesteps have a gradient
+        # the norm itself, and what the gate scales.
+        moved = self._trains * width.stream
+        entering = 2 * width.stream + width.statistics + moved
         qkv = max(width.matrix(3 * h, h) + width.whole, 2 * width.cut(3 * h))
-        attention = LayerBytes(entering + self._self_attention() + width.stream, width.stream + qkv)
+        attention = LayerBytes(entering + self._self_attention() + moved, width.stream + qkv)
         crossed = LayerBytes(
             2 * width.stream + width.statistics + self._cross_attention(),
             width.stream + max(width.matrix(h, h) + width.whole, 2 * width.cut(h)),
         )
         inner = mlp(width, self.model.ffn_size)
-        fed = LayerBytes(entering + inner.kept + width.stream, width.stream + inner.transient)
+        fed = LayerBytes(entering + inner.kept + moved, width.stream + inner.transient)
         return in_order(told, attention, crossed, fed)
+
+    def without_gradient(self) -> int:
+        """The most that a pass without gradient holds: a block's widest tensors."""
+        width, h = self._width, self.model.hidden_size
+        wide = 2 * width.cut(3 * h) if self.sizes.half else 0
+        past = 2 * self._selected() * width.cut(h) // self.clip.frames
+        attention = width.cut(3 * h) + 4 * width.cut(h) + past + wide
+        return 3 * width.stream + max(attention, 2 * width.cut(self.model.ffn_size))
 
     def _final(self) -> LayerBytes:
         width = self._width
@@ -187,8 +215,7 @@ class DiTNetwork(Network):
         pairs = sum(queries * keys for queries, keys in self._attended())
         scores = 2 * h * (pairs / x.cp + tokens * text)
         both = [MULTIPLY_AND_ADD * found * x.b / x.tp for found in (linear, scores)]
-        trained = self.config.lora.lora_rank is None
-        return Operated(both[0], scores=both[1], weights=both[0] * trained)
+        return Operated(both[0], scores=both[1], weights=both[0] * self._trains)
 
     def _run_again(self, stage: Stage) -> int:
         """Blocks that the backward pass runs again."""

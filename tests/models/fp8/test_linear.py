@@ -10,9 +10,11 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext.config.fp8 import Fp8Config
+from megatron_ext.models.fp8 import linear
 from megatron_ext.models.fp8.formats import Quantized
 from megatron_ext.models.fp8.linear import Fp8Call, fp8_linear
 from megatron_ext.models.fp8.parts import Parts, Role
+from megatron_ext.models.fp8.product import arguments, product
 from megatron_ext.models.fp8.scaling import RECIPES, Scaling
 from megatron_ext.models.fp8.weights import KeptWeights
 from megatron_ext.models.linear import (
@@ -22,6 +24,7 @@ from megatron_ext.models.linear import (
 )
 from tests.models import plain
 from tests.models.fp8.bounds import error_of_product
+from tests.models.fp8.test_product import torch_takes
 from tests.ranks import ParallelContext, ranks
 
 S, B, IN, OUT = 16, 2, 32, 64
@@ -229,6 +232,31 @@ def test_weight_gradients_go_to_the_main_gradient_unrounded(recipe: str, puts_of
     assert not torch.equal(added, added.bfloat16().float())
     assert parameter.grad_added_to_main_grad != puts_off
     assert puts_off or parameter.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("s", [S, 5])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_torch_takes_the_products_of_a_layer(
+    recipe: str, s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch's own checks for GPUs, on tensors without memory; also of odd numbers of tokens."""
+    products = []
+
+    def checked(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+        given = arguments(a, b, dtype)
+        assert torch_takes(given)
+        products.append((given["out_dtype"], fast))
+        return product(a, b, dtype, fast=fast)
+
+    monkeypatch.setattr(linear, "product", checked)
+    x, weight, gradient = tensors(torch.bfloat16, s)
+    parameter: Any = torch.nn.Parameter(weight)
+    parameter.main_grad = torch.zeros(OUT, IN)
+    call = Fp8Call(scaling_of(recipe), None, False, False, parameter, None, True)
+    fp8_linear(x.requires_grad_(), parameter, None, call).backward(gradient)
+    of_weight = torch.bfloat16 if recipe == "rowwise" else torch.float32
+    wanted = [(torch.bfloat16, True), (torch.bfloat16, False), (of_weight, False)]
+    assert products == wanted
 
 
 def test_a_frozen_weight_keeps_no_input() -> None:

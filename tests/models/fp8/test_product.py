@@ -192,19 +192,3 @@ def test_nothing_gives_zeros(m: int, k: int) -> None:
     a = Quantized(torch.ones(m, k).to(E4M3), ONE)
     result = product(a, Quantized(torch.ones(16, k).to(E4M3), ONE), torch.bfloat16)
     assert result.shape == (m, 16) and result.dtype == torch.bfloat16 and not result.any()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("by_rows", [False, True])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("fast", [False, True])
-def test_a_gpu_gives_the_numbers_of_a_cpu(dtype: torch.dtype, by_rows: bool, fast: bool) -> None:
-    a, b = matrices(8)
-    qa, qb = quantized(a, dtype, by_rows=by_rows), quantized(b, E4M3, by_rows=by_rows)
-    there = [Quantized(q.values.cuda(), q.scale.cuda()) for q in (qa, qb)]
-    got = product(there[0], there[1], torch.bfloat16, fast=fast).cpu().float()
-    size = qa.dequantized().abs() @ qb.dequantized().abs().t()
-    tolerance = 2.0**-8 + (2.0**-11 if fast else 0)
-    assert ((got - product(qa, qb, torch.float32)).abs() <= tolerance * size).all()
-    on_gpu = quantized(a.cuda(), dtype, by_rows=by_rows)
-    assert torch.equal(on_gpu.values.cpu().float(), qa.values.float())

@@ -11,7 +11,7 @@ from transformer_engine.record import record
 
 
 def parallel_cross_entropy(
-    inp: Tensor,
+    _input: Tensor,
     target: Tensor,
     label_smoothing: float = 0.0,
     reduce_loss: bool = False,
@@ -22,6 +22,6 @@ def parallel_cross_entropy(
     """Losses ``[s, b]`` of logits ``[s, b, v]`` on one rank."""
     record("parallel_cross_entropy", label_smoothing=label_smoothing, reduce_loss=reduce_loss)
     flat = torch.nn.functional.cross_entropy(
-        inp.float().flatten(0, 1), target.flatten(), reduction="none"
+        _input.float().flatten(0, 1), target.flatten(), reduction="none"
     )
     return flat.view(target.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from transformer_engine.record import record
 
@@ -12,8 +12,8 @@ from transformer_engine.record import record
 class FP8GlobalStateManager:
     """Which contexts are open."""
 
-    recipes: list[Any] = []
-    init_recipes: list[Any] = []
+    recipes: ClassVar[list[Any]] = []
+    init_recipes: ClassVar[list[Any]] = []
     keeps_initial_values = False
 
     @classmethod

@@ -57,9 +57,19 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.param_init_meta: dict[str, ParameterStart] = {}
+        self.fp8_meta = {"fp8_checkpoint": False}
+        self.fp8 = self.fp8_calibration = False
         recipes = FP8GlobalStateManager.init_recipes
         self.primary_weights_in_fp8 = bool(recipes) and recipes[-1] is not None
         self.keeps_initial_values = FP8GlobalStateManager.keeps_initial_values
+
+    def get_extra_state(self) -> Tensor:
+        """What a checkpoint holds besides parameters: nothing, as of a real module in bf16."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take it back."""
+        record("set_extra_state")
 
     def register_parameter(self, name: str, param: Any, **start: Any) -> None:
         """With how it is filled."""

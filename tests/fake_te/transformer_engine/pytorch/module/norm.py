@@ -20,7 +20,9 @@ def normalize(
     return torch.nn.functional.layer_norm(full, gain.shape, gain, offset, eps).to(x.dtype)
 
 
-class _Norm(torch.nn.Module):
+class LayerNorm(torch.nn.Module):
+    """Layer norm, and what an RMS norm shares with it."""
+
     kind = "LayerNorm"
 
     def __init__(
@@ -50,11 +52,7 @@ class _Norm(torch.nn.Module):
         )
 
 
-class LayerNorm(_Norm):
-    """Layer norm."""
-
-
-class RMSNorm(_Norm):
+class RMSNorm(LayerNorm):
     """RMS norm."""
 
     kind = "RMSNorm"

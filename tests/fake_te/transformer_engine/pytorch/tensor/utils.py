@@ -23,7 +23,6 @@ def cast_master_weights_to_fp8(
     start_offsets: Sequence[int | None],
     group: Any,
     fsdp_shard_model_weights: Any = None,
-    manual_post_all_gather_processing: bool = False,
 ) -> None:
     """Quantize this rank's pieces of the weights in fp32."""
     record("cast_master_weights_to_fp8", count=len(model_weights), group=group.size())
@@ -31,8 +30,3 @@ def cast_master_weights_to_fp8(
         if master is not None and start is not None:
             piece = weight._bytes.view(-1)[start : start + master.numel()]
             piece.copy_(master.bfloat16().to(torch.float8_e4m3fn).view(torch.uint8))
-
-
-def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
-    """The real one makes transposed copies here."""
-    record("post_all_gather_processing", count=len(model_weights))

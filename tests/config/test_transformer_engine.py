@@ -1,0 +1,268 @@
+"""Rules of Transformer Engine's layers, and the table of versions; it need not be installed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config import RunConfig, parse_args, run, te_versions
+from megatron_ext.config.te_versions import MINIMUM, NEEDS, version_errors
+from megatron_ext.config.transformer_engine import OVERLAPPED, SWITCHES
+from megatron_ext.errors import ConfigError
+from tests.config.test_fp8 import TINY
+
+TE = "--transformer-impl transformer_engine "
+SP = "--tensor-model-parallel-size 2 --sequence-parallel "
+CP = "--context-parallel-size 2 "
+FP8 = "--fp8-format hybrid "
+TENSORWISE = f"{FP8} --fp8-recipe tensorwise "
+GATHER = "--fp8-param-gather --use-distributed-optimizer "
+MXFP8 = "--fp8-format e4m3 --fp8-recipe mxfp8 "
+EXPERTS = "--num-experts 2 --disable-bias-linear "
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine as the rules see it."""
+    monkeypatch.setattr(run, "_has_transformer_engine", lambda device: device == "cuda")
+    monkeypatch.setattr(run, "found_version", lambda: "2.9.0")
+    for name in (*SWITCHES, "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def configured(words: str, *, world_size: int = 0) -> RunConfig:
+    ranks = world_size or (2 if "size 2" in words else 1)
+    return parse_args((TINY + words).split(), world_size=ranks, device="cuda").config
+
+
+GOOD = [
+    "",
+    FP8,
+    TENSORWISE + "--first-last-layers-bf16",
+    "--fp8-format e4m3 --fp8-recipe blockwise",
+    MXFP8,
+    f"{FP8} --tp-only-amax-red",
+    TENSORWISE + GATHER + "--overlap-param-gather --overlap-grad-reduce",
+    MXFP8 + GATHER + "--reuse-grad-buf-for-mxfp8-param-ag",
+    f"{FP8} --fp8-recipe custom --fp8-quantizer-factory recipes.quantizers.make",
+    TENSORWISE + EXPERTS,
+    TENSORWISE
+    + EXPERTS
+    + "--moe-router-padding-for-fp8 --moe-token-dispatcher-type alltoall --moe-grouped-gemm",
+    SP + "--tp-comm-overlap --disable-tp-comm-overlap-rs --tp-comm-bootstrap-backend gloo",
+    CP + "--cp-comm-type a2a",
+    CP + "--cp-comm-type p2p all_gather a2a p2p",
+    CP + "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 1",
+]
+
+BAD = [
+    (FP8 + "--fp8-recipe rowwise", "`--fp8-recipe` (rowwise) is a recipe of the torch layers"),
+    (FP8 + "--no-fp8-wgrad", "`--no-fp8-wgrad` is ignored by Transformer Engine"),
+    (TENSORWISE + "--tp-only-amax-red", "`--tp-only-amax-red` belongs to `--fp8-recipe delayed`"),
+    (FP8 + "--fp8-recipe custom", "`--fp8-recipe custom` needs `--fp8-quantizer-factory`"),
+    (FP8 + "--fp8-quantizer-factory a.b", "`--fp8-quantizer-factory` (a.b) belongs to"),
+    (TENSORWISE + "--fp8-param-gather", "needs `--use-distributed-optimizer`"),
+    (MXFP8 + GATHER, "needs `--reuse-grad-buf-for-mxfp8-param-ag`; give both."),
+    (
+        TENSORWISE + GATHER + "--reuse-grad-buf-for-mxfp8-param-ag",
+        "needs `--fp8-recipe mxfp8`, but it is tensorwise",
+    ),
+    (
+        TENSORWISE + "--reuse-grad-buf-for-mxfp8-param-ag",
+        "`--reuse-grad-buf-for-mxfp8-param-ag` needs `--fp8-param-gather`",
+    ),
+    (
+        MXFP8
+        + GATHER
+        + "--reuse-grad-buf-for-mxfp8-param-ag --overlap-param-gather --overlap-grad-reduce",
+        "does not go with `--overlap-param-gather`",
+    ),
+    (
+        TENSORWISE + GATHER + "--ema-decay 0.9",
+        "`--fp8-param-gather` does not go with `--ema-decay`",
+    ),
+    (TENSORWISE + GATHER + "--use-cpu-initialization", "go with `--use-cpu-initialization`"),
+    (
+        FP8 + GATHER + "--fp8-recipe custom --fp8-quantizer-factory a.b",
+        "`--fp8-param-gather` does not go with `--fp8-recipe custom`",
+    ),
+    (
+        TENSORWISE + "--moe-router-padding-for-quantization",
+        "`--moe-router-padding-for-quantization` needs `--num-experts`",
+    ),
+    (
+        TENSORWISE + EXPERTS + "--moe-router-padding-for-quantization",
+        "does not go with `--moe-token-dispatcher-type` (allgather); use alltoall.",
+    ),
+    (MXFP8 + "--ffn-hidden-size 80", "divide by 32 on every rank, but --ffn-hidden-size (80)"),
+    (FP8 + "--seq-length 63 --micro-batch-size 1", "tokens divide by 8 on every rank"),
+    (
+        TENSORWISE
+        + "--first-last-layers-bf16 --pipeline-model-parallel-size 2 --num-layers 4 "
+        + "--num-layers-at-start-in-bf16 3 --num-layers-at-end-in-bf16 0",
+        "`--num-layers-at-start-in-bf16` (3) must be at most the layers of a pipeline stage (2)",
+    ),
+    (
+        FP8 + "--recompute-granularity selective --recompute-modules layernorm",
+        "`--recompute-modules` (layernorm) does not go with `--fp8-recipe delayed`",
+    ),
+    ("--attention-backend local", "leaves Transformer Engine's layers without any attention"),
+    ("--reset-attention-mask", "`--reset-attention-mask` needs masks"),
+    ("--tp-comm-overlap", "`--tp-comm-overlap` needs `--sequence-parallel`"),
+    ("--disable-tp-comm-bulk-dgrad", "`--disable-tp-comm-bulk-dgrad` needs `--tp-comm-overlap`"),
+    ("--tp-comm-overlap-disable-qkv", "`--tp-comm-overlap-disable-qkv` needs"),
+    (SP + "--tp-comm-overlap --tp-comm-overlap-cfg nowhere.yaml", "(nowhere.yaml) cannot be read"),
+    ("--tp-comm-split-ag", "in another way since its version 1.6; use `--tp-comm-overlap`"),
+    (CP + "--cp-comm-type a2a p2p", "has 2 values, but must have one for all layers or one for"),
+    (CP + "--cp-comm-type a2a+p2p", "needs `--hierarchical-context-parallel-sizes`"),
+    (
+        CP + "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+        "(2 2) must be two sizes whose product is `--context-parallel-size` (2).",
+    ),
+    (
+        CP + "--hierarchical-context-parallel-sizes 2 1",
+        "has an effect with `--cp-comm-type a2a+p2p` only",
+    ),
+    (
+        CP + "--cp-comm-type a2a --group-query-attention --num-query-groups 1",
+        "needs the heads of keys on a tensor-parallel rank (1) to be divisible",
+    ),
+    (CP + "--window-size 8 0", "`--window-size` over context-parallel ranks does not go with"),
+]
+
+
+@pytest.mark.parametrize("words", GOOD)
+def test_accepted(words: str) -> None:
+    config = configured(TE + words)
+    assert config.model.transformer_impl == "transformer_engine"
+    fields = config.transformer_fields()
+    if "--fp8-format" in words:
+        assert fields["fp8"] == config.fp8.fp8_format
+        assert fields["fp8_param"] == ("--fp8-param-gather" in words)
+
+
+@pytest.mark.parametrize(("words", "sentence"), BAD)
+def test_refused_with_a_sentence(words: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configured(TE + words)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "sentence"),
+    [
+        ("NVTE_FLASH_ATTN", "", "`NVTE_FLASH_ATTN` (0) in the environment contradicts"),
+        ("NVTE_FUSED_ATTN", "--attention-backend fused", "which sets it to 1; unset it."),
+    ],
+)
+def test_the_environment_must_not_contradict_the_backend(
+    name: str, words: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "0")
+    with pytest.raises(ConfigError) as caught:
+        configured(words)
+    assert sentence in str(caught.value)
+    monkeypatch.setenv(name, "1")
+    configured(words)
+
+
+def test_deterministic_runs_forbid_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
+    configured("--deterministic-mode --transformer-impl torch")
+    with pytest.raises(ConfigError, match="contradicts `--deterministic-mode`"):
+        configured(TE + "--deterministic-mode")
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("[qkv_fprop]", "must hold settings by the names of products"),
+        ("qkv_forward: {method: bulk}", "names qkv_forward, but products are called qkv_fprop"),
+        ("qkv_fprop: {method: [", "cannot be read"),
+    ],
+)
+def test_a_bad_file_of_overlap_settings(content: str, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "overlap.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        configured(f"{TE}{SP} --tp-comm-overlap --tp-comm-overlap-cfg {path}")
+    assert sentence in str(caught.value)
+
+
+def test_products_of_the_overlap_have_transformer_engines_names() -> None:
+    assert len(OVERLAPPED) == 12 and {"qkv_fprop", "fc2_wgrad"} <= set(OVERLAPPED)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--reset-attention-mask",
+        "--lora-rank 2",
+        "--deterministic-dropout",
+        f"{FP8} --fp8-recipe rowwise",
+        f"{FP8} --no-fp8-wgrad",
+        "--attention-backend local",
+    ],
+)
+def test_auto_takes_the_torch_layers_where_the_others_lack_something(words: str) -> None:
+    assert configured(words).model.transformer_impl == "torch"
+
+
+def test_auto_takes_transformer_engine_where_it_can() -> None:
+    assert configured("").model.transformer_impl == "transformer_engine"
+
+
+@pytest.mark.parametrize("words", ["--tp-comm-overlap", "--fp8-recipe mxfp8 --fp8-format e4m3"])
+def test_the_torch_layers_refuse_what_they_lack(words: str) -> None:
+    with pytest.raises(ConfigError, match="--transformer-impl transformer_engine"):
+        configured(f"--transformer-impl torch {SP} {words}")
+
+
+def test_every_feature_names_its_version() -> None:
+    """A run that asks for all of them, under each version: one sentence for each it lacks."""
+    config = configured(
+        TE
+        + EXPERTS
+        + "--moe-router-fusion --softmax-type learnable --fp8-format e4m3 --fp8-recipe custom "
+        "--fp8-quantizer-factory a.b --recompute-granularity selective "
+        "--recompute-modules layernorm moe_act"
+    )
+    assert all(need.used(config) for need in NEEDS)
+    numbers = {"2.4.0": 5, "2.6.1": 3, "2.7.0+cu12": 2, "2.8.0": 1, "2.9.0.dev0": 0, "2.18": 0}
+    for found, count in numbers.items():
+        errors = version_errors(config, found)
+        assert len(errors) == count, (found, errors)
+        assert all(found in error and "pip install" in error for error in errors)
+        assert all('[pytorch]>=2.9.0"`.' in error for error in errors)
+
+
+def test_a_version_too_old_for_the_layers_is_said_once() -> None:
+    config = configured(TE + TENSORWISE)
+    for found in ("1.13.0", "2.3.0", "not a version"):
+        (error,) = version_errors(config, found)
+        assert error == (
+            f"`--transformer-impl transformer_engine` needs Transformer Engine {MINIMUM} or newer, "
+            f"but the installed one is {found}; run `pip install -U --no-build-isolation "
+            '"transformer-engine[pytorch]>=2.4.0"`.'
+        )
+    assert version_errors(config, MINIMUM) == []
+
+
+def test_the_version_is_checked_with_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "found_version", lambda: "2.3.0")
+    with pytest.raises(ConfigError, match=r"needs Transformer Engine 2\.4\.0 or newer"):
+        configured(TE)
+    configured("--transformer-impl torch")
+
+
+def test_the_version_of_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(te_versions, "DISTRIBUTION", "no-such-package-is-installed")
+    assert te_versions.found_version() is None
+
+
+def test_needs_are_in_the_order_of_their_versions() -> None:
+    minima = [need.minimum for need in NEEDS]
+    assert minima == sorted(minima) and minima[0] == MINIMUM
+    assert all(dataclasses.is_dataclass(need) for need in NEEDS)

@@ -1,0 +1,122 @@
+"""Runs with the stand-in of Transformer Engine, in a process of their own: a program of the tests.
+
+``python -m tests.models.te_runs names...`` with ``tests/fake_te`` on the path trains each named
+run of `RUNS` for a few steps, and prints as lines of JSON what it reported and what the stand-in
+was asked for. The configuration is that of a GPU, the ranks run on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformer_engine.record as record
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+from megatron_ext.config import parse_args
+from megatron_ext.device import Device
+from megatron_ext.training.preflight import preflight
+from megatron_ext.training.pretrain import pretrain
+from megatron_ext.training.reporting.metrics_file import read_metrics
+from megatron_ext.training.setup import Run
+from megatron_ext.training.task import choose
+from pretrain_gpt import task_of
+from tests.training_runs import TINY, mock_data, training_rows
+
+STEPS = 2
+TE = "--transformer-impl transformer_engine"
+EXPERTS = (
+    "--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax --moe-ffn-hidden-size 64 "
+    "--moe-token-dispatcher-type alltoall"
+)
+RUNS = {
+    "torch": "--transformer-impl torch",
+    "bf16": TE,
+    "unfused": f"{TE} --no-rope-fusion --no-gradient-accumulation-fusion",
+    "delayed": f"{TE} --fp8-format hybrid --fp8-amax-history-len 4 --fp8-amax-compute-algo max",
+    "tensorwise": f"{TE} --fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16",
+    "blockwise": f"{TE} --fp8-format e4m3 --fp8-recipe blockwise",
+    "mxfp8": f"{TE} --fp8-format e4m3 --fp8-recipe mxfp8",
+    "parameters": f"{TE} --fp8-format e4m3 --fp8-recipe tensorwise --fp8-param-gather",
+    "cross entropy": f"{TE} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
+    "experts": f"{TE} {EXPERTS} --moe-grouped-gemm --fp8-format hybrid --fp8-recipe tensorwise",
+}
+
+
+def flags_of(name: str, save: Path) -> list[str]:
+    """Of a run; its weights are drawn by name, so that all implementations start alike."""
+    size = (
+        "--bf16 --ffn-hidden-size 192 --num-layers 3 --global-batch-size 4 "
+        "--no-use-cpu-initialization --train-iters 2 --no-bias-swiglu-fusion "
+        "--no-bias-dropout-fusion"
+    )
+    return [*TINY, *mock_data(), *f"{size} {RUNS[name]} --save {save}".split()]
+
+
+def train(name: str, folder: Path) -> dict[str, Any]:
+    """What a run reported, and what it asked the stand-in for."""
+    record.CALLS.clear()
+    os.environ["MEGATRON_EXT_INIT_METHOD"] = f"file://{folder}/rendezvous"
+    parsed = parse_args(flags_of(name, folder), world_size=1, device="cuda").config
+    task = choose(task_of, parsed)
+    config, tokenizer = preflight(parsed, task.preflight)
+    seen: dict[str, Any] = {}
+
+    def look(run: Run) -> None:
+        modules = [module for chunk in run.chunks for module in chunk.modules()]
+        seen["modules"] = dict(Counter(type(module).__name__ for module in modules))
+        engine = [m for m in modules if isinstance(m, TransformerEngineBaseModule)]
+        seen["kept in 8 bits"] = [m.primary_weights_in_fp8 for m in engine]
+
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        pretrain(task, config, device=Device("cpu", "gloo"), tokenizer=tokenizer, prepare=look)
+    rows = training_rows(read_metrics(folder / "metrics.jsonl"))
+    said = [line for line in output.getvalue().splitlines() if line.startswith("> layers:")]
+    return {
+        "losses": [row["lm loss"] for row in rows],
+        "said": said,
+        "calls": record.CALLS[:],
+        **seen,
+    }
+
+
+def gather_one_by_one() -> None:
+    """Gloo's gather of several tensors at once mixes up bytes of different dtypes; NCCL's does not.
+
+    A model with weights in 8 bits and norms in bf16 gathers both at once.
+    """
+
+    def gather(group: Any, outputs: list[Any], inputs: list[Any], *_options: Any) -> Any:
+        works = [group.all_gather_single(o, i) for o, i in zip(outputs, inputs, strict=True)]
+        for work in works[:-1]:
+            work.wait()
+        return works[-1]
+
+    torch.distributed.ProcessGroup.all_gather_single_coalesced = gather
+
+
+def main(names: list[str]) -> None:
+    """Train the named runs, and print what was seen."""
+    torch.set_num_threads(1)
+    # What the rules about a GPU ask for: one that has all recipes.
+    Device("cpu", "gloo").activate(0)
+    torch.cuda.get_device_capability = lambda device=None: (10, 0)
+    torch.version.cuda = "12.9"
+    gather_one_by_one()
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    for name in names or RUNS:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps({"name": name, **train(name, Path(folder))}, default=str), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,323 @@
+"""Transformer Engine's layers through the real path, by a stand-in that records what it is asked.
+
+The runs are those of `tests.models.te_runs`, in one process of their own, with ``tests/fake_te``
+on its path.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.config import RunConfig, parse_args, run
+from megatron_ext.models.transformer_engine import buffer_arguments, recipe_error
+from megatron_ext.training.implementation import implementation_line
+from tests.config.test_fp8 import TINY
+
+ROOT = Path(__file__).resolve().parents[2]
+STAND_IN = ROOT / "tests" / "fake_te"
+LAYERS, STEPS, MICROBATCHES = 3, 2, 2
+LINEARS = 4 * LAYERS
+PRODUCTS = LINEARS * STEPS * MICROBATCHES
+SECONDS = 300.0
+
+Seen = dict[str, dict[str, Any]]
+
+
+def runs(*names: str) -> Seen:
+    """What each run reported and asked for."""
+    path = os.pathsep.join([str(STAND_IN), str(ROOT)])
+    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.models.te_runs", *names],
+        env=environ,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return {one["name"]: one for one in found}
+
+
+@pytest.fixture(scope="module")
+def seen() -> Seen:
+    """The runs of every test session."""
+    return runs("torch", "bf16", "delayed", "parameters")
+
+
+@pytest.fixture(scope="module")
+def others() -> Seen:
+    """The runs of a slow one."""
+    return runs("torch", "unfused", "tensorwise", "blockwise", "mxfp8", "cross entropy", "experts")
+
+
+def calls(of: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    return [arguments for called, arguments in of["calls"] if called == name]
+
+
+@pytest.mark.parametrize("name", ["bf16", "delayed"])
+def test_losses_are_those_of_the_torch_layers(name: str, seen: Seen) -> None:
+    """From the same weights; bf16 rounds at other places, 3 digits each over few layers."""
+    assert seen[name]["losses"] == pytest.approx(seen["torch"]["losses"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["unfused", "tensorwise", "blockwise", "mxfp8", "cross entropy"])
+def test_losses_of_other_runs_are_those_of_the_torch_layers(name: str, others: Seen) -> None:
+    assert others[name]["losses"] == pytest.approx(others["torch"]["losses"], rel=1e-4)
+
+
+def test_layers_are_transformer_engines(seen: Seen) -> None:
+    modules = seen["bf16"]["modules"]
+    assert modules["TELayerNormColumnParallelLinear"] == modules["TERowParallelLinear"] == 6
+    assert modules["TEDotProductAttention"] == LAYERS
+    assert "DotProductAttention" not in modules and "ColumnParallelLinear" not in modules
+    assert "TEDotProductAttention" not in seen["torch"]["modules"]
+    assert [x["layer"] for x in calls(seen["bf16"], "DotProductAttention")] == [1, 2, 3]
+
+
+def test_rotary_positions_are_fused(seen: Seen) -> None:
+    fused = calls(seen["bf16"], "apply_rotary_pos_emb")
+    assert len(fused) == 2 * LAYERS * STEPS * MICROBATCHES and all(x["fused"] for x in fused)
+
+
+def test_layers_sum_their_gradients_in_the_main_buffer_without_apex(seen: Seen) -> None:
+    assert importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None
+    assert len(calls(seen["bf16"], "fused gradient")) == PRODUCTS
+
+
+@pytest.mark.slow
+def test_what_is_switched_off_is_not_fused(others: Seen) -> None:
+    assert not calls(others["unfused"], "apply_rotary_pos_emb")
+    assert not calls(others["unfused"], "fused gradient")
+    assert calls(others["tensorwise"], "apply_rotary_pos_emb")
+
+
+def test_adam_is_transformer_engines_wherever_it_is_installed(seen: Seen) -> None:
+    for name in ("torch", "bf16"):
+        assert calls(seen[name], "FusedAdam") == [{"adam_w_mode": True}]
+        assert "optimizer: transformer_engine FusedAdam" in seen[name]["said"][0]
+
+
+@pytest.mark.slow
+def test_cross_entropy_is_transformer_engines_where_it_is_asked_for(others: Seen) -> None:
+    assert len(calls(others["cross entropy"], "parallel_cross_entropy")) == STEPS * MICROBATCHES
+    assert not calls(others["mxfp8"], "parallel_cross_entropy")
+
+
+def check_products(of: dict[str, Any], recipe: str | None) -> None:
+    products = calls(of, "product")
+    assert len(products) == PRODUCTS and all(x["recipe"] == recipe for x in products)
+    assert all(x["group"] == 1 for x in calls(of, "fp8_autocast"))
+
+
+def test_products_run_in_the_recipe(seen: Seen) -> None:
+    check_products(seen["bf16"], None)
+    check_products(seen["delayed"], "TEDelayedScaling:hybrid")
+    check_products(seen["parameters"], "Float8CurrentScaling:e4m3")
+
+
+@pytest.mark.slow
+def test_products_run_in_the_other_recipes(others: Seen) -> None:
+    check_products(others["blockwise"], "Float8BlockScaling:e4m3")
+    check_products(others["mxfp8"], "MXFP8BlockScaling:e4m3")
+
+
+def test_the_delayed_recipe_gets_its_options(seen: Seen) -> None:
+    """One context around all layers of a pass, and a weight quantized once in a step."""
+    contexts = calls(seen["delayed"], "fp8_autocast")
+    assert len(contexts) == STEPS * MICROBATCHES
+    options = contexts[0]["options"]
+    assert options["amax_history_len"] == 4 and options["amax_compute_algo"] == "max"
+    firsts = [x["value"] for x in calls(seen["delayed"], "first microbatch")]
+    assert firsts == ([True] * LINEARS + [False] * LINEARS) * STEPS
+
+
+@pytest.mark.slow
+def test_the_first_and_last_layers_stay_in_bf16(others: Seen) -> None:
+    one_pass = [x["recipe"] for x in calls(others["tensorwise"], "product")][:LINEARS]
+    assert one_pass == [None] * 4 + ["Float8CurrentScaling:hybrid"] * 4 + [None] * 4
+
+
+def test_weights_are_kept_in_8_bits(seen: Seen) -> None:
+    """Built so by megatron-core, filled by name, and quantized again after each update."""
+    run = seen["parameters"]
+    assert run["kept in 8 bits"] == [True] * LINEARS
+    assert (
+        calls(run, "fp8_model_init")
+        == [{"recipe": "Float8CurrentScaling:e4m3", "keeps": True}] * LAYERS
+    )
+    assert all(x["quantized"] for x in calls(run, "product"))
+    assert [x["count"] for x in calls(run, "cast_master_weights_to_fp8")] == [LINEARS] * STEPS
+    # e4m3 without scales holds these weights to 2 digits or less.
+    assert run["losses"] == pytest.approx(seen["bf16"]["losses"], rel=1e-3)
+    assert run["losses"] != seen["bf16"]["losses"]
+
+
+@pytest.mark.slow
+def test_experts_in_8_bits_are_padded(others: Seen) -> None:
+    run = others["experts"]
+    assert run["modules"]["TEGroupedMLP"] == LAYERS
+    # The tokens of experts, and their weights, before the two products and none after.
+    unpadded = [sum(x["splits"]) for x in calls(run, "Fp8Padding")]
+    padded = [x["splits"] for x in calls(run, "GroupedLinear.forward")]
+    assert set(unpadded) == {128} and len(padded) == 2 * LAYERS * STEPS * MICROBATCHES
+    assert all(rows % 16 == 0 for splits in padded for rows in splits)
+    assert any(sum(splits) > 128 for splits in padded)
+
+
+def test_the_choice_is_said_in_one_line(seen: Seen) -> None:
+    said = {name: one["said"] for name, one in seen.items()}
+    assert all(len(lines) == 1 for lines in said.values())
+    assert said["delayed"][0] == (
+        "> layers: Transformer Engine 2.9.0; attention: Transformer Engine (auto); optimizer: "
+        "transformer_engine FusedAdam; fp8: hybrid by the delayed recipe"
+    )
+    assert said["parameters"][0].endswith(
+        "fp8: e4m3 by the tensorwise recipe, weights kept in 8 bits"
+    )
+    assert said["torch"][0].startswith(
+        f"> layers: torch {torch.__version__}; attention: torch SDPA"
+    )
+    assert implementation_line(RunConfig(), None).endswith("optimizer: none; fp8: none")
+
+
+CAPABILITIES = {
+    (8, 0): set(),
+    (8, 9): {"delayed", "tensorwise"},
+    (9, 0): {"delayed", "tensorwise", "blockwise"},
+    (10, 0): {"delayed", "tensorwise", "blockwise", "mxfp8"},
+    (12, 0): {"delayed", "tensorwise", "blockwise"},
+}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_what_each_gpu_has(capability: tuple[int, int]) -> None:
+    recipes = ("delayed", "tensorwise", "blockwise", "mxfp8")
+    fitting = {name for name in recipes if recipe_error(name, capability, (12, 9)) is None}
+    assert fitting == CAPABILITIES[capability]
+    assert recipe_error("custom", capability) is None
+
+
+def test_what_a_gpu_lacks_is_said_in_a_sentence() -> None:
+    assert recipe_error("mxfp8", (9, 0)) == (
+        "`--fp8-recipe` (mxfp8) needs a GPU of compute capability 10.0 and below 12.0, but this "
+        "one has 9.0; use delayed or tensorwise or blockwise."
+    )
+    assert recipe_error("delayed", (8, 0)) == (
+        "`--fp8-recipe` (delayed) needs a GPU of compute capability 8.9 or above, but this one "
+        "has 8.0; leave out `--fp8-format`."
+    )
+    assert recipe_error("blockwise", (9, 0), (12, 8)) == (
+        "`--fp8-recipe` (blockwise) needs CUDA 12.9 or newer, but torch was built with 12.8; use "
+        "tensorwise, or another build of torch."
+    )
+
+
+MODES = SimpleNamespace(FP8="fp8", NONE="none")
+
+
+@pytest.mark.parametrize(
+    ("words", "modes"),
+    [
+        ("", ["none"]),
+        ("--fp8-format hybrid", ["fp8"]),
+        ("--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16", ["fp8", "none"]),
+    ],
+)
+def test_buffers_of_overlapped_communication(
+    words: str, modes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Megatron-LM's ``_initialize_tp_communicators`` calls them."""
+    monkeypatch.setattr(run, "_has_transformer_engine", lambda device: True)
+    monkeypatch.setattr(run, "found_version", lambda: "2.9.0")
+    path = tmp_path / "overlap.yaml"
+    path.write_text("qkv_fprop: {method: ring_exchange, aggregate: 0}\n")
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"
+    overlap = f"--tp-comm-overlap --tp-comm-overlap-cfg {path} --tp-comm-bootstrap-backend gloo"
+    flags = f"{TINY} --transformer-impl transformer_engine {layout} {overlap} {words}"
+    config = parse_args(flags.split(), world_size=4, device="cuda").config
+    assert buffer_arguments(config, MODES) == {
+        "shape": [2 * 64 // 2, 64],
+        "tp_size": 2,
+        "ub_cfgs": {"qkv_fprop": {"method": "ring_exchange", "aggregate": 0}},
+        "bootstrap_backend": "gloo",
+        "quantization_modes": modes,
+    }
+    assert buffer_arguments(config)["use_fp8"] is bool(words)
+    assert config.transformer_fields()["tp_comm_overlap"] is True
+
+
+SIGNATURES = {
+    "module/linear.py": {"Linear": "Linear"},
+    "module/layernorm_linear.py": {"LayerNormLinear": "LayerNormLinear"},
+    "module/grouped_linear.py": {"GroupedLinear": "GroupedLinear"},
+    "module/rmsnorm.py": {"RMSNorm": "LayerNorm"},
+    "module/layernorm.py": {"LayerNorm": "LayerNorm"},
+    "attention/dot_product_attention/dot_product_attention.py": {
+        "DotProductAttention": "DotProductAttention"
+    },
+    "module/fp8_padding.py": {"Fp8Padding": "Fp8Padding"},
+    "module/fp8_unpadding.py": {"Fp8Unpadding": "Fp8Unpadding"},
+    "optimizers/fused_adam.py": {"FusedAdam": "FusedAdam"},
+    "cross_entropy.py": {"CrossEntropyFunction": "parallel_cross_entropy"},
+    "attention/rope.py": {"apply_rotary_pos_emb": "apply_rotary_pos_emb"},
+    "module/base.py": {"initialize_ub": "initialize_ub"},
+    "quantization.py": {"fp8_autocast": "fp8_autocast", "fp8_model_init": "fp8_model_init"},
+    "tensor/utils.py": {
+        "cast_master_weights_to_fp8": "cast_master_weights_to_fp8",
+        "replace_raw_data": "replace_raw_data",
+    },
+}
+"""Files of the real sources, and in each the real names and those of the stand-in."""
+
+
+def arguments_of(sources: list[Path], name: str) -> set[str]:
+    """Of a function, a class's constructor, or the forward pass of one without a constructor."""
+    for path in sources:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, (ast.ClassDef, ast.FunctionDef)) or node.name != name:
+                continue
+            body = node.body if isinstance(node, ast.ClassDef) else [node]
+            functions = {x.name: x.args for x in body if isinstance(x, ast.FunctionDef)}
+            for wanted in (name, "__init__", "forward"):
+                if wanted in functions:
+                    found = functions[wanted]
+                    return {x.arg for x in (*found.args, *found.kwonlyargs)}
+    raise AssertionError(f"{name} is in none of {sources}")
+
+
+RECORDED = json.loads((STAND_IN / "signatures.json").read_text(encoding="utf-8"))
+"""Arguments in the real sources of 2.9.0, as the wheel of PyPI has them."""
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_the_stand_in_has_the_keywords_of_the_real_package(path: str) -> None:
+    """Every argument that the stand-in takes is one of the real one's."""
+    ours = sorted((STAND_IN / "transformer_engine" / "pytorch").rglob("*.py"))
+    for name, stand_in in SIGNATURES[path].items():
+        assert arguments_of(ours, stand_in) <= set(RECORDED[path][name].split()), name
+
+
+@pytest.mark.skipif(
+    "TRANSFORMER_ENGINE_SOURCES" not in os.environ,
+    reason="TRANSFORMER_ENGINE_SOURCES does not name the folder of 2.9.0's Python files",
+)
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_the_recorded_keywords_are_those_of_the_sources(path: str) -> None:
+    real = Path(os.environ["TRANSFORMER_ENGINE_SOURCES"]) / "pytorch" / path
+    for name in SIGNATURES[path]:
+        assert arguments_of([real], name) == set(RECORDED[path][name].split()), name
