@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from megatron_ext.config import RunConfig, parse_args, run, te_versions
 from megatron_ext.config.te_versions import MINIMUM, NEEDS, version_errors
@@ -266,3 +268,9 @@ def test_needs_are_in_the_order_of_their_versions() -> None:
     minima = [need.minimum for need in NEEDS]
     assert minima == sorted(minima) and minima[0] == MINIMUM
     assert all(dataclasses.is_dataclass(need) for need in NEEDS)
+
+
+def test_the_minimum_is_that_of_the_optional_requirement() -> None:
+    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'^te = \["transformer-engine\[pytorch\]>=([\d.]+)"\]$', text, re.MULTILINE)
+    assert found is not None and Version(found[1]) == Version(MINIMUM)

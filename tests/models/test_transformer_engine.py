@@ -33,6 +33,14 @@ SECONDS = 300.0
 
 Seen = dict[str, dict[str, Any]]
 
+RESUMED = [
+    "torch then bf16",
+    "bf16 then torch",
+    "delayed then delayed",
+    "parameters then parameters",
+    "bf16 then parameters",
+]
+
 
 def runs(*names: str) -> Seen:
     """What each run reported and asked for."""
@@ -61,7 +69,8 @@ def seen() -> Seen:
 @pytest.fixture(scope="module")
 def others() -> Seen:
     """The runs of a slow one."""
-    return runs("torch", "unfused", "tensorwise", "blockwise", "mxfp8", "cross entropy", "experts")
+    names = "torch", "unfused", "tensorwise", "blockwise", "mxfp8", "cross entropy", "experts"
+    return runs(*names, *RESUMED)
 
 
 def calls(of: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -78,6 +87,19 @@ def test_losses_are_those_of_the_torch_layers(name: str, seen: Seen) -> None:
 @pytest.mark.parametrize("name", ["unfused", "tensorwise", "blockwise", "mxfp8", "cross entropy"])
 def test_losses_of_other_runs_are_those_of_the_torch_layers(name: str, others: Seen) -> None:
     assert others[name]["losses"] == pytest.approx(others["torch"]["losses"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RESUMED)
+def test_checkpoints_of_one_implementation_resume_on_another(
+    name: str, seen: Seen, others: Seen
+) -> None:
+    """Uninterrupted, the second row is the mean of both steps; learning begins with the third."""
+    first, mean = seen["torch"]["losses"]
+    tolerance = 1e-3 if "parameters" in name else 1e-4
+    assert others[name]["losses"] == pytest.approx([first, 2 * mean - first], rel=tolerance)
+    loads = [called for called, _ in others[name]["calls"] if called == "set_extra_state"]
+    assert len(loads) == (0 if name.endswith("torch") else LINEARS)
 
 
 def test_layers_are_transformer_engines(seen: Seen) -> None:
