@@ -96,9 +96,8 @@ class TransformerEngineConfig:
             found_version: of Transformer Engine; None where it is unknown or absent.
         """
         found = [*_environment_errors(run), *self._overlap_errors(run), *self._context_errors(run)]
-        if run.model.transformer_impl != TE_IMPL:
-            return found
-        found += [*_layer_errors(run), *_attention_errors(run)]
+        if run.model.transformer_impl == TE_IMPL:
+            found += [*_layer_errors(run), *_attention_errors(run)]
         return found if found_version is None else [*found, *version_errors(run, found_version)]
 
     def _overlap_errors(self, run: RunConfig) -> list[str]:

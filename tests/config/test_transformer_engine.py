@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -228,7 +227,7 @@ def test_every_feature_names_its_version() -> None:
         TE
         + EXPERTS
         + "--moe-router-fusion --softmax-type learnable --fp8-format e4m3 --fp8-recipe custom "
-        "--fp8-quantizer-factory a.b --recompute-granularity selective "
+        "--fp8-quantizer-factory a.b --cross-entropy-impl te --recompute-granularity selective "
         "--recompute-modules layernorm moe_act"
     )
     assert all(need.used(config) for need in NEEDS)
@@ -257,6 +256,8 @@ def test_the_version_is_checked_with_the_flags(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match=r"needs Transformer Engine 2\.4\.0 or newer"):
         configured(TE)
     configured("--transformer-impl torch")
+    with pytest.raises(ConfigError, match="`--cross-entropy-impl te` needs Transformer Engine"):
+        configured("--transformer-impl torch --cross-entropy-impl te")
 
 
 def test_the_version_of_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +268,6 @@ def test_the_version_of_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPa
 def test_needs_are_in_the_order_of_their_versions() -> None:
     minima = [need.minimum for need in NEEDS]
     assert minima == sorted(minima) and minima[0] == MINIMUM
-    assert all(dataclasses.is_dataclass(need) for need in NEEDS)
 
 
 def test_the_minimum_is_that_of_the_optional_requirement() -> None:

@@ -47,6 +47,7 @@ RUNS = {
     "mxfp8": f"{TE} --fp8-format e4m3 --fp8-recipe mxfp8",
     "parameters": f"{TE} --fp8-format e4m3 --fp8-recipe tensorwise --fp8-param-gather",
     "cross entropy": f"{TE} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
+    "mtp": f"{TE} --mtp-num-layers 1 --fp8-format hybrid --fp8-recipe tensorwise",
     "experts": f"{TE} {EXPERTS} --moe-grouped-gemm --fp8-format hybrid --fp8-recipe tensorwise",
 }
 
