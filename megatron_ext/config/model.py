@@ -120,7 +120,9 @@ class ModelConfig:
         True, "fused rotary embedding", negative=("--no-rope-fusion",), gpu_only=FUSED
     )
     gradient_accumulation_fusion: bool = flag(
-        True, "weight gradients summed by a kernel of NVIDIA apex", gpu_only=FUSED
+        True,
+        "weight gradients summed in the main buffer, by Transformer Engine or a kernel of apex",
+        gpu_only=FUSED,
     )
     persist_layer_norm: bool = flag(True, "apex's persistent norm", gpu_only=FUSED)
     cross_entropy_loss_fusion: bool = flag(False, "fused cross-entropy", gpu_only=FUSED)

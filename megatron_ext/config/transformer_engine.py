@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,6 +154,11 @@ class TransformerEngineConfig:
             return [
                 f"`--hierarchical-context-parallel-sizes` ({given}) has an effect with "
                 "`--cp-comm-type a2a+p2p` only; give that, or leave it out."
+            ]
+        if find_spec("einops") is None:
+            return [
+                f"`--hierarchical-context-parallel-sizes` ({given}) needs the package einops, by "
+                "which megatron-core makes the groups; run `pip install einops`."
             ]
         if len(sizes) != 2 or min(sizes) < 1 or prod(sizes) != cp:
             return [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from megatron_ext.config import RunConfig, parse_args, run, te_versions
+from megatron_ext.config import RunConfig, parse_args, run, te_versions, transformer_engine
 from megatron_ext.config.te_versions import MINIMUM, NEEDS, version_errors
 from megatron_ext.config.transformer_engine import OVERLAPPED, SWITCHES
 from megatron_ext.errors import ConfigError
@@ -29,6 +29,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine as the rules see it."""
     monkeypatch.setattr(run, "_has_transformer_engine", lambda device: device == "cuda")
     monkeypatch.setattr(run, "found_version", lambda: "2.9.0")
+    monkeypatch.setattr(transformer_engine, "find_spec", lambda name: object())
     for name in (*SWITCHES, "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
         monkeypatch.delenv(name, raising=False)
 
@@ -219,6 +220,13 @@ def test_auto_takes_transformer_engine_where_it_can() -> None:
 def test_the_torch_layers_refuse_what_they_lack(words: str) -> None:
     with pytest.raises(ConfigError, match="--transformer-impl transformer_engine"):
         configured(f"--transformer-impl torch {SP} {words}")
+
+
+def test_groups_of_groups_need_einops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformer_engine, "find_spec", lambda name: None)
+    words = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 1"
+    with pytest.raises(ConfigError, match="needs the package einops"):
+        configured(f"{TE}{CP}{words}")
 
 
 def test_every_feature_names_its_version() -> None:

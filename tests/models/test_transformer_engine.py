@@ -288,6 +288,7 @@ def test_each_layer_has_its_own_kind_of_context_parallelism(context: ParallelCon
     assert found == kinds
 
 
+@pytest.mark.skipif(importlib.util.find_spec("einops") is None, reason="einops is not installed")
 @ranks(cp=4)
 def test_groups_of_hierarchical_context_parallelism(
     context: ParallelContext, tmp_path: Path
