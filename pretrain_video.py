@@ -21,7 +21,7 @@ from megatron_ext.config.video_rules import (
 from megatron_ext.training.pretrain import main
 from megatron_ext.training.streaming.task import STREAMING
 from megatron_ext.training.task import Task
-from megatron_ext.training.video.data import build_video_datasets, prepare_video
+from megatron_ext.training.video.data import build_video_datasets, planned_clips, prepare_video
 from megatron_ext.training.video.dit import build_dit_chunk, dit_boundary_shape, dit_forward_step
 from megatron_ext.training.video.samples import sample_while_training
 from megatron_ext.training.video.source import video_source, video_step_size
@@ -38,6 +38,7 @@ FLOW = Task(
     sample_name="videos",
     perplexity=False,
     preflight=prepare_video,
+    clips=planned_clips,
 )
 
 FLOW_OF_DIT = dataclasses.replace(

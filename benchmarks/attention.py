@@ -4,7 +4,9 @@ Ours is the module that the torch layers use, with its own choice of kernel. Tim
 CUDA's events. TFLOP/s count the two products of the forward pass and the five of the backward one
 (of flash attention, which computes the scores twice), half of them where the mask is causal.
 
-    python benchmarks/attention.py --save
+Target G4: ours takes at most 1.05 times what the fastest backend takes.
+
+    python benchmarks/attention.py --out out/attention.md
     python benchmarks/attention.py --device cpu --tiny
 """
 
@@ -28,17 +30,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_setup import (
+    Results,
     add_device_flags,
     device_of,
     freed,
-    heading,
     one_rank,
     peak_memory,
-    save,
-    show,
-    table_head,
     table_row,
 )
+from benchmarks.targets import ATTENTION, verdict
 from megatron_ext.device.rates import seconds_of
 from megatron_ext.layout import ParallelContext
 from megatron_ext.models.attention import DotProductAttention
@@ -53,6 +53,7 @@ BACKENDS = {
 HEAD = (
     "sequence", "batch", "heads", "groups", "head size", "mask", "attention", "ms", "TFLOP/s",
     "time / fastest backend", "peak memory (GiB)", "difference to math",
+    "verdict",
 )  # fmt: skip
 PRODUCTS = 7
 
@@ -215,7 +216,7 @@ def measure(
     return found
 
 
-def rows(shape: Shape, found: dict[str, Found]) -> list[str]:
+def rows(shape: Shape, found: dict[str, Found], args: argparse.Namespace) -> list[str]:
     """The lines of a shape."""
     times = [f.seconds for name, f in found.items() if name != "ours" and not f.refusal]
     fastest = min(times, default=float("nan"))
@@ -229,13 +230,14 @@ def rows(shape: Shape, found: dict[str, Found]) -> list[str]:
                 f"{one.seconds / fastest:.3f}",
                 one.memory,
                 f"{one.difference:.1e}",
+                verdict(args, [(ATTENTION, one.seconds / fastest)] if name == "ours" else []),
             ]
         lines.append(table_row(*shape.names, name, *cells))
     return lines
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table; with --save also write it beside this script."""
+    """Print the table, and write it where ``--out`` and ``--save`` say."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=20, help="whose median counts")
@@ -243,15 +245,11 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     device = device_of(args)
     repeats = 2 if args.tiny else args.repeats
-    lines = [*heading("attention", list(argv)), *table_head(*HEAD)]
-    show(lines)
+    results = Results("attention", argv, args, HEAD)
     with one_rank() as context:
         for shape in TINY if args.tiny else SHAPES:
-            new = rows(shape, measure(shape, context, device, getattr(torch, args.dtype), repeats))
-            show(new)
-            lines += new
-    if args.save:
-        save("attention", lines)
+            found = measure(shape, context, device, getattr(torch, args.dtype), repeats)
+            results.add(*rows(shape, found, args))
     return 0
 
 

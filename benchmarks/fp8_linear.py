@@ -1,4 +1,4 @@
-"""A linear layer's three matrix products in bf16 and in fp8, with and without the quantisation.
+"""A linear layer in bf16 and in fp8: its three matrix products, and our layer by its recipes.
 
 Forward ``y = x w^T``, gradient of the input ``dx = dy w``, gradient of the weight ``dw = dy^T x``;
 x is ``[m, k]``, w is ``[n, k]``. fp8 is ``torch._scaled_mm`` with one scale for each factor (the
@@ -6,7 +6,10 @@ tensorwise recipe): e4m3 forwards, e5m2 for the gradient of the output. Quantisi
 entry, scales and casts, and where the product needs it, transposes. The error is the relative L2
 distance to the same product in float64.
 
-    python benchmarks/fp8_linear.py --save
+Below them stands our ColumnParallelLinear with all it does, forward and backward. Target G2 is
+1.3 times bf16's speed where k is 4096 or more; of a whole run see `gpu_throughput.py`.
+
+    python benchmarks/fp8_linear.py --out out/fp8_linear.md
     python benchmarks/fp8_linear.py --device cpu --tiny
 """
 
@@ -15,8 +18,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,23 +31,29 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_setup import (
+    Results,
     add_device_flags,
     device_of,
     freed,
-    heading,
-    save,
-    show,
-    table_head,
+    one_rank,
     table_row,
 )
+from benchmarks.targets import FP8_OVER_BF16, verdict
+from megatron_ext.config.fp8 import Fp8Config
 from megatron_ext.device.rates import seconds_of
+from megatron_ext.layout import ParallelContext
+from megatron_ext.models.fp8.attach import RECIPES, Parts
+from megatron_ext.models.linear import ColumnParallelLinear
+from megatron_ext.models.transformer_config import StepTransformerConfig
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = ((8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (8192, 8192, 8192))
 TINY = ((64, 32, 48),)
+WIDE = 4096
+"""Width of the input from which fp8 is to be faster."""
 HEAD = (
     "product", "m", "n", "k", "bf16 ms", "fp8 ms", "fp8 with quantising ms", "bf16 / fp8",
-    "bf16 / fp8 with quantising", "error of bf16", "error of fp8",
+    "bf16 / fp8 with quantising", "error of bf16", "error of fp8", "verdict",
 )  # fmt: skip
 
 
@@ -133,26 +143,89 @@ def row(product: Product, device: torch.device, repeats: int) -> str:
         f"{bf16 / whole:.2f}",
         f"{error(in_bf16(), product):.1e}",
         f"{error(eight, product):.1e}",
+        "no target",
     )
 
 
+def our_layer(n: int, k: int, context: ParallelContext) -> ColumnParallelLinear:
+    """Whole on this rank, without a bias, in bfloat16."""
+    config = StepTransformerConfig(
+        num_layers=1, hidden_size=k, num_attention_heads=1, params_dtype=torch.bfloat16
+    )
+    return ColumnParallelLinear(
+        k,
+        n,
+        config=config,
+        init_method=partial(torch.nn.init.normal_, std=0.02),
+        bias=False,
+        tp_group=context.pgs.tp,
+    )
+
+
+def one_pass(layer: ColumnParallelLinear, x: Tensor, gradient: Tensor) -> None:
+    """Forward and backward, without what was there before."""
+    x.grad = layer.weight.grad = None
+    layer(x)[0].backward(gradient)
+
+
+def layer_rows(
+    shape: tuple[int, int, int],
+    context: ParallelContext,
+    device: torch.device,
+    args: argparse.Namespace,
+) -> Iterator[str]:
+    """A line for each recipe."""
+    m, n, k = shape
+    layer = our_layer(n, k, context).to(device)
+    x = torch.randn(m, 1, k, device=device, dtype=torch.bfloat16).requires_grad_()
+    gradient = torch.randn(m, 1, n, device=device, dtype=torch.bfloat16)
+
+    def seconds() -> float:
+        return seconds_of(lambda: one_pass(layer, x, gradient), device, repeats=args.repeats)
+
+    bf16 = seconds()
+    parts = Parts(context.pgs, cuts_input=False, cuts_sequence=False)
+    for recipe, scaling in RECIPES.items():
+        layer.fp8 = scaling(Fp8Config(fp8_format="hybrid", fp8_recipe=recipe), parts).to(device)
+        if recipe == "delayed":
+            # Scales of steps before, whose values take no other time: those of a new layer, 1.
+            layer.fp8.has_history = True
+        names = f"layer, {recipe}", m, n, k
+        try:
+            whole = seconds()
+        except RuntimeError as failure:
+            yield table_row(*names, f"refused: {str(failure).splitlines()[0]}")
+            continue
+        yield table_row(
+            *names,
+            f"{1e3 * bf16:.3f}",
+            "n/a",
+            f"{1e3 * whole:.3f}",
+            "n/a",
+            f"{bf16 / whole:.2f}",
+            "n/a",
+            "n/a",
+            verdict(args, [(FP8_OVER_BF16, bf16 / whole)] if k >= WIDE else []),
+        )
+
+
 def main(argv: Sequence[str]) -> int:
-    """Print the table; with --save also write it beside this script."""
+    """Print the table, and write it where ``--out`` and ``--save`` say."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--repeats", type=int, default=20, help="whose median counts")
     add_device_flags(parser)
     args = parser.parse_args(argv)
     device = device_of(args)
-    repeats = 2 if args.tiny else args.repeats
-    lines = [*heading("fp8_linear", list(argv)), *table_head(*HEAD)]
-    show(lines)
-    for shape in TINY if args.tiny else SHAPES:
-        for product in products(*shape, device):
+    args.repeats = 2 if args.tiny else args.repeats
+    results = Results("fp8_linear", argv, args, HEAD)
+    with one_rank() as context:
+        for shape in TINY if args.tiny else SHAPES:
+            for product in products(*shape, device):
+                with freed(device):
+                    results.add(row(product, device, args.repeats))
             with freed(device):
-                lines.append(row(product, device, repeats))
-            show(lines[-1:])
-    if args.save:
-        save("fp8_linear", lines)
+                for line in layer_rows(shape, context, device, args):
+                    results.add(line)
     return 0
 
 

@@ -1,9 +1,12 @@
 """The same Llama trained by this project and by others, one after the other in one process.
 
 Every step is forward, backward, clipping and AdamW on the same ids. MFU is the share of the matrix
-rate that is measured in this same run. The peers are in `peers.py`, which says how each computes.
+rate that is measured in this same run. The peers are in `peers.py`, which says how each computes;
+ours comes last, so that it can be held against the best of them.
 
-    python benchmarks/gpu_peers.py --size 3b --seq-length 4096 --save
+Target G1: ours reaches an MFU of 60% and 1.10 times the tokens per second of the best peer.
+
+    python benchmarks/gpu_peers.py --size 3b --seq-length 4096 --out out/peers.md
     python benchmarks/gpu_peers.py --device cpu --tiny
 
 Flags after ``--`` go to pretrain_gpt.py, for ours.
@@ -27,25 +30,24 @@ from torch import Tensor
 from benchmarks.gpu_setup import (
     LLAMAS,
     Llama,
+    Results,
     add_device_flags,
     ceiling,
     device_of,
     freed,
-    heading,
     one_rank,
     outcome_of,
     peak_memory,
-    save,
-    show,
-    table_head,
     table_row,
 )
-from benchmarks.peers import PEERS, Place, version_of
+from benchmarks.peers import OURS, PEERS, Place, version_of_peer
+from benchmarks.targets import MFU, OVER_PEERS, verdict
 from megatron_ext.device.rates import seconds_of
+from megatron_ext.errors import MegatronExtError
 
 HEAD = (
     "step of", "version", "parameters", "ms", "tokens/s", "TFLOP/s", "MFU of measured",
-    "of datasheet", "peak memory (GiB)", "loss, first and last",
+    "of datasheet", "peak memory (GiB)", "loss, first and last", "verdict",
 )  # fmt: skip
 
 
@@ -56,44 +58,68 @@ def make_data(sizes: Llama, length: int, batch: int, device: torch.device) -> tu
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def measure(
-    name: str, sizes: Llama, place: Place, *, repeats: int, warm_ups: int, tiny: bool
-) -> list[str]:
-    """The cells of a peer after its name and version."""
-    peer = PEERS[name](sizes, place)
-    data = make_data(sizes, place.length, place.batch, place.device)
-    first = float(peer.step(*data))
-    seconds = seconds_of(lambda: peer.step(*data), place.device, repeats=repeats, warm_ups=warm_ups)
-    tokens = place.batch * place.length / seconds
-    flops = tokens * sizes.flops_per_token(place.length)
-    top = ceiling(place.device, torch.bfloat16, tiny=tiny)
-    return [
-        f"{peer.parameters:,}",
-        f"{1e3 * seconds:.1f}",
-        f"{tokens:,.0f}",
-        f"{flops / 1e12:.4g}",
-        *top.shares(flops),
-        peak_memory(place.device),
-        f"{first:.3f}, {float(peer.step(*data)):.3f}",
-    ]
+class Comparison:
+    """Measures peers one after the other, and remembers their speed.
 
+    Args:
+        args: the flags.
+        place: where they compute.
+    """
 
-def row(name: str, sizes: Llama, place: Place, args: argparse.Namespace) -> str:
-    """The line of a peer."""
-    version = version_of(name)
-    if version is None:
-        return table_row(name, "not installed")
+    def __init__(self, args: argparse.Namespace, place: Place) -> None:
+        self.args, self.place, self.sizes = args, place, LLAMAS[args.size]
+        self._tokens: dict[str, float] = {}
 
-    def cells() -> list[str]:
-        try:
-            return measure(
-                name, sizes, place, repeats=args.repeats, warm_ups=args.warm_up, tiny=args.tiny
-            )
-        except ImportError as error:
-            return [f"another version than this script knows: {error}"]
+    def row(self, name: str) -> str:
+        """The line of a peer."""
+        version = version_of_peer(name)
+        if version is None:
+            return table_row(name, "not installed")
 
-    with freed(place.device):
-        return table_row(name, version, *outcome_of(cells))
+        def cells() -> list[str]:
+            try:
+                return self._measured(name)
+            except (MegatronExtError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                # Of a version that this script does not know, for one; ours must not fail.
+                if name == OURS:
+                    raise
+                said = str(error).strip().splitlines()
+                return [f"failed: {type(error).__name__}: {said[0] if said else ''}"]
+
+        with freed(self.place.device):
+            return table_row(name, version, *outcome_of(cells))
+
+    def _measured(self, name: str) -> list[str]:
+        """The cells of a peer after its name and version."""
+        place, args = self.place, self.args
+        peer = PEERS[name](self.sizes, place)
+        data = make_data(self.sizes, place.length, place.batch, place.device)
+        first = float(peer.step(*data))
+        seconds = seconds_of(
+            lambda: peer.step(*data), place.device, repeats=args.repeats, warm_ups=args.warm_up
+        )
+        tokens = self._tokens[name] = place.batch * place.length / seconds
+        flops = tokens * self.sizes.flops_per_token(place.length)
+        top = ceiling(place.device, torch.bfloat16, tiny=args.tiny)
+        return [
+            f"{peer.parameters:,}",
+            f"{1e3 * seconds:.1f}",
+            f"{tokens:,.0f}",
+            f"{flops / 1e12:.4g}",
+            *top.shares(flops),
+            peak_memory(place.device),
+            f"{first:.3f}, {float(peer.step(*data)):.3f}",
+            self._verdict(name, flops / top.measured),
+        ]
+
+    def _verdict(self, name: str, mfu: float) -> str:
+        if name != OURS:
+            return "no target"
+        best = max((speed for peer, speed in self._tokens.items() if peer != OURS), default=None)
+        ratio = None if best is None else self._tokens[OURS] / best
+        return verdict(self.args, [(MFU, mfu), (OVER_PEERS, ratio)])
 
 
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
@@ -117,18 +143,15 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table; with --save also write it beside this script."""
+    """Print the table, and write it where ``--out`` and ``--save`` say."""
     args = parsed(argv)
     device = device_of(args)
-    lines = [*heading("gpu_peers", list(argv)), *table_head(*HEAD)]
-    show(lines)
+    results = Results("gpu_peers", argv, args, HEAD)
     with one_rank() as context:
         place = Place(context, device, not args.no_compile, args.seq_length, args.batch, args.flags)
-        for name in args.peers:
-            lines.append(row(name, LLAMAS[args.size], place, args))
-            show(lines[-1:])
-    if args.save:
-        save("gpu_peers", lines)
+        comparison = Comparison(args, place)
+        for name in sorted(args.peers, key=lambda peer: peer == OURS):
+            results.add(comparison.row(name))
     return 0
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.metadata
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -20,25 +22,29 @@ from megatron_ext.device.rates import has_fp8, matrix_rate
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.training.flops import peak_flops
 from megatron_ext.training.preflight import preflight
+from megatron_ext.training.setup import Run
 
 __all__ = [
     "LLAMAS",
     "Ceiling",
     "Llama",
+    "Results",
     "add_device_flags",
     "ceiling",
     "config_of",
     "device_of",
+    "draw_weights",
     "freed",
-    "heading",
     "one_rank",
     "outcome_of",
     "peak_memory",
-    "save",
-    "show",
-    "table_head",
     "table_row",
 ]
+
+PACKAGES = ("triton", "transformer-engine", "flash-attn", "liger-kernel", "transformers")
+"""Whose versions stand above a table."""
+UNDRAWN = "--no-initialization"
+"""Leaves the weights to `draw_weights`."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +113,15 @@ LLAMAS = {
 
 
 def add_device_flags(parser: argparse.ArgumentParser) -> None:
-    """``--device``, ``--tiny`` and ``--save``, the same for all these scripts."""
+    """``--device``, ``--tiny``, ``--out`` and ``--save``, the same for all these scripts."""
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a run of seconds, to try the script")
+    add_result_flags(parser)
+
+
+def add_result_flags(parser: argparse.ArgumentParser) -> None:
+    """Where results go, beside the output."""
+    parser.add_argument("--out", type=Path, help="write the table to this file, row by row")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
 
 
@@ -161,8 +173,8 @@ def ceiling(device: torch.device, dtype: torch.dtype, *, tiny: bool = False) -> 
 
 
 def ceiling_dtype(device: torch.device, precision: str) -> torch.dtype:
-    """Whose matrix rate a run in ``bf16`` or ``fp8`` is held against."""
-    fp8 = precision == "fp8" and has_fp8(device)
+    """Whose matrix rate a run in ``bf16`` or in one of fp8's recipes is held against."""
+    fp8 = precision.startswith("fp8") and has_fp8(device)
     return torch.float8_e4m3fn if fp8 else torch.bfloat16
 
 
@@ -183,6 +195,8 @@ def freed(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
+        # What was compiled would keep the model that it was compiled for.
+        torch.compiler.reset()
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -205,6 +219,71 @@ def outcome_of(measure: Callable[[], list[str]]) -> list[str]:
         return ["out of memory"]
 
 
-def save(script: str, lines: Sequence[str]) -> None:
-    """Keep the lines beside the script, under today's date."""
-    saved_as(script, ".md").write_text("\n".join(lines) + "\n")
+class Results:
+    """A table that is printed, and written to files, as its rows come.
+
+    A script that is stopped leaves the rows that it had.
+
+    Args:
+        script: name of the script.
+        argv: its flags, for the heading.
+        args: with ``out`` and ``save``.
+        head: names of the columns.
+        stem: of the file that ``save`` writes; None for the script's name.
+    """
+
+    def __init__(
+        self,
+        script: str,
+        argv: Sequence[str],
+        args: argparse.Namespace,
+        head: Sequence[str],
+        stem: str | None = None,
+    ) -> None:
+        self._paths = [args.out] if args.out is not None else []
+        if args.save:
+            self._paths.append(saved_as(stem or script, ".md"))
+        self._lines: list[str] = []
+        date, command, empty = heading(script, argv)
+        self.add(date, *versions(), command, empty, *table_head(*head))
+
+    def add(self, *lines: str) -> None:
+        """Print lines and keep them."""
+        show(lines)
+        self._lines += lines
+        for path in self._paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n".join(self._lines) + "\n", encoding="utf-8")
+
+
+def versions() -> list[str]:
+    """A line with what decides speed on a GPU; none without one."""
+    if not torch.cuda.is_available():
+        return []
+    named = {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}
+    named |= {name: version_of(name) for name in PACKAGES}
+    return ["  ".join(f"{name} {version}" for name, version in named.items() if version)]
+
+
+def version_of(package: str) -> str | None:
+    """Version of an installed package, None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@torch.no_grad()
+def draw_weights(run: Run, deviation: float = 0.02) -> None:
+    """Fill the matrices of a run that was built with `UNDRAWN`, on its own device.
+
+    A run draws every weight on the CPU, in one thread, so that no layout changes it; for billions
+    of weights that takes longer than the measurement.
+    """
+    torch.manual_seed(run.config.training.seed)
+    for chunk in run.chunks:
+        for parameter in chunk.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, deviation)
+    assert run.optimizer is not None
+    run.optimizer.reload_model_params()

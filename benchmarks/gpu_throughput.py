@@ -2,10 +2,13 @@
 
 For each model size, implementation of the layers and precision: time of a step, tokens per second,
 TFLOP/s of the model, their share of the matrix rate measured in this same run (the MFU) and of the
-datasheet's, and the peak of the memory. Recomputation, which none of the variants uses, would not
-count as work. What cannot run here says why in its row.
+datasheet's, the peak of the memory, and fp8's speed over bf16's. Recomputation, which none of the
+variants uses, would not count as work. What cannot run here says why in its row.
 
-    python benchmarks/gpu_throughput.py --sizes 3b --seq-length 4096 --save
+Targets: G1, an MFU of 60% of the torch layers in bf16 at 4096 to 8192 tokens; G2, 1.3 times
+bf16's speed for the torch layers in fp8 where the hidden size is 4096 or more.
+
+    python benchmarks/gpu_throughput.py --sizes 3b --seq-length 4096 --out out/throughput.md
     python benchmarks/gpu_throughput.py --device cpu --tiny
 
 Flags after ``--`` go to pretrain_gpt.py.
@@ -14,6 +17,7 @@ Flags after ``--`` go to pretrain_gpt.py.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import statistics
 import sys
@@ -30,33 +34,39 @@ import torch
 
 from benchmarks.gpu_setup import (
     LLAMAS,
+    UNDRAWN,
     Llama,
+    Results,
     add_device_flags,
     ceiling,
     ceiling_dtype,
     config_of,
     device_of,
+    draw_weights,
     freed,
-    heading,
     one_rank,
     outcome_of,
     peak_memory,
-    save,
-    show,
-    table_head,
     table_row,
 )
+from benchmarks.targets import FP8_OVER_BF16, MFU, Target, verdict
 from megatron_ext.layout import ParallelContext, seed_everything
 from megatron_ext.training.loop import train
 from megatron_ext.training.setup import Run, build_run
 from pretrain_gpt import GPT
 
 IMPLEMENTATIONS = {"torch": "torch", "te": "transformer_engine"}
-PRECISIONS = {"bf16": ("--bf16",), "fp8": ("--bf16", "--fp8-format", "hybrid")}
+FP8 = ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe")
+RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
+PRECISIONS = {"bf16": ("--bf16",)} | {f"fp8-{recipe}": (*FP8, recipe) for recipe in RECIPES}
+USUAL = ["bf16", "fp8-delayed", "fp8-tensorwise"]
 HEAD = (
     "model", "layers", "precision", "sequence", "batch", "ms per step", "tokens/s", "TFLOP/s",
-    "MFU of measured", "of datasheet", "peak memory (GiB)", "loss",
+    "MFU of measured", "of datasheet", "peak memory (GiB)", "loss", "fp8 / bf16", "verdict",
 )  # fmt: skip
+JUDGED_LENGTHS = range(4096, 8193)
+WIDE = 4096
+"""Hidden size from which fp8 is to be faster."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,7 @@ class Variant:
             "--transformer-impl",
             IMPLEMENTATIONS[self.implementation],
             *PRECISIONS[self.precision],
+            UNDRAWN,
             *self.extra,
         ]
 
@@ -131,10 +142,28 @@ def loss_after(run: Run) -> float:
     return float(next(iter(result.losses.values())))
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What a variant reaches.
+
+    Attributes:
+        seconds: of a step.
+        tokens, flops: per second.
+        mfu: share of the matrix rate that was measured.
+        cells: of the table, after the variant's names.
+    """
+
+    seconds: float
+    tokens: float
+    flops: float
+    mfu: float
+    cells: tuple[str, ...]
+
+
 def measure(
     variant: Variant, timing: Timing, context: ParallelContext, device: torch.device, *, tiny: bool
-) -> list[str]:
-    """The cells of a variant after its names.
+) -> Measured:
+    """Train a variant for a while.
 
     Raises:
         ConfigError: it cannot run here.
@@ -142,18 +171,50 @@ def measure(
     config, tokenizer = config_of(variant.flags, device)
     seed_everything(context, config.training.seed)
     run = build_run(config, GPT, context, device, tokenizer)
+    draw_weights(run)
     seconds = seconds_per_step(run, timing)
     tokens = variant.batch * variant.length / seconds
     flops = tokens * run.flops_per_sample / variant.length
     top = ceiling(device, ceiling_dtype(device, variant.precision), tiny=tiny)
-    return [
+    cells = (
         f"{1e3 * seconds:.1f}",
         f"{tokens:,.0f}",
         f"{flops / 1e12:.4g}",
         *top.shares(flops),
         peak_memory(device),
         f"{loss_after(run):.3f}",
-    ]
+    )
+    return Measured(seconds, tokens, flops, flops / top.measured, cells)
+
+
+class Judge:
+    """Knows the bf16 of each fp8, and which targets a variant has."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self._tokens: dict[Variant, float] = {}
+
+    def last_cells(self, variant: Variant, found: Measured) -> list[str]:
+        """Speed over bf16's, and the verdict."""
+        self._tokens[variant] = found.tokens
+        ratio = None
+        if variant.precision != "bf16":
+            twin = self._tokens.get(dataclasses.replace(variant, precision="bf16"))
+            ratio = None if twin is None else found.tokens / twin
+        shown = "n/a" if ratio is None else f"{ratio:.3f}"
+        return [shown, verdict(self.args, targets(variant, found.mfu, ratio))]
+
+
+def targets(
+    variant: Variant, mfu: float, over_bf16: float | None
+) -> list[tuple[Target, float | None]]:
+    """Of the torch layers; Transformer Engine's have none."""
+    if variant.implementation != "torch":
+        return []
+    if variant.precision != "bf16":
+        return [(FP8_OVER_BF16, over_bf16)] if variant.model.hidden >= WIDE else []
+    judged = variant.size in ("3b", "4b") and variant.length in JUDGED_LENGTHS
+    return [(MFU, mfu)] if judged else []
 
 
 def variants(args: argparse.Namespace) -> list[Variant]:
@@ -170,12 +231,12 @@ def variants(args: argparse.Namespace) -> list[Variant]:
 def parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--sizes", nargs="+", choices=tuple(LLAMAS), default=["3b", "4b"])
-    parser.add_argument("--seq-length", type=int, nargs="+", default=[4096])
+    parser.add_argument("--seq-length", type=int, nargs="+", default=[4096, 8192])
     parser.add_argument("--batch", type=int, default=2, help="sequences of a step")
     parser.add_argument(
         "--implementations", nargs="+", choices=tuple(IMPLEMENTATIONS), default=["torch", "te"]
     )
-    parser.add_argument("--precisions", nargs="+", choices=tuple(PRECISIONS), default=["bf16"])
+    parser.add_argument("--precisions", nargs="+", choices=tuple(PRECISIONS), default=USUAL)
     parser.add_argument("--rounds", type=int, default=5, help="whose median counts")
     parser.add_argument("--steps", type=int, default=5, help="of a round")
     parser.add_argument("--warm-up", type=int, default=5, help="steps before")
@@ -191,23 +252,20 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table; with --save also write it beside this script."""
+    """Print the table, and write it where ``--out`` and ``--save`` say."""
     args = parsed(argv)
     device = device_of(args)
-    lines = [*heading("gpu_throughput", list(argv)), *table_head(*HEAD)]
-    show(lines)
+    results, judge = Results("gpu_throughput", argv, args, HEAD), Judge(args)
     timing = Timing(args.rounds, args.steps, args.warm_up)
     with one_rank() as context:
         for variant in variants(args):
 
             def cells(variant: Variant = variant) -> list[str]:
-                return measure(variant, timing, context, device, tiny=args.tiny)
+                found = measure(variant, timing, context, device, tiny=args.tiny)
+                return [*found.cells, *judge.last_cells(variant, found)]
 
             with freed(device):
-                lines.append(table_row(*variant.names, *outcome_of(cells)))
-            show(lines[-1:])
-    if args.save:
-        save("gpu_throughput", lines)
+                results.add(table_row(*variant.names, *outcome_of(cells)))
     return 0
 
 

@@ -10,8 +10,6 @@ megatron-core, which compiles its own pointwise functions.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +20,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from benchmarks.gpu_setup import Llama, config_of
+from benchmarks.gpu_setup import UNDRAWN, Llama, config_of, draw_weights, version_of
 from benchmarks.torch_llama import EPSILON, THETA, TorchLlama, token_loss
 from megatron_ext.data.batch import Batch
 from megatron_ext.layout import ParallelContext, seed_everything
@@ -152,10 +150,12 @@ def core_chunk(config: Any, core: Any, context: ParallelContext, **position: Any
 
 def run_of(sizes: Llama, place: Place, task: Any, flags: tuple[str, ...]) -> Run:
     """A run of this project, without reports."""
-    words = [*sizes.flags(place.length, place.batch), "--bf16", *flags]
+    words = [*sizes.flags(place.length, place.batch), "--bf16", UNDRAWN, *flags]
     config, tokenizer = config_of(words, place.device)
     seed_everything(place.context, config.training.seed)
-    return build_run(config, task, place.context, place.device, tokenizer)
+    run = build_run(config, task, place.context, place.device, tokenizer)
+    draw_weights(run)
+    return run
 
 
 def parameters_of(run: Run) -> int:
@@ -220,7 +220,7 @@ def torchtitan(sizes: Llama, place: Place) -> Peer:
     """torchtitan's Llama 3 with flex attention, compiled block by block as its trainer does.
 
     Raises:
-        ImportError: another version than 0.3, whose parts have other names.
+        Exception: another version than 0.3, whose parts have other names.
     """
     from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
     from torchtitan.models.llama3 import Llama3Model, _build_llama3_layers
@@ -264,14 +264,16 @@ def torchtitan(sizes: Llama, place: Place) -> Peer:
     return of_module(model, loss_of, place.device)
 
 
+OURS = "ours"
 PEERS: dict[str, Callable[[Llama, Place], Peer]] = {
-    "ours": ours,
+    OURS: ours,
     "plain torch": plain_torch,
     "Hugging Face": hugging_face,
     "megatron-core": megatron_core,
     "torchtitan": torchtitan,
 }
 PACKAGES = {
+    OURS: "megatron-ext",
     "plain torch": "torch",
     "Hugging Face": "transformers",
     "megatron-core": "megatron-core",
@@ -279,10 +281,6 @@ PACKAGES = {
 }
 
 
-def version_of(name: str) -> str | None:
-    """Version of a peer's package, None where it is not installed."""
-    package = PACKAGES.get(name, "megatron-ext")
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def version_of_peer(name: str) -> str | None:
+    """Version of a peer's package, None where it is not installed; ours need not be."""
+    return version_of(PACKAGES[name]) or ("from its folder" if name == OURS else None)

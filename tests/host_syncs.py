@@ -7,13 +7,17 @@ this package or of megatron-core that asked. What they are asked of on a GPU wou
 from __future__ import annotations
 
 import contextlib
+import json
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_ext.optim.builder import choose_kernels
 
 WAITING = {
     "aten::_local_scalar_dense",  # item, float, int, bool
@@ -23,6 +27,8 @@ WAITING = {
     "aten::_unique2",
     "aten::repeat_interleave.Tensor",
 }
+READ = "megatron_ext/device/transfer.py:read"
+"""Where the host reads what the step before did, which is over by then."""
 METHODS = ("tolist", "numpy", "cpu")
 ON_THE_HOST = ("torch/optim/", "torch/utils/data/", "torch/_refs", "torch/testing")
 """Whose values are on the host on a GPU too, such as an optimizer's count of its steps."""
@@ -80,3 +86,18 @@ def host_syncs() -> Iterator[list[str]]:
 
         stack.enter_context(mock.patch.object(torch, "tensor", made))
         yield recorder.places
+
+
+def record_steps(run: Any, path: Path) -> None:
+    """Let a run note where its latest step asks, whose updates the device decides on."""
+    choose_kernels(run.optimizer, fused=True)
+    train = run.runner.train
+
+    def recorded(*arguments: Any) -> Any:
+        with host_syncs() as places:
+            result = train(*arguments)
+        assert not run.runner.settled
+        path.write_text(json.dumps(places))
+        return result
+
+    run.runner.train = recorded

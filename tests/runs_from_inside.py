@@ -10,7 +10,7 @@ from megatron_ext.config import parse_args
 from megatron_ext.data.batch import Batch
 from megatron_ext.device import select
 from megatron_ext.layout import ParallelContext, seed_everything
-from megatron_ext.training.loop import _advance
+from megatron_ext.training.loop import advance, average
 from megatron_ext.training.preflight import preflight
 from megatron_ext.training.setup import Run, build_run
 from megatron_ext.training.window import LogWindow
@@ -34,6 +34,6 @@ def one_step(run: Run, window: LogWindow, batches: list[Batch] | None = None) ->
         batches = run.train_source.next_step(number)
     samples = run.batch_size.global_batch_size
     result = run.runner.train(batches, number, run.progress.consumed_train_samples, samples)
-    window.add(result, size, nan=_advance(run, result, size))
-    if run.ema is not None and result.moves_average:
-        run.ema.update(run.progress.iteration)
+    advance(run, size)
+    window.add(result, size)
+    average(run, result.model_update)

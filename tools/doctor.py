@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Says what this machine has for training, what is missing, what that costs, and how to mend it.
 
-    python tools/doctor.py [--json] [--no-measure]
+    python tools/doctor.py [--json] [--out doctor.json] [--no-measure]
 
 Exit code 0: runs can start; 1: something that every run needs is missing; 2: bad flags.
 """

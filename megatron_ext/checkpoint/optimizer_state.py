@@ -27,10 +27,11 @@ def prime(optimizer: MegatronOptimizer) -> None:
         inner = getattr(part, "optimizer", None)
         if not isinstance(part, DistributedOptimizer) or not isinstance(inner, torch.optim.Adam):
             continue
-        for parameter in (p for group in inner.param_groups for p in group["params"]):
+        for group, parameter in ((g, p) for g in inner.param_groups for p in g["params"]):
             if not inner.state[parameter]:
+                place = parameter.device if group["fused"] else "cpu"
                 inner.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32),
+                    "step": torch.zeros((), dtype=torch.float32, device=place),
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }

@@ -127,7 +127,6 @@ def parse_args(
     notes = [
         *reading.notes,
         *_inert(reading, config.device),
-        *_of_transformer_engine(reading, config),
     ]
     return ParsedArgs(config, notes, reading.print_config)
 
@@ -332,14 +331,6 @@ def _shape(stored: Mapping[str, Any]) -> dict[str, Any]:
         "mtp_num_layers seq_length"
     ).split()
     return {name: value for name, value in stored["model"].items() if name in keep}
-
-
-def _of_transformer_engine(reading: _Reading, config: RunConfig) -> list[str]:
-    """A note on the flag that only Transformer Engine's layers follow."""
-    given = any(flag.field == "attention_backend" for flag in reading.given)
-    if not given or config.model.transformer_impl == "transformer_engine":
-        return []
-    return ["`--attention-backend` has no effect: the torch layers always use torch's SDPA."]
 
 
 def _inert(reading: _Reading, device: str) -> list[str]:

@@ -35,7 +35,7 @@ def fp8_errors(fp8: Fp8Config, run: RunConfig) -> list[str]:
             for name in fp8.changed()
         ]
     te = run.model.transformer_impl == "transformer_engine"
-    found = [*_recipe_errors(fp8, te=te), *_layer_errors(fp8, run, te=te), *_run_errors(run, te=te)]
+    found = [*_recipe_errors(fp8, te=te), *_layer_errors(fp8, run, te=te), *_run_errors(run)]
     found += _of_transformer_engine(fp8, run) if te else _of_torch(fp8)
     return [*found, *_width_errors(fp8, run)]
 
@@ -109,19 +109,13 @@ def _layer_errors(fp8: Fp8Config, run: RunConfig, *, te: bool) -> list[str]:
     return found
 
 
-def _run_errors(run: RunConfig, *, te: bool) -> list[str]:
+def _run_errors(run: RunConfig) -> list[str]:
     rules = (
         (not run.precision.bf16, "needs `--bf16` for all but its products; give it too"),
         (
-            run.moe.num_experts is not None and not te,
-            "does not go with `--num-experts` in the torch layers, whose experts get any number "
-            f"of tokens, which 8-bit products cannot sum over unless it divides by {UNIT}; leave "
-            "it out, or use `--transformer-impl transformer_engine`",
-        ),
-        (
-            run.lora.lora_rank is not None,
-            "does not go with `--lora-rank`, whose frozen weights it would not change; leave it "
-            "out",
+            run.video.video and run.fp8.first_last_layers_bf16,
+            "of a video model does not go with `--first-last-layers-bf16`, whose layers are those "
+            "of a language model; leave that out",
         ),
     )
     return [f"`--fp8-format` {reason}." for broken, reason in rules if broken]
@@ -240,8 +234,10 @@ def _width_errors(fp8: Fp8Config, run: RunConfig) -> list[str]:
         ("--ffn-hidden-size", model.ffn_hidden_size or 0, tp),
     ]
     if run.moe.num_experts is not None:
-        parts = parallel.expert_tensor_parallel_size or tp
-        sides.append(("--moe-ffn-hidden-size", run.moe.moe_ffn_hidden_size or 0, parts))
+        moe, parts = run.moe, parallel.expert_tensor_parallel_size or tp
+        shared = moe.moe_shared_expert_intermediate_size or 0
+        sides.append(("--moe-ffn-hidden-size", moe.moe_ffn_hidden_size or 0, parts))
+        sides.append(("--moe-shared-expert-intermediate-size", shared, tp))
     found = [
         f"`--fp8-format` needs layers whose sides divide by {unit} on every rank, but {name} "
         f"({width}) over {parts} rank(s) does not; use a multiple of {unit * parts}."

@@ -82,8 +82,10 @@ class ModelConfig:
     )
     attention_backend: str = flag(
         "auto",
-        "kernel family of Transformer Engine; the torch layers always use torch's SDPA",
+        "the only kernel to take: flash, fused for cuDNN's, unfused or local for none; auto takes "
+        "the fastest that fits",
         choices=("auto", "flash", "fused", "unfused", "local"),
+        gpu_only="attention is computed there as megatron-core's own layers do or by torch's SDPA",
     )
     # On purpose not Megatron-LM's False: megatron-core's own default, and what SDPA's and flash
     # kernels do anyway; without it bf16 on a CPU would be less exact than on a GPU.
@@ -113,7 +115,9 @@ class ModelConfig:
         False, "share saved activations over tensor-parallel ranks"
     )
     masked_softmax_fusion: bool = flag(True, "fused mask and softmax", gpu_only=FUSED)
-    bias_gelu_fusion: bool = flag(True, "fused bias and GELU", gpu_only=FUSED)
+    bias_gelu_fusion: bool = flag(
+        True, "fused bias and activation, of others than SwiGLU", gpu_only=FUSED
+    )
     bias_swiglu_fusion: bool = flag(True, "fused bias and SwiGLU", gpu_only=FUSED)
     bias_dropout_fusion: bool = flag(True, "fused bias, dropout and addition", gpu_only=FUSED)
     apply_rope_fusion: bool = flag(
@@ -124,10 +128,18 @@ class ModelConfig:
         "weight gradients summed in the main buffer, by Transformer Engine or a kernel of apex",
         gpu_only=FUSED,
     )
-    persist_layer_norm: bool = flag(True, "apex's persistent norm", gpu_only=FUSED)
+    persist_layer_norm: bool = flag(
+        True, "compiled norms, or apex's persistent one", gpu_only=FUSED
+    )
     cross_entropy_loss_fusion: bool = flag(False, "fused cross-entropy", gpu_only=FUSED)
     cross_entropy_fusion_impl: str = flag(
         "native", "which fused cross-entropy", choices=("native", "te"), gpu_only=FUSED
+    )
+    compile: bool = flag(
+        True,
+        "torch.compile of the pointwise parts of the torch layers, and megatron-core's own",
+        negative=("--disable-jit-fuser",),
+        gpu_only="nothing is compiled there",
     )
     variable_seq_lengths: bool = False
     blocks_dealt_by_cost: bool = False

@@ -21,10 +21,12 @@ class PlanningConfig:
         None, "machines of the planned run, each with --nproc-per-node ranks", unit="machines"
     )
     dry_run_gpu: str | None = flag(
-        None, "estimate time for this GPU, and check what holds on GPUs", choices=GPU_NAMES
+        None,
+        f"estimate time for this GPU, and check what holds on GPUs: {', '.join(GPU_NAMES)}, or a "
+        "file .json that tools/doctor.py --json wrote",
     )
 
-    def errors(self, *, is_video: bool) -> list[str]:
+    def errors(self) -> list[str]:
         """What cannot be planned, one sentence each."""
         found = [
             f"`--{name.replace('_', '-')}` ({getattr(self, name)}) needs `--dry-run`; give both."
@@ -33,12 +35,14 @@ class PlanningConfig:
         ]
         if self.dry_run_nodes is not None and self.dry_run_nodes < 1:
             found.append(f"`--dry-run-nodes` ({self.dry_run_nodes}) must be at least 1.")
-        if self.dry_run_gpu is not None and self.dry_run_gpu not in GPU_NAMES:
+        if self.dry_run_gpu is not None and not is_gpu(self.dry_run_gpu):
             found.append(
-                f"`--dry-run-gpu` ({self.dry_run_gpu}) must be one of {', '.join(GPU_NAMES)}."
-            )
-        if self.dry_run and is_video:
-            found.append(
-                "`--dry-run` cannot plan a video model yet; check its flags with `--print-config`."
+                f"`--dry-run-gpu` ({self.dry_run_gpu}) must be one of {', '.join(GPU_NAMES)}, or a "
+                "file .json that `tools/doctor.py --json` wrote."
             )
         return found
+
+
+def is_gpu(name: str) -> bool:
+    """Whether this is one of the GPUs, in any case, or a file that may describe some."""
+    return name.endswith(".json") or name.lower() in {known.lower() for known in GPU_NAMES}

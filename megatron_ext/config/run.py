@@ -12,6 +12,7 @@ from typing import Any
 from megatron_ext.config.build_rules import build_errors
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.config.conditions import ConditionConfig, TextDropoutConfig
+from megatron_ext.config.cuda_graphs import CudaGraphConfig
 from megatron_ext.config.data import DataConfig
 from megatron_ext.config.ema import EmaConfig
 from megatron_ext.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
@@ -52,6 +53,7 @@ class RunConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     fp8: Fp8Config = field(default_factory=Fp8Config)
+    cuda_graphs: CudaGraphConfig = field(default_factory=CudaGraphConfig)
     engine: TransformerEngineConfig = field(default_factory=TransformerEngineConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -142,6 +144,7 @@ class RunConfig:
             *self.lora.errors(self.model, self.moe, self.optimizer, streams=self.video.streams),
             *self.precision.errors(),
             *self.fp8.errors(self),
+            *self.cuda_graphs.errors(self),
             *self.engine.errors(self, found_version=found_version() if has_te else None),
             *self.training.errors(self.parallel.data_parallel_size),
             *self.loss.errors(per_token=self.training.calculate_per_token_loss, has_te=has_te),
@@ -155,7 +158,7 @@ class RunConfig:
                 evaluates=self.training.evaluates, starts_others=self.streaming.starts_others
             ),
             *self.logging.errors(),
-            *self.planning.errors(is_video=self.video.video),
+            *self.planning.errors(),
             *build_errors(self),
         ]
         if self.model.transformer_impl == "transformer_engine" and not has_te:

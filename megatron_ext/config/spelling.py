@@ -5,6 +5,7 @@ from __future__ import annotations
 RENAMED: dict[str, tuple[str, ...]] = {
     "--use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
     "--fp8": ("--fp8-format",),
+    "--enable-cuda-graph": ("--cuda-graph-impl", "local"),
     "--recompute-activations": ("--recompute-granularity", "selective"),
     "--checkpoint-activations": (
         "--recompute-granularity", "full", "--recompute-method", "uniform",
@@ -48,7 +49,6 @@ NO_EFFECT: dict[str, tuple[int | None, str]] = {
     "--barrier-with-L1-time": (0, "phases of a step are timed by --profile"),
     "--no-barrier-with-level-1-timing": (0, "phases of a step are timed by --profile"),
     "--no-one-logger": (0, "nothing is reported to NVIDIA"),
-    "--disable-jit-fuser": (0, "megatron-core decides at import"),
     "--enable-experimental": (0, "experimental parts are chosen by their own flags"),
     "--test-mode": (0, "tests call the package"),
     "--no-use-tokenizer-model-from-checkpoint-args": (0, "the tokenizer comes from the flags"),

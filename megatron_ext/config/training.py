@@ -54,6 +54,7 @@ class TrainingConfig:
     )
     manual_gc: bool = flag(False, "collect Python's garbage at the same steps on all ranks")
     manual_gc_interval: int = flag(0, "steps between collections, 0 never", unit="steps")
+    manual_gc_eval: bool = flag(True, "with --manual-gc, also collect around each evaluation")
     empty_unused_memory_level: int = flag(
         0,
         "give cached memory back: 1 after each step, 2 also before the update",
@@ -104,7 +105,7 @@ class TrainingConfig:
     def errors(self, data_parallel_size: int) -> list[str]:
         """What cannot be run, one sentence each."""
         found = [*self._length_errors(), *self._batch_errors(data_parallel_size)]
-        found += self._early_stop_errors()
+        found += [*self._early_stop_errors(), *self._garbage_errors()]
         if self.seed < 1:
             found.append(f"`--seed` ({self.seed}) must be at least 1; 1234 is the default.")
         if self.exit_signal not in signal.Signals.__members__:
@@ -114,6 +115,19 @@ class TrainingConfig:
                 f"`--eval-interval` ({self.eval_interval}) must be at least 1; to switch "
                 "evaluation off use `--eval-iters 0`."
             )
+        return found
+
+    def _garbage_errors(self) -> list[str]:
+        interval = self.manual_gc_interval
+        if interval < 0:
+            return [f"`--manual-gc-interval` ({interval}) must be at least 0; 0 means never."]
+        if self.manual_gc:
+            return []
+        found = []
+        if interval:
+            found.append(f"`--manual-gc-interval` ({interval}) needs `--manual-gc`; give both.")
+        if not self.manual_gc_eval:
+            found.append("`--no-manual-gc-eval` needs `--manual-gc`; give both.")
         return found
 
     def _early_stop_errors(self) -> list[str]:

@@ -61,7 +61,7 @@ def transformer_fields(run: RunConfig) -> dict[str, object]:
     """Values of TransformerConfig fields; dtypes and activations by name.
 
     Fused kernels are asked for only where they exist: on a GPU, and those of Transformer Engine
-    with its layers.
+    with its layers; with ours, `models.pointwise` compiles the same parts.
     """
     fields: dict[str, object] = {
         name: getattr(getattr(run, section), name)
@@ -106,8 +106,8 @@ def _fusions(run: RunConfig) -> dict[str, object]:
     # The output head is megatron-core's own layer, whose kernel is apex's.
     wanted["gradient_accumulation_fusion"] &= find_spec(APEX_KERNEL) is not None
     bias = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion
-    wanted["bias_activation_fusion"] = bias and gpu and model.add_bias_linear
-    wanted["bias_dropout_fusion"] = model.bias_dropout_fusion and gpu
+    wanted["bias_activation_fusion"] = bias and gpu and te and model.add_bias_linear
+    wanted["bias_dropout_fusion"] = model.bias_dropout_fusion and (gpu or not te)
     impl = run.loss.cross_entropy_impl
     native = model.cross_entropy_loss_fusion and model.cross_entropy_fusion_impl == "native"
     wanted["cross_entropy_loss_fusion"] = gpu and (impl == "te" or (impl == "eager" and native))

@@ -77,8 +77,8 @@ FAMILIES: tuple[tuple[str, str], ...] = (
         "disable-tp-comm-split-ag disable-tp-comm-split-rs symmetric-ar-type",
     ),
     (
-        "CUDA graphs are not supported yet; leave it out",
-        "cuda-graph-impl cuda-graph-scope cuda-graph-warmup-steps enable-cuda-graph "
+        "graphs are those of whole transformer layers; use `--cuda-graph-impl local` alone",
+        "cuda-graph-scope "
         "external-cuda-graph cuda-graph-use-single-mempool cuda-graph-retain-backward-graph "
         "te-rng-tracker inference-rng-tracker rl-training-cuda-graphs "
         "moe-pad-experts-for-cuda-graph-inference",

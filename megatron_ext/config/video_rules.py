@@ -60,7 +60,6 @@ _WHOLE = {
     "tokenizer": "captions are encoded by the text encoder of the data",
     "moe": "its blocks have no experts",
     "lora": "its layers take no adapters",
-    "fp8": "its layers multiply in the format of its weights",
     "loss": "its loss is the flow-matching loss",
     "sft": "there are no conversations",
 }
@@ -70,6 +69,7 @@ _ALLOWED = {
         "num_attention_heads",
         "perform_initialization",
         "gradient_accumulation_fusion",
+        "compile",
     },
     "data": {"num_workers"},
 }
@@ -161,6 +161,8 @@ def _streaming_errors(run: RunConfig) -> list[str]:
         ("optimizer", "overlap_grad_reduce", "blocks are trained one by one; leave it out"),
         ("optimizer", "overlap_param_gather", "blocks are generated one by one; leave it out"),
         ("precision", "fp16", "three networks have no common loss scale; use --bf16"),
+        ("fp8", "fp8_format", "a step changes several networks, each of which would need scales "
+         "of its own; leave it out"),
         ("training", "skip_train", "there is nothing to evaluate; leave it out"),
         ("training", "eval_iters", "there is nothing to evaluate; use 0"),
         ("data", "num_workers", "no clips are read; leave it out"),
@@ -243,11 +245,14 @@ def _dit_errors(run: RunConfig) -> list[str]:
 def _without_their_switch(run: RunConfig) -> list[str]:
     """Flags that another one leaves without effect."""
     modes, by_size = set(run.conditions.modes), run.flow.flow_shift is None
+    evaluates = run.video.video_valid_path is not None or run.training.eval_iters == 0
     long, easy = modes & {"v2v_head", "v2v_tail"}, modes & {"v2v_head_easy", "v2v_tail_easy"}
     rules = [
         ("mmdit", "guidance", "needs `--guidance-embed`; give both", run.mmdit.guidance_embed),
         ("conditions", "v2v_frames", "needs a weight of v2v_head or v2v_tail; give one", long),
         ("conditions", "v2v_easy_frames", "needs a weight of an easy v2v mode; give one", easy),
+        ("training", "eval_iters", "needs `--video-valid-path`; give it, or 0", evaluates),
+        ("training", "eval_interval", "needs `--video-valid-path`; give it too", evaluates),
     ]
     rules += [
         ("flow", name, "has no effect beside `--flow-shift`; leave one of them out", by_size)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from megatron_ext.doctor.driver import ask_driver
 from megatron_ext.doctor.findings import Examination, Finding, Gpu, Rates
+from megatron_ext.doctor.host import host_findings
+from megatron_ext.doctor.links import link_findings
 from megatron_ext.doctor.packages import (
     apex_finding,
     compiler_findings,
@@ -16,6 +18,7 @@ from megatron_ext.doctor.packages import (
     extras,
     python_finding,
 )
+from megatron_ext.doctor.probes import probe_findings
 from megatron_ext.doctor.surroundings import Outcome, Surroundings, run_python
 from megatron_ext.doctor.torch_facts import (
     TorchFacts,
@@ -36,9 +39,9 @@ sys.exit(main(["--index", "{index}"]))
 """
 WITHOUT_GPU = (
     "the matrix rate and the copy bandwidth of a GPU",
-    "NCCL's version, and whether ranks can talk over it",
+    "NCCL's version, how GPUs reach each other (NVLink or PCIe), and whether ranks can talk",
     "whether fp8 can be used, which takes compute capability 8.9 or newer",
-    "whether an extension made for GPUs works",
+    "whether CUDA graphs, torch.compile, or an extension made for GPUs work",
     "how much memory a run may take on a GPU",
 )
 
@@ -48,12 +51,15 @@ def examine(here: Surroundings, *, measure: bool = True) -> Examination:
 
     Args:
         here: the machine.
-        measure: measure the rates of each GPU, which takes a minute for each at most.
+        measure: measure the rates of each GPU, which takes a minute for each at most, and try
+            CUDA graphs and torch.compile.
     """
     driver = ask_driver(here)
     installed = here.version("torch")
     facts = ask_torch(here) if installed is not None else Outcome(1, errors="not installed")
     usable = isinstance(facts, TorchFacts) and facts.usable
+    gpus = facts.gpus if isinstance(facts, TorchFacts) and usable else ()
+    host = here.host()
     on_gpu = usable or bool(driver.cards)
     cuda = facts.cuda if isinstance(facts, TorchFacts) and facts.cuda else driver.cuda
     findings = [
@@ -63,15 +69,18 @@ def examine(here: Surroundings, *, measure: bool = True) -> Examination:
         torch_finding(facts, installed),
         *arch_findings(facts),
         nccl_finding(facts),
+        *link_findings(here, len(gpus)),
         *_cudnn(facts),
         core_finding(here),
         *(extra_finding(here, extra, on_gpu=on_gpu) for extra in extras(cuda)),
         apex_finding(here, on_gpu=on_gpu),
         *compiler_findings(here, on_gpu=on_gpu),
+        *(probe_findings(here) if gpus and measure else ()),
+        *host_findings(host, len(gpus)),
     ]
-    gpus = facts.gpus if isinstance(facts, TorchFacts) and usable else ()
     return Examination(
         tuple(findings),
+        host,
         tuple(_measured(here, gpu, measure=measure) for gpu in gpus),
         () if gpus else WITHOUT_GPU,
     )

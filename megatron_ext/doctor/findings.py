@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-Status = Literal["found", "missing", "broken", "unknown", "not needed"]
+if TYPE_CHECKING:
+    from megatron_ext.doctor.host import Host
+
+Status = Literal["found", "missing", "low", "broken", "unknown", "not needed"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,8 @@ class Finding:
 
     Attributes:
         name: of the thing, as its makers write it.
-        status: ``broken`` is there but cannot be used; ``unknown`` could not be looked at here.
+        status: ``low`` is there but too little; ``broken`` is there but cannot be used;
+            ``unknown`` could not be looked at here.
         version: as the thing itself or its metadata says, None where it is not known.
         detail: what was seen, a sentence or nothing.
         cost: what a run loses by its absence, a sentence; empty where it is found.
@@ -58,9 +62,30 @@ class Gpu:
     note: str = ""
 
     @property
+    def has_bf16(self) -> bool:
+        """Its matrix units take bfloat16: Ampere (8.0) and newer."""
+        return self.capability >= (8, 0)
+
+    @property
     def has_fp8(self) -> bool:
         """Its matrix units take 8-bit floats: Ada (8.9), Hopper (9.0) and newer."""
         return self.capability >= (8, 9)
+
+    @property
+    def fp8_recipes(self) -> dict[str, tuple[str, ...]]:
+        """``--fp8-recipe`` by ``--transformer-impl``; the makers' words, not a measurement.
+
+        Transformer Engine's blocks of 128 are made for Hopper, and MXFP8 for Blackwell of data
+        centres (10.0 and 10.3); see docs/gpu.md.
+        """
+        if not self.has_fp8:
+            return {"torch": (), "transformer_engine": ()}
+        engine = ["delayed", "tensorwise"]
+        if self.capability >= (9, 0):
+            engine.append("blockwise")
+        if (10, 0) <= self.capability < (12, 0):
+            engine.append("mxfp8")
+        return {"torch": ("delayed", "tensorwise", "rowwise"), "transformer_engine": tuple(engine)}
 
 
 @dataclass(frozen=True)
@@ -84,11 +109,13 @@ class Examination:
 
     Attributes:
         findings: of software and drivers.
+        host: see `Host`.
         gpus: that torch can use.
         unknown: sentences on what cannot be known here.
     """
 
     findings: tuple[Finding, ...]
+    host: Host
     gpus: tuple[Gpu, ...] = ()
     unknown: tuple[str, ...] = field(default=())
 
@@ -110,4 +137,7 @@ class Examination:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: rates in operations and bytes per second, memory in bytes."""
-        return dataclasses.asdict(self)
+        found = dataclasses.asdict(self)
+        for gpu, shown in zip(self.gpus, found["gpus"], strict=True):
+            shown["fp8_recipes"] = gpu.fp8_recipes
+        return found

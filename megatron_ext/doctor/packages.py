@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +30,11 @@ FLASH_COST = (
     "Nothing with the torch layers, whose attention is torch's SDPA with flash kernels of its own; "
     "Transformer Engine takes cuDNN's attention instead."
 )
-TRITON_COST = "`torch.compile` cannot make GPU kernels, so pointwise parts run one by one."
-CC_COST = "`torch.compile` and Triton cannot build their launchers."
+TRITON_COST = (
+    "`torch.compile` cannot make GPU kernels: norms, activations, rotary positions, dropout and "
+    "the loss run kernel by kernel."
+)
+CC_COST = "Triton cannot build its launchers; see triton."
 NVCC_COST = (
     "Nothing for a run; Transformer Engine's and apex's extensions cannot be built from source."
 )
@@ -177,8 +181,9 @@ def is_nvidia_apex(folder: Path) -> bool:
 
 
 def compiler_findings(here: Surroundings, *, on_gpu: bool) -> list[Finding]:
-    """nvcc, and the C compiler that `torch.compile` and Triton call."""
-    return [_nvcc(here, on_gpu=on_gpu), _c_compiler(here, on_gpu=on_gpu)]
+    """nvcc, and the C compiler and headers of Python that `torch.compile` and Triton need."""
+    found = [_nvcc(here, on_gpu=on_gpu), _c_compiler(here, on_gpu=on_gpu)]
+    return [*found, _python_headers(here)] if on_gpu else found
 
 
 def _nvcc(here: Surroundings, *, on_gpu: bool) -> Finding:
@@ -204,7 +209,16 @@ def _c_compiler(here: Surroundings, *, on_gpu: bool) -> Finding:
     if not on_gpu:
         detail = "Runs on a CPU do not compile."
         return Finding("C compiler", "not needed", None, detail)
-    return Finding("C compiler", "missing", None, "", CC_COST, "apt-get install gcc python3-dev")
+    return Finding("C compiler", "missing", None, "", CC_COST, "apt-get install gcc")
+
+
+def _python_headers(here: Surroundings) -> Finding:
+    path = Path(sysconfig.get_path("include")) / "Python.h"
+    if here.file(path):
+        return Finding("Python headers", "found", None, str(path))
+    major, minor = sys.version_info[:2]
+    install = f"apt-get install python{major}.{minor}-dev"
+    return Finding("Python headers", "missing", None, f"No {path}.", CC_COST, install)
 
 
 def python_finding() -> Finding:

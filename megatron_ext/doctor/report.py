@@ -9,6 +9,7 @@ from megatron_ext.doctor.findings import Examination, Finding, Gpu
 WORDS = {
     "found": "ok",
     "missing": "absent",
+    "low": "LOW",
     "broken": "BROKEN",
     "unknown": "unknown",
     "not needed": "not needed",
@@ -44,15 +45,23 @@ def _gpu(gpu: Gpu) -> Iterator[str]:
         f"GPU {gpu.index}: {gpu.name}, compute capability {capability}, "
         f"{gpu.memory / 2**30:.1f} GiB"
     )
+    if not gpu.has_bf16:
+        yield "  bf16: its matrix units do not take it; `--fp16` is what they take"
+    yield _recipes(gpu)
     if gpu.rates is None:
         yield f"  rates: {gpu.note}"
         return
     yield f"  bf16 matrix product, measured: {gpu.rates.bf16 / 1e12:.0f} TFLOP/s"
-    if gpu.rates.fp8 is None:
-        yield "  fp8: its matrix units do not take it"
-    else:
+    if gpu.rates.fp8 is not None:
         yield f"  fp8 matrix product, measured: {gpu.rates.fp8 / 1e12:.0f} TFLOP/s"
     yield f"  copy within its memory, read and written: {gpu.rates.copy / 1e12:.2f} TB/s"
+
+
+def _recipes(gpu: Gpu) -> str:
+    if not gpu.has_fp8:
+        return "  fp8: its matrix units do not take it"
+    shown = "; ".join(f"{impl}: {', '.join(names)}" for impl, names in gpu.fp8_recipes.items())
+    return f"  fp8 recipes by --transformer-impl: {shown}"
 
 
 def _verdict(examination: Examination) -> str:

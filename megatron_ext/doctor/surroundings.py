@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_ext.doctor.host import Host, this_host
+
 IMPORT_SECONDS = 120.0
 PROGRAM_SECONDS = 30.0
 
@@ -67,6 +69,12 @@ class Surroundings(Protocol):
     def program(self, *names: str) -> str | None:
         """Path of the first program that exists."""
 
+    def file(self, path: Path) -> bool:
+        """Whether a file exists."""
+
+    def host(self) -> Host:
+        """What a process may take."""
+
     def run(self, command: Sequence[str], seconds: float = PROGRAM_SECONDS) -> Outcome:
         """Run a program to its end."""
 
@@ -104,6 +112,14 @@ class ThisMachine:
         """See `Surroundings.program`."""
         return next((path for name in names if (path := shutil.which(name))), None)
 
+    def file(self, path: Path) -> bool:
+        """See `Surroundings.file`."""
+        return path.is_file()
+
+    def host(self) -> Host:
+        """See `Surroundings.host`."""
+        return this_host()
+
     def run(self, command: Sequence[str], seconds: float = PROGRAM_SECONDS) -> Outcome:
         """See `Surroundings.run`."""
         try:
@@ -130,9 +146,11 @@ def run_python(here: Surroundings, code: str, seconds: float = IMPORT_SECONDS) -
     return here.run([sys.executable, "-W", "ignore", "-c", code], seconds)
 
 
-def ask_python(here: Surroundings, code: str) -> dict[str, Any] | Outcome:
+def ask_python(
+    here: Surroundings, code: str, seconds: float = IMPORT_SECONDS
+) -> dict[str, Any] | Outcome:
     """What a few lines print as JSON on their last line, or how they failed."""
-    outcome = run_python(here, code)
+    outcome = run_python(here, code, seconds)
     if outcome.code != 0:
         return outcome
     lines = outcome.output.splitlines()

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.config.stages import mtp_stage
 from megatron_ext.device import Device
+from megatron_ext.device.graphs import destroy_graphs
 from megatron_ext.errors import ConfigError
 from megatron_ext.layout.grid import Layout
 from megatron_ext.layout.placement import Placement
@@ -84,7 +85,11 @@ class ParallelContext:
         return self.rank == self.reporting_rank
 
     def destroy(self) -> None:
-        """Take the groups down; a rank may then build others."""
+        """Take the groups down; a rank may then build others.
+
+        CUDA graphs go first: see `device.graphs`.
+        """
+        destroy_graphs()
         parallel_state.destroy_model_parallel()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

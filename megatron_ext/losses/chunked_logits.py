@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,11 +16,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_ext.errors import ConfigError, DataError
-
-MAX_DEFAULT_CHUNK_SIZE = 1024
-# Products of 16-bit matrices added to float32: on GPUs, from torch 2.8 on. Rounding each chunk's
-# product to 16 bits instead would cost a quarter more error than whole logits have.
-MIXED_ADDMM = hasattr(torch.ops.aten.addmm, "dtype_out")
+from megatron_ext.losses.chunk_size import default_rows, fused_rows
+from megatron_ext.losses.fused_softmax import statistics, to_gradient_
+from megatron_ext.models.compiled import compiles
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,12 @@ class Head:
         return 0 if self.tp_group is None else self.tp_group.rank()
 
     def rows(self, num_tokens: int) -> int:
-        """Tokens of a chunk; by default few enough beside eager, enough for efficient products."""
-        size = self.chunk_size or min(-(-num_tokens // 8), MAX_DEFAULT_CHUNK_SIZE)
-        return max(1, min(size, num_tokens))
+        """Tokens of a chunk."""
+        return max(1, min(self.chunk_size or default_rows(num_tokens), num_tokens))
+
+    def fused_rows(self, num_tokens: int, hidden_size: int) -> int:
+        """Tokens of a chunk that `fused_softmax` computes."""
+        return max(1, min(self.chunk_size or fused_rows(num_tokens, hidden_size), num_tokens))
 
     def check(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
         """Refuse tensors that do not fit each other; looks at shapes and types only."""
@@ -103,11 +105,12 @@ class Chunk:
     Attributes:
         span: the tokens' place among all, flattened.
         hidden: ``[C, h]``.
-        logits: ``[C, v/tp]`` float32, overwritten by what is computed from them and by the next
-            chunk.
+        logits: ``[C, v/tp]`` float32, or as the product gives them where ``fused``; overwritten by
+            what is computed from them and by the next chunk.
         column: ``[C, 1]`` column of each token's label, 0 where this rank does not own it.
         owned: ``[C, 1]`` float32, 1 where this rank owns the label of a token that counts.
         valid: ``[C]`` float32, 0 at ``ignore_index``.
+        fused: `fused_softmax` reads the logits and makes their gradient.
     """
 
     span: slice
@@ -116,13 +119,16 @@ class Chunk:
     column: Tensor
     owned: Tensor
     valid: Tensor
+    fused: bool = False
 
 
 def chunks(head: Head, hidden: Tensor, weight: Tensor, labels: Tensor) -> Iterator[Chunk]:
     """Compute the logits of ``[s * b, h]`` with labels ``[b, s]`` chunk by chunk, in one buffer."""
     labels, num_tokens, vocabulary = flat(labels), hidden.shape[0], weight.shape[0]
-    rows = head.rows(num_tokens)
-    buffer = hidden.new_empty((rows, vocabulary), dtype=torch.float32)
+    fused = compiles(hidden)
+    rows = head.fused_rows(*hidden.shape) if fused else head.rows(num_tokens)
+    kind = hidden.dtype if fused else torch.float32
+    buffer = hidden.new_empty((rows, vocabulary), dtype=kind)
     column = labels - head.tp_rank * vocabulary
     valid = labels != head.ignore_index
     owned = (column >= 0) & (column < vocabulary) & valid
@@ -131,45 +137,73 @@ def chunks(head: Head, hidden: Tensor, weight: Tensor, labels: Tensor) -> Iterat
         span = slice(start, min(start + rows, num_tokens))
         part = hidden[span]
         logits = buffer[: part.shape[0]]
-        if part.dtype == torch.float32:
+        if part.dtype == kind:
             torch.mm(part, weight.t(), out=logits)
         else:
             logits.copy_(torch.mm(part, weight.t()))
         mine = owned[span].unsqueeze(1).float()
-        yield Chunk(span, part, logits, column[span], mine, valid[span].float())
+        yield Chunk(span, part, logits, column[span], mine, valid[span].float(), fused)
 
 
 def exponentiate(head: Head, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses of a chunk, whose logits become exp(z - max z); two collectives.
+    """Losses of a chunk, whose logits become exp(z - max z) unless fused; two collectives.
 
     Returns:
         losses, log-sum-exp and sum of exponentials, each ``[C]`` float32.
     """
-    logits, smoothing = chunk.logits, head.label_smoothing
-    highest = logits.amax(dim=1, keepdim=True)
-    head.all_reduce(highest, ReduceOp.MAX)
-    target = (logits.gather(1, chunk.column) - highest) * chunk.owned
-    logits.sub_(highest)
-    parts = [target.squeeze(1)]
-    if smoothing:
-        parts.append(logits.sum(dim=1))
-    parts.append(logits.exp_().sum(dim=1))
-    sums = torch.stack(parts)
+    smoothing = head.label_smoothing
+    highest, sums = (_fused_sums if chunk.fused else _sums)(head, chunk)
     head.all_reduce(sums, ReduceOp.SUM)
     logarithm = sums[-1].log()
-    lse = logarithm + highest.squeeze(1)
+    lse = logarithm + highest
     losses = logarithm - (1 - smoothing) * sums[0]
     if smoothing:
-        losses -= smoothing / (logits.shape[1] * head.tp_size) * sums[1]
+        losses -= smoothing / (chunk.logits.shape[1] * head.tp_size) * sums[1]
     if head.z_loss:
         losses += head.z_loss * lse.square()
     return losses * chunk.valid, lse, sums[-1]
 
 
+def _sums(head: Head, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    """The highest logit ``[C]`` of all parts; this part's sums of what is left without it.
+
+    Those are ``[2 or 3, C]``: of the label, with smoothing of all logits, of the exponentials.
+    """
+    logits = chunk.logits
+    highest = logits.amax(dim=1, keepdim=True)
+    head.all_reduce(highest, ReduceOp.MAX)
+    target = (logits.gather(1, chunk.column) - highest) * chunk.owned
+    logits.sub_(highest)
+    parts = [target.squeeze(1)]
+    if head.label_smoothing:
+        parts.append(logits.sum(dim=1))
+    parts.append(logits.exp_().sum(dim=1))
+    return highest.squeeze(1), torch.stack(parts)
+
+
+def _fused_sums(head: Head, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    """As `_sums`; the logits stay what they are."""
+    smooths = head.label_smoothing > 0
+    found = statistics(chunk.logits, chunk.column, smooths)
+    highest = found.highest.clone()
+    head.all_reduce(highest, ReduceOp.MAX)
+    parts = [(found.at_label - highest) * chunk.owned]
+    if smooths:
+        parts.append(found.plain - chunk.logits.shape[1] * highest)
+    parts.append(found.total * (found.highest - highest).exp())
+    return highest.squeeze(1), torch.stack([part.squeeze(1) for part in parts])
+
+
+def recall(chunk: Chunk, lse: Tensor) -> None:
+    """Turn logits that were computed again into exp(z - lse), unless fused; ``[C]`` float32."""
+    if not chunk.fused:
+        chunk.logits.sub_(lse.unsqueeze(1)).exp_()
+
+
 def differentiate(
     head: Head, chunk: Chunk, incoming: Tensor, lse: Tensor, total: Tensor | None = None
 ) -> None:
-    """Turn exponentials into the gradient of the logits, in place.
+    """Turn exponentials, or fused logits, into the gradient of the logits, in place.
 
     Args:
         incoming: gradient of each token's loss, ``[C]`` float32.
@@ -179,12 +213,37 @@ def differentiate(
     logits, smoothing = chunk.logits, head.label_smoothing
     incoming = incoming * chunk.valid
     scale = incoming * (1 + 2 * head.z_loss * lse)
+    if chunk.fused:
+        at_label = (smoothing - 1) * incoming * chunk.owned.squeeze(1)
+        everywhere = -smoothing / (logits.shape[1] * head.tp_size) * incoming
+        rows = (x.unsqueeze(1) for x in (lse, scale, at_label, everywhere))
+        to_gradient_(logits, chunk.column, *rows)
+        return
     logits.mul_((scale if total is None else scale / total).unsqueeze(1))
     at_label = (smoothing - 1) * incoming.unsqueeze(1) * chunk.owned
     logits.scatter_add_(1, chunk.column, at_label)
     if smoothing:
         vocabulary = logits.shape[1] * head.tp_size
         logits.sub_((smoothing / vocabulary * incoming).unsqueeze(1))
+
+
+@cache
+def adds_in_float32(device: torch.device, kind: torch.dtype) -> bool:
+    """Whether products of 16-bit matrices can be added to a float32 one: on GPUs, from torch 2.8.
+
+    Tried once, since releases differ in the types that they take. Rounding each chunk's product to
+    16 bits instead would cost a quarter more error than whole logits have.
+    """
+    missing = not hasattr(torch.ops.aten.addmm, "dtype_out")
+    if missing or device.type != "cuda" or kind == torch.float32:
+        return False
+    total = torch.zeros(16, 16, device=device)
+    factor = torch.ones(16, 16, device=device, dtype=kind)
+    try:
+        torch.addmm(total, factor, factor, out_dtype=total.dtype, out=total)
+    except RuntimeError:
+        return False
+    return True
 
 
 class Gradients:
@@ -199,8 +258,11 @@ class Gradients:
         self.hidden = torch.empty_like(tokens) if wanted[0] else None
         self.weight: Tensor | None = None
         self._taken = False
+        self._adds = adds_in_float32(tokens.device, tokens.dtype)
+        direct = main is not None and main.dtype == torch.float32
+        # What the first chunk gives need not be added to zeros, which then are not read.
+        self._is_zero = not direct
         if wanted[1]:
-            direct = main is not None and main.dtype == torch.float32
             self.weight = main if direct else torch.zeros_like(weight, dtype=torch.float32)
 
     def take(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -227,10 +289,19 @@ class Gradients:
             torch.mm(gradient, weight, out=self.hidden[chunk.span])
         if total is None:
             return
-        if total.is_cuda and gradient.dtype != total.dtype and MIXED_ADDMM:
-            torch.addmm(total, gradient.t(), tokens, out_dtype=total.dtype, out=total)
+        if self._adds:
+            beta, self._is_zero = 0 if self._is_zero else 1, False
+            torch.addmm(total, gradient.t(), tokens, out_dtype=total.dtype, beta=beta, out=total)
         else:
-            total.addmm_(chunk.logits.t(), tokens.to(total.dtype))
+            total.addmm_(chunk.logits.t().to(total.dtype), tokens.to(total.dtype))
+
+
+def scaled_to(kind: torch.dtype, tensor: Tensor, scale: Tensor) -> Tensor:
+    """A tensor times a scalar in another type; its own memory may be used."""
+    if tensor.is_cuda and tensor.dtype != kind:
+        # In one kernel, which casts what it writes.
+        return torch.mul(tensor, scale, out=tensor.new_empty(tensor.shape, dtype=kind))
+    return tensor.mul_(scale).to(kind)
 
 
 def relative(weights: Tensor) -> tuple[Tensor, Tensor]:

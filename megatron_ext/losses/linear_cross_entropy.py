@@ -1,6 +1,7 @@
 """Cross-entropy of a vocabulary-parallel linear head whose logits never exist as a whole.
 
-Tokens are taken in chunks of C, flattened; one block of C x v/tp float32 logits is alive at a time.
+Tokens are taken in chunks of C, flattened; one block of C x v/tp logits is alive at a time, in
+float32, or on GPUs in the type of the product (`fused_softmax`).
 `linear_cross_entropy` gives the loss of every token and computes its logits once more in the
 backward pass; `weighted_linear_cross_entropy` is told the tokens' weights beforehand and takes the
 gradients while it has the logits.
@@ -31,7 +32,9 @@ from megatron_ext.losses.chunked_logits import (
     differentiate,
     exponentiate,
     flat,
+    recall,
     relative,
+    scaled_to,
     unflat,
 )
 
@@ -77,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gradients = Gradients(ctx.needs_input_grad, tokens, weight, main)
         for chunk in chunks(head, tokens, weight, labels):
             part = lse[chunk.span]
-            chunk.logits.sub_(part.unsqueeze(1)).exp_()
+            recall(chunk, part)
             differentiate(head, chunk, incoming[chunk.span], part)
             gradients.add(chunk, weight)
         of_hidden, of_weight = gradients.hidden, gradients.weight
@@ -121,7 +124,7 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
             ctx.main_grad.addcmul_(of_weight, scale)
             of_weight = _handed_over(ctx.weight_dtype, ctx.main_grad)
         elif of_weight is not None:
-            of_weight = of_weight.mul_(scale).to(ctx.weight_dtype)
+            of_weight = scaled_to(ctx.weight_dtype, of_weight, scale)
         return of_hidden, of_weight, None, None, None
 
 
@@ -148,7 +151,9 @@ def linear_cross_entropy(
         tp_group: the tensor-parallel ranks; None means this rank alone.
         sequence_parallel: the hidden states are cut along the sequence.
         chunk_size: C; its logits take C * v/tp * 4 bytes, and half of that more in 16 bits. None
-            takes an eighth of the tokens, 1024 at most: a 24th of the logits that eager holds.
+            takes an eighth of the tokens, 1024 at most: a 24th of the logits that eager holds. On
+            GPUs they take C * v/tp * 2 bytes in 16 bits, and None takes a quarter of the tokens,
+            the larger of 2 h and 4096 at most; see `chunk_size.fused_rows`.
         ignore_index: label of tokens with loss 0 and gradient exactly 0.
         label_smoothing: share of the target that is spread over the whole vocabulary.
         z_loss_coefficient: c in ``c * lse^2``, a part of each token's loss.

@@ -15,13 +15,15 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.models import block_mask, sdpa
+from megatron_ext.models.block_mask import Span
 from megatron_ext.models.context_parallel import (
     chunks_of,
     gather_sequence,
@@ -77,6 +79,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             config.window_size, config.window_attn_skip_freq, layer_number
         )
         self.window_size: tuple[int, int] | None = config.window_size if windowed else None
+        self.backend = AttnBackend(config.attention_backend)
         self._check_options(config)
 
     def _check_options(self, config: TransformerConfig) -> None:
@@ -184,30 +187,44 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         Returns:
             ``[q, b, n, d]``.
         """
+        if self._follows_core(query):
+            if self.window_size is not None:
+                mask = self._with_window(mask, query, key, first_query)
+            return self._attend_eagerly(query, key, value, mask, first_query)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if self._skips_blocks(q, mask):
+            # A mask says what is causal itself.
+            causal = self.causal and (mask is None or self.window_size is not None)
+            span = Span(first_query, causal, self.window_size)
+            blocks = block_mask.block_mask(q, k, span, mask)
+            context = block_mask.attend(q, k, v, blocks, self.softmax_scale)
+            return context.permute(2, 0, 1, 3)
         if self.window_size is not None:
             mask = self._with_window(mask, query, key, first_query)
-        if self._follows_core(query):
-            return self._attend_eagerly(query, key, value, mask, first_query)
-        grouped = query.size(2) != key.size(2)
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         bias: Any = None
         if mask is not None:
             bias = ~mask
         elif self.causal and q.size(2) != k.size(2):
             bias = causal_lower_right(q.size(2), k.size(2))
-        is_causal = self.causal and bias is None
-        with _random_state(self.config, self.dropout if self.training else 0.0):
-            context = F.scaled_dot_product_attention(
+        dropout = self.dropout if self.training else 0.0
+        with _random_state(self.config, dropout):
+            context = sdpa.attend(
                 q,
                 k,
                 v,
-                attn_mask=bias,
-                dropout_p=self.dropout if self.training else 0.0,
-                is_causal=is_causal,
+                mask=bias,
+                causal=self.causal and bias is None,
+                dropout=dropout,
                 scale=self.softmax_scale,
-                enable_gqa=grouped,
+                backend=self.backend,
             )
         return context.permute(2, 0, 1, 3)
+
+    def _skips_blocks(self, q: Tensor, mask: Tensor | None) -> bool:
+        """Whether to leave out the blocks of keys that a mask or window hides from ``q``."""
+        masked = mask is not None or self.window_size is not None
+        dropout = self.dropout if self.training else 0.0
+        return masked and self.backend == AttnBackend.auto and block_mask.fits(q, dropout)
 
     def _with_window(
         self, mask: Tensor | None, query: Tensor, key: Tensor, first_query: int
@@ -229,14 +246,15 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     def _follows_core(self, query: Tensor) -> bool:
         """Whether to compute step by step as megatron-core's unfused attention does.
 
-        Kernels draw their own masks, so ``--deterministic-dropout`` needs it everywhere.
+        Kernels draw their own masks, so ``--deterministic-dropout`` needs it everywhere; on a GPU
+        ``--attention-backend local`` asks for it.
 
         On a CPU that is what keeps a run with dropout (the same random numbers) or in half
         precision (the same roundings) at Megatron-LM's losses; in fp32 the kernels agree anyway.
         """
         drops = self.dropout > 0 and self.training
         if query.device.type != "cpu":
-            return drops and self.deterministic
+            return (drops and self.deterministic) or self.backend == AttnBackend.local
         return query.dtype in HALF or drops
 
     def _attend_eagerly(

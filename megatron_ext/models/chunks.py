@@ -103,6 +103,7 @@ def ddp_config(
         grad_reduce_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=optimizer.overlap_grad_reduce,
         overlap_param_gather=optimizer.overlap_param_gather,
+        align_param_gather=optimizer.overlap_param_gather and optimizer.align_param_gather,
         use_distributed_optimizer=optimizer.use_distributed_optimizer,
         check_for_nan_in_grad=False,
         bucket_size=bucket_size if optimizer.overlap_grad_reduce else None,

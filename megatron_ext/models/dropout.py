@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from megatron_ext.models.context_parallel import chunks_of
+from megatron_ext.models.pointwise import masked_bias_dropout_add
 
 _BITS = (1 << 63) - 1
 _STATE = "first-sample-of-the-micro-batch"
@@ -101,15 +102,22 @@ class HiddenDropout(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop elements of ``[s_local, b, h]`` in training."""
-        if not self.training or self.probability == 0:
-            return x
+        return _drop(x, self.drawn(x), self.probability) if self.drops else x
+
+    @property
+    def drops(self) -> bool:
+        """Whether any element is dropped now."""
+        return self.training and self.probability > 0
+
+    def drawn(self, x: Tensor) -> Tensor:
+        """The number in [0, 1) of every element; it drops where that is below the probability."""
         positions = local_positions(x.size(0), self.groups, cut=self.cut).to(x.device)
         full = x.size(0) * self.groups.cp.size() * (self.groups.tp.size() if self.cut else 1)
         drawn = [
             uniform(self.site, sample, (full, x.size(2)), x.device)[positions]
             for sample in range(x.size(1))
         ]
-        return _drop(x, torch.stack(drawn, dim=1), self.probability)
+        return torch.stack(drawn, dim=1)
 
 
 class BiasDropoutAdd:
@@ -124,8 +132,10 @@ class BiasDropoutAdd:
         ) -> Tensor:
             x, bias = x_with_bias
             self.dropout.train(training)
-            dropped: Tensor = self.dropout(x if bias is None else x + bias)
-            return residual + dropped
+            if not self.dropout.drops:
+                return residual + (x if bias is None else x + bias)
+            drawn = self.dropout.drawn(x)
+            return masked_bias_dropout_add(x, bias, residual, drawn, self.dropout.probability)
 
         return bias_dropout_add
 

@@ -139,7 +139,9 @@ def initialize_by_name(
         _fill_marked(chunk, shards, config, seed, vocab_size)
         for parameter, values in staged.values():
             _quantize(parameter, values)
-        _check_filled(chunk)
+        if config.perform_initialization:
+            # Otherwise a weight that nobody drew is memory as it was found, NaN now and then.
+            _check_filled(chunk)
         _redraw_plain_modules(chunk, shards, marks, seed)
     marks.clear()
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -22,7 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_mlp_module_spec_for_backend,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -39,9 +38,11 @@ from megatron.core.transformer.transformer_layer import (
 from megatron_ext.config.transformer_engine import TE_IMPL
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.attention import DotProductAttention
+from megatron_ext.models.fused_layer import get_bias_dropout_add
 from megatron_ext.models.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ext.models.moe import Router, TransformerLayer
 from megatron_ext.models.norm import Norm
+from megatron_ext.models.self_attention import SelfAttention
 from megatron_ext.models.transformer_engine import accumulate_gradients
 
 RECOMPUTED_WITH_TE = ("layernorm", "moe_act", "mla_up_proj")

@@ -28,6 +28,9 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.models.auto_scaler import attach_microbatch_loss
 from megatron_ext.models.dropout import BiasDropoutAdd, HiddenDropout
+from megatron_ext.models.fused_layer import FusedForward
+from megatron_ext.models.graphs import LayerGraphs
+from megatron_ext.models.mlp import use_own_mlps
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -117,10 +120,15 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         return tokens_per_expert
 
 
-class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
-    """megatron-core's layer, with our `AlltoAllDispatcher` where it dispatches by all-to-all, and
-    with masks that no layout changes where ``--deterministic-dropout`` asks for them.
+class TransformerLayer(FusedForward, CoreTransformerLayer):  # type: ignore[misc]
+    """megatron-core's layer, with our `AlltoAllDispatcher` where it dispatches by all-to-all, with
+    masks that no layout changes where ``--deterministic-dropout`` asks for them, and fused.
+
+    Attributes:
+        graphs: what replays the layer in training; None where it is always run kernel by kernel.
     """
+
+    graphs: LayerGraphs | None = None
 
     def __init__(
         self, *args: Any, pg_collection: ProcessGroupCollection | None = None, **kwargs: Any
@@ -128,6 +136,7 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
         # megatron-core's multi-token-prediction block hands none down.
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         super().__init__(*args, pg_collection=groups, **kwargs)
+        use_own_mlps(self.mlp)
         if getattr(self.config, "deterministic_dropout", False):
             self.self_attn_bda = self._bias_dropout_add("attention", groups)
             self.mlp_bda = self._bias_dropout_add("mlp", groups)
@@ -140,6 +149,15 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
             )
             if self.mlp.shared_expert_overlap:
                 self.mlp.token_dispatcher.set_shared_experts(self.mlp.shared_experts)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's output and its context, by a graph where there is one for the call."""
+        graphs = self.graphs
+        if graphs is not None and self.training and torch.is_grad_enabled():
+            if graphs.takes(kwargs):
+                return graphs.replay(self, kwargs)
+            graphs.note(kwargs)
+        return super().__call__(*args, **kwargs)
 
     def _bias_dropout_add(self, name: str, groups: ProcessGroupCollection) -> BiasDropoutAdd:
         site = f"{name} {self.layer_number}"

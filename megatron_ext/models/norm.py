@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.models import pointwise
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -22,32 +22,45 @@ class LayerNorm(torch.nn.LayerNorm):
     With ``zero_centered`` the stored weight is the gain minus one (``--apply-layernorm-1p``).
     """
 
-    def __init__(self, hidden_size: int, eps: float, *, zero_centered: bool) -> None:
+    def __init__(
+        self, hidden_size: int, eps: float, *, zero_centered: bool, compiled: bool = True
+    ) -> None:
         super().__init__(hidden_size, eps=eps)
         self.zero_centered = zero_centered
+        self.compiled = compiled
         _finish(self, zero_centered)
 
     def forward(self, input: Tensor) -> Tensor:
-        weight = self.weight + 1 if self.zero_centered else self.weight
-        return F.layer_norm(input, self.normalized_shape, weight, self.bias, self.eps)
+        function = pointwise.normed if self.compiled else pointwise.norm
+        return function(input, self.weight, self.bias, spec_of(self))
 
 
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm over the last axis, ``[..., h]`` to ``[..., h]`` (arXiv:1910.07467)."""
 
-    def __init__(self, hidden_size: int, eps: float, *, zero_centered: bool) -> None:
+    def __init__(
+        self, hidden_size: int, eps: float, *, zero_centered: bool, compiled: bool = True
+    ) -> None:
         super().__init__(hidden_size, eps=eps)
         self.zero_centered = zero_centered
+        self.compiled = compiled
         _finish(self, zero_centered)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight + 1 if self.zero_centered else self.weight
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        function = pointwise.normed if self.compiled else pointwise.norm
+        return function(x, self.weight, None, spec_of(self))
 
 
 def _finish(norm: torch.nn.Module, zero_centered: bool) -> None:
     if zero_centered:
         torch.nn.init.zeros_(norm.weight)  # type: ignore[arg-type]
+
+
+def spec_of(norm: LayerNorm | RMSNorm) -> pointwise.Norm:
+    """What `pointwise` is to know of a norm."""
+    kind = "RMSNorm" if isinstance(norm, RMSNorm) else "LayerNorm"
+    assert norm.eps is not None
+    return kind, norm.eps, norm.zero_centered
 
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -69,7 +82,10 @@ class Norm:
                 "the torch layers."
             )
         norm = NORMS[config.normalization](
-            hidden_size, eps, zero_centered=config.layernorm_zero_centered_gamma
+            hidden_size,
+            eps,
+            zero_centered=config.layernorm_zero_centered_gamma,
+            compiled=pointwise.fusions_of(config).norm,
         )
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -6,28 +6,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_ext.config.transformer_engine import TE_IMPL
 from megatron_ext.models.auto_scaler import AuxiliaryScale
 from megatron_ext.models.linear import DeferredWeightGradients
+from megatron_ext.models.pointwise import ACTIVATIONS, Fusions
 from megatron_ext.models.v_shape import VShapedLayerLayout
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "silu": F.silu,
-    "squared_relu": squared_relu,
-    "quick_gelu": quick_gelu,
-}
-
 
 ZERO_BUBBLE = ("zb-h1", "zb-v")
 
@@ -40,14 +31,25 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
         auxiliary_scale: what a micro-batch's auxiliary loss counts in the step.
         weight_gradients: where zero-bubble schedules put them off; None with the others.
         deterministic_dropout: see `models.dropout`.
+        adds_in_place: weight gradients are added to the data-parallel gradient buffer by the
+            product that makes them; see `models.main_grad`.
         te_gradient_accumulation_fusion: Transformer Engine's layers sum weight gradients in the
             main buffer, also where megatron-core's cannot.
+        fusions: what of a layer compiles.
     """
 
     auxiliary_scale: AuxiliaryScale | None = None
     weight_gradients: DeferredWeightGradients | None = None
     deterministic_dropout: bool = False
+    adds_in_place: bool = False
     te_gradient_accumulation_fusion: bool = False
+    fusions: Fusions = Fusions()
+
+
+def adds_in_place(config: RunConfig) -> bool:
+    """``--gradient-accumulation-fusion`` in our own layers, which need no kernel of apex."""
+    ours = config.model.transformer_impl != TE_IMPL
+    return ours and config.device == "cuda" and config.model.gradient_accumulation_fusion
 
 
 def params_dtype(config: RunConfig) -> torch.dtype:
@@ -55,6 +57,16 @@ def params_dtype(config: RunConfig) -> torch.dtype:
     if config.precision.bf16:
         return torch.bfloat16
     return torch.float16 if config.precision.fp16 else torch.float32
+
+
+def _fusions(config: RunConfig) -> Fusions:
+    model = config.model
+    return Fusions(
+        norm=model.persist_layer_norm,
+        activation=model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion,
+        rotary=model.apply_rope_fusion,
+        bias_dropout=model.bias_dropout_fusion,
+    )
 
 
 def build_transformer_config(config: RunConfig) -> TransformerConfig:
@@ -77,9 +89,11 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     fields["batch_p2p_comm"] = not core_interleaved
     fields["deallocate_pipeline_outputs"] = not core_interleaved
     fields["deterministic_dropout"] = config.model.deterministic_dropout
+    fields["adds_in_place"] = adds_in_place(config)
     fields["te_gradient_accumulation_fusion"] = (
         config.model.transformer_impl == TE_IMPL and config.model.gradient_accumulation_fusion
     )
+    fields["fusions"] = _fusions(config)
     fields["weight_gradients"] = DeferredWeightGradients() if schedule in ZERO_BUBBLE else None
     fields["pipeline_model_parallel_layout"] = config.parallel.pipeline_model_parallel_layout
     if schedule == "zb-v":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
     AdamOptimizerConfig,
@@ -16,6 +17,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_ext.models.transformer_config import params_dtype
+from megatron_ext.optim.update import parts_of
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -36,9 +38,79 @@ def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) ->
     ours["params_dtype"] = params_dtype(config)
     names = {field.name for field in dataclasses.fields(cls)}
     core_config = cls(**{name: value for name, value in ours.items() if name in names})
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         core_config, chunks, config_overrides=get_standard_config_overrides(core_config)
     )
+    if config.optimizer.optimizer == "adam" and config.model.transformer_impl == "torch":
+        take_torchs_adam(optimizer)
+    choose_kernels(optimizer, fused=config.device == "cuda")
+    return optimizer
+
+
+class CountedAdam(torch.optim.AdamW):
+    """torch's Adam where megatron-core stores the state of Transformer Engine's or apex's.
+
+    Those count their steps once for each group of parameters, torch's for each parameter. In a
+    state dict this one does both.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """With the count of each group that has been updated."""
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            counts = [state["state"][i]["step"] for i in group["params"] if i in state["state"]]
+            if counts:
+                group["step"] = int(counts[0])
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Also without the count of each parameter."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            count = group.pop("step", None)
+            for parameter in group["params"] if count is not None else ():
+                place = parameter.device if group["fused"] else "cpu"
+                self.state[parameter]["step"] = torch.tensor(float(count), device=place)
+
+
+def take_torchs_adam(optimizer: MegatronOptimizer) -> None:
+    """Replace the Adam of Transformer Engine or apex, which cannot skip an update by itself.
+
+    megatron-core takes it wherever it is installed. It has made no update yet.
+    """
+    for part in parts_of(optimizer):
+        inner = getattr(part, "optimizer", None)
+        if inner is not None and not isinstance(inner, torch.optim.Adam):
+            names = ("lr", "betas", "eps", "weight_decay")
+            defaults = {name: inner.defaults[name] for name in names}
+            # torch refuses views, which shards are; like megatron-core, put them in afterwards.
+            part.optimizer = CountedAdam([torch.empty(0)], **defaults)
+            groups = [{**part.optimizer.defaults, **group} for group in inner.param_groups]
+            part.optimizer.param_groups = groups
+
+
+def choose_kernels(optimizer: MegatronOptimizer, *, fused: bool) -> None:
+    """Let torch's Adam update all parameters in one kernel, or one after the other.
+
+    The fused kernel keeps its count of steps on the device and can skip an update by itself. What
+    is fastest belongs to the device, so a checkpoint that says otherwise is not followed; and what
+    it does not say, because another optimizer wrote it, keeps its default.
+    """
+    for part in parts_of(optimizer):
+        inner = getattr(part, "optimizer", None)
+        if inner is None:
+            continue
+        choice: dict[str, Any] = {}
+        if isinstance(inner, torch.optim.Adam):
+            choice = {"fused": fused or None, "foreach": None}
+        for group in (inner.defaults, *inner.param_groups):
+            group.update(choice)
+
+        def keep(inner: torch.optim.Optimizer, state: dict[str, Any], choice: Any = choice) -> None:
+            groups = state["param_groups"]
+            state["param_groups"] = [{**inner.defaults, **group, **choice} for group in groups]
+
+        inner.register_load_state_dict_pre_hook(keep)
 
 
 @dataclasses.dataclass(frozen=True)

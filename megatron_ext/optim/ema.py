@@ -108,20 +108,26 @@ class ShardedEMA:
             part.average.copy_(part.main)
 
     @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Average the weights that a step has left; to be called after applied updates only.
+    def update(self, step: int, applied: Tensor | None = None) -> None:
+        """Average the weights that a step has left.
 
         Args:
             step: training steps done, this one and skipped ones included.
+            applied: whether it updated them, bool ``[]`` on their device, for whose value the host
+                does not wait: the average stays where it is after a step that was skipped. None
+                if it did.
         """
         if self._swapped:
             raise RuntimeError("The averaged weights are in the model; put the others back first.")
         if step < self.start:
             self.restart()
             return
+        share: Tensor | float = 1.0 - self.decay
+        if applied is not None:
+            share = applied * torch.full((), 1.0 - self.decay, device=applied.device)
         for mains, averages in self._batches:
             change = torch._foreach_sub(mains, averages)
-            torch._foreach_mul_(change, 1.0 - self.decay)
+            torch._foreach_mul_(change, share)
             torch._foreach_add_(averages, change)
 
     @torch.no_grad()

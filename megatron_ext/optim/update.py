@@ -2,6 +2,7 @@
 
 megatron-core checks for infinities only under fp16; in bf16 and fp32 one NaN would turn every
 weight into NaN. Here the global gradient norm, which all model-parallel ranks agree on, decides.
+Where torch's fused Adam updates, the device decides by itself, and the host learns of it later.
 
 A skipped step uses up its samples and counts as an iteration, but the learning rate stays where it
 is: like Megatron-LM, the schedule counts updates only, so that no part of a warm-up is lost.
@@ -10,27 +11,57 @@ is: like Megatron-LM, the schedule counts updates only, so that no part of a war
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
+
+from megatron_ext.device.transfer import HostCopy
 
 
-@dataclass(frozen=True)
 class UpdateResult:
-    """What an update did.
+    """What an update did: known on the device at once, and on the host to whom asks.
+
+    To ask waits for this update, but not for what was launched after it.
 
     Attributes:
-        applied: False when the step was skipped for a non-finite gradient.
-        grad_norm: global L2 norm before clipping; NaN or infinite when the step was skipped.
-        num_zeros: zeros in the gradient, where they are counted.
+        flag: bool ``[]`` on the device, what `applied` says.
+        norm: float64 ``[]`` on the device, what `grad_norm` says.
+        zeros: float64 ``[]`` on the device; None where zeros are not counted.
     """
 
-    applied: bool
-    grad_norm: float
-    num_zeros: float | None
+    def __init__(self, flag: Tensor, norm: Tensor, zeros: Tensor | None = None) -> None:
+        self.flag, self.norm, self.zeros = flag, norm, zeros
+        numbers = [flag.to(norm), norm] if zeros is None else [flag.to(norm), norm, zeros]
+        self._copy = HostCopy(torch.stack(numbers))
+
+    @cached_property
+    def _numbers(self) -> list[float]:
+        return self._copy.read()
+
+    @property
+    def known(self) -> bool:
+        """Whether the host has asked already."""
+        return "_numbers" in self.__dict__
+
+    @property
+    def applied(self) -> bool:
+        """False when the step was skipped for a non-finite gradient."""
+        return bool(self._numbers[0])
+
+    @property
+    def grad_norm(self) -> float:
+        """Global L2 norm before clipping; NaN or infinite when the step was skipped."""
+        return self._numbers[1]
+
+    @property
+    def num_zeros(self) -> float | None:
+        """Zeros in the gradient, where they are counted and the step was not skipped."""
+        return self._numbers[2] if self.zeros is not None and self.applied else None
 
 
 @torch.no_grad()
@@ -41,19 +72,62 @@ def update_parameters(optimizer: MegatronOptimizer, clip_grad: float) -> UpdateR
         optimizer: megatron-core's optimizer, its gradients reduced and normalized.
         clip_grad: largest allowed global norm; 0 switches clipping off.
     """
-    found_inf = optimizer.prepare_grads()
-    if found_inf:
-        return UpdateResult(applied=False, grad_norm=math.inf, num_zeros=None)
-    grad_norm = global_grad_norm(optimizer)
-    if not math.isfinite(grad_norm):
-        return UpdateResult(applied=False, grad_norm=grad_norm, num_zeros=None)
-    if clip_grad > 0.0:
-        _clip(optimizer, clip_grad, grad_norm)
-    num_zeros = None
-    if optimizer.config.log_num_zeros_in_grad:
-        num_zeros = float(optimizer.count_zeros())
-    applied = bool(optimizer.step_with_ready_grads())
-    return UpdateResult(applied, grad_norm, num_zeros)
+    if optimizer.prepare_grads():
+        return _overflow()
+    norm = global_grad_norm(optimizer)
+    zeros = count_zeros(optimizer) if optimizer.config.log_num_zeros_in_grad else None
+    update = UpdateResult(torch.isfinite(norm), norm, zeros)
+    if decides_on_device(optimizer):
+        _update_where_finite(optimizer, update, clip_grad)
+    elif update.applied:
+        if clip_grad > 0.0:
+            _clip(optimizer, clip_grad, update.grad_norm)
+        optimizer.step_with_ready_grads()
+    return update
+
+
+def _overflow() -> UpdateResult:
+    """Of a step whose gradients a loss scale has made infinite, as megatron-core has found."""
+    norm = torch.full((), math.inf, dtype=torch.float64, device=_device())
+    update = UpdateResult(torch.isfinite(norm), norm)
+    assert not update.applied
+    return update
+
+
+def decides_on_device(optimizer: MegatronOptimizer) -> bool:
+    """Whether updates are skipped without asking the host: all are those of torch's fused Adam."""
+    return all(
+        isinstance(part.optimizer, torch.optim.Adam)
+        and all(group["fused"] for group in part.optimizer.param_groups)
+        for part in _with_parameters(optimizer)
+    )
+
+
+def _update_where_finite(
+    optimizer: MegatronOptimizer, update: UpdateResult, clip_grad: float
+) -> None:
+    """Let the fused kernel divide the gradients, and leave everything as it is after a bad one.
+
+    It takes both as the gradient scaler of torch's automatic mixed precision hands them over.
+    """
+    inner = [part.optimizer for part in _with_parameters(optimizer)]
+    for each in inner:
+        each.found_inf = update.flag.logical_not().float()
+        each.grad_scale = None
+        if clip_grad > 0.0:
+            each.grad_scale = ((update.norm + 1e-6) / clip_grad).clamp(min=1.0).float()
+    optimizer.step_with_ready_grads()
+    for each in inner:
+        del each.found_inf, each.grad_scale
+
+
+def _with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
+    """The parts of a chain that have something to update."""
+    return [x for x in parts_of(optimizer) if not getattr(x, "is_stub_optimizer", False)]
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
@@ -61,24 +135,48 @@ def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def global_grad_norm(optimizer: MegatronOptimizer) -> float:
-    """L2 norm of all gradients, each counted once; all ranks call this together.
+def global_grad_norm(optimizer: MegatronOptimizer) -> Tensor:
+    """L2 norm of all gradients, each counted once, float64 ``[]``; all ranks call this together.
 
     Squares are summed in short pieces, and the pieces in double precision. All in single precision,
     as megatron-core sums them, the result depends on how the ranks cut the gradients: 2e-6 between
     one and eight ranks for a model of 0.4 million parameters.
     """
-    squares = []
+    return _over_ranks(optimizer, _sum_of_squares).sqrt()
+
+
+def count_zeros(optimizer: MegatronOptimizer) -> Tensor:
+    """Zeros of all gradients, each counted once, float64 ``[]``; all ranks call this together."""
+
+    def zeros(grads: list[Tensor]) -> Tensor:
+        return torch.stack([grad.numel() - torch.count_nonzero(grad) for grad in grads]).sum()
+
+    return _over_ranks(optimizer, zeros)
+
+
+def _over_ranks(
+    optimizer: MegatronOptimizer, statistic: Callable[[list[Tensor]], Tensor]
+) -> Tensor:
+    """Sum of a statistic of the gradients over the parts and the ranks that share them."""
+    total = torch.zeros((), dtype=torch.float64, device=_device())
     for part in parts_of(optimizer):
         grads = part.get_main_grads_for_grad_norm()
-        device = grads[0].device if grads else torch.device("cuda", torch.cuda.current_device())
-        square = torch.zeros((), dtype=torch.float64, device=device)
-        for grad in grads:
-            square += _square(grad)
-        torch.distributed.all_reduce(square, group=part.get_grad_stats_parallel_group())
-        squares.append(square)
-    # The only place of a step that waits for the device, once for all parts.
-    return math.sqrt(float(sum(squares)))
+        own = torch.zeros_like(total)
+        if grads:
+            own += statistic(grads)
+        torch.distributed.all_reduce(own, group=part.get_grad_stats_parallel_group())
+        total += own
+    return total
+
+
+def _sum_of_squares(grads: list[Tensor]) -> Tensor:
+    """On a GPU in a few kernels for all gradients, whose blocks sum short pieces by themselves."""
+    if grads[0].is_cuda:
+        return torch.nn.utils.get_total_norm(grads, foreach=True).double().square()
+    total = torch.zeros((), dtype=torch.float64)
+    for grad in grads:
+        total += _square(grad)
+    return total
 
 
 def _square(grad: torch.Tensor, piece: int = 1024) -> torch.Tensor:
@@ -95,8 +193,8 @@ def _square(grad: torch.Tensor, piece: int = 1024) -> torch.Tensor:
 
 
 def _clip(optimizer: MegatronOptimizer, clip_grad: float, grad_norm: float) -> None:
-    for part in parts_of(optimizer):
-        parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
+    for part in _with_parameters(optimizer):
+        parameters = part.get_parameters()
         if parameters:
             clip_grad_by_total_norm_fp32(
                 parameters,

@@ -10,39 +10,26 @@ tests/planning compares the sums with what training holds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from megatron_ext.losses.chunk_size import default_rows, fused_rows
 from megatron_ext.planning.contents import Sizes, Stage
+from megatron_ext.planning.flops import Operations
+from megatron_ext.planning.inputs import KEPT_LAYOUTS, Inputs
+from megatron_ext.planning.layer_bytes import (
+    FP32,
+    INT64,
+    LayerBytes,
+    in_order,
+    layer_norm,
+    recomputed,
+    rms_norm,
+)
+from megatron_ext.planning.parameters import LINEAR, weights
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
-
-FP32 = 4
-INT64 = 8
-DEFAULT_ROWS = 1024
-
-
-@dataclass(frozen=True)
-class LayerBytes:
-    """What one layer keeps, and what its backward pass needs besides for a moment.
-
-    Attributes:
-        kept: from the forward to the backward pass.
-        transient: the most beyond ``kept`` while its gradients are computed.
-    """
-
-    kept: int
-    transient: int
-
-
-def in_order(*parts: LayerBytes) -> LayerBytes:
-    """Parts that run one after the other; backward, the last one has gone before the others."""
-    transient = released = 0
-    for part in reversed(parts):
-        transient = max(transient, part.transient - released)
-        released += part.kept
-    return LayerBytes(released, transient)
 
 
 @dataclass(frozen=True)
@@ -59,15 +46,10 @@ class Activations:
 
     def norm(self, tokens: int, size: int) -> int:
         """What a norm keeps besides its input, which the residual stream holds anyway."""
-        model, width = self.config.model, self.sizes.width
-        statistics = tokens * FP32
-        if model.normalization == "LayerNorm":
-            return 2 * statistics
-        if self.sizes.gpu:
-            return statistics
-        # torch's CPU kernel keeps the normed input, and in 16 bits both in fp32.
-        upcast = tokens * size * FP32 if width < FP32 else 0
-        return statistics + tokens * size * FP32 + upcast
+        if self.config.model.normalization == "LayerNorm":
+            return layer_norm(tokens)
+        frozen = self.config.lora.lora_rank is not None
+        return rms_norm(self.sizes, tokens, size, frozen=frozen)
 
     def dropout(self, elements: int, probability: float) -> int:
         """A mask: one byte for each element on a GPU, a factor on a CPU."""
@@ -94,6 +76,9 @@ class Activations:
             return kept + gathered + (queries if fresh or copied else viewed)
         if self._exchange == "trade":
             return kept + queries + 2 * keys
+        if self.attends_eagerly and sizes.g != sizes.n:
+            # Keys and values of a group are copied for each of its heads, see `scores`.
+            return kept + queries
         return kept + viewed + (queries + keys if fresh else copied)
 
     @property
@@ -222,14 +207,40 @@ class Activations:
         modules = model.recompute_modules or ["core_attn"]
         return model.recompute_granularity == "selective" and part in modules
 
-    def layer(self, experts: bool) -> LayerBytes:
-        """One transformer layer without full recomputation."""
-        return in_order(self.attention(), self.mlp(experts))
+    def layer(self, number: int) -> LayerBytes:
+        """One transformer layer, numbered from 0, without full recomputation."""
+        experts = self.sizes.experts[number]
+        parts = in_order(self.attention(), self.mlp(experts))
+        return LayerBytes(parts.kept + self._of_inputs(number), parts.transient)
+
+    def _of_inputs(self, number: int) -> int:
+        """See `inputs`: bytes more than a layer would keep that is trained in full precision."""
+        config, experts = self.config, self.sizes.experts[number]
+        attended = not (self.attends_eagerly or self._recomputes("core_attn"))
+        inputs = Inputs.of(config, self.sizes, experts=experts, attended=attended)
+        if self._recomputes("moe" if experts else "mlp"):
+            inputs = replace(inputs, linear_fc1=0, linear_fc2=0)
+        if config.lora.lora_rank is not None:
+            return inputs.of_frozen(config, self.sizes)
+        eight = Operations(config, self.sizes).in_8_bits(number) and config.fp8.fp8_wgrad
+        return -inputs.saved_in_8_bits(self.sizes.width) if eight else 0
+
+    def copies(self, stage: Stage) -> int:
+        """Weights of a stage in 8 bits, which all micro-batches of a step share."""
+        operations = Operations(self.config, self.sizes)
+        eight = [n for n, layer in enumerate(stage.layers) if operations.in_8_bits(layer)]
+        names = tuple(f"decoder.layers.{n}." for n in eight)
+        matrices = (
+            weight.numel
+            for weight in weights(self.config, self.sizes, stage)
+            if weight.name.startswith(names) and LINEAR.search(weight.name)
+        )
+        return KEPT_LAYOUTS * sum(matrices)
 
     def stage(self, stage: Stage) -> LayerBytes:
         """One stage: embedding, layers, last norm, depths and loss."""
         parts = [self._embedding(stage)]
-        layers = [self.layer(self.sizes.experts[layer]) for layer in stage.layers]
+        layers = [self.layer(number) for number in stage.layers]
         full = self.config.model.recompute_granularity == "full"
         parts += self._recomputed(layers) if full else layers
         if stage.final_norm:
@@ -266,23 +277,16 @@ class Activations:
         return LayerBytes(kept, sizes.v // sizes.tp * sizes.h * sizes.width)
 
     def _recomputed(self, layers: list[LayerBytes]) -> list[LayerBytes]:
-        """Layers with full recomputation: units keep their input, and are run again one by one."""
+        """Layers with full recomputation."""
         model = self.config.model
-        count = model.recompute_num_layers or 1
-        uniform = model.recompute_method == "uniform"
-        size = count if uniform else 1
-        limit = len(layers) if uniform else min(count, len(layers))
-        found = []
-        for first in range(0, limit, size):
-            again = in_order(*layers[first : min(first + size, limit)])
-            more = again.kept - self.residual + again.transient
-            found.append(LayerBytes(self.residual, self.residual + more))
-        return found + layers[limit:]
+        count, uniform = model.recompute_num_layers or 1, model.recompute_method == "uniform"
+        size, limit = (count, len(layers)) if uniform else (1, count)
+        return recomputed(layers, self.residual, size=size, limit=limit)
 
     def _depth(self) -> LayerBytes:
         """One depth of multi-token prediction: two norms, a projection, a layer, a norm."""
         sizes = self.sizes
-        layer = self.layer(sizes.experts[-1])
+        layer = in_order(self.attention(), self.mlp(sizes.experts[-1]))
         norm = self.norm(sizes.residual_tokens, sizes.h)
         # Inputs of three norms, and both normed ones together, which the projection takes.
         kept = layer.kept + 3 * norm + (3 + 2) * self.residual
@@ -299,7 +303,10 @@ class Activations:
             weight = vocabulary * sizes.h * sizes.width
             kept = losses * (logits * copies + self.residual)
             return LayerBytes(kept, logits * sizes.width + weight + hidden)
-        rows = loss.cross_entropy_chunk_size or min(-(-sizes.tokens // 8), DEFAULT_ROWS)
-        chunk = min(rows, sizes.tokens) * vocabulary * (FP32 + (FP32 if sizes.half else 0))
-        gradients = vocabulary * sizes.h * FP32 + self.residual
+        width = sizes.width if sizes.gpu else FP32 + (FP32 if sizes.half else 0)
+        default = fused_rows(sizes.tokens, sizes.h) if sizes.gpu else default_rows(sizes.tokens)
+        rows = loss.cross_entropy_chunk_size or default
+        chunk = min(rows, sizes.tokens) * vocabulary * width
+        trains = self.config.lora.lora_rank is None
+        gradients = vocabulary * sizes.h * FP32 * trains + self.residual
         return LayerBytes(losses * gradients, chunk + losses * hidden)

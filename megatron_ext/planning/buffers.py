@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_ext.planning.contents import Sizes
+from megatron_ext.planning.contents import Ranks
+from megatron_ext.planning.layer_bytes import FP32
 from megatron_ext.planning.parameters import Weight
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 PARAMETER_ALIGNMENT = 64
 BUCKET_ALIGNMENT = 128
-FP32 = 4
 STEP_COUNTER = 4
 """torch's Adam keeps a float32 counter for each parameter."""
 
@@ -33,6 +33,7 @@ class State:
     Attributes:
         count: elements of its parameters, padding excluded.
         parameters, gradients, optimizer, average: see the module.
+        frozen: of the parameters, those that are not trained.
     """
 
     count: int = 0
@@ -40,6 +41,7 @@ class State:
     gradients: int = 0
     optimizer: int = 0
     average: int = 0
+    frozen: int = 0
 
     @property
     def total(self) -> int:
@@ -53,6 +55,7 @@ class State:
             self.gradients + other.gradients,
             self.optimizer + other.optimizer,
             self.average + other.average,
+            self.frozen + other.frozen,
         )
 
 
@@ -106,7 +109,7 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def bucket_size(config: RunConfig, sizes: Sizes, count: int) -> int | None:
+def bucket_size(config: RunConfig, sizes: Ranks, count: int) -> int | None:
     """Elements of a bucket on the first pipeline rank's first chunk; see `models.chunks`."""
     optimizer = config.optimizer
     if not optimizer.overlap_grad_reduce:
@@ -118,7 +121,7 @@ def bucket_size(config: RunConfig, sizes: Sizes, count: int) -> int | None:
 
 def chunk_state(
     config: RunConfig,
-    sizes: Sizes,
+    sizes: Ranks,
     weights: Sequence[Weight],
     *,
     size: int | None = None,
@@ -135,9 +138,12 @@ def chunk_state(
         replica: index of the rank among those that share its dense parameters (data and context).
         expert_replica: the same for its experts.
     """
-    dense = [weight for weight in weights if not weight.expert]
-    experts = [weight for weight in weights if weight.expert]
-    total = State()
+    trained = [weight for weight in weights if not weight.frozen]
+    dense = [weight for weight in trained if not weight.expert]
+    experts = [weight for weight in trained if weight.expert]
+    frozen = sum(weight.numel for weight in weights if weight.frozen)
+    held = frozen * sizes.width
+    total = State(count=frozen, parameters=held, frozen=held)
     for group, replicas, index in (
         (dense, sizes.dp * sizes.cp, replica),
         (experts, sizes.expert_dp, expert_replica),
@@ -149,7 +155,7 @@ def chunk_state(
 
 def _buffer_state(
     config: RunConfig,
-    sizes: Sizes,
+    sizes: Ranks,
     weights: Sequence[Weight],
     replicas: int,
     replica: int,
@@ -180,7 +186,7 @@ def _share(bucket: Bucket, replica: int, replicas: int) -> tuple[int, int]:
     return sum(mine), len(mine)
 
 
-def _optimizer_bytes(config: RunConfig, sizes: Sizes, elements: int, pieces: int) -> int:
+def _optimizer_bytes(config: RunConfig, sizes: Ranks, elements: int, pieces: int) -> int:
     """Moments, and in 16 bits the fp32 parameters, of what a rank updates."""
     main = FP32 if sizes.half else 0
     if config.optimizer.optimizer == "sgd":

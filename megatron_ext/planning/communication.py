@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from megatron_ext.planning.buffers import FP32, State
-from megatron_ext.planning.contents import Sizes, Stage
+from megatron_ext.planning.buffers import State
+from megatron_ext.planning.contents import Ranks, Sizes, Stage
+from megatron_ext.planning.layer_bytes import FP32
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -125,22 +126,24 @@ class Traffic:
         tensor = x.residual_tokens * x.h * x.width
         return float(tensor * ((stage.index < stages - 1) + (stage.index > 0)))
 
-    def step(self, state: State, expert_share: float = 0.0) -> Volume:
-        """Once in a step: gradients and parameters of a rank, and the copies of the embedding.
 
-        Args:
-            state: of the rank.
-            expert_share: of its parameters, those of experts.
-        """
-        x = self.sizes
-        shared = ring(x.dp * x.cp) * (1 - expert_share) + ring(x.expert_dp) * expert_share
-        if self.config.optimizer.use_distributed_optimizer:
-            data = shared * (state.gradients + state.parameters)
-        else:
-            data = 2 * shared * state.gradients
-        return Volume(data=data)
+def step_volume(config: RunConfig, ranks: Ranks, state: State, expert_share: float) -> Volume:
+    """Once in a step: gradients and parameters of a rank, from and to its replicas.
 
-    def copies(self, elements: int) -> Volume:
-        """The all-reduce of a word embedding's gradient between the stages that hold it."""
-        in_fp32 = self.config.precision.accumulate_allreduce_grads_in_fp32
-        return Volume(embedding=float(elements * (FP32 if in_fp32 else self.sizes.width)))
+    Args:
+        config: of the run.
+        ranks: of it.
+        state: of the rank.
+        expert_share: of its parameters, those of experts.
+    """
+    dense, experts = ring(ranks.dp * ranks.cp), ring(ranks.expert_dp)
+    shared = dense * (1 - expert_share) + experts * expert_share
+    if config.optimizer.use_distributed_optimizer:
+        return Volume(data=shared * (state.gradients + state.parameters - state.frozen))
+    return Volume(data=2 * shared * state.gradients)
+
+
+def copies_volume(config: RunConfig, ranks: Ranks, elements: int) -> Volume:
+    """The all-reduce of a word embedding's gradient between the stages that hold it."""
+    in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
+    return Volume(embedding=float(elements * (FP32 if in_fp32 else ranks.width)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.stages import mtp_stage, stages_of
 from megatron_ext.errors import ConfigError
@@ -14,32 +14,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Numbers of a resolved text run that formulas need.
+class Ranks:
+    """How a run is cut, whatever its model.
 
     Attributes:
-        s, b, h, f, n, g, d, v: sequence length and micro-batch size (of the run, not of a rank),
-            hidden size, width of the MLP, attention heads, query groups, head size, vocabulary.
-        layers: transformer layers.
-        depths: of multi-token prediction.
+        b: micro-batch size.
         tp, cp, pp, dp, ep, etp, expert_dp: ranks along each axis.
         sequence_parallel: norms and dropout are cut along the sequence too.
         width: bytes of a number in activations and in the parameters of the forward pass.
-        half: that is 16 bits.
         gpu: fused kernels of a GPU.
-        experts: for each layer, whether it holds experts.
     """
 
-    s: int
     b: int
-    h: int
-    f: int
-    n: int
-    g: int
-    d: int
-    v: int
-    layers: int
-    depths: int
     tp: int
     cp: int
     pp: int
@@ -50,11 +36,56 @@ class Sizes:
     sequence_parallel: bool
     width: int
     gpu: bool
-    experts: tuple[bool, ...]
 
     @property
     def half(self) -> bool:
+        """Numbers have 16 bits."""
         return self.width == 2
+
+    @property
+    def sharing(self) -> int:
+        """Tensor-parallel ranks that share out the sequence between the parallel layers."""
+        return self.tp if self.sequence_parallel else 1
+
+
+def ranks_of(config: RunConfig) -> dict[str, Any]:
+    """The fields of `Ranks` of a resolved configuration, by name."""
+    layout = Layout.from_config(config)
+    sizes, experts = layout.sizes(), layout.expert_sizes()
+    return {
+        "b": config.training.micro_batch_size or 0,
+        **{name: sizes[name] for name in ("tp", "cp", "pp", "dp")},
+        "ep": experts["ep"],
+        "etp": experts["tp"],
+        "expert_dp": experts["dp"],
+        "sequence_parallel": config.parallel.sequence_parallel,
+        "width": 2 if config.precision.bf16 or config.precision.fp16 else 4,
+        "gpu": config.device == "cuda",
+    }
+
+
+@dataclass(frozen=True)
+class Sizes(Ranks):
+    """Numbers of a resolved text run that formulas need.
+
+    Attributes:
+        s, h, f, n, g, d, v: sequence length (of the run, not of a rank), hidden size, width of the
+            MLP, attention heads, query groups, head size, vocabulary.
+        layers: transformer layers.
+        depths: of multi-token prediction.
+        experts: for each layer, whether it holds experts.
+    """
+
+    s: int
+    h: int
+    f: int
+    n: int
+    g: int
+    d: int
+    v: int
+    layers: int
+    depths: int
+    experts: tuple[bool, ...]
 
     @property
     def tokens(self) -> int:
@@ -64,58 +95,32 @@ class Sizes:
     @property
     def residual_tokens(self) -> int:
         """Of them, those in norms, dropout and the residual stream of a rank."""
-        return self.tokens // self.tp if self.sequence_parallel else self.tokens
+        return self.tokens // self.sharing
 
     @classmethod
     def of(cls, config: RunConfig) -> Sizes:
-        """The sizes of a resolved configuration without errors.
+        """The sizes of a resolved text run without errors.
 
         Raises:
-            ConfigError: what cannot be planned yet, or no vocabulary.
+            ConfigError: no vocabulary.
         """
-        _check_plannable(config)
-        model, layout = config.model, Layout.from_config(config)
-        sizes, experts = layout.sizes(), layout.expert_sizes()
+        model = config.model
+        if not model.padded_vocab_size:
+            raise ConfigError("`--padded-vocab-size` is missing; give it, or a tokenizer.")
         h, n = model.hidden_size or 0, model.num_attention_heads or 0
         return cls(
+            **ranks_of(config),
             s=model.seq_length or 0,
-            b=config.training.micro_batch_size or 0,
             h=h,
             f=model.ffn_hidden_size or 0,
             n=n,
             g=model.num_query_groups or n,
             d=model.kv_channels or h // max(1, n),
-            v=model.padded_vocab_size or 0,
+            v=model.padded_vocab_size,
             layers=model.num_layers or 0,
             depths=model.mtp_num_layers or 0,
-            tp=sizes["tp"],
-            cp=sizes["cp"],
-            pp=sizes["pp"],
-            dp=sizes["dp"],
-            ep=experts["ep"],
-            etp=experts["tp"],
-            expert_dp=experts["dp"],
-            sequence_parallel=config.parallel.sequence_parallel,
-            width=2 if config.precision.bf16 or config.precision.fp16 else 4,
-            gpu=config.device == "cuda",
             experts=tuple(expert_layers(config)),
         )
-
-
-def _check_plannable(config: RunConfig) -> None:
-    """Refuse runs for which there is no formula."""
-    found = []
-    if config.video.video:
-        found.append("A video model cannot be planned yet; plan text models.")
-    if config.lora.lora_rank is not None:
-        found.append(
-            f"`--lora-rank` ({config.lora.lora_rank}) cannot be planned yet; leave it out to plan "
-            "the training of all parameters."
-        )
-    if not config.video.video and not config.model.padded_vocab_size:
-        found.append("`--padded-vocab-size` is missing; give it, or a tokenizer.")
-    if found:
-        raise ConfigError(found)
 
 
 def expert_layers(config: RunConfig) -> list[bool]:

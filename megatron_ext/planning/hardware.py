@@ -1,4 +1,4 @@
-"""What GPUs can do at most: rates, memory and links from NVIDIA's datasheets.
+"""What GPUs can do: rates, memory and links from NVIDIA's datasheets, or measured by the doctor.
 
 Rates are dense (datasheets quote twice as much with sparsity). Links are bytes a second in one
 direction: NVLink's datasheet figure counts both, so it is halved here. Between nodes the table
@@ -8,6 +8,8 @@ assumes one InfiniBand port for each GPU, 400 Gbit/s with Hopper and Blackwell (
 Sources: NVIDIA A100 Tensor Core GPU Datasheet (nvidia-a100-datasheet-nvidia-us-2188504),
 NVIDIA H100 Tensor Core GPU Datasheet, NVIDIA H200 Tensor Core GPU Datasheet, NVIDIA HGX and DGX
 B200 datasheets (a system's figures divided by its eight GPUs), NVIDIA L40S Datasheet.
+
+What a run reaches of these rates is in no datasheet: `assumptions` has what is assumed of it.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ class Gpu:
         link: to another GPU of the node, bytes a second in one direction.
         network: to a GPU of another node, the same.
         per_node: GPUs of a node.
+        hopper: Hopper or newer, whose matrix library takes more memory.
+        measured: what the doctor measured of this very machine; None for datasheets alone.
     """
 
     name: str
@@ -45,6 +49,8 @@ class Gpu:
     link: float
     network: float
     per_node: int = 8
+    hopper: bool = False
+    measured: Measured | None = None
 
     def peak(self, width: int) -> float:
         """The dense rate of products of numbers with ``width`` bytes.
@@ -54,8 +60,28 @@ class Gpu:
         """
         rate = {1: self.fp8, 2: self.bf16, 4: self.fp32}[width]
         if rate is None:
-            raise ConfigError(f"The GPU {self.name} has no fp8 products; use bf16.")
+            raise ConfigError(
+                f"The GPU {self.name} has no fp8 products, but `--fp8-format` asks for them; plan "
+                "for H100, H200, B200 or L40S, or leave `--fp8-format` out."
+            )
         return rate
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Rates of a machine, see `doctor.findings.Rates`.
+
+    Attributes:
+        bf16: operations a second of a large bfloat16 product.
+        fp8: of an 8-bit one; None where there is none.
+        copy: bytes a second that a copy within the memory reads and writes.
+        source: the file.
+    """
+
+    bf16: float
+    fp8: float | None
+    copy: float
+    source: str
 
 
 def _gpu(
@@ -63,6 +89,8 @@ def _gpu(
     rates: tuple[float, float | None, float],
     memory: tuple[int, float],
     links: tuple[float, float],
+    *,
+    hopper: bool = False,
 ) -> Gpu:
     """From TFLOP/s, GB, GB/s."""
     bf16, fp8, fp32 = rates
@@ -75,6 +103,7 @@ def _gpu(
         memory_bandwidth=memory[1] * GB,
         link=links[0] * GB,
         network=links[1] * GB,
+        hopper=hopper,
     )
 
 
@@ -84,20 +113,30 @@ GPUS = {
         _gpu("A100-40GB", (312, None, 19.5), (40, 1555), (300, 25)),
         _gpu("A100", (312, None, 19.5), (80, 2039), (300, 25)),
         _gpu("L40S", (362, 733, 91.6), (48, 864), (32, 25)),
-        _gpu("H100", (989, 1979, 67), (80, 3350), (450, 50)),
-        _gpu("H200", (989, 1979, 67), (141, 4800), (450, 50)),
-        _gpu("B200", (2250, 4500, 80), (180, 8000), (900, 50)),
+        _gpu("H100", (989, 1979, 67), (80, 3350), (450, 50), hopper=True),
+        _gpu("H200", (989, 1979, 67), (141, 4800), (450, 50), hopper=True),
+        _gpu("B200", (2250, 4500, 80), (180, 8000), (900, 50), hopper=True),
     )
 }
 
 
 def gpu_named(name: str) -> Gpu:
-    """A GPU of the table.
+    """A GPU of the table, or of a file that the doctor wrote.
+
+    Args:
+        name: as the table has it, in any case; or a path that ends in ``.json``.
 
     Raises:
-        ConfigError: a name that it lacks.
+        ConfigError: a name that the table lacks, or a file that does not say what is needed.
     """
+    if name.endswith(".json"):
+        from megatron_ext.planning.measured import gpu_of_file
+
+        return gpu_of_file(name)
     found = {key.lower(): gpu for key, gpu in GPUS.items()}.get(name.lower())
     if found is None:
-        raise ConfigError(f"`--gpu` ({name}) must be one of {', '.join(GPUS)}.")
+        raise ConfigError(
+            f"`--gpu` ({name}) must be one of {', '.join(GPUS)}, or a file .json that "
+            "`tools/doctor.py --json` wrote."
+        )
     return found

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from megatron_ext.planning.activations import Activations, LayerBytes
 from megatron_ext.planning.buffers import State, bucket_size, chunk_state
-from megatron_ext.planning.contents import Sizes, Stage, stages
-from megatron_ext.planning.parameters import Weight, weights
+from megatron_ext.planning.contents import Ranks, Stage
+from megatron_ext.planning.layer_bytes import LayerBytes
+from megatron_ext.planning.models import network_of
+from megatron_ext.planning.network import Network
+from megatron_ext.planning.parameters import Weight
 from megatron_ext.schedules import Plan, build_plan
 from megatron_ext.schedules.plan import COMPUTE, RECEIVES, Kind
 
@@ -29,7 +31,7 @@ RECOMPUTATION: dict[str, dict[str, object]] = {
         "recompute_modules": None,
     },
 }
-"""The modes that a plan compares, as fields of `ModelConfig`."""
+"""The modes of a text run, as fields of `ModelConfig`."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class RankMemory:
         state: what it keeps between steps.
         activations: the most that the schedule lets it hold of all micro-batches in flight.
         transient: of the peak, what lives for a moment within one forward or backward pass.
+        copies: of weights in 8 bits, which are kept within a step.
         in_flight: micro-batches of a stage held at the peak, of all its stages.
     """
 
@@ -53,11 +56,12 @@ class RankMemory:
     activations: int
     transient: int
     in_flight: int
+    copies: int = 0
 
     @property
     def total(self) -> int:
         """State and activations at the peak."""
-        return self.state.total + self.activations + self.transient
+        return self.state.total + self.copies + self.activations + self.transient
 
 
 def step_plan(config: RunConfig) -> Plan:
@@ -79,39 +83,41 @@ def num_microbatches(config: RunConfig) -> int:
     return max(1, batch // (micro * config.parallel.data_parallel_size))
 
 
-def memory(config: RunConfig, plan: Plan | None = None) -> list[RankMemory]:
+def memory(
+    config: RunConfig, plan: Plan | None = None, network: Network | None = None
+) -> list[RankMemory]:
     """The memory of each pipeline rank.
 
     Args:
-        config: a resolved text run with its vocabulary.
+        config: a resolved run; of text with its vocabulary.
         plan: its schedule, where it is at hand.
+        network: its model; None for that of a text run.
 
     Raises:
-        ConfigError: see `Sizes.of`.
+        ConfigError: see `network_of`.
     """
-    sizes = Sizes.of(config)
-    plan = plan or step_plan(config)
-    everything = stages(config)
-    formulas = Activations(config, sizes)
-    costs = [formulas.stage(stage) for stage in everything]
-    deferred = [formulas.deferred(stage) for stage in everything]
+    network, plan = network or network_of(config), plan or step_plan(config)
+    everything = network.stages()
+    costs = [network.activations(stage) for stage in everything]
+    deferred = [network.deferred(stage) for stage in everything]
     found = []
-    for rank in range(sizes.pp):
+    for rank in range(network.sizes.pp):
         mine = tuple(stage for stage in everything if stage.rank == rank)
         mine = tuple(sorted(mine, key=lambda stage: stage.chunk))
-        lists = tuple(tuple(weights(config, sizes, stage)) for stage in mine)
+        lists = tuple(tuple(network.weights(stage)) for stage in mine)
         held, transient, count = walk(
-            plan, rank, costs, deferred=deferred, boundary=formulas.residual
+            plan, rank, costs, deferred=deferred, boundary=network.boundary
         )
         found.append(
             RankMemory(
                 rank=rank,
                 stages=mine,
                 weights=lists,
-                state=rank_state(config, sizes, rank, lists),
+                state=rank_state(config, network.sizes, rank, lists),
                 activations=held,
                 transient=transient,
                 in_flight=count,
+                copies=sum(network.copies(stage) for stage in mine),
             )
         )
     return found
@@ -119,7 +125,7 @@ def memory(config: RunConfig, plan: Plan | None = None) -> list[RankMemory]:
 
 def rank_state(
     config: RunConfig,
-    sizes: Sizes,
+    sizes: Ranks,
     rank: int,
     chunks: Sequence[Sequence[Weight]],
     *,
@@ -129,7 +135,8 @@ def rank_state(
     """What a rank keeps between steps of all its chunks; see `chunk_state`."""
     total = State()
     for index, chunk in enumerate(chunks):
-        size = bucket_size(config, sizes, sum(x.numel for c in chunks for x in c))
+        trained = sum(x.numel for c in chunks for x in c if not x.frozen)
+        size = bucket_size(config, sizes, trained)
         total += chunk_state(
             config,
             sizes,
@@ -198,6 +205,19 @@ USES = {
 
 
 def with_recomputation(config: RunConfig, mode: str) -> RunConfig:
-    """The same run with another mode of `RECOMPUTATION`."""
-    model = replace(config.model, **RECOMPUTATION[mode])  # type: ignore[arg-type]
-    return replace(config, model=model)
+    """The same run with another mode of `modes_of`."""
+    if not config.video.video:
+        model = replace(config.model, **RECOMPUTATION[mode])  # type: ignore[arg-type]
+        return replace(config, model=model)
+    blocks = None if mode == "full" else 0
+    if config.video.uses_dit or config.video.streams:
+        count = config.model.num_layers or 0
+        streaming = replace(config.streaming, recompute_blocks=0 if blocks == 0 else count)
+        return replace(config, streaming=streaming)
+    mmdit = replace(config.mmdit, recompute_double_blocks=blocks, recompute_single_blocks=blocks)
+    return replace(config, mmdit=mmdit)
+
+
+def modes_of(config: RunConfig) -> list[str]:
+    """Modes of recomputation that a plan compares."""
+    return ["none", "full"] if config.video.video else list(RECOMPUTATION)

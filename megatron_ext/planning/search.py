@@ -9,9 +9,11 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.planning.assumptions import DEFAULT, Efficiency
 from megatron_ext.planning.hardware import Gpu
-from megatron_ext.planning.memory import RECOMPUTATION, memory, with_recomputation
-from megatron_ext.planning.step_time import DEFAULT, USABLE, Efficiency, Estimate, estimate
+from megatron_ext.planning.memory import memory, modes_of, with_recomputation
+from megatron_ext.planning.models import network_of
+from megatron_ext.planning.step_time import Estimate, estimate, reserve_of
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -28,7 +30,7 @@ class Candidate:
         tp, pp, cp, ep: ranks along each axis.
         chunks: of each pipeline rank.
         micro_batch: sequences of a forward pass.
-        recompute: a mode of `memory.RECOMPUTATION`.
+        recompute: a mode of `memory.modes_of`.
     """
 
     tp: int
@@ -105,7 +107,7 @@ def candidates(config: RunConfig, world_size: int, gpu: Gpu) -> Iterator[Candida
             continue
         for chunks in range(1, MOST_CHUNKS + 1 if pp > 1 else 2):
             if layers % (pp * chunks) == 0:
-                for batch, mode in product(batches, RECOMPUTATION):
+                for batch, mode in product(batches, modes_of(config)):
                     yield Candidate(tp, pp, cp, ep, chunks, batch, mode)
 
 
@@ -152,10 +154,13 @@ def search(
             settled.add(layout)
             continue
         tried += 1
-        if max(rank.total for rank in memory(run)) > USABLE * gpu.memory:
+        network = network_of(run)
+        ranks = memory(run, network=network)
+        peak = max(rank.total for rank in ranks)
+        if peak + reserve_of(gpu, network, ranks).total > gpu.memory:
             continue
         settled.add(layout)
-        priced.append((candidate, estimate(run, gpu, efficiency)))
+        priced.append((candidate, estimate(run, gpu, efficiency, network)))
     if not tried:
         raise ConfigError(
             [f"No layout of {world_size} ranks can run this model.", *list(errors)[:MOST_REASONS]]

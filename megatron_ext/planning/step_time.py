@@ -1,58 +1,26 @@
 """An estimate of a step's time: products, memory traffic and messages, through the schedule.
 
-It is a model, not a measurement: `Efficiency` says which share of the datasheet's rates kernels are
-taken to reach. Layouts of one model on one kind of GPU compare well; the seconds are rough.
+It is a model, not a measurement: `assumptions.Efficiency` says which shares of the rates are taken
+to be reached. Layouts of one model on one kind of GPU compare well; the seconds are rough.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from megatron_ext.errors import ConfigError
-from megatron_ext.planning.activations import Activations
-from megatron_ext.planning.communication import Traffic, Volume
-from megatron_ext.planning.contents import Sizes, Stage, stages
-from megatron_ext.planning.flops import Operations, step_flops
+from megatron_ext.planning.assumptions import DEFAULT, Efficiency, Rates, Reserve, reserve
+from megatron_ext.planning.communication import Volume, copies_volume, step_volume
+from megatron_ext.planning.contents import Stage
 from megatron_ext.planning.hardware import Gpu
-from megatron_ext.planning.memory import RankMemory, memory, step_plan
+from megatron_ext.planning.memory import RankMemory, memory, num_microbatches, step_plan
+from megatron_ext.planning.models import network_of
+from megatron_ext.planning.network import Network
 from megatron_ext.schedules import Durations, Plan, Price, price
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
-
-
-@dataclass(frozen=True)
-class Efficiency:
-    """Shares of the datasheet's rates that are reached.
-
-    Attributes:
-        products: matrix products, of the dense rate.
-        memory: kernels that read and write, of the memory bandwidth.
-        links: collectives, of a link's bandwidth.
-        hidden: share of the replicas' exchange that overlaps with computation, where the run
-            asks for overlap.
-
-    Raises:
-        ConfigError: a share outside of (0, 1], or of [0, 1] for what is hidden.
-    """
-
-    products: float = 0.7
-    memory: float = 0.8
-    links: float = 0.75
-    hidden: float = 0.8
-
-    def __post_init__(self) -> None:
-        found = [
-            f"`{name}` ({value}) must be above 0 and at most 1; use 0.7."
-            for name, value in vars(self).items()
-            if not (0 <= value <= 1) or (value == 0 and name != "hidden")
-        ]
-        if found:
-            raise ConfigError(found)
-
-
-DEFAULT = Efficiency()
 
 
 @dataclass(frozen=True)
@@ -61,6 +29,7 @@ class Estimate:
 
     Attributes:
         config: the run.
+        network: its model.
         gpu: the kind.
         ranks: memory of each pipeline rank.
         plan: the schedule.
@@ -71,6 +40,7 @@ class Estimate:
     """
 
     config: RunConfig
+    network: Network
     gpu: Gpu
     ranks: list[RankMemory]
     plan: Plan
@@ -81,135 +51,154 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """Operations of the model over what the GPUs could do at the dense rate of its type."""
-        width = Sizes.of(self.config).width
+        """Operations of the model over what the GPUs could do at the datasheet's 16-bit rate.
+
+        Of float32 that of float32; 8-bit products are compared with 16 bits too, as is usual.
+        """
         world = self.config.parallel.world_size
-        return self.flops / (self.seconds * world * self.gpu.peak(width))
+        return self.flops / (self.seconds * world * self.gpu.peak(self.network.sizes.width))
 
     @property
     def tokens_per_second(self) -> float:
         """On all ranks."""
-        batch = self.config.training.batch_sizes[1]
-        return batch * (self.config.model.seq_length or 0) / self.seconds
+        x = self.network.sizes
+        sequences = num_microbatches(self.config) * x.b * x.dp
+        return sequences * self.network.tokens / self.seconds
 
     @property
     def peak(self) -> int:
-        """Bytes of the rank that needs most."""
-        return max(rank.total for rank in self.ranks)
+        """Bytes of the rank that needs most, without the reserve."""
+        return self.fullest.total
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The rank that needs most."""
+        return max(self.ranks, key=lambda rank: rank.total)
+
+    @cached_property
+    def reserve(self) -> Reserve:
+        """What the fullest rank must leave free."""
+        return reserve_of(self.gpu, self.network, self.ranks)
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank leaves room for the CUDA context and the caches of libraries."""
-        return self.peak <= USABLE * self.gpu.memory
+        """Whether the fullest rank leaves the reserve."""
+        return self.peak + self.reserve.total <= self.gpu.memory
 
 
-USABLE = 0.92
-"""Share of a GPU's memory that torch's allocator may fill: context, NCCL and cuBLAS take the rest,
-as does fragmentation."""
+def reserve_of(gpu: Gpu, network: Network, ranks: list[RankMemory]) -> Reserve:
+    """What the fullest of some ranks must leave free."""
+    fullest = max(ranks, key=lambda rank: rank.total)
+    return reserve(gpu, network.sizes, fullest.activations + fullest.transient)
 
 
 @dataclass(frozen=True)
 class _Clock:
     """Times of one stage on a kind of GPU."""
 
-    config: RunConfig
-    sizes: Sizes
-    gpu: Gpu
-    efficiency: Efficiency
+    network: Network
+    rates: Rates
 
     def durations(self, stage: Stage) -> Durations:
         """Forward, input-gradient and weight-gradient pass of one micro-batch."""
-        operations = Operations(self.config, self.sizes)
-        rate = self.gpu.peak(self.sizes.width) * self.efficiency.products
-        forward = operations.stage(stage) / rate
-        again = operations.recomputed(stage) / rate
-        kept = Activations(self.config, self.sizes).stage(stage).kept
-        touched = kept / (self.gpu.memory_bandwidth * self.efficiency.memory)
-        sent = self.exchange(Traffic(self.config, self.sizes).microbatch(stage))
-        return Durations(
-            forward + touched + sent / 2, forward + again + 2 * touched + sent / 2, forward
-        )
+        network = self.network
+        counted, width = network.operations(stage), network.sizes.width
+        rate, rate8 = self.rates.products(width), 1.0
+        if counted.fp8:
+            rate8 = self.rates.products(1)
+        linear = counted.linear / rate + counted.fp8 / rate8
+        scores = counted.scores / rate
+        weights = counted.weights / rate + counted.fp8_weights / rate8
+        again = counted.again / rate + counted.fp8_again / rate8
+        cast = counted.cast / self.rates.memory / 2
+        touched = network.activations(stage).kept / self.rates.memory
+        sent = self.exchange(network.traffic(stage)) / 2
+        forward = linear + scores + cast + touched + sent
+        # Of a product without weights both factors have gradients.
+        inputs = linear + 2 * scores + cast + again + 2 * touched + sent
+        return Durations(forward, inputs, weights)
 
     def exchange(self, volume: Volume) -> float:
         """Seconds of the collectives within a micro-batch's passes; pipelines are simulated."""
-        x = self.sizes
+        x, link = self.network.sizes, self.rates.link
         return (
-            volume.tensor / self.bandwidth(x.tp)
-            + volume.context / self.bandwidth(x.tp * x.cp)
-            + volume.expert / self.bandwidth(x.etp * x.ep)
+            volume.tensor / link(x.tp)
+            + volume.context / link(x.tp * x.cp)
+            + volume.expert / link(x.etp * x.ep)
         )
 
-    def bandwidth(self, span: int) -> float:
-        """Bytes a second between ranks of which ``span`` neighbours form a group."""
-        link = self.gpu.link if span <= self.gpu.per_node else self.gpu.network
-        return link * self.efficiency.links
-
-    def latency(self, traffic: Traffic, stage: Stage) -> float:
+    def latency(self) -> float:
         """Of a message between stages."""
-        x = self.sizes
-        stride = x.tp * x.cp * (1 if self.config.parallel.use_tp_pp_dp_mapping else x.dp)
-        tensor = x.residual_tokens * x.h * x.width
-        return tensor / self.bandwidth(stride * x.pp) if x.pp > 1 else 0.0
+        x = self.network.sizes
+        mapped = self.network.config.parallel.use_tp_pp_dp_mapping
+        stride = x.tp * x.cp * (1 if mapped else x.dp)
+        return self.network.boundary / self.rates.link(stride * x.pp) if x.pp > 1 else 0.0
 
     def update(self, rank: RankMemory) -> float:
         """Seconds of the optimizer: its state, gradients and parameters, read and written."""
         state = rank.state
-        moved = 2 * (state.optimizer + state.average) + state.gradients + state.parameters
-        return moved / (self.gpu.memory_bandwidth * self.efficiency.memory)
+        trained = state.parameters - state.frozen
+        moved = 2 * (state.optimizer + state.average) + state.gradients + trained
+        return moved / self.rates.memory
 
     def replicas(self, volume: Volume) -> float:
         """Seconds of the exchange between replicas that computation does not hide."""
-        x, flags = self.sizes, self.config.optimizer
-        ranks = x.dp * x.cp
-        seconds = volume.data / self.bandwidth(x.tp * ranks) if ranks > 1 else 0.0
+        x, flags = self.network.sizes, self.network.config.optimizer
+        ranks, link = x.dp * x.cp, self.rates.link
+        seconds = volume.data / link(x.tp * ranks) if ranks > 1 else 0.0
         shown = 1.0
         if flags.overlap_grad_reduce:
             both = flags.overlap_param_gather or not flags.use_distributed_optimizer
-            shown -= self.efficiency.hidden * (1.0 if both else 0.5)
-        return seconds * shown + volume.embedding / self.bandwidth(x.tp * ranks * x.pp)
+            shown -= self.rates.efficiency.hidden * (1.0 if both else 0.5)
+        return seconds * shown + volume.embedding / link(x.tp * ranks * x.pp)
 
 
-def estimate(config: RunConfig, gpu: Gpu, efficiency: Efficiency = DEFAULT) -> Estimate:
+def estimate(
+    config: RunConfig,
+    gpu: Gpu,
+    efficiency: Efficiency = DEFAULT,
+    network: Network | None = None,
+) -> Estimate:
     """Estimate a step of a run.
 
     The stages are priced as if all took as long as the slowest one, which is what a pipeline in
     its steady phase waits for.
 
     Args:
-        config: a resolved text run with its vocabulary.
+        config: a resolved run; of text with its vocabulary.
         gpu: the kind of GPU.
         efficiency: see `Efficiency`.
+        network: its model; None for that of a text run.
 
     Raises:
-        ConfigError: see `Sizes.of`.
+        ConfigError: see `network_of`; fp8 on a GPU without it.
     """
-    sizes = Sizes.of(config)
-    clock, everything = _Clock(config, sizes, gpu, efficiency), stages(config)
-    traffic, plan = Traffic(config, sizes), step_plan(config)
-    slowest = _slowest(clock, everything, sizes)
-    cost = price(plan, slowest, clock.latency(traffic, everything[0]))
-    ranks = memory(config, plan)
-    volumes = [rank_volume(traffic, rank, plan.num_microbatches) for rank in ranks]
+    network = network or network_of(config)
+    clock, plan = _Clock(network, Rates(gpu, efficiency)), step_plan(config)
+    cost = price(plan, _slowest(clock, network.stages()), clock.latency())
+    ranks = memory(config, plan, network)
+    volumes = [rank_volume(network, rank, plan.num_microbatches) for rank in ranks]
     after = max(
         clock.update(rank) + clock.replicas(volume)
         for rank, volume in zip(ranks, volumes, strict=True)
     )
     return Estimate(
         config=config,
+        network=network,
         gpu=gpu,
         ranks=ranks,
         plan=plan,
         price=cost,
         volumes=volumes,
         seconds=cost.makespan + after,
-        flops=step_flops(config, sizes, everything),
+        flops=network.step_flops(),
     )
 
 
-def _slowest(clock: _Clock, everything: list[Stage], sizes: Sizes) -> Durations:
+def _slowest(clock: _Clock, everything: list[Stage]) -> Durations:
     """The mean over its chunks of the rank whose passes take longest."""
     ranks = []
-    for rank in range(sizes.pp):
+    for rank in range(clock.network.sizes.pp):
         times = [clock.durations(stage) for stage in everything if stage.rank == rank]
         sums = [
             sum(getattr(time, name) for time in times) / len(times)
@@ -219,12 +208,16 @@ def _slowest(clock: _Clock, everything: list[Stage], sizes: Sizes) -> Durations:
     return max(ranks, key=lambda x: x.forward + x.input_gradient + x.weight_gradient)
 
 
-def rank_volume(traffic: Traffic, rank: RankMemory, num_microbatches: int) -> Volume:
+def rank_volume(network: Network, rank: RankMemory, num_microbatches: int) -> Volume:
     """What a rank of one place in the pipeline sends in a step."""
     total = Volume()
     for stage in rank.stages:
-        total += traffic.microbatch(stage) * num_microbatches
+        total += network.traffic(stage) * num_microbatches
     every = [weight for chunk in rank.weights for weight in chunk]
-    experts = sum(weight.numel for weight in every if weight.expert)
-    total += traffic.step(rank.state, experts / max(1, rank.state.count))
-    return total + traffic.copies(sum(weight.numel for weight in every if weight.shared))
+    trained = [weight for weight in every if not weight.frozen]
+    experts = sum(weight.numel for weight in trained if weight.expert)
+    count = sum(weight.numel for weight in trained)
+    config, sizes = network.config, network.sizes
+    total += step_volume(config, sizes, rank.state, experts / max(1, count))
+    shared = sum(weight.numel for weight in trained if weight.shared)
+    return total + copies_volume(config, sizes, shared)

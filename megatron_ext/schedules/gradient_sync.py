@@ -17,7 +17,13 @@ class GradientSync:
 
     Until the last backward pass of a chunk its gradients are only added up. With
     ``--overlap-grad-reduce`` their reduction starts during that pass; with
-    ``--align-grad-reduce``, or where weight gradients are deferred, right after it.
+    ``--align-grad-reduce``, or where weight gradients are deferred, right after it. As in
+    megatron-core's schedules there is nothing to align with where one chunk is all or the first of
+    the pipeline, whose backward pass is the last.
+
+    megatron-core takes a bucket as complete when as many gradients have come as in a step that it
+    has counted; one that is not complete after the pass, because a parameter was not used, is
+    reduced then.
     """
 
     def __init__(
@@ -33,7 +39,9 @@ class GradientSync:
         self.grad_sync = _list_of(config.grad_sync_func, len(chunks))
         self.param_sync = _list_of(config.param_sync_func, len(chunks))
         self.halves = any(action.kind is Kind.WEIGHT for action in actions)
-        if self.halves and self.no_sync and not self.grad_sync:
+        last_to_end = len(chunks) == 1 and any(action.stage == 0 for action in actions)
+        self.during = not self.halves and (last_to_end or not self.grad_sync)
+        if self.no_sync and not self.grad_sync:
             self.grad_sync = [chunk.start_grad_sync for chunk in chunks]
         gradients = (Kind.WEIGHT,) if self.halves else (Kind.BACKWARD,)
         self.last = {action.stage: action for action in actions if action.kind in gradients}
@@ -55,15 +63,25 @@ class GradientSync:
 
     def before_backward(self, action: Action) -> None:
         """Let the last backward pass of a chunk start the reduction of its buckets."""
-        if not self.grad_sync and self.last.get(action.stage) == action:
+        if self.during and self.last.get(action.stage) == action:
             self._release(self.placement.chunk_of(action.stage))
 
     def computed(self, action: Action) -> None:
         """After gradients were computed: reduce those of a chunk that is done."""
-        if self.grad_sync and self.last.get(action.stage) == action:
-            chunk = self.placement.chunk_of(action.stage)
+        if not self.grad_sync or self.last.get(action.stage) != action:
+            return
+        chunk = self.placement.chunk_of(action.stage)
+        if chunk in self.waiting:
             self._release(chunk)
             self.grad_sync[chunk](self.chunks[chunk].parameters())
+            return
+        for bucket in _buckets(self.chunks[chunk]):
+            if bucket.is_first_batch and len(bucket.per_param_grad_ready_counts) < len(
+                bucket.params
+            ):
+                bucket.per_param_grad_ready_counts.clear()  # Not one to count by.
+            if bucket.grad_reduce_handle is None:
+                bucket.start_grad_sync()
 
     def finish(self) -> None:
         """After the last action."""
@@ -80,3 +98,8 @@ def _list_of(hook: Any, length: int) -> list[Callable[..., Any]]:
     if hook is None:
         return []
     return list(hook) if isinstance(hook, list) else [hook] * length
+
+
+def _buckets(chunk: Any) -> list[Any]:
+    """Groups of buckets of megatron-core's DDP whose gradients are reduced together."""
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]

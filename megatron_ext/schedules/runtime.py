@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_ext.schedules.build import build_plan
 from megatron_ext.schedules.channel import Channels
 from megatron_ext.schedules.gradient_sync import GradientSync
+from megatron_ext.schedules.graphs import StepGraphs
 from megatron_ext.schedules.plan import Action, Kind, Plan
 from megatron_ext.schedules.token_scaling import scale_by_tokens
 
@@ -43,6 +44,7 @@ class PipelineEngine:
             parameters set as for megatron-core's own schedules.
         context: groups of this rank.
         group_size: see `build_plan`.
+        graphs: of the chunks' layers; None runs them kernel by kernel.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class PipelineEngine:
         context: ParallelContext,
         *,
         group_size: int | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
         self.schedule = schedule
         self.chunks = list(chunks)
         self.config = config
         self.context = context
         self.group_size = group_size
+        self.graphs = graphs
 
     def plan(self, num_microbatches: int, *, forward_only: bool) -> Plan:
         """The plan of a step, the same on all ranks."""
@@ -104,6 +108,8 @@ class PipelineEngine:
         config = self.config
         finalizes = config.finalize_model_grads_func is not None and not forward_only
         on_last = self.context.is_last_stage
+        if self.graphs is not None and not forward_only:
+            self.graphs.before_step(step.actions, plan.placement)
         embedding = None
         if finalizes:
             embedding = clear_embedding_activation_buffer(config, self.chunks, on_last)

@@ -11,18 +11,23 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import MegatronExtError
+from megatron_ext.models.fp8.scaling import DelayedScaling
 
 if TYPE_CHECKING:
     from megatron_ext.layout import ParallelContext
 
-Named = list[tuple[str, torch.nn.Parameter]]
+Named = Sequence[tuple[str, Tensor]]
+
+_NOT_REDUCED = "the gradients of one of them were not reduced"
 
 
 class InvariantError(MegatronExtError):
     """Ranks that must hold the same values hold different ones, or a gradient is stale."""
 
 
-def named_parameters(chunks: Sequence[DistributedDataParallel]) -> Named:
+def named_parameters(
+    chunks: Sequence[DistributedDataParallel],
+) -> list[tuple[str, torch.nn.Parameter]]:
     """Trainable parameters of all chunks; a second chunk's names begin with its index."""
     several = len(chunks) > 1
     return [
@@ -40,10 +45,11 @@ def check_replicas(
 
     Dense parameters are equal on all data- and context-parallel ranks, experts on their own
     replicas, parameters that are not cut on all tensor-parallel ranks, and copies of the embedding
-    on their stages.
+    on their stages. Histories of 8-bit scales are equal wherever a part or a copy of their layer
+    lies.
 
     Raises:
-        InvariantError: with the parameter and the ranks that differ.
+        InvariantError: with the parameter or history and the ranks that differ.
     """
     named = named_parameters(chunks)
     dense = [(name, p) for name, p in named if getattr(p, "allreduce", True)]
@@ -58,6 +64,24 @@ def check_replicas(
     if copies and embedding_group is not None:
         one = [("the tied embedding", copies[0][1])]
         _check_equal(one, embedding_group, "pipeline stages", iteration)
+    _check_histories(chunks, iteration)
+
+
+def _check_histories(chunks: Sequence[DistributedDataParallel], iteration: int) -> None:
+    """Of the delayed recipe; those of experts lie on other ranks than the others."""
+    found = [
+        (f"{name}.amax_history", module)
+        for chunk in chunks
+        for name, module in chunk.named_modules()
+        if isinstance(module, DelayedScaling)
+    ]
+    for may_idle in (False, True):
+        alike = [pair for pair in found if pair[1].parts.may_idle == may_idle]
+        for group in alike[0][1].parts.of_step() if alike else ():
+            named = [(name, module.amax_history) for name, module in alike]
+            cause = "the largest magnitudes of a step were not completed over them"
+            where = "ranks with parts of its layer"
+            _check_equal(named, group, where, iteration, kind="history", cause=cause)
 
 
 def check_zeroed(chunks: Sequence[DistributedDataParallel], iteration: int) -> None:
@@ -84,10 +108,18 @@ def _digest(tensor: Tensor) -> Tensor:
     return torch.stack([bits.sum(), (bits * weights).sum()])
 
 
-def _check_equal(named: Named, group: ProcessGroup, where: str, iteration: int) -> None:
+def _check_equal(
+    named: Named,
+    group: ProcessGroup,
+    where: str,
+    iteration: int,
+    *,
+    kind: str = "parameter",
+    cause: str = _NOT_REDUCED,
+) -> None:
     if not named or group.size() == 1:
         return
-    digests = torch.stack([_digest(parameter) for _, parameter in named])
+    digests = torch.stack([_digest(tensor) for _, tensor in named])
     everyone = digests.new_empty(group.size(), *digests.shape)
     torch.distributed.all_gather(list(everyone.unbind(0)), digests, group=group)
     differs = (everyone != everyone[0]).any(dim=2)
@@ -97,7 +129,6 @@ def _check_equal(named: Named, group: ProcessGroup, where: str, iteration: int) 
     ranks = torch.distributed.get_process_group_ranks(group)
     apart = [rank for rank, bad in zip(ranks, differs[:, index].tolist(), strict=True) if bad]
     raise InvariantError(
-        f"After iteration {iteration} the parameter `{named[index][0]}` differs between {where}: "
-        f"ranks {apart} do not hold what rank {ranks[0]} holds; the gradients of one of them were "
-        "not reduced."
+        f"After iteration {iteration} the {kind} `{named[index][0]}` differs between {where}: "
+        f"ranks {apart} do not hold what rank {ranks[0]} holds; {cause}."
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,12 +14,12 @@ from megatron_ext.training.invariants import check_replicas
 from megatron_ext.training.profiling import StepProfiler
 from megatron_ext.training.reporting import AVERAGED, EvaluationRecord
 from megatron_ext.training.signals import EXIT_CODE_SIGNAL
-from megatron_ext.training.step import StepResult
 from megatron_ext.training.watch import Verdict, check_watched, exhausted, judge
 from megatron_ext.training.window import LogWindow, StepSize
 
 if TYPE_CHECKING:
     from megatron_ext.data.loader import BatchSource
+    from megatron_ext.optim.update import UpdateResult
     from megatron_ext.training.setup import Run
 
 
@@ -42,6 +42,7 @@ def train(run: Run) -> int | None:
     while run.progress.iteration < run.num_iterations:
         grown = run.batch_size.update(run.progress.consumed_train_samples)
         if grown and saved_at != run.progress.iteration:
+            window.settle()
             run.save()
             saved_at = run.progress.iteration
         profiler.before_step(run.progress.iteration)
@@ -56,7 +57,8 @@ def train(run: Run) -> int | None:
         _check_invariants(run)
         losses = None
         if _due(iteration, run.config.training.eval_interval) and run.evaluates:
-            losses = evaluate_split(run, "validation")
+            with _collected(run):
+                losses = evaluate_split(run, "validation")
         if after_step is not None:
             after_step()
         collect_garbage(iteration)
@@ -67,6 +69,7 @@ def train(run: Run) -> int | None:
         if losses is not None:
             verdict = judge(run, losses, regular=due or iteration == run.num_iterations)
         if (due or verdict.save or verdict.stop) and saved_at != iteration:
+            window.settle()
             run.save(verdict.outdone)
             saved_at = iteration
         window.pause(time.perf_counter() - started)
@@ -75,6 +78,7 @@ def train(run: Run) -> int | None:
             run.reporters.say(f"exiting at iteration {iteration} ({reason})")
             return EXIT_CODE_SIGNAL if stop == "signal" else 0
     profiler.stop()
+    window.settle()
     if saved_at != run.progress.iteration:
         run.save()
     return None
@@ -97,9 +101,9 @@ def _step(run: Run, window: LogWindow) -> None:
     if result.flops is not None:
         size = replace(size, flops=result.flops)
     run.parameter_gather.switch_on()
-    window.add(result, size, nan=_advance(run, result, size))
-    if run.ema is not None and result.moves_average:
-        run.ema.update(run.progress.iteration)
+    advance(run, size)
+    window.add(result, size)
+    average(run, result.model_update)
 
 
 def evaluate_at_end(run: Run) -> None:
@@ -160,18 +164,22 @@ def _evaluate_sources(
     return found
 
 
-def _advance(run: Run, result: StepResult, size: StepSize) -> bool:
-    """Count the step; returns whether it was skipped with a loss that is not finite."""
+def advance(run: Run, size: StepSize) -> None:
+    """Count a step, applied or not."""
     progress = run.progress
     progress.iteration += 1
     progress.consumed_train_samples += size.samples
     progress.floating_point_operations += size.flops
-    if result.update.applied:
-        return False
-    progress.skipped_iterations += 1
-    nan = any(not math.isfinite(float(loss)) for loss in result.losses.values())
-    progress.nan_iterations += nan
-    return nan
+
+
+def average(run: Run, update: UpdateResult | None) -> None:
+    """Let the average follow an update of the model of the run."""
+    if run.ema is None or update is None:
+        return
+    if not update.known:
+        run.ema.update(run.progress.iteration, update.flag)
+    elif update.applied:
+        run.ema.update(run.progress.iteration)
 
 
 def _due(iteration: int, interval: int | None) -> bool:
@@ -183,6 +191,17 @@ def _check_invariants(run: Run) -> None:
     if _due(run.progress.iteration, run.config.training.check_invariants):
         with run.parameter_gather.paused():
             check_replicas(run.runner.trained_chunks, run.context, run.progress.iteration)
+
+
+@contextmanager
+def _collected(run: Run) -> Iterator[None]:
+    """Collect garbage before an evaluation, and after it what the evaluation has left."""
+    collects = run.config.training.manual_gc and run.config.training.manual_gc_eval
+    if collects:
+        gc.collect()
+    yield
+    if collects:
+        gc.collect(generation=0)
 
 
 def _garbage_collector(run: Run) -> Callable[[int], None]:

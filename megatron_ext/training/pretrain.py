@@ -19,6 +19,7 @@ from megatron_ext.config.cli import read_words
 from megatron_ext.device import Device, select
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.layout import Layout, embedding_ranks, init_groups, mtp_rank, seed_everything
+from megatron_ext.models.compiled import compile_nothing
 from megatron_ext.planning.report import print_plan
 from megatron_ext.training.known_warnings import silence_known_warnings
 from megatron_ext.training.launch import EXIT_CODE_USER_ERROR, launch
@@ -104,7 +105,7 @@ def _prepare(
             print(f"> {note}", flush=True)
     if config.planning.dry_run:
         if first:
-            print_plan(config)
+            print_plan(config, () if chosen.clips is None else chosen.clips(config))
         raise _NothingToRun
     return chosen, device, config, tokenizer
 
@@ -173,6 +174,8 @@ def pretrain(
         )
         if config.training.deterministic_mode:
             torch.use_deterministic_algorithms(True)
+        if not config.model.compile:
+            compile_nothing()
         run = build_run(config, task, context, torch_device, tokenizer)
         with build_reporters(
             config,

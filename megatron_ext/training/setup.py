@@ -99,7 +99,8 @@ class Run:
 
     def params_norm(self) -> float:
         """Global L2 norm of the parameters; all ranks call this together."""
-        return params_norm(self.chunks, self.context)
+        with self.parameter_gather.paused():
+            return params_norm(self.chunks, self.context)
 
     def save(self, outdone: Collection[int] = ()) -> None:
         """Save a checkpoint, where a folder is given.

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_ext.device.transfer import HostCopy, sent
+
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
 
@@ -31,6 +33,7 @@ class StopRequests:
             self._limit_s = training.exit_duration_in_mins * 60.0
         self._started = started
         self._signalled = False
+        self._before: HostCopy | None = None
         self._watch_signal = training.exit_signal_handler
         if self._watch_signal:
             signal.signal(training.exit_signal_number, self._on_signal)
@@ -38,17 +41,29 @@ class StopRequests:
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._signalled = True
 
-    def check(self, device: torch.device) -> str | None:
+    def check(self, device: torch.device, *, late: bool | None = None) -> str | None:
         """Why all ranks should stop now: ``"signal"``, ``"duration"`` or None.
 
         Costs one small all-reduce where a watch is on, nothing otherwise.
+
+        Args:
+            device: of the ranks' groups.
+            late: give the answer to the check before, which is there by now, so that a GPU is not
+                waited for; by default on a GPU.
         """
         if not self._watch_signal and self._limit_s is None:
             return None
-        late = self._limit_s is not None and time.time() - self._started > self._limit_s
-        flags = torch.tensor([self._signalled, late], dtype=torch.int32, device=device)
+        over = self._limit_s is not None and time.time() - self._started > self._limit_s
+        flags = sent(torch.tensor([self._signalled, over], dtype=torch.int32), device)
         torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
-        signalled, late_anywhere = flags.tolist()
+        answer: HostCopy | None = HostCopy(flags)
+        if late is None:
+            late = device.type == "cuda"
+        if late:
+            answer, self._before = self._before, answer
+        if answer is None:
+            return None
+        signalled, over_anywhere = answer.read()
         if signalled:
             return "signal"
-        return "duration" if late_anywhere else None
+        return "duration" if over_anywhere else None

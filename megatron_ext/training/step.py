@@ -23,8 +23,10 @@ from megatron_ext.losses.contract import LossFunction, Report, StepCounts, check
 from megatron_ext.models.auto_scaler import AuxiliaryScale
 from megatron_ext.models.dropout import microbatch_masks
 from megatron_ext.models.fp8.history import AmaxHistories
+from megatron_ext.models.fp8.weights import KeptWeights
 from megatron_ext.models.moe_losses import take_auxiliary_losses
 from megatron_ext.optim.update import UpdateResult, update_parameters
+from megatron_ext.schedules.graphs import StepGraphs, records_graphs
 from megatron_ext.schedules.runtime import ForwardStep, PipelineEngine
 from megatron_ext.training.invariants import check_zeroed
 
@@ -76,21 +78,16 @@ class StepResult:
         losses: mean of each reported loss over the step's targets; empty but on the last stage.
         counts: sum of the targets' weights of each.
         update: see `UpdateResult`.
-        trains_model: the model of the run was updated, whose average then moves; some tasks train
-            other networks in between. None if ``update`` is that of the model.
+        model_update: that of the model of the run, whose average follows it; None where a step
+            trained other networks only.
         flops: floating-point operations on all ranks, where they are known after the step only.
     """
 
     losses: dict[str, Tensor]
     counts: dict[str, Tensor]
     update: UpdateResult
-    trains_model: bool | None = None
+    model_update: UpdateResult | None
     flops: float | None = None
-
-    @property
-    def moves_average(self) -> bool:
-        """The model of the run was updated."""
-        return self.update.applied if self.trains_model is None else self.trains_model
 
 
 class StepRunner:
@@ -129,14 +126,19 @@ class StepRunner:
         self._has_auxiliary_losses = (
             transformer_config.num_moe_experts is not None or task.auxiliary_losses
         )
-        self._amax_histories = AmaxHistories(chunks, context.pgs)
+        self._amax_histories = AmaxHistories(chunks)
+        self._fp8_weights = KeptWeights(chunks)
         schedule = config.parallel.pipeline_schedule or ""
         self.engine: PipelineEngine | None = None
         if not schedule.startswith("core-"):
             group_size = config.parallel.microbatch_group_size_per_vp_stage
+            graphs = None
+            if records_graphs(config):
+                graphs = StepGraphs(chunks, config.cuda_graphs.cuda_graph_warmup_steps)
             self.engine = PipelineEngine(
-                schedule, chunks, transformer_config, context, group_size=group_size
+                schedule, chunks, transformer_config, context, group_size=group_size, graphs=graphs
             )
+        self._unsettled: list[tuple[UpdateResult, OptimizerParamScheduler, int]] = []
         self.observer: Callable[[], None] | None = None
         self.check_zeroed_at: int | None = None
         if optimizer is not None:
@@ -296,17 +298,19 @@ class StepRunner:
         self.optimizer.zero_grad()
         if self.check_zeroed_at is not None:
             check_zeroed(self.chunks, self.check_zeroed_at)
-        reports = self.forward_backward(
-            batches, num_microbatches, forward_only=False, consumed_samples=consumed_samples
-        )
+        with self._fp8_weights.kept():
+            reports = self.forward_backward(
+                batches, num_microbatches, forward_only=False, consumed_samples=consumed_samples
+            )
         if self.observer is not None:
             self.observer()
         self._amax_histories.advance()
         self._give_memory_back(2)
+        # By now the update before is over while the passes of this step wait for the device.
+        self.settle()
         update = update_parameters(self.optimizer, self.config.optimizer.clip_grad)
         self._give_memory_back(1)
-        if update.applied:
-            self.scheduler.step(increment=num_samples)
+        self._follow(update, self.scheduler, num_samples)
         totals = reduce_reports(reports, self.context)
         losses = {name: mean_of(total) for name, total in totals.items()}
         counts = {name: total[1] for name, total in totals.items()}
@@ -316,7 +320,30 @@ class StepRunner:
             )
             losses |= auxiliary
             counts |= {name: torch.ones_like(loss) for name, loss in auxiliary.items()}
-        return StepResult(losses, counts, update)
+        return StepResult(losses, counts, update, update)
+
+    def _follow(
+        self, update: UpdateResult, scheduler: OptimizerParamScheduler, num_samples: int
+    ) -> None:
+        """Let a learning rate follow an update: at once where the host knows it, or later."""
+        self._unsettled.append((update, scheduler, num_samples))
+        if update.known:
+            self.settle()
+
+    @property
+    def settled(self) -> bool:
+        """Whether the learning rates have followed the last update."""
+        return not self._unsettled
+
+    def settle(self) -> None:
+        """Let the learning rates follow the updates that were applied.
+
+        The host then waits for the last update, but not for what was launched after it.
+        """
+        while self._unsettled:
+            update, scheduler, num_samples = self._unsettled.pop(0)
+            if update.applied:
+                scheduler.step(increment=num_samples)
 
     def _give_memory_back(self, level: int) -> None:
         """Return cached GPU memory, where ``--empty-unused-memory-level`` asks for it."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megatron_ext.data.loader import BatchSource
     from megatron_ext.data.tokenizers import Tokenizer
     from megatron_ext.layout import ParallelContext
+    from megatron_ext.planning.video.clip import Clip
     from megatron_ext.training.setup import Run
     from megatron_ext.training.step import StepRunner
     from megatron_ext.training.window import StepSize
@@ -67,6 +68,7 @@ class Task:
             the steps and holds what else a checkpoint needs; None for `step.StepRunner`.
         preflight: ``(config, tokenizer)`` to the configuration with what only the data decides;
             checks the data before any process group exists, on every rank alike.
+        clips: of a checked run, the buckets of its data, as a plan (``--dry-run``) needs them.
     """
 
     datasets: DatasetsProvider
@@ -82,6 +84,7 @@ class Task:
     perplexity: bool = True
     preflight: Preflight = check_gpt_data
     step_runner: StepRunnerProvider | None = None
+    clips: Callable[[RunConfig], Sequence[Clip]] | None = None
 
 
 TaskOrChoice = Task | Callable[["RunConfig"], Task]

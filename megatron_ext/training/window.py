@@ -39,6 +39,7 @@ class LogWindow:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._unsettled: StepResult | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -49,19 +50,40 @@ class LogWindow:
         self._last_samples = 0
         self._start = time.perf_counter()
 
-    def add(self, result: StepResult, size: StepSize, *, nan: bool) -> None:
+    def add(self, result: StepResult, size: StepSize) -> None:
         """One more step."""
+        self._count_last()
         self._last, self._last_samples = result, size.samples
         self._steps += 1
         self._samples += size.samples
         self._tokens += size.tokens
         self._flops += size.flops
-        self._skipped += not result.update.applied
+        for name, loss in result.losses.items():
+            counted = torch.stack([loss, (result.counts[name] > 0).to(loss)])
+            counted = torch.where(result.update.flag, counted, 0.0)
+            self._losses[name] = self._losses.get(name, torch.zeros_like(counted)) + counted
+        self._unsettled = result
+        if self._run.runner.settled:
+            self._count_last()
+
+    def settle(self) -> None:
+        """Count the last step, and let the learning rate follow it.
+
+        The host then waits for the last update. Before progress is saved or reported.
+        """
+        self._run.runner.settle()
+        self._count_last()
+
+    def _count_last(self) -> None:
+        """Count the last step if it was skipped, and whether with a loss that is not finite."""
+        result, self._unsettled = self._unsettled, None
+        if result is None or result.update.applied:
+            return
+        nan = any(not math.isfinite(float(loss)) for loss in result.losses.values())
+        self._skipped += 1
         self._nans += nan
-        if result.update.applied:
-            for name, loss in result.losses.items():
-                counted = torch.stack([loss, (result.counts[name] > 0).to(loss)])
-                self._losses[name] = self._losses.get(name, torch.zeros_like(counted)) + counted
+        self._run.progress.skipped_iterations += 1
+        self._run.progress.nan_iterations += nan
 
     def pause(self, seconds: float) -> None:
         """Time that went into something else than steps."""
@@ -75,11 +97,12 @@ class LogWindow:
                 it count again in the first full interval; so that our lines are its lines, a run
                 that starts at iteration 0 does the same.
         """
+        self.settle()
         run, last = self._run, self._last
         assert last is not None and run.optimizer is not None
         params_norm = run.params_norm() if run.config.logging.log_params_norm else None
         losses = self._means()
-        if not losses:
+        if self._skipped == self._steps:
             losses = dict.fromkeys(last.losses, math.nan)
         elapsed = time.perf_counter() - self._start - self._pause
         record = IterationRecord(

@@ -20,6 +20,8 @@ GOOD = [
     "--fp8 hybrid --fp8-interval 1 --fp8-margin 0 --fp8-amax-history-len 1024 "
     "--fp8-amax-compute-algo max --no-fp8-wgrad",
     "--fp8-format hybrid --fp8-recipe rowwise --first-last-layers-bf16",
+    "--fp8-format hybrid --num-experts 2 --moe-ffn-hidden-size 48",
+    "--fp8-format hybrid --lora-rank 4",
 ]
 
 BAD = [
@@ -59,8 +61,10 @@ BAD = [
         "`--first-last-layers-bf16` keeps 4 of the 4 layers in bf16",
     ),
     ("--fp8-format hybrid --no-bf16", "`--fp8-format` needs `--bf16`"),
-    ("--fp8-format hybrid --num-experts 2", "`--fp8-format` does not go with `--num-experts`"),
-    ("--fp8-format hybrid --lora-rank 4", "`--fp8-format` does not go with `--lora-rank`"),
+    (
+        "--fp8-format hybrid --num-experts 2 --moe-ffn-hidden-size 40",
+        "--moe-ffn-hidden-size (40) over 1 rank(s) does not; use a multiple of 16.",
+    ),
     (
         "--fp8-format hybrid --ffn-hidden-size 172",
         "--ffn-hidden-size (172) over 1 rank(s) does not; use a multiple of 16.",

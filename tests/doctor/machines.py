@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.doctor import Outcome
+from megatron_ext.doctor.host import Host
 
 SMI = "/usr/bin/nvidia-smi"
 REQUIRES = ["megatron-core<0.17,>=0.16.1", 'transformer-engine[pytorch]>=2.4; extra == "te"']
@@ -33,6 +34,7 @@ NO_CUDA = {
     "cudnn": None,
     "gpus": [],
 }
+SERVER = Host(192.0, 2**41, 2**40, 2**20, None, ("mlx5_0", "mlx5_1"))
 RATES = {"bf16": 7.9e14, "fp8": 1.4e15, "copy": 4.1e12}
 
 
@@ -50,9 +52,15 @@ class Machine:
         folders: Mapping[str, Path] | None = None,
         broken: Mapping[str, Outcome] | None = None,
         rates: Mapping[str, float | None] | Outcome = RATES,
+        topology: str | Outcome = "",
+        probes: Mapping[str, Outcome] | None = None,
+        host: Host = SERVER,
+        headers: bool = True,
         **versions: str | None,
     ) -> None:
         self.torch, self.smi, self.rates = torch, smi, rates
+        self.topology, self.probes = topology, probes or {}
+        self.on, self.headers = host, headers
         self.environ: Mapping[str, str] = environ or {}
         self.programs = [*programs, *(["nvidia-smi"] if smi is not None else [])]
         self.modules, self.folders = modules, folders or {}
@@ -83,8 +91,17 @@ class Machine:
     def program(self, *names: str) -> str | None:
         return next((f"/usr/bin/{name}" for name in names if name in self.programs), None)
 
+    def file(self, path: Path) -> bool:
+        return self.headers and path.name == "Python.h"
+
+    def host(self) -> Host:
+        return self.on
+
     def run(self, command: Sequence[str], seconds: float = 30.0) -> Outcome:
         if command[0] == SMI:
+            if "topo" in command:
+                found = self.topology
+                return found if isinstance(found, Outcome) else Outcome(0, found)
             return self._smi(len(command) > 1)
         if command[0].endswith("nvcc"):
             return Outcome(0, "Cuda compilation tools, release 13.0, V13.0.88\n")
@@ -100,6 +117,8 @@ class Machine:
         answers: dict[str, Callable[[], Any]] = {
             "device.rates": lambda: self.rates,
             "_cuda_getDriverVersion": lambda: self.torch,
+            "CUDAGraph": lambda: self.probes.get("graph", {"seconds": 0.0}),
+            "torch.compile": lambda: self.probes.get("compile", {"seconds": 12.3}),
         }
         for word, answer in answers.items():
             if word in code:

@@ -52,8 +52,13 @@ def test_g8_without_a_gpu_it_says_what_it_cannot_know() -> None:
     text = "\n".join(report(found))
     assert "Torch can use no GPU here, so this cannot be known:" in text
     assert "the matrix rate and the copy bandwidth of a GPU" in text
-    assert "TFLOP/s" not in text and "TB/s" not in text and "GiB" not in text
-    assert not any("device.rates" in code for code in machine.ran)
+    assert "TFLOP/s" not in text and "TB/s" not in text
+    assert "compute capability 8.9 or newer" in text and "fp8 recipes" not in text
+    assert found.to_dict()["gpus"] == ()
+    tried = ("device.rates", "CUDAGraph", "torch.compile")
+    assert not any(word in code for word in tried for code in machine.ran)
+    names = {finding.name for finding in found.findings}
+    assert not names & {"CUDA graphs", "torch.compile", "links of GPUs", "RDMA network"}
     assert text.endswith("Runs compute on the CPU, and their ranks talk over gloo.")
 
 
@@ -263,13 +268,36 @@ def test_rates_that_could_not_be_measured_say_why() -> None:
     assert "rates: the measurement failed: torch.OutOfMemoryError" in text_of(machine)
     assert "printed nothing that could be read" in text_of(Machine(rates=Outcome(0, "")))
     assert "rates: not measured (`--no-measure`)" in text_of(Machine(), measure=False)
-    older = Machine(rates={"bf16": 2.4e14, "fp8": None, "copy": 1.5e12})
+    a100 = {**H200, "gpus": [["NVIDIA A100", 8, 0, 85_000_000_000]]}
+    older = Machine(a100, rates={"bf16": 2.4e14, "fp8": None, "copy": 1.5e12})
     assert "fp8: its matrix units do not take it" in text_of(older)
+    assert "fp8 matrix product" not in text_of(older)
 
 
-def test_json_holds_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--json"], Machine()) == 0
+@pytest.mark.parametrize(
+    ("capability", "torch_layers", "engine"),
+    [
+        ((8, 0), "", ""),
+        ((8, 9), "delayed tensorwise rowwise", "delayed tensorwise"),
+        ((9, 0), "delayed tensorwise rowwise", "delayed tensorwise blockwise"),
+        ((10, 0), "delayed tensorwise rowwise", "delayed tensorwise blockwise mxfp8"),
+        ((12, 0), "delayed tensorwise rowwise", "delayed tensorwise blockwise"),
+    ],
+)
+def test_fp8_recipes_by_capability(
+    capability: tuple[int, int], torch_layers: str, engine: str
+) -> None:
+    (gpu,) = examine(Machine({**H200, "gpus": [["GPU", *capability, 10**10]]})).gpus
+    assert [" ".join(names) for names in gpu.fp8_recipes.values()] == [torch_layers, engine]
+
+
+def test_json_holds_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "doctor.json"
+    assert main(["--json", "--out", str(out)], Machine()) == 0
     found = json.loads(capsys.readouterr().out)
+    assert json.loads(out.read_text(encoding="utf-8")) == found
+    assert found["host"]["cores"] == 192.0
+    assert found["gpus"][0]["fp8_recipes"]["torch"] == ["delayed", "tensorwise", "rowwise"]
     assert found["gpus"][0]["rates"] == {"bf16": 7.9e14, "fp8": 1.4e15, "copy": 4.1e12}
     assert {"name", "status", "version", "cost", "install"} <= set(found["findings"][0])
     assert main(["--no-measure"], Machine(megatron_core=None)) == 1

@@ -19,6 +19,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 TRAINING = [
     "gpt/pretrain_gpt_1node.sh",
     "gpt/pretrain_llama3_8b.sh",
+    "gpt/pretrain_llama3_8b_fp8.sh",
     "slurm/pretrain_gpt.sbatch",
     "custom_model/train.sh",
 ]
@@ -124,6 +125,19 @@ def test_fine_tuning_starts_from_public_weights(
     rows = [row for row in metrics(out / "checkpoints") if row["kind"] == "train"]
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
     assert (out / "checkpoints" / "best_checkpointed_iteration.txt").exists()
+
+
+@pytest.mark.slow
+def test_video_quickstart_ends_with_a_measurement(tmp_path: Path) -> None:
+    """At this size it learns nothing; docs/video.md says what the whole run is."""
+    out = tmp_path / "video"
+    shown = run_example("video/quickstart.sh", out, timeout=400)
+    assert shown.rstrip().endswith("loss.png")
+    rows = metrics(out / "checkpoints")
+    assert [row["iteration"] for row in rows if row["kind"] == "resumed"] == [4]
+    assert (out / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "8"
+    assert len(list((out / "samples").glob("sample_*.mp4"))) == 16
+    assert (out / "samples" / "contact_sheet.png").read_bytes().startswith(PNG)
 
 
 def test_the_corpus_is_the_same_everywhere(tmp_path: Path) -> None:

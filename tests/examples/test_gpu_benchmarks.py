@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import attention, fp8_linear, gpu_peers, gpu_throughput
+from benchmarks import attention, cross_entropy, fp8_linear, gpu_peers, gpu_throughput, mmdit_block
 from benchmarks.gpu_setup import LLAMAS, Ceiling, config_of
 from benchmarks.peers import PEERS, Place, hugging_face_config
+from benchmarks.targets import LOSS_TIME, MFU, over, verdict
 from benchmarks.torch_llama import TorchLlama, token_loss
+from megatron_ext.config.mmdit_sizes import SIZES
+from megatron_ext.models.fp8.scaling import RECIPES
+from megatron_ext.models.mmdit.flops import flops_of_clip
 from megatron_ext.training.flops import flops_per_sample
 from megatron_ext.training.launch import fork_ranks
 from tests.ranks import ParallelContext, ranks
 
 CPU = torch.device("cpu")
 TINY = LLAMAS["tiny"]
+ON_A_CPU = argparse.Namespace(device="cpu", tiny=True)
+ON_A_GPU = argparse.Namespace(device="cuda", tiny=False)
 
 
 def run_apart(main: Callable[[Sequence[str]], int], *words: str) -> int:
@@ -99,6 +107,22 @@ def test_peers_train_the_same_sizes(context: ParallelContext) -> None:
         assert losses[2] < losses[0], name
 
 
+def test_ours_is_held_against_the_best_of_the_peers(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    words = "--device cpu --tiny --peers ours megatron-core".split()
+    assert run_apart(gpu_peers.main, *words) == 0
+    rows = table_of(capfd.readouterr().out)
+    assert [row[0] for row in rows] == ["megatron-core", "ours"]
+    assert [row[-1] for row in rows] == ["no target", "not judged: cpu"]
+    place: Any = None
+    comparison = gpu_peers.Comparison(argparse.Namespace(**vars(ON_A_GPU), size="3b"), place)
+    comparison._tokens = {"plain torch": 900.0, "Hugging Face": 1000.0, "ours": 1200.0}
+    assert comparison._verdict("ours", 0.5) == (
+        "G1 MFU MISSED: 0.500 < 0.6; G1 over the best peer met: 1.200 ≥ 1.1"
+    )
+
+
 def test_peers_that_are_absent_say_so(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,14 +136,20 @@ def test_peers_that_are_absent_say_so(
 def test_throughput_of_what_runs_and_the_reason_of_what_does_not(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    words = "--device cpu --tiny -- --label-smoothing 0.1".split()
-    assert run_apart(gpu_throughput.main, *words) == 0
-    torch_row, te_row = table_of(capfd.readouterr().out)
+    words = "--device cpu --tiny --precisions bf16 fp8-tensorwise -- --label-smoothing 0.1"
+    assert run_apart(gpu_throughput.main, *words.split()) == 0
+    torch_row, fp8_row, te_row, _ = table_of(capfd.readouterr().out)
     assert torch_row[:5] == ["tiny", "torch", "bf16", "32", "2"]
-    assert len(torch_row) == len(gpu_throughput.HEAD)
-    assert torch_row[9:11] == ["n/a", "n/a"]
-    assert re.fullmatch(r"\d+\.\d%", torch_row[8])
-    assert float(torch_row[11]) == pytest.approx(5.5, abs=0.3)
+    assert fp8_row[2] == "fp8-tensorwise"
+    for row in (torch_row, fp8_row):
+        assert len(row) == len(gpu_throughput.HEAD)
+        assert row[9:11] == ["n/a", "n/a"]
+        assert re.fullmatch(r"\d+\.\d%", row[8])
+        assert float(row[11]) == pytest.approx(5.5, abs=0.3)
+    assert torch_row[12] == "n/a"
+    # Tokens per second are printed without decimals.
+    speeds = [float(row[6].replace(",", "")) for row in (torch_row, fp8_row)]
+    assert float(fp8_row[12]) == pytest.approx(speeds[1] / speeds[0], rel=2e-3)
     assert te_row[1] == "te"
     assert te_row[5].startswith("refused: `--transformer-impl transformer_engine` needs")
 
@@ -139,7 +169,7 @@ def test_attention_agrees_with_every_backend_that_runs(context: ParallelContext)
         assert found["ours"].difference < 1e-5
         assert found["flash"].difference < 1e-5
         assert found["cuDNN"].refusal
-        lines = attention.rows(shape, found)
+        lines = attention.rows(shape, found, ON_A_CPU)
         assert len(lines) == len(found)
         assert all(line.count("|") == len(attention.HEAD) + 1 for line in lines if "n/a" in line)
 
@@ -177,12 +207,80 @@ def test_quantising_keeps_the_largest_entry_and_rounds_once(dtype: torch.dtype, 
 def test_fp8_linear_prints_each_product(capfd: pytest.CaptureFixture[str]) -> None:
     assert run_apart(fp8_linear.main, "--device", "cpu", "--tiny") == 0
     found = table_of(capfd.readouterr().out)
-    assert [row[0] for row in found] == ["forward", "gradient of input", "gradient of weight"]
-    for row in found:
+    products, layers = found[:3], found[3:]
+    assert [row[0] for row in products] == ["forward", "gradient of input", "gradient of weight"]
+    for row in products:
         assert row[4].startswith("refused") or 1e-3 < float(row[10]) < 0.1
+    assert [row[0] for row in layers] == [f"layer, {recipe}" for recipe in RECIPES]
+    for row in layers:
+        assert float(row[8]) == pytest.approx(float(row[4]) / float(row[6]), abs=0.02)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_not_invented() -> None:
     with pytest.raises(SystemExit, match="computes on cpu, not cuda; give `--device cpu`"):
         attention.main(["--tiny"])
+
+
+def test_targets_are_judged_on_a_gpu_at_full_size_only() -> None:
+    below, above = (LOSS_TIME, 0.84), (LOSS_TIME, 0.86)
+    assert verdict(ON_A_GPU, [below]) == "G3 time met: 0.840 ≤ 0.85"
+    assert verdict(ON_A_GPU, [above]) == "G3 time MISSED: 0.860 > 0.85"
+    assert verdict(ON_A_GPU, [(MFU, 0.6), (LOSS_TIME, None)]) == (
+        "G1 MFU met: 0.600 ≥ 0.6; G3 time not judged: nothing to compare with"
+    )
+    assert verdict(ON_A_GPU, []) == verdict(ON_A_CPU, []) == "no target"
+    assert verdict(ON_A_CPU, [below]) == "not judged: cpu"
+    assert (over(1.0, 4.0), over(1.0, 0.0)) == (0.25, None)
+    tiny = argparse.Namespace(device="cuda", tiny=True)
+    assert verdict(tiny, [below]) == "not judged: tiny"
+
+
+def test_which_runs_have_a_target() -> None:
+    def of(size: str, implementation: str, precision: str, length: int) -> list[str]:
+        variant = gpu_throughput.Variant(size, implementation, precision, length, 2)
+        return [target.name for target, _ in gpu_throughput.targets(variant, 0.6, 1.3)]
+
+    assert of("3b", "torch", "bf16", 4096) == of("4b", "torch", "bf16", 8192) == ["G1 MFU"]
+    assert of("4b", "torch", "fp8-delayed", 4096) == ["G2 fp8 over bf16"]
+    # Too short, too narrow, too small, and Transformer Engine's.
+    assert of("3b", "torch", "bf16", 2048) == of("3b", "torch", "fp8-delayed", 4096) == []
+    assert of("1b", "torch", "bf16", 4096) == of("4b", "te", "fp8-delayed", 4096) == []
+
+
+def test_cross_entropy_beside_eager(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The table is in the file as it is printed, with the date, the versions and the command."""
+    out = tmp_path / "results" / "table.md"
+    words = f"--tokens 256 --hidden 16 --vocab 8192 --ways eager weighted --out {out}".split()
+    assert run_apart(cross_entropy.main, *words) == 0
+    text = capfd.readouterr().out
+    assert out.read_text(encoding="utf-8") == text
+    assert re.match(r"\d{4}-\d\d-\d\d  python [\d.]+  torch \S+  megatron-core [\d.]+", text)
+    assert f"python benchmarks/cross_entropy.py {' '.join(words)}\n" in text
+    eager, chunked = table_of(text)
+    assert chunked[2] == eager[2]
+    assert eager[7] == "1.000"
+    assert [eager[-1], chunked[-1]] == ["no target", "not judged: cpu"]
+    cost, whole = cross_entropy.Cost(15, 4.0, 4.0, 1.0), cross_entropy.Cost(100, 5.0, 5.0, 1.0)
+    judged = verdict(ON_A_GPU, cross_entropy.targets("weighted", cost, whole, [4.1, 3.9]))
+    assert judged == (
+        "G3 memory met: 0.150 ≤ 0.15; G3 time met: 0.800 ≤ 0.85; "
+        "G3 time over Liger and torch.compile MISSED: 1.026 > 1"
+    )
+
+
+def test_blocks_of_a_video_transformer(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_apart(mmdit_block.main, "--device", "cpu", "--tiny") == 0
+    rows = table_of(capfd.readouterr().out)
+    assert [row[:4] for row in rows] == [[kind, "64", "64", "8"] for kind in ("double", "single")]
+    assert all(len(row) == len(mmdit_block.HEAD) for row in rows)
+    assert all(row[-1] == "not judged: cpu" for row in rows)
+
+
+@pytest.mark.parametrize("kind", mmdit_block.BLOCKS)
+def test_operations_of_a_block_are_those_that_it_adds_to_a_model(kind: str) -> None:
+    sizes = SIZES["tiny"]
+    field = f"num_{kind}_blocks"
+    more = dataclasses.replace(sizes, **{field: getattr(sizes, field) + 1})
+    added = flops_of_clip(more, 8, 64) - flops_of_clip(sizes, 8, 64)
+    assert mmdit_block.Case(kind, sizes, num_image=64, num_text=8).flops == added

@@ -1,11 +1,13 @@
-"""A step on a GPU waits for it once, for the norm of the gradients, and nowhere else.
+"""A step on a GPU never waits for what it launches; only an entry of the log does.
 
-torch says so itself (``torch.cuda.set_sync_debug_mode``), but for collectives.
+torch says so itself (``torch.cuda.set_sync_debug_mode``), but for collectives and events: the host
+reads from pinned memory what the update of the step before did, which is over by then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.optim.update import decides_on_device
+from megatron_ext.training.setup import Run
 from megatron_ext.training.window import LogWindow
 from tests.gpu.runs import one_gpu
 from tests.runs_from_inside import build, one_step
@@ -22,7 +26,13 @@ pytestmark = pytest.mark.gpu
 
 FLAGS = [*TINY, *mock_data(), "--train-iters", "100"]
 WAITED = "called a synchronizing CUDA operation"
-CASES = ["", "--bf16", "--bf16 --cross-entropy-impl eager", "--bf16 --mtp-num-layers 1"]
+CASES = [
+    "",
+    "--bf16 --ema-decay 0.9",
+    "--bf16 --cross-entropy-impl eager --log-num-zeros-in-grad",
+    "--bf16 --mtp-num-layers 1",
+    "--bf16 --no-use-distributed-optimizer",
+]
 
 
 @contextlib.contextmanager
@@ -39,26 +49,60 @@ def sync_debug(mode: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("words", CASES)
-def test_reading_and_both_passes_never_wait(words: str) -> None:
-    with one_gpu() as context:
-        run = build([*FLAGS, *words.split()], context)
-        one_step(run, LogWindow(run))  # compilers and libraries set themselves up
-        number = run.batch_size.num_microbatches
-        with sync_debug("error"):
-            batches = run.train_source.next_step(number)
-            for chunk in run.chunks:
-                chunk.zero_grad_buffer()
-            run.runner.forward_backward(batches, number, forward_only=False)
-
-
-@pytest.mark.parametrize("words", CASES)
-def test_a_whole_step_waits_once(words: str) -> None:
+def test_a_whole_step_never_waits(words: str) -> None:
+    """Reading its batch, both passes, the update, the average and the counters."""
     with one_gpu() as context:
         run = build([*FLAGS, *words.split()], context)
         window = LogWindow(run)
-        one_step(run, window)
-        assert _waits(lambda: one_step(run, window)) == 1
+        for _ in range(2):  # compilers and libraries set themselves up
+            one_step(run, window)
+        with sync_debug("error"):
+            one_step(run, window)
+        assert not run.runner.settled
+        assert run.progress.skipped_iterations == 0
         window.report()
+        assert run.runner.settled
+
+
+def test_the_queue_never_drains() -> None:
+    """The host is ahead: when it has launched a step, the GPU has not finished it."""
+    with one_gpu() as context:
+        run = build([*FLAGS, "--bf16"], context)
+        window = LogWindow(run)
+        one_step(run, window)
+        number = run.batch_size.num_microbatches
+        batches = run.train_source.next_step(number)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(1 << 30)  # about half a second, which all that follows waits for
+        one_step(run, window, batches)
+        assert not torch.cuda.current_stream().query()
+
+
+def test_a_bad_gradient_skips_the_step_on_the_gpu() -> None:
+    """Weights, moments and rate stay as they are, and the host counts the step later."""
+    with one_gpu() as context:
+        run = build([*FLAGS, "--bf16"], context)
+        assert run.optimizer is not None and decides_on_device(run.optimizer)
+        window = LogWindow(run)
+        one_step(run, window)
+        window.settle()
+        before = [p.detach().clone() for chunk in run.chunks for p in chunk.parameters()]
+        rate = run.optimizer.param_groups[0]["lr"]
+        run.runner.observer = lambda: _spoil(run)
+        one_step(run, window)
+        run.runner.observer = None
+        assert run.progress.skipped_iterations == 0
+        window.settle()
+        assert run.progress.skipped_iterations == 1
+        assert run.optimizer.param_groups[0]["lr"] == rate
+        after = [p.detach() for chunk in run.chunks for p in chunk.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        one_step(run, window)
+        assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def _spoil(run: Run) -> None:
+    next(run.chunks[0].parameters()).main_grad.fill_(math.nan)
 
 
 def test_what_waits_is_seen() -> None:

@@ -16,7 +16,7 @@ from tests.gpu.runs import ROOT, SECONDS
 
 pytestmark = pytest.mark.gpu
 
-SCRIPTS = ("gpu_throughput", "gpu_peers", "attention", "fp8_linear")
+SCRIPTS = ("gpu_throughput", "gpu_peers", "attention", "fp8_linear", "mmdit_block")
 
 
 def test_the_matrix_rate_is_a_share_of_the_datasheets() -> None:
@@ -44,7 +44,8 @@ def test_the_doctor_finds_this_gpu() -> None:
         torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
     ]
     assert all(gpu.rates is not None and gpu.rates.bf16 > 1e12 for gpu in found.gpus)
-    assert found.finding("NCCL").status == "found"
+    for name in ("NCCL", "CUDA graphs", "torch.compile"):
+        assert found.finding(name).status == "found", found.finding(name)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

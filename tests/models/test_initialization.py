@@ -274,7 +274,10 @@ class PlainModel(torch.nn.Module):
 
 def marked_config(method: Any = torch.nn.init.ones_) -> SimpleNamespace:
     config = SimpleNamespace(
-        init_method=method, output_layer_init_method=method, embedding_init_method=method
+        init_method=method,
+        output_layer_init_method=method,
+        embedding_init_method=method,
+        perform_initialization=True,
     )
     mark_methods(config)
     return config
@@ -332,6 +335,17 @@ def test_a_parameter_that_is_not_named_is_refused(context: ParallelContext) -> N
     config.init_method(model.forgotten)
     with pytest.raises(ConfigError, match=r"the weight `forgotten` has no initial values: .* name"):
         initialize_by_name([model], config, 1234)
+
+
+@ranks()
+def test_without_initial_weights_memory_stays_as_it_was_found(context: ParallelContext) -> None:
+    """``--no-initialization`` leaves weights to a checkpoint; the memory may hold NaN."""
+    config = marked_config()
+    config.perform_initialization = False
+    model = PlainModel()
+    model.found = torch.nn.Parameter(torch.full((3,), math.nan))
+    initialize_by_name([model], config, 1234)
+    assert model.found.isnan().all()
 
 
 def test_marked_methods_fill_plain_tensors_at_once() -> None:

@@ -13,7 +13,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_ext.layout import ParallelContext
-from megatron_ext.optim.update import global_grad_norm, update_parameters
+from megatron_ext.optim.builder import choose_kernels
+from megatron_ext.optim.update import (
+    count_zeros,
+    decides_on_device,
+    global_grad_norm,
+    update_parameters,
+)
 from tests.ranks import ranks
 
 
@@ -63,13 +69,15 @@ def test_norm_is_that_of_the_mean_gradient(context: ParallelContext, distributed
     assert math.isclose(global_grad_norm(optimizer), want, rel_tol=1e-7)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @ranks(dp=2)
 def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(
-    context: ParallelContext, distributed: bool, bad: float
+    context: ParallelContext, distributed: bool, bad: float, fused: bool
 ) -> None:
     model, optimizer = _optimizer(context, distributed=distributed)
+    choose_kernels(optimizer, fused=fused)
     before = [p.detach().clone() for p in model.parameters()]
     _fill(model, bad if context.rank == 1 else 0.5)
     result = update_parameters(optimizer, clip_grad=1.0)
@@ -135,3 +143,58 @@ def test_criterion_11_a_tiny_epsilon_and_the_norm_before_clipping(
     plain.step()
     for mine, want in zip(model.parameters(), reference, strict=True):
         torch.testing.assert_close(mine, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("clip_grad", [0.0, 1.0])
+@ranks(dp=2)
+def test_the_fused_update_is_that_of_a_host_that_decides(
+    context: ParallelContext, clip_grad: float
+) -> None:
+    """Clipped inside of the kernel, with bad gradients in between; float32's rounding apart."""
+    models = {fused: _optimizer(context, distributed=True) for fused in (False, True)}
+    choose_kernels(models[True][1], fused=True)
+    for value in (0.5, math.nan, -2.0, math.inf, 0.01):
+        updates = {}
+        for fused, (model, optimizer) in models.items():
+            assert decides_on_device(optimizer) == fused
+            _fill(model, value)
+            updates[fused] = update_parameters(optimizer, clip_grad)
+            assert updates[fused].known == (not fused)
+        assert updates[True].applied == updates[False].applied == math.isfinite(value)
+        assert str(updates[True].grad_norm) == str(updates[False].grad_norm)
+    for mine, want in zip(models[True][0].parameters(), models[False][0].parameters(), strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-6, atol=1e-7)
+    states = models[True][1].chained_optimizers[0].optimizer.state.values()
+    assert {float(state["step"]) for state in states} == {3.0}
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@ranks(dp=2)
+def test_zeros_are_megatron_cores(context: ParallelContext, distributed: bool) -> None:
+    model, optimizer = _optimizer(context, distributed=distributed, log_num_zeros_in_grad=True)
+    _fill(model, -1.0)  # The bias is the second parameter: its gradients are 0.
+    optimizer.prepare_grads()
+    assert float(count_zeros(optimizer)) == optimizer.count_zeros() == 6
+    assert update_parameters(optimizer, clip_grad=1.0).num_zeros == 6
+    _fill(model, math.nan)
+    assert update_parameters(optimizer, clip_grad=1.0).num_zeros is None
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@ranks()
+def test_the_kernel_is_the_devices_and_not_the_checkpoints(
+    context: ParallelContext, fused: bool
+) -> None:
+    _, saved = _optimizer(context, distributed=False)
+    _, optimizer = _optimizer(context, distributed=False)
+    choose_kernels(saved, fused=not fused)
+    choose_kernels(optimizer, fused=fused)
+    inner, other = (each.chained_optimizers[0].optimizer for each in (optimizer, saved))
+    for group in other.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    other.step()
+    inner.load_state_dict(other.state_dict())
+    assert {bool(group["fused"]) for group in inner.param_groups} == {fused}
+    assert decides_on_device(optimizer) == fused
+    assert {bool(group["fused"]) for group in other.param_groups} == {not fused}

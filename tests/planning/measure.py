@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -21,13 +21,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.data.tokenizers import Tokenizer
 from megatron_ext.device import select
 from megatron_ext.models import attention
+from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.training.launch import fork_ranks
 from megatron_ext.training.loop import train
 from megatron_ext.training.preflight import preflight
 from megatron_ext.training.pretrain import pretrain
 from megatron_ext.training.setup import Run
+from megatron_ext.training.streaming.step import StreamingRunner
+from megatron_ext.training.task import Task, TaskOrChoice, choose
 from pretrain_gpt import GPT
 
 KINDS = ("count", "parameters", "gradients", "optimizer", "average")
@@ -83,27 +87,51 @@ class LiveBytes(TorchDispatchMode):
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Of one rank: its place, bytes of its state, names of its parameters, peak of a step."""
+    """Of one rank: its place, bytes of its state, names of its parameters, peak of a step.
+
+    Attributes:
+        networks: of streaming, state and parameters of critic and teacher, and the cache.
+    """
 
     place: dict[str, int]
     state: dict[str, int]
     weights: list[list[tuple[str, int]]]
     peak: int
     at_peak: list[tuple[int, str]]
+    networks: dict[str, Any]
 
 
-def configuration(flags: Sequence[str]) -> RunConfig:
-    """A resolved run on forked ranks, with its vocabulary."""
-    parsed = parse_args(flags, world_size=0, device=select().kind)
-    return preflight(parsed.config)[0]
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What is trained, and what its flags start from."""
+
+    task: TaskOrChoice = GPT
+    defaults: Mapping[str, Any] | None = None
 
 
-def measure(flags: Sequence[str], folder: Path) -> list[Measured]:
+PROGRAM = Program()
+
+
+def configuration(flags: Sequence[str], program: Program = PROGRAM) -> RunConfig:
+    """A resolved run on forked ranks, with its vocabulary or its clips."""
+    return _prepared(flags, program)[1]
+
+
+def _prepared(flags: Sequence[str], program: Program) -> tuple[Task, RunConfig, Tokenizer]:
+    parsed = parse_args(flags, world_size=0, device=select().kind, defaults=program.defaults)
+    task = choose(program.task, parsed.config)
+    return task, *preflight(parsed.config, task.preflight)
+
+
+def measure(
+    flags: Sequence[str],
+    folder: Path,
+    program: Program = PROGRAM,
+) -> list[Measured]:
     """Take one step on the ranks that the flags ask for."""
-    config = configuration(flags)
-    _, tokenizer = preflight(config)
+    task, config, tokenizer = _prepared(flags, program)
     work = partial(_work, folder)
-    main = partial(pretrain, GPT, config, device=select(), tokenizer=tokenizer, work=work)
+    main = partial(pretrain, task, config, device=select(), tokenizer=tokenizer, work=work)
     with (folder / "log").open("w") as log, redirect_stdout(log):
         assert fork_ranks(main, config.parallel.nproc_per_node) == 0
     paths = sorted(folder.glob("rank_*.json"))
@@ -122,32 +150,51 @@ def _outside_of_modes(function: Any) -> Any:
 
 
 def _work(folder: Path, run: Run) -> None:
-    live, step = LiveBytes(), run.runner.forward_backward
+    live, runner = LiveBytes(), run.runner
     attention.causal_lower_right = _outside_of_modes(attention.causal_lower_right)
+    name = "_pass" if isinstance(runner, StreamingRunner) else "forward_backward"
+    step = getattr(runner, name)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         with live:
             return step(*args, **kwargs)
 
-    run.runner.forward_backward = watched  # type: ignore[method-assign]
+    setattr(runner, name, watched)
     with (folder / f"log_{run.context.rank}").open("w") as log, redirect_stdout(log):
         train(run)
     pgs = run.context.pgs
     found = Measured(
         place={"pp": run.context.pp_rank, "dp_cp": pgs.dp_cp.rank(), "expt_dp": pgs.expt_dp.rank()},
-        state=_state(run),
-        weights=[
-            [(name, parameter.numel()) for name, parameter in chunk.named_parameters()]
-            for chunk in unwrap_model(run.chunks)
-        ],
+        state=_state(run.chunks, run.optimizer, run.ema),
+        weights=_weights(run.chunks),
         peak=live.peak,
-        at_peak=live.at_peak[:60],
+        at_peak=live.at_peak[:400],
+        networks=_networks(runner) if isinstance(runner, StreamingRunner) else {},
     )
     path = folder / f"rank_{run.context.rank}.json"
     path.write_text(json.dumps(dataclasses.asdict(found)))
 
 
-def _state(run: Run) -> dict[str, int]:
+def _weights(chunks: Sequence[Any]) -> list[list[tuple[str, int]]]:
+    """Names and sizes of the parameters of each chunk."""
+    bare = unwrap_model(list(chunks))
+    return [[(name, p.numel()) for name, p in chunk.named_parameters()] for chunk in bare]
+
+
+def _networks(runner: StreamingRunner) -> dict[str, Any]:
+    """What streaming holds besides the model of the run."""
+    critic, teacher = runner.critic, getattr(runner.teacher, "network", runner.teacher)
+    cache: Any = runner.sequence.generator.cache
+    return {
+        "critic": _state(critic.chunks, critic.optimizer, None),
+        "critic weights": _weights(critic.chunks)[0],
+        "teacher": sum(p.numel() * p.element_size() for p in teacher.parameters()),
+        "teacher weights": _weights([teacher])[0],
+        "cache": cache.num_bytes,
+    }
+
+
+def _state(chunks: Sequence[Any], optimizer: Any, ema: ShardedEMA | None) -> dict[str, int]:
     """Bytes by kind; memory that two kinds share counts for the first."""
     known: set[int] = set()
 
@@ -160,17 +207,15 @@ def _state(run: Run) -> dict[str, int]:
                 total += storage.nbytes()
         return total
 
-    chunks = run.chunks
     parameters = [p for chunk in chunks for p in chunk.parameters()]
     buffers = [b for c in chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
     laid = [b.param_data for b in buffers if b.param_data is not None]
-    averages = [] if run.ema is None else [part.average for part in run.ema._parts]
     return {
         "count": sum(p.numel() for p in parameters),
         "parameters": take([*laid, *parameters]),
         "gradients": take(b.grad_data for b in buffers),
-        "optimizer": take(_optimizer_tensors(run.optimizer)),
-        "average": take(averages),
+        "optimizer": take(_optimizer_tensors(optimizer)),
+        "average": take([] if ema is None else [part.average for part in ema._parts]),
     }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.planning.report import size
+from megatron_ext.planning.units import size
 from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.training.pretrain import main
 from pretrain_gpt import GPT
@@ -195,8 +195,6 @@ def test_the_tool_reports_errors(
 ) -> None:
     assert tool(["--world-size", "3", "--", *MODEL, "--tensor-model-parallel-size", "2"]) == 2
     assert "error: The number of ranks (3)" in capfd.readouterr().err
-    assert tool(["--world-size", "1", "--", *MODEL, "--lora-rank", "4"]) == 2
-    assert "`--lora-rank` (4) cannot be planned yet" in capfd.readouterr().err
 
 
 def test_sizes_are_shown_in_units() -> None:

@@ -7,14 +7,16 @@ import pytest
 from megatron_ext.config import RunConfig, parse_args
 from megatron_ext.config.planning import GPU_NAMES
 from megatron_ext.errors import ConfigError
+from megatron_ext.planning.assumptions import Efficiency
 from megatron_ext.planning.communication import Traffic, Volume
 from megatron_ext.planning.contents import Sizes, stages
 from megatron_ext.planning.flops import Operations, step_flops
 from megatron_ext.planning.hardware import GPUS, gpu_named
 from megatron_ext.planning.memory import memory, with_recomputation
+from megatron_ext.planning.models import network_of
 from megatron_ext.planning.report import model_parameters
 from megatron_ext.planning.search import candidates, search
-from megatron_ext.planning.step_time import Efficiency, estimate, rank_volume
+from megatron_ext.planning.step_time import estimate, rank_volume
 from megatron_ext.training.flops import PEAK_FLOPS_BF16, flops_per_sample
 from tests.planning.layouts import LAYOUTS, MORE, flags_of
 from tests.planning.measure import configuration
@@ -49,15 +51,15 @@ def test_full_recomputation_repeats_the_layers() -> None:
     stage = stages(config)[0]
     full = with_recomputation(config, "full")
     operations = Operations(full, Sizes.of(full))
-    assert operations.recomputed(stage) == 32 * operations.layer(False)
-    assert Operations(config, Sizes.of(config)).recomputed(stage) == 0
+    assert operations.recomputed(stage).again == 32 * operations.layer(0).forward
+    assert Operations(config, Sizes.of(config)).recomputed(stage).forward == 0
 
 
 def test_parameters_of_llama_3_8b() -> None:
     """8,030,261,248 by its model card's weights."""
     for more in ("", "--tensor-model-parallel-size 4", "--pipeline-model-parallel-size 4"):
         config = _llama(more)
-        assert model_parameters(config, memory(config)) == 8_030_261_248
+        assert model_parameters(memory(config)) == 8_030_261_248
 
 
 def test_llama_8b_state_in_bf16_over_replicas() -> None:
@@ -71,7 +73,7 @@ def test_llama_8b_state_in_bf16_over_replicas() -> None:
 
 def _volume(more: str) -> Volume:
     config = _llama(more)
-    return rank_volume(Traffic(config, Sizes.of(config)), memory(config)[0], 1)
+    return rank_volume(network_of(config), memory(config)[0], 1)
 
 
 def test_tensor_parallel_messages_of_a_layer() -> None:
@@ -105,7 +107,7 @@ def test_time_grows_with_the_bubble_and_stays_above_the_peak_rate() -> None:
     gpu = gpu_named("h100")
     one = estimate(_llama("--use-distributed-optimizer"), gpu)
     deep = estimate(_llama("--pipeline-model-parallel-size 8"), gpu)
-    assert 0 < one.mfu < Efficiency().products
+    assert 0 < one.mfu < Efficiency().products * Efficiency().layers
     assert one.seconds > one.flops / (8 * gpu.bf16)
     assert deep.price.bubble_share > one.price.bubble_share == 0
     assert one.tokens_per_second == pytest.approx(128 * 8192 / one.seconds)

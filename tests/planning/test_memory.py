@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.planning.activations import LayerBytes
 from megatron_ext.planning.buffers import buckets, chunk_state
 from megatron_ext.planning.contents import Sizes, stages
+from megatron_ext.planning.layer_bytes import LayerBytes
 from megatron_ext.planning.memory import memory, rank_state, step_plan, walk, with_recomputation
 from megatron_ext.planning.parameters import Weight
 from tests.planning.layouts import LAYOUTS, MORE, flags_of

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from torch import Tensor
 from megatron_ext.training.reporting.metrics_file import read_metrics
 from tests.checkpoint.tiny import whole_tensors
 from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
+
+slow = pytest.mark.slow
 
 DELAYED = "--fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
 TENSORWISE = "--fp8-recipe tensorwise"
@@ -46,15 +50,6 @@ def histories(save: Path, iteration: int) -> dict[str, Tensor]:
     return found
 
 
-def test_an_8_bit_run_is_near_bf16_but_not_the_same(tmp_path: Path) -> None:
-    bf16 = losses(run(tmp_path / "bf16", steps=8))
-    for name, recipe in (("d", DELAYED), ("t", TENSORWISE), ("r", ROWWISE)):
-        fp8 = losses(run(tmp_path / name, "--fp8-format hybrid", recipe, steps=8))
-        assert fp8 != bf16
-        for got, want in zip(fp8, bf16, strict=True):
-            assert math.isclose(got, want, rel_tol=0.01), (name, got, want)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [TP2, PP2])
 def test_200_steps_end_within_1_percent_of_bf16(layout: str, tmp_path: Path) -> None:
@@ -72,34 +67,64 @@ def test_200_steps_end_within_1_percent_of_bf16(layout: str, tmp_path: Path) -> 
         assert math.isclose(got, want, rel_tol=0.01)
 
 
-LAYOUTS = [
-    (2, TP2, DELAYED),
-    (2, TP2, TENSORWISE),
+LAYOUTS = [(2, TP2, DELAYED)]
+MORE_LAYOUTS = [
     (2, "--tensor-model-parallel-size 2", ROWWISE),
-    (2, f"{PP2} --pipeline-schedule zb-h1", DELAYED),
     (2, f"{PP2} --num-layers-per-virtual-pipeline-stage 1", DELAYED),
+    (2, TP2, TENSORWISE),
+    (2, TP2, ROWWISE),
+    (2, f"{PP2} --pipeline-schedule zb-h1", DELAYED),
     (2, "--context-parallel-size 2", TENSORWISE),
     (2, "--context-parallel-size 2", DELAYED),
     (2, "", DELAYED),
     (2, "", TENSORWISE),
 ]
 
+Runs = Callable[[str], Path]
+
 
 @pytest.fixture(scope="module")
-def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Runs on one rank by their recipes."""
-    found = {}
-    for recipe in (DELAYED, TENSORWISE, ROWWISE):
-        found[recipe] = tmp_path_factory.mktemp("one") / "save"
-        run(found[recipe], "--fp8-format hybrid", recipe)
-    return found
+def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a run without 8 bits saved."""
+    save = tmp_path_factory.mktemp("bf16") / "save"
+    run(save)
+    return save
 
 
-@pytest.mark.parametrize(("ranks", "layout", "recipe"), LAYOUTS)
-def test_other_layouts_train_alike(
-    ranks: int, layout: str, recipe: str, on_one_rank: dict[str, Path], tmp_path: Path
+@pytest.fixture(scope="module")
+def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Where the run of a recipe on one rank saved, which runs once."""
+
+    @functools.cache
+    def saved(recipe: str) -> Path:
+        save = tmp_path_factory.mktemp("one") / "save"
+        run(save, "--fp8-format hybrid", recipe)
+        return save
+
+    return saved
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, pytest.param(TENSORWISE, marks=slow), ROWWISE])
+def test_an_8_bit_run_is_near_bf16_but_not_the_same(
+    recipe: str, in_bf16: Path, on_one_rank: Runs
 ) -> None:
-    want = training_rows(read_metrics(on_one_rank[recipe] / "metrics.jsonl"))
+    fp8, bf16 = (
+        losses(training_rows(read_metrics(save / "metrics.jsonl")))
+        for save in (on_one_rank(recipe), in_bf16)
+    )
+    assert fp8 != bf16
+    for got, want in zip(fp8, bf16, strict=True):
+        assert math.isclose(got, want, rel_tol=0.01), (got, want)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "recipe"),
+    [*LAYOUTS, *(pytest.param(*layout, marks=slow) for layout in MORE_LAYOUTS)],
+)
+def test_other_layouts_train_alike(
+    ranks: int, layout: str, recipe: str, on_one_rank: Runs, tmp_path: Path
+) -> None:
+    want = training_rows(read_metrics(on_one_rank(recipe) / "metrics.jsonl"))
     got = run(tmp_path / "save", "--fp8-format hybrid", recipe, layout, ranks=ranks)
     # Tensors that are cut add in another order in bf16, as they do without 8 bits.
     cuts = "tensor" in layout or "context" in layout
@@ -107,25 +132,27 @@ def test_other_layouts_train_alike(
         for key, near in (("lm loss", 1e-4), ("grad_norm", 3e-3)):
             assert math.isclose(ours[key], theirs[key], rel_tol=near if cuts else 1e-6), key
     if recipe == DELAYED:
-        ours, theirs = histories(tmp_path / "save", 4), histories(on_one_rank[recipe], 4)
+        ours, theirs = histories(tmp_path / "save", 4), histories(on_one_rank(recipe), 4)
         for name, history in ours.items():
             assert torch.allclose(history, theirs[name], rtol=0.1 if cuts else 0.0, atol=0), name
 
 
-@pytest.mark.parametrize("recipe", [DELAYED, TENSORWISE, ROWWISE])
-def test_recomputation_changes_nothing(
-    recipe: str, on_one_rank: dict[str, Path], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "recipe",
+    [DELAYED, pytest.param(TENSORWISE, marks=slow), pytest.param(ROWWISE, marks=slow)],
+)
+def test_recomputation_changes_nothing(recipe: str, on_one_rank: Runs, tmp_path: Path) -> None:
     """Not even the history: a pass that is computed twice counts once."""
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     got = run(tmp_path / "save", "--fp8-format hybrid", recipe, full)
-    want = training_rows(read_metrics(on_one_rank[recipe] / "metrics.jsonl"))
+    want = training_rows(read_metrics(on_one_rank(recipe) / "metrics.jsonl"))
     assert losses(got) == losses(want)
     if recipe == DELAYED:
-        ours, theirs = histories(tmp_path / "save", 4), histories(on_one_rank[recipe], 4)
+        ours, theirs = histories(tmp_path / "save", 4), histories(on_one_rank(recipe), 4)
         assert all(torch.equal(history, theirs[name]) for name, history in ours.items())
 
 
+@slow
 def test_a_step_enters_the_history_once(tmp_path: Path) -> None:
     """Whatever its number of micro-batches; the latest entry comes first."""
     run(tmp_path / "save", "--fp8-format hybrid", DELAYED, "--save-interval 2", steps=3)
@@ -135,7 +162,10 @@ def test_a_step_enters_the_history_once(tmp_path: Path) -> None:
         assert (history[:, :3] > 0).all() and not history[:, 3].any()
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(1, ""), (2, TP2), (2, PP2)])
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(2, TP2), pytest.param(1, "", marks=slow), pytest.param(2, PP2, marks=slow)],
+)
 def test_resuming_is_bit_identical(ranks: int, layout: str, tmp_path: Path) -> None:
     more = ("--fp8-format hybrid", DELAYED, layout, "--save-interval 2")
     whole = run(tmp_path / "whole", *more, ranks=ranks)
@@ -148,31 +178,36 @@ def test_resuming_is_bit_identical(ranks: int, layout: str, tmp_path: Path) -> N
     assert all(torch.equal(history, theirs[name]) for name, history in ours.items())
 
 
-@pytest.mark.parametrize("layout", [TP2, f"{PP2} --num-layers-per-virtual-pipeline-stage 1"])
-def test_another_layout_goes_on_with_the_scales(layout: str, tmp_path: Path) -> None:
-    save = tmp_path / "save"
-    run(save, "--fp8-format hybrid", DELAYED, "--exit-interval 4", steps=5)
-    before = histories(save, 4)
-    run(save, "--fp8-format hybrid", DELAYED, layout, f"--load {save}", "--exit-interval 5",
-        ranks=2, steps=5)  # fmt: skip
-    for name, history in histories(save, 5).items():
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(TP2, marks=slow), f"{PP2} --num-layers-per-virtual-pipeline-stage 1"],
+)
+def test_another_layout_goes_on_with_the_scales(
+    layout: str, on_one_rank: Runs, tmp_path: Path
+) -> None:
+    start = on_one_rank(DELAYED)
+    more = f"--load {start} --override-opt-param-scheduler"
+    run(tmp_path / "save", "--fp8-format hybrid", DELAYED, layout, more, ranks=2, steps=5)
+    before = histories(start, 4)
+    for name, history in histories(tmp_path / "save", 5).items():
         assert torch.equal(history[:, 1:], before[name][:, :-1]), name
 
 
 def test_a_bf16_checkpoint_starts_an_8_bit_run(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    in_bf16: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    start, save = tmp_path / "start", tmp_path / "save"
-    run(start, steps=2)
-    flags = flags_of("--fp8-format hybrid", DELAYED, f"--load {start}", steps=4)
+    save = tmp_path / "save"
+    flags = flags_of("--fp8-format hybrid", DELAYED, f"--load {in_bf16}", steps=2)
     assert train_on_ranks(flags, save=save)[0] != 0
     shown = capfd.readouterr().err
     assert "amax_history`, which the model needs; give `--finetune`" in shown
     code, rows = train_on_ranks([*flags, "--finetune"], save=save)
-    assert code == 0 and len(training_rows(rows)) == 4
-    assert (histories(save, 4)["decoder.layers.mlp.linear_fc1.fp8.amax_history"] > 0).all()
+    assert code == 0 and len(training_rows(rows)) == 2
+    history = histories(save, 2)["decoder.layers.mlp.linear_fc1.fp8.amax_history"]
+    assert (history[:, :2] > 0).all() and not history[:, 2:].any()
 
 
+@slow
 def test_a_bf16_run_goes_on_from_8_bits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     save = tmp_path / "save"
     run(save, "--fp8-format hybrid", DELAYED, "--exit-interval 2")
@@ -181,6 +216,7 @@ def test_a_bf16_run_goes_on_from_8_bits(tmp_path: Path, capfd: pytest.CaptureFix
     assert "amax_history`; they are left out" in capfd.readouterr().out
 
 
+@slow
 def test_first_and_last_layers_stay_in_bf16(tmp_path: Path) -> None:
     """Counted along the whole model."""
     more = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 {} --num-layers-at-end-in-bf16 0"
@@ -201,3 +237,88 @@ def test_first_and_last_layers_stay_in_bf16(tmp_path: Path) -> None:
         flags = flags_of("--fp8-format e4m3", TENSORWISE, more.format(count), steps=1)
         code, _ = train_on_ranks(flags, save=tmp_path / str(count), prepare=note(count))
         assert code == 0
+
+
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+    "--use-cpu-initialization"
+)
+
+
+def expert_histories(save: Path, iteration: int) -> dict[str, Tensor]:
+    """As `histories`, of the experts: ``[layers, experts, steps, 3]`` of both kinds of layer."""
+    tensors = whole_tensors(save / f"iter_{iteration:07d}", save / "whole.pt")
+    found = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name.endswith("amax_history") and "experts" in name
+    }
+    assert len(found) == 2 and all(tensor.shape[-2:] == (4, 3) for tensor in found.values())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, "--expert-model-parallel-size 2"),
+        pytest.param(1, "", marks=slow),
+        pytest.param(2, f"{TP2} --expert-tensor-parallel-size 2", marks=slow),
+        pytest.param(2, f"{TP2} --expert-tensor-parallel-size 1", marks=slow),
+        pytest.param(2, PP2, marks=slow),
+    ],
+)
+def test_experts_are_near_bf16_on_every_layout(ranks: int, layout: str, tmp_path: Path) -> None:
+    """However many tokens each of them gets."""
+    bf16 = losses(run(tmp_path / "bf16", EXPERTS, layout, ranks=ranks, steps=2))
+    fp8 = ("--fp8-format hybrid", DELAYED, EXPERTS, layout)
+    got = losses(run(tmp_path / "fp8", *fp8, ranks=ranks, steps=2))
+    assert got != bf16
+    for ours, theirs in zip(got, bf16, strict=True):
+        assert math.isclose(ours, theirs, rel_tol=0.01), (ours, theirs)
+    for name, history in expert_histories(tmp_path / "fp8", 2).items():
+        assert (history[..., :2, :] > 0).all() and not history[..., 2:, :].any(), name
+
+
+@slow
+@pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE])
+def test_experts_with_scales_of_their_own(recipe: str, tmp_path: Path) -> None:
+    bf16 = losses(run(tmp_path / "bf16", EXPERTS, steps=3))
+    got = losses(run(tmp_path / "fp8", "--fp8-format hybrid", recipe, EXPERTS, steps=3))
+    assert got != bf16
+    for ours, theirs in zip(got, bf16, strict=True):
+        assert math.isclose(ours, theirs, rel_tol=0.01), (ours, theirs)
+
+
+@slow
+def test_experts_go_on_with_their_scales_on_another_layout(tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    flags = ("--fp8-format hybrid", DELAYED, EXPERTS)
+    run(save, *flags, "--exit-interval 4", steps=5)
+    before = expert_histories(save, 4)
+    more = f"--expert-model-parallel-size 2 --load {save} --no-load-optim --exit-interval 5"
+    run(save, *flags, more, ranks=2, steps=5)
+    for name, history in expert_histories(save, 5).items():
+        assert torch.equal(history[..., 1:, :], before[name][..., :-1, :]), name
+
+
+ADAPTERS = ("--lora-rank 4", "--seed 3")
+
+
+@slow
+@pytest.mark.parametrize("recipe", [DELAYED, ROWWISE])
+def test_adapters_train_beside_frozen_8_bit_weights(recipe: str, tmp_path: Path) -> None:
+    bf16 = losses(run(tmp_path / "bf16", *ADAPTERS, steps=2))
+    got = losses(run(tmp_path / "fp8", *ADAPTERS, "--fp8-format hybrid", recipe, steps=2))
+    assert got != bf16
+    for ours, theirs in zip(got, bf16, strict=True):
+        assert math.isclose(ours, theirs, rel_tol=0.01), (ours, theirs)
+
+
+@slow
+def test_adapters_go_on_with_the_scales(tmp_path: Path) -> None:
+    flags = (*ADAPTERS, "--fp8-format hybrid", DELAYED)
+    save = tmp_path / "save"
+    whole = run(tmp_path / "whole", *flags)
+    run(save, *flags, "--save-interval 2 --exit-interval 2")
+    resumed = run(save, *flags, f"--load {save}")
+    assert [row["grad_norm"] for row in resumed] == [row["grad_norm"] for row in whole]

@@ -34,6 +34,14 @@ def spoil(run: Run, name: str, rank: int) -> None:
             parameters[key].view(-1)[3] += 1e-3
 
 
+def spoil_history(run: Run, name: str, rank: int) -> None:
+    """Change the history of one layer's scales on one rank."""
+    if run.context.rank == rank:
+        modules = run.chunks[0].named_modules()
+        scaling: Any = next(module for key, module in modules if key.endswith(f"{name}.fp8"))
+        scaling.amax_history[0, 1] = 3.0
+
+
 def message_of(words: str, ranks: int, change: Change, folder: Path) -> str:
     """What the check says on some rank, after ``change`` has been made."""
     flags = [*TINY, *mock_data(), "--train-iters", "1", *words.split()]
@@ -80,6 +88,28 @@ def test_a_violation_names_the_parameter_and_the_ranks(
     assert re.search(r"After iteration 7 the parameter `.*" + pattern, text), text
 
 
+FP8 = "--bf16 --ffn-hidden-size 192 --fp8-format hybrid"
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "apart", "first"),
+    [
+        ("--tensor-model-parallel-size 2", "linear_proj", r"\[1\]", 0),
+        (EXPERTS, "experts.local_experts.2.linear_fc1", r"\[1\]", 0),
+    ],
+)
+def test_histories_of_8_bit_scales_are_compared(
+    words: str, name: str, apart: str, first: int, tmp_path: Path
+) -> None:
+    change = partial(spoil_history, name=name, rank=1)
+    text = message_of(f"{FP8} {words}", 2, change, tmp_path)
+    pattern = (
+        rf"the history `.*{name}.fp8.amax_history` differs between ranks with parts of its layer: "
+        rf"ranks {apart} do not hold what rank {first} holds; the largest magnitudes"
+    )
+    assert re.search(pattern, text), text
+
+
 def test_tensor_parallel_parts_may_differ(tmp_path: Path) -> None:
     """Ranks hold different parts of a cut weight; that is no violation."""
     change = partial(spoil, name="linear_proj.weight", rank=1)
@@ -95,6 +125,7 @@ def test_tensor_parallel_parts_may_differ(tmp_path: Path) -> None:
         ("--overlap-grad-reduce --overlap-param-gather", 2),
         ("--pipeline-model-parallel-size 2 --pipeline-schedule zb-v", 4),
         ("--tensor-model-parallel-size 2 --hidden-dropout 0.3", 2),
+        (f"{FP8} --expert-model-parallel-size 2 {EXPERTS}", 2),
     ],
 )
 def test_training_keeps_the_invariants(words: str, ranks: int, tmp_path: Path) -> None:

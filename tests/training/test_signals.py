@@ -8,9 +8,13 @@ import threading
 import time
 from pathlib import Path
 
+import torch
+
 from megatron_ext.checkpoint.paths import read_tracker
+from megatron_ext.config import parse_args
 from megatron_ext.training.reporting.metrics_file import read_metrics
-from megatron_ext.training.signals import EXIT_CODE_SIGNAL
+from megatron_ext.training.signals import EXIT_CODE_SIGNAL, StopRequests
+from tests.ranks import ParallelContext, ranks
 from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
 
 
@@ -40,3 +44,16 @@ def test_the_time_limit_saves_and_ends_well(tmp_path: Path) -> None:
     assert code == 0
     assert len(training_rows(rows)) < 500
     assert read_tracker(save) == training_rows(rows)[-1]["iteration"]
+
+
+@ranks(dp=2)
+def test_a_gpu_is_told_a_step_later_on_all_ranks_alike(context: ParallelContext) -> None:
+    flags = [*TINY, *mock_data(), "--train-iters", "5", "--exit-signal-handler"]
+    requests = StopRequests(parse_args(flags, world_size=2, device="cpu").config, time.time())
+    device = torch.device("cpu")
+    assert requests.check(device, late=True) is None
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert requests.check(device, late=True) is None
+    assert requests.check(device, late=True) == "signal"
+    assert requests.check(device) == "signal"

@@ -220,6 +220,10 @@ class VideoBatch:
         references = own.pop("references")
         return {**own, **{f"references/{name}": piece for name, piece in references.items()}}
 
+    def pin_memory(self) -> VideoBatch:
+        """The same in memory that a GPU fetches from by itself, as torch's loader asks for it."""
+        return self.from_tensors({k: t.pin_memory() for k, t in self.tensors().items()})
+
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> VideoBatch:
         """The opposite of `tensors`."""

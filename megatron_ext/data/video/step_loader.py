@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Sampler
 from megatron_ext.data.video.dataset import VideoBatch, VideoClips, collate
 from megatron_ext.data.video.plan import VideoPlan
 from megatron_ext.data.video.text_dropout import Text
+from megatron_ext.device.transfer import sent
 
 if TYPE_CHECKING:
     from megatron_ext.layout import ParallelContext
@@ -80,7 +81,7 @@ class VideoLoader:
         group = self._context.pgs.tp
         if group.size() == 1:
             assert batch is not None
-            own = {k: t.to(self._device, non_blocking=True) for k, t in batch.tensors().items()}
+            own = {name: sent(tensor, self._device) for name, tensor in batch.tensors().items()}
             return VideoBatch.from_tensors(own)
         return _received(batch, self._device, group)
 
@@ -96,7 +97,7 @@ def _received(batch: VideoBatch | None, device: torch.device, group: Any) -> Vid
     got = {}
     for name, (shape, dtype) in about[0].items():
         if batch is not None:
-            got[name] = tensors[name].to(device).contiguous()
+            got[name] = sent(tensors[name], device).contiguous()
         else:
             got[name] = torch.empty(shape, dtype=dtype, device=device)
         torch.distributed.broadcast(got[name], group=group, group_src=0)

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext.models import sdpa
 from megatron_ext.models.causal_video.tokens import frames_first, parts_first
 from megatron_ext.models.causal_video.window import FrameWindow
 from megatron_ext.models.mmdit.attention import heads_to_sequence, sequence_to_heads
@@ -111,8 +111,8 @@ class FrameAttention:
             ``[t, n, b, heads, d]`` as before `exchange`.
         """
         key, value = self._keys(new, past)
-        outputs = [_attend(query[own], key, value, seen) for own, seen in plan.blocks]
-        attended = torch.cat(outputs)
+        outputs = [_attend(_selected(query, [own]), key, value, seen) for own, seen in plan.blocks]
+        attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if not self.trades_heads:
             return attended
         rows = sequence_to_heads(parts_first(attended, self.cp_group.size()), self.cp_group)
@@ -148,12 +148,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Sequence[slice]) ->
         x.permute(2, 3, 0, 1, 4).flatten(2, 3)
         for x in (query, _selected(key, seen), _selected(value, seen))
     )
-    out = F.scaled_dot_product_attention(q, k, v)
+    out = sdpa.attend(q, k, v)
     return torch.unflatten(out, 2, query.shape[:2]).permute(2, 3, 0, 1, 4)
 
 
 def _selected(x: Tensor, seen: Sequence[slice]) -> Tensor:
     """Some of the frames of ``[f, ...]``."""
     if len(seen) == 1:
-        return x[seen[0]]
+        # A slice of all would give its gradient a copy of its own.
+        return x if seen[0] == slice(0, x.size(0)) else x[seen[0]]
     return torch.cat([x[part] for part in seen])

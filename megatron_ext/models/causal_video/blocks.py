@@ -5,27 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_ext.models import sdpa
 from megatron_ext.models.causal_video.attention import AttentionPlan, FrameAttention, KeyValue
 from megatron_ext.models.causal_video.cache import CachePass
 from megatron_ext.models.causal_video.embedder import Conditioning
 from megatron_ext.models.causal_video.layers import column, column_of_whole, heads_of, row
-from megatron_ext.models.causal_video.modulation import (
-    ModulationTable,
-    add_gated,
-    modulated_frames,
-)
-from megatron_ext.models.causal_video.norm import FullWidthRMSNorm, normalized
+from megatron_ext.models.causal_video.modulation import ModulationTable
+from megatron_ext.models.causal_video.norm import FullWidthRMSNorm, summed
 from megatron_ext.models.causal_video.options import VideoDiTOptions
-from megatron_ext.models.causal_video.rope import Table, rotate
-from megatron_ext.models.causal_video.tokens import frames_first, parts_first
+from megatron_ext.models.causal_video.pointwise import (
+    added_and_modulated,
+    gated,
+    gated_and_normed,
+    heads,
+    modulated_beside,
+    squares_of_heads,
+)
+from megatron_ext.models.causal_video.rope import Table
+from megatron_ext.models.causal_video.tokens import parts_first
 from megatron_ext.models.mmdit.linear import mark_replicated
-from megatron_ext.models.norm import LayerNorm
+from megatron_ext.models.norm import LayerNorm, spec_of
+from megatron_ext.models.pointwise import activated
+
+WithBias = tuple[Tensor, Tensor]
+"""What a linear layer gives, and the bias that is to be added to it."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +73,34 @@ class SelfAttention(MegatronModule):  # type: ignore[misc]
         self.linear_proj = row(config, tp, h, h)
         self.attention = FrameAttention(groups.cp, trades_heads=options.cp_comm_type == "a2a")
 
-    def forward(self, x: Tensor, number: int, run: Run) -> Tensor:
-        """``[s, b, h]`` to ``[s, b, h]``, in block ``number`` of the model."""
-        fused, _ = self.linear_qkv(x)
-        query, key, value = heads_of(fused, 3, self.config.kv_channels)
-        query, key = normalized((query, key), (self.q_norm, self.k_norm))
-        q, k, v = (frames_first(y, run.parts, run.num_frames) for y in (query, key, value))
-        q, k, v = self.attention.exchange(rotate(q, run.table), rotate(k, run.table), v)
+    def forward(self, x: Tensor, number: int, run: Run) -> WithBias:
+        """``[s, b, h]`` to the same and a bias to add, in block ``number`` of the model."""
+        fused, bias = self.linear_qkv(x)
+        q, k, v = self.attention.exchange(*self._heads(fused, bias, run))
         past = run.cached.past_key_values(number) if run.cached is not None else ()
         if run.cached is not None:
             run.cached.record(number, k, v)
         attended = self.attention(q, (k, v), past, run.plan)
-        out: Tensor = self.linear_proj(parts_first(attended, run.parts).flatten(2))[0]
+        out: WithBias = self.linear_proj(parts_first(attended, run.parts).flatten(2))
         return out
+
+    def _heads(self, fused: Tensor, bias: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the projection, ``[t, n, b, heads, d]`` each."""
+        config, total = self.config, None
+        if self.tp_group.size() > 1:
+            total = summed(squares_of_heads(fused, bias, config.kv_channels), self.tp_group)
+        sizes = (config.kv_channels, config.hidden_size, config.layernorm_epsilon)
+        return heads(
+            fused,
+            bias,
+            total,
+            self.q_norm.weight,
+            self.k_norm.weight,
+            *run.table,
+            sizes,
+            run.parts,
+            run.num_frames,
+        )
 
 
 class CrossAttention(MegatronModule):  # type: ignore[misc]
@@ -93,20 +116,22 @@ class CrossAttention(MegatronModule):  # type: ignore[misc]
         self.k_norm = FullWidthRMSNorm(config, tp)
         self.linear_proj = row(config, tp, h, h)
 
-    def forward(self, x: Tensor, text: Tensor, number: int, run: Run) -> Tensor:
-        """``[s, b, h]`` and text ``[l, b, h]`` to ``[s, b, h]``, in block ``number``."""
-        (query,) = heads_of(self.linear_q(x)[0], 1, self.config.kv_channels)
+    def forward(self, x: Tensor, text: Tensor, number: int, run: Run) -> WithBias:
+        """``[s, b, h]`` and text ``[l, b, h]`` to ``[s, b, h]`` and a bias, in block ``number``."""
+        projected, bias = self.linear_q(x)
+        (query,) = heads_of(projected, 1, self.config.kv_channels)
         key, value = self._key_value(text, number, run.text)
-        q, k, v = (y.permute(1, 2, 0, 3) for y in (self.q_norm(query), key, value))
-        attended = F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3)
-        out: Tensor = self.linear_proj(attended.flatten(2))[0]
+        q, k, v = (y.permute(1, 2, 0, 3) for y in (self.q_norm(query, bias), key, value))
+        attended = sdpa.attend(q, k, v).permute(2, 0, 1, 3)
+        out: WithBias = self.linear_proj(attended.flatten(2))
         return out
 
     def _key_value(self, text: Tensor, number: int, known: dict[int, KeyValue] | None) -> KeyValue:
         """Of the text, ``[l, b, n, d]`` each."""
         if known is not None and number in known:
             return known[number]
-        key, value = heads_of(self.linear_kv(text)[0], 2, self.config.kv_channels)
+        projected, bias = self.linear_kv(text)
+        key, value = heads_of(projected + bias, 2, self.config.kv_channels)
         pair = self.k_norm(key), value
         if known is not None:
             known[number] = pair
@@ -154,17 +179,18 @@ class Block(MegatronModule):  # type: ignore[misc]
         """
         parts = self.modulation(torch.unflatten(given.modulation, -1, (6, -1)))
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = parts
-        attended = self.self_attention(modulated_frames(hidden, shift, scale), self.number, run)
-        hidden = add_gated(hidden, attended, gate)
-        hidden = hidden + self.cross_attention(
-            self.cross_norm(hidden), given.text, self.number, run
+        hidden, normed = modulated_beside(hidden, shift, scale)
+        attended = self.self_attention(normed, self.number, run)
+        norm = self.cross_norm
+        hidden, normed = gated_and_normed(
+            hidden, *attended, gate, norm.weight, norm.bias, spec_of(norm)
         )
-        out = self._ffn(modulated_frames(hidden, ffn_shift, ffn_scale))
-        return add_gated(hidden, out, ffn_gate)
+        told = self.cross_attention(normed, given.text, self.number, run)
+        hidden, normed = added_and_modulated(hidden, *told, ffn_shift, ffn_scale)
+        return gated(hidden, *self._ffn(normed), ffn_gate)
 
-    def _ffn(self, x: Tensor) -> Tensor:
-        wide, _ = self.linear_fc1(x)
-        out: Tensor = self.linear_fc2(F.gelu(wide, approximate="tanh"))[0]
+    def _ffn(self, x: Tensor) -> WithBias:
+        out: WithBias = self.linear_fc2(activated(*self.linear_fc1(x), None, "gelu_tanh", False))
         return out
 
 

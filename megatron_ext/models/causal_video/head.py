@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.video_dit_sizes import VideoDiTSizes
-from megatron_ext.models.causal_video.modulation import ModulationTable, modulated_frames
+from megatron_ext.models.causal_video.modulation import ModulationTable, modulated_frames_alone
 from megatron_ext.models.causal_video.options import VideoDiTOptions
 from megatron_ext.models.mmdit.linear import mark_replicated
 from megatron_ext.models.mmdit.modulation import start_at_zero
@@ -36,4 +36,4 @@ class Head(MegatronModule):  # type: ignore[misc]
     def forward(self, hidden: Tensor, time: Tensor) -> Tensor:
         """``[s, b, h]`` and embedded timesteps ``[f, b, h]`` to ``[s, b, c * p * p]``."""
         shift, scale = self.modulation(time.unsqueeze(2))
-        return self.linear(modulated_frames(hidden, shift, scale))  # type: ignore[no-any-return]
+        return self.linear(modulated_frames_alone(hidden, shift, scale))  # type: ignore[no-any-return]

@@ -39,13 +39,17 @@ def column(
     *,
     projections: int = 1,
 ) -> ColumnParallelLinear:
-    """``[s, b, inputs]`` to this rank's ``[s, b, projections * outputs / tp]``."""
+    """``[s, b, inputs]`` to this rank's ``[s, b, projections * outputs / tp]``, and the bias.
+
+    The biases of all of these layers are left to the function that comes next.
+    """
     return ColumnParallelLinear(
         inputs,
         projections * outputs,
         config=config,
         init_method=xavier(config, inputs, outputs),
         bias=True,
+        skip_bias_add=True,
         gather_output=False,
         tp_group=tp_group,
     )
@@ -69,7 +73,7 @@ def column_of_whole(
 def row(
     config: TransformerConfig, tp_group: ProcessGroup, inputs: int, outputs: int
 ) -> RowParallelLinear:
-    """This rank's ``[s, b, inputs / tp]`` to ``[s, b, outputs]``."""
+    """This rank's ``[s, b, inputs / tp]`` to ``[s, b, outputs]``, and the bias."""
     return RowParallelLinear(
         inputs,
         outputs,
@@ -77,7 +81,7 @@ def row(
         init_method=xavier(config, inputs, outputs),
         bias=True,
         input_is_parallel=True,
-        skip_bias_add=False,
+        skip_bias_add=True,
         tp_group=tp_group,
     )
 
@@ -94,4 +98,7 @@ def heads_of(x: Tensor, num_projections: int, head_dim: int) -> tuple[Tensor, ..
     Returns:
         p tensors ``[s, b, n, d]``.
     """
+    if num_projections == 1:
+        # Its gradient would be copied for the sake of an axis of one.
+        return (torch.unflatten(x, -1, (-1, head_dim)),)
     return torch.unflatten(x, -1, (-1, num_projections, head_dim)).unbind(-2)

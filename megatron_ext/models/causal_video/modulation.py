@@ -6,6 +6,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_ext.models.compiled import compiled
 from megatron_ext.models.mmdit.linear import mark_replicated
 from megatron_ext.models.mmdit.modulation import modulated
 
@@ -46,6 +47,9 @@ def modulated_frames(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         scale: ``[f, 1, b, h]``.
     """
     return modulated(_frames(x, shift), shift, scale).flatten(0, 1)
+
+
+modulated_frames_alone = compiled(modulated_frames)
 
 
 def add_gated(x: Tensor, output: Tensor, gate: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ of them, so its gradient is summed as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +20,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from megatron_ext.models.compiled import compiled
 
 
 class FullWidthRMSNorm(MegatronModule):  # type: ignore[misc]
@@ -38,9 +39,21 @@ class FullWidthRMSNorm(MegatronModule):  # type: ignore[misc]
         self.weight = torch.nn.Parameter(torch.ones(self.width // tp_group.size()))
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[s, b, n, d]`` of this rank's heads, to the same in the dtype of ``x``."""
-        return normalized([x], [self])[0]
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Norm.
+
+        Args:
+            x: ``[s, b, n, d]`` of this rank's heads.
+            bias: to be added to it before, ``[n * d]``.
+
+        Returns:
+            As ``x``.
+        """
+        eps = self.config.layernorm_epsilon
+        if self.tp_group.size() == 1:
+            return _whole_norm(x, bias, self.weight, self.width, eps)
+        total = summed(_squares(x, bias), self.tp_group)
+        return _scaled(x, bias, total, self.weight, self.width, eps)
 
     def sharded_state_dict(
         self,
@@ -60,22 +73,46 @@ class FullWidthRMSNorm(MegatronModule):  # type: ignore[misc]
         return state
 
 
-def normalized(tensors: Sequence[Tensor], norms: Sequence[FullWidthRMSNorm]) -> list[Tensor]:
-    """Norms of several tensors of one shape, with one reduction for all of them.
+def squares(x: Tensor) -> Tensor:
+    """Sums of squares of ``[..., n, d]`` in at least float32, ``[...]``."""
+    return x.to(_exact(x)).square().sum(dim=(-2, -1))
 
-    Args:
-        tensors: each ``[s, b, n, d]``, this rank's heads.
-        norms: one for each.
-    """
-    exact = torch.promote_types(tensors[0].dtype, torch.float32)
-    wide = [x.to(exact) for x in tensors]
-    squares = torch.stack([x.square().sum(dim=(-2, -1)) for x in wide])
-    group = norms[0].tp_group
-    total = copy_to_tensor_model_parallel_region(
-        reduce_from_tensor_model_parallel_region(squares, group=group), group=group
+
+def scaled(x: Tensor, total: Tensor, weight: Tensor, width: int, eps: float) -> Tensor:
+    """Norm ``[..., n, d]`` by the sums of squares of all ranks' ``width`` features, ``[...]``."""
+    scale = torch.rsqrt(total / width + eps)
+    return (x.to(_exact(x)) * scale[..., None, None]).to(x.dtype) * weight.view(x.shape[-2:])
+
+
+def _exact(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+@compiled
+def _whole_norm(x: Tensor, bias: Tensor | None, weight: Tensor, width: int, eps: float) -> Tensor:
+    whole = _with_bias(x, bias)
+    return scaled(whole, squares(whole), weight, width, eps)
+
+
+@compiled
+def _squares(x: Tensor, bias: Tensor | None) -> Tensor:
+    return squares(_with_bias(x, bias))
+
+
+@compiled
+def _scaled(
+    x: Tensor, bias: Tensor | None, total: Tensor, weight: Tensor, width: int, eps: float
+) -> Tensor:
+    return scaled(_with_bias(x, bias), total, weight, width, eps)
+
+
+def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias.view(x.shape[-2:])
+
+
+def summed(sums: Tensor, group: ProcessGroup) -> Tensor:
+    """Sums of squares over the ranks; they enter the outputs of all, and so do their gradients."""
+    total: Tensor = copy_to_tensor_model_parallel_region(
+        reduce_from_tensor_model_parallel_region(sums, group=group), group=group
     )
-    scales = torch.rsqrt(total / norms[0].width + norms[0].config.layernorm_epsilon)
-    return [
-        (x * scale[..., None, None]).to(given.dtype) * norm.weight.view(x.shape[-2:])
-        for x, given, scale, norm in zip(wide, tensors, scales, norms, strict=True)
-    ]
+    return total

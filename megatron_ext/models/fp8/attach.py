@@ -1,7 +1,7 @@
-"""Which layers of a model multiply in 8 bits: the linear ones of its transformer layers.
+"""Which layers of a model multiply in 8 bits: the parallel linear ones of its layers or blocks.
 
-The embedding, the output head, norms, attention itself, routers and the depths of multi-token
-prediction do not.
+The embedding, the output head, norms, attention itself, routers, adapters, the modulation of video
+models and the depths of multi-token prediction do not.
 """
 
 from __future__ import annotations
@@ -14,18 +14,22 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_ext.config.fp8_rules import UNIT
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.fp8.scaling import RECIPES, Parts
+from megatron_ext.models.fp8.parts import ExpertParts, Parts
+from megatron_ext.models.fp8.scaling import RECIPES
 from megatron_ext.models.linear import ColumnParallelLinear, RowParallelLinear
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
 
+Layer = ColumnParallelLinear | RowParallelLinear
+
 CAPABILITY = (8, 9)
 """Of the first NVIDIA GPUs with 8-bit products, Ada and Hopper."""
 
-_DEPTHS = "mtp."
-_OF_A_LAYER = re.compile(r"^(?!mtp\.).*\b(layers|blocks)\.")
+_OF_A_LAYER = re.compile(r"^(?!mtp\.).*\b(layers|blocks|double_blocks|single_blocks)\.")
+"""Names within the layers of a model, but for the depths of multi-token prediction."""
 
 
 def attach_fp8(
@@ -39,36 +43,55 @@ def attach_fp8(
         pgs: groups of this rank.
 
     Raises:
-        ConfigError: a GPU without such products, or a model without such layers.
+        ConfigError: a GPU without such products, a model without such layers, or a layer whose
+            sides they cannot have.
     """
     if config.device == "cuda":
         _check_gpu()
     for chunk in chunks:
-        layers = [
-            module
+        in_bf16 = _layers_in_bf16(chunk, config)
+        layers = {
+            name: module
             for name, module in chunk.named_modules()
-            if isinstance(module, TransformerLayer) and not name.startswith(_DEPTHS)
-        ]
-        for layer in layers:
-            _attach(layer, config, pgs)
+            if isinstance(module, Layer) and _OF_A_LAYER.match(name)
+        }
+        for name, layer in layers.items():
+            if not name.startswith(in_bf16):
+                _attach(name, layer, config, pgs)
         if not layers and any(_OF_A_LAYER.match(name) for name, _ in chunk.named_parameters()):
             raise ConfigError(
-                f"`--fp8-format` ({config.fp8.fp8_format}) changes the linear layers of "
-                "megatron-core's TransformerLayer, of which this model has none; leave it out."
+                f"`--fp8-format` ({config.fp8.fp8_format}) changes the parallel linear layers of "
+                "a model's layers, of which this model has none; leave it out."
             )
 
 
-def _attach(layer: TransformerLayer, config: RunConfig, pgs: ProcessGroupCollection) -> None:
-    fp8, num_layers = config.fp8, config.model.num_layers
-    assert num_layers is not None
-    if fp8.keeps_bf16(layer.layer_number, num_layers):
-        return
-    for module in layer.modules():
-        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-            is_row = isinstance(module, RowParallelLinear)
-            cut = not is_row and module.sequence_parallel
-            parts = Parts(pgs, cuts_input=is_row, cuts_sequence=cut)
-            module.fp8 = RECIPES[fp8.fp8_recipe](fp8, parts)
+def _layers_in_bf16(chunk: torch.nn.Module, config: RunConfig) -> tuple[str, ...]:
+    """Beginnings of the names of what `--first-last-layers-bf16` leaves as it is."""
+    num_layers = config.model.num_layers
+    return tuple(
+        f"{name}."
+        for name, module in chunk.named_modules()
+        if isinstance(module, TransformerLayer)
+        and num_layers is not None
+        and config.fp8.keeps_bf16(module.layer_number, num_layers)
+    )
+
+
+def _attach(name: str, layer: Layer, config: RunConfig, pgs: ProcessGroupCollection) -> None:
+    if layer.weight.size(0) % UNIT or layer.weight.size(1) % UNIT:
+        raise ConfigError(
+            f"`--fp8-format` needs layers whose sides divide by {UNIT} on every rank, but those of "
+            f"`{name}` are {tuple(layer.weight.shape)}; change its width or leave it out."
+        )
+    is_row = isinstance(layer, RowParallelLinear)
+    parts = (ExpertParts if layer.is_expert else Parts)(
+        pgs,
+        cuts_input=is_row,
+        cuts_sequence=not is_row and layer.sequence_parallel,
+        # Experts get any number of tokens, and clips have many sizes.
+        varies=layer.is_expert or config.video.video,
+    )
+    layer.fp8 = RECIPES[config.fp8.fp8_recipe](config.fp8, parts)
 
 
 def _check_gpu() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import _gather_along_first_dim
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from megatron_ext.config.fp8_rules import UNIT
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -21,7 +24,8 @@ class Quantized:
 
     Attributes:
         values: ``[m, k]`` in an 8-bit format, contiguous.
-        scale: float32; ``[]`` for the whole matrix or ``[m, 1]`` for its rows.
+        scale: float32; ``[]`` for the whole matrix, ``[m, 1]`` for its rows or ``[1, k]`` for its
+            columns.
     """
 
     values: Tensor
@@ -32,17 +36,14 @@ class Quantized:
         return self.values.float() * self.scale.reciprocal()
 
     def transposed(self) -> Quantized:
-        """``[k, m]``; of a matrix with one scale."""
-        assert self.scale.dim() == 0
-        # Not every device can copy 8-bit floats with strides; it can copy bytes.
-        values = self.values.view(torch.uint8).t().contiguous().view(self.values.dtype)
-        return Quantized(values, self.scale)
+        """``[k, m]``, filled up as `turned` does."""
+        return Quantized(turned(self.values), self.scale.t())
 
     def gathered(self, group: ProcessGroup) -> Quantized:
-        """The rows of all ranks, which have the same scale or one for each row."""
+        """The rows of all ranks, which have the same scales or one for each row."""
         values = _gather_along_first_dim(self.values.view(torch.uint8), group)
         scale = self.scale
-        if scale.dim():
+        if scale.dim() and scale.size(1) == 1:
             scale = _gather_along_first_dim(scale, group)
         return Quantized(values.view(self.values.dtype), scale)
 
@@ -52,21 +53,39 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         x: any floating-point matrix ``[m, k]``.
-        scale: float32 ``[]`` or ``[m, 1]``; NaN gives NaN.
+        scale: float32 ``[]``, ``[m, 1]`` or ``[1, k]``; NaN gives NaN.
         dtype: the format; rounds to nearest even.
     """
     limit = torch.finfo(dtype).max
     # A scale without dimensions would not raise the product of 16-bit numbers to float32.
-    return (x * scale.reshape(-1, 1)).clamp_(-limit, limit).to(dtype).contiguous()
+    scale = scale if scale.dim() else scale.reshape(1, 1)
+    # Also of one row, whose strides `contiguous` would leave as they are.
+    return (x * scale).clamp_(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
 
 
-def largest(x: Tensor, *, of_rows: bool = False) -> Tensor:
-    """The largest magnitude in a matrix ``[]``, or in each of its rows ``[m, 1]``, in float32.
+def turned(values: Tensor) -> Tensor:
+    """The transpose ``[k, m]`` of 8-bit values ``[m, k]``, contiguous.
 
-    A NaN gives NaN.
+    A product sums over m, which on a GPU must divide by 16, so that columns of zeros fill it up.
     """
-    dim = -1 if of_rows else None
-    norm: Tensor = torch.linalg.vector_norm(x, ord=torch.inf, dim=dim, keepdim=of_rows)
+    missing = -values.size(0) % UNIT
+    if missing:
+        values = F.pad(values.view(torch.uint8), (0, 0, 0, missing)).view(values.dtype)
+    return values.t().contiguous()
+
+
+def largest(x: Tensor, along: int | None = None) -> Tensor:
+    """The largest magnitude, in float32; 0 of nothing, NaN where there is one.
+
+    Args:
+        x: a matrix ``[m, k]``.
+        along: None for one of all numbers, ``[]``; 1 for one of each row, ``[m, 1]``; 0 for one of
+            each column, ``[1, k]``.
+    """
+    if not x.numel():
+        shape = [] if along is None else [1 if d == along else n for d, n in enumerate(x.shape)]
+        return torch.zeros(shape, device=x.device)
+    norm: Tensor = torch.linalg.vector_norm(x, ord=torch.inf, dim=along, keepdim=along is not None)
     return norm.float()
 
 

@@ -1,4 +1,4 @@
-"""``y = x W^T + b`` with its three products in 8 bits."""
+"""``y = x W^T + b`` with its three products in 8 bits; `passes` counts what it costs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.models.fp8.formats import Quantized
+from megatron_ext.models.fp8.parts import Role
 from megatron_ext.models.fp8.product import product
-from megatron_ext.models.fp8.scaling import Role, Scaling
+from megatron_ext.models.fp8.scaling import Scaling
 
 if TYPE_CHECKING:
     from megatron_ext.models.linear import DeferredWeightGradients
@@ -33,6 +34,7 @@ class Fp8Call:
         allreduce_dgrad: the input's gradient is summed over the ranks.
         parameter: the weight, hidden from autograd, whose gradient goes to ``queue``.
         queue: where a zero-bubble schedule puts weight gradients off; None lets autograd have them.
+        adds_to_main_grad: add the weight's gradient to its ``main_grad``, where it has one.
     """
 
     scaling: Scaling
@@ -41,6 +43,12 @@ class Fp8Call:
     allreduce_dgrad: bool
     parameter: Tensor
     queue: DeferredWeightGradients | None
+    adds_to_main_grad: bool = False
+
+    @property
+    def trains(self) -> bool:
+        """The weight wants a gradient."""
+        return self.parameter.requires_grad and torch.is_grad_enabled()
 
 
 def fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Fp8Call) -> Tensor:
@@ -48,31 +56,28 @@ def fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Fp8Call
 
     Args:
         input: ``[s, b, in]`` as the layer's products take it, or ``[s/tp, b, in]`` under sequence
-            parallelism.
+            parallelism. Any dimensions but the last.
         weight: ``[out, in]`` on this rank.
         bias: ``[out]``.
         call: see `Fp8Call`.
     """
+    trains = call.trains
     if call.queue is not None:
         weight = weight.detach()
-    output: Tensor = _Fp8Linear.apply(input, weight, bias, call)  # type: ignore[no-untyped-call]
+    output: Tensor = _Fp8Linear.apply(input, weight, bias, call, trains)  # type: ignore[no-untyped-call]
     return output
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: Fp8Call
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: Fp8Call, trains: bool
     ) -> Tensor:
-        scaling = call.scaling
-        entered = scaling.rows(input.flatten(0, -2), Role.INPUT)
-        kernel = scaling.rows(weight, Role.WEIGHT)
-        total = _gathered(entered, call)
+        total, kept = _entered(input, call, trains)
+        kernel = call.scaling.weight(weight).rows
         output = product(total, kernel, input.dtype, fast=True)
-        # Of the weight only the scale: to cast it again costs less than to keep it twice.
-        kept = (input,) if scaling.keeps_input else (entered.values, entered.scale)
         ctx.save_for_backward(weight, kernel.scale, *kept)
-        ctx.call = call
+        ctx.call, ctx.trains = call, trains
         ctx.use_bias = bias is not None
         output = output.view(-1, *input.shape[1:-1], weight.size(0))
         return output if bias is None else output + bias
@@ -81,61 +86,104 @@ class _Fp8Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         weight, weight_scale, *kept = ctx.saved_tensors
         call: Fp8Call = ctx.call
+        scaling = call.scaling
         flat = grad_output.flatten(0, -2)
-        gradient = call.scaling.rows(flat, Role.GRADIENT)
-        kernel = call.scaling.columns(weight, Role.WEIGHT, weight_scale)
-        grad_input = product(gradient, kernel, grad_output.dtype)
+        columns = ctx.trains and scaling.config.fp8_wgrad
+        gradient = scaling.pair(flat, Role.GRADIENT, columns=columns)
+        kernel = scaling.weight_columns(weight, weight_scale)
+        grad_input = product(gradient.rows, kernel, grad_output.dtype)
         grad_input = grad_input.view(*grad_output.shape[:-1], weight.size(1))
         sent = None
         if call.sequence_parallel:
             grad_input = _reduce_scatter_along_first_dim(grad_input, call.tp_group)
         elif call.allreduce_dgrad:
             sent = torch.distributed.all_reduce(grad_input, group=call.tp_group, async_op=True)
-        wanted = call.queue is not None or ctx.needs_input_grad[1]
-        grad_weight = _weight_gradient(call, flat, gradient, kept) if wanted else None
-        if call.queue is not None and grad_weight is not None:
-            call.queue.add_gradient(call.parameter, grad_weight)
-            grad_weight = None
-        result = None if grad_weight is None else grad_weight()
+        grad_weight = None
+        if ctx.trains:
+            compute = _weight_gradient(call, flat, gradient.columns, kept)
+            grad_weight = _given(compute, call)
         if sent is not None:
             sent.wait()
-        return grad_input, result, flat.sum(dim=0) if ctx.use_bias else None, None
+        grad_bias = flat.sum(dim=0) if ctx.use_bias else None
+        return grad_input, grad_weight, grad_bias, None, None
 
 
-def _gathered(entered: Quantized, call: Fp8Call) -> Quantized:
-    """All tokens of the input, sent in 8 bits."""
+def _entered(input: Tensor, call: Fp8Call, trains: bool) -> tuple[Quantized, tuple[Tensor, ...]]:
+    """All tokens of the input, and what the backward pass needs of it.
+
+    That is its transpose in 8 bits, half of what the input takes. Under sequence parallelism it is
+    this rank's rows in 8 bits, which are gathered again; without ``--fp8-wgrad`` the input.
+    """
+    scaling, flat = call.scaling, input.flatten(0, -2)
+    in_8_bits = trains and scaling.config.fp8_wgrad
+    kept: tuple[Tensor, ...] = (input,) if trains and not in_8_bits else ()
     if not call.sequence_parallel:
-        return entered
+        pair = scaling.pair(flat, Role.INPUT, columns=in_8_bits)
+        if pair.columns is not None:
+            kept = pair.columns.values, pair.columns.scale
+        return pair.rows, kept
     assert call.tp_group is not None
-    return entered.gathered(call.tp_group)
+    rows = scaling.rows(flat, Role.INPUT)
+    if in_8_bits:
+        across = scaling.across(flat, Role.INPUT, rows)
+        kept = across.values, across.scale
+    return rows.gathered(call.tp_group), kept
 
 
 def _weight_gradient(
-    call: Fp8Call, flat: Tensor, gradient: Quantized, kept: list[Tensor]
-) -> Callable[[], Tensor]:
-    """What computes the gradient ``[out, in]`` of the weight, in its dtype.
+    call: Fp8Call, flat: Tensor, gradient: Quantized | None, kept: list[Tensor]
+) -> Callable[[torch.dtype], Tensor]:
+    """What computes the gradient ``[out, in]`` of the weight, in a dtype.
 
     Args:
         call: of the layer.
         flat: gradient of the output ``[tokens, out]``.
-        gradient: the same in 8 bits.
-        kept: the input on this rank, or its 8-bit values and their scale.
+        gradient: its transpose in 8 bits; None without ``--fp8-wgrad``.
+        kept: as `_entered` gives.
     """
-    scaling, dtype = call.scaling, call.parameter.dtype
 
-    def from_values() -> Tensor:
-        entered = _gathered(Quantized(kept[0], kept[1]), call)
-        return product(gradient.transposed(), entered.transposed(), dtype)
+    def from_values(dtype: torch.dtype) -> Tensor:
+        assert gradient is not None
+        entered = Quantized(kept[0], kept[1])
+        if call.sequence_parallel:
+            assert call.tp_group is not None
+            entered = entered.gathered(call.tp_group).transposed()
+        return product(gradient, entered, dtype)
 
-    def from_input() -> Tensor:
+    def from_input(dtype: torch.dtype) -> Tensor:
         total = kept[0]
         if call.sequence_parallel:
             total = _gather_along_first_dim(total, call.tp_group)
-        total = total.flatten(0, -2)
-        if not scaling.config.fp8_wgrad:
-            return flat.t().matmul(total)
-        a = scaling.columns(flat, Role.GRADIENT, gradient.scale)
-        b = scaling.columns(total, Role.INPUT, gradient.scale)
-        return product(a, b, dtype)
+        return flat.t().matmul(total.flatten(0, -2)).to(dtype)
 
-    return from_input if scaling.keeps_input else from_values
+    return from_input if gradient is None else from_values
+
+
+def _given(compute: Callable[[torch.dtype], Tensor], call: Fp8Call) -> Tensor | None:
+    """Put the weight's gradient where it belongs; what autograd gets of it."""
+    weight = call.parameter
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    adds = main_grad is not None and call.adds_to_main_grad
+    # The product cannot add by itself; in the buffer's float32 nothing is rounded in between.
+    dtype = main_grad.dtype if main_grad is not None and adds else weight.dtype
+    if call.queue is not None:
+        call.queue.add_gradient(weight, lambda: compute(dtype))
+        return None
+    if main_grad is None or not adds:
+        return compute(dtype)
+    main_grad.add_(compute(dtype))
+    return _of_added(weight)
+
+
+def _of_added(weight: Any) -> Tensor | None:
+    """What autograd gets for a gradient that is in ``main_grad`` already.
+
+    As in megatron-core's layers: something, or the hooks of data parallelism, which wait for the
+    gradient, would run in another thread.
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
+    return torch.empty_like(weight)

@@ -8,11 +8,9 @@ other tensors; only the delayed recipe, whose scales serve a whole step, looks a
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import IntEnum
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -21,64 +19,13 @@ from megatron_ext.models.fp8.formats import (
     E4M3,
     GRADIENT_FORMATS,
     Quantized,
-    cast,
-    largest,
     scale_for,
 )
+from megatron_ext.models.fp8.parts import Parts, Role
+from megatron_ext.models.fp8.passes import LARGEST, QUANTIZE, QUANTIZE_WITH, Pass, Wanted
 
 HISTORY = ".fp8.amax_history"
 """Ends the names of the delayed recipe's state, of all that there is in a checkpoint."""
-
-
-class Role(IntEnum):
-    """The three tensors that a layer's products take."""
-
-    INPUT = 0
-    WEIGHT = 1
-    GRADIENT = 2
-    """Of the output."""
-
-
-class Parts:
-    """Which ranks hold the other parts of what a scale covers; None where it is whole.
-
-    Args:
-        pgs: groups of this rank.
-        cuts_input: the layer is row-parallel, so that the input's features are cut; otherwise the
-            output's are.
-        cuts_sequence: the input comes cut along the sequence (sequence parallelism).
-    """
-
-    def __init__(
-        self, pgs: ProcessGroupCollection, *, cuts_input: bool, cuts_sequence: bool
-    ) -> None:
-        self._pgs = pgs
-        self._cuts_input = cuts_input
-        self._cuts_sequence = cuts_sequence
-
-    def of_tensor(self, role: Role) -> ProcessGroup | None:
-        """For one scale of a whole tensor."""
-        if role is Role.WEIGHT:
-            return _if_several(self._pgs.tp)
-        cut = self._cuts_input or self._cuts_sequence
-        if role is Role.GRADIENT:
-            cut = not self._cuts_input
-        return _if_several(self._pgs.tp_cp if cut else self._pgs.cp)
-
-    def of_rows(self, role: Role) -> ProcessGroup | None:
-        """For one scale of each row: of a token, or of an output feature of the weight."""
-        cut = self._cuts_input if role is not Role.GRADIENT else not self._cuts_input
-        return _if_several(self._pgs.tp) if cut else None
-
-    def of_columns(self, role: Role) -> ProcessGroup | None:
-        """For one scale of each column: over all tokens, or of an input feature of the weight."""
-        if role is not Role.WEIGHT:
-            return _if_several(self._pgs.cp)
-        return None if self._cuts_input else _if_several(self._pgs.tp)
-
-
-def _if_several(group: ProcessGroup) -> ProcessGroup | None:
-    return group if group.size() > 1 else None
 
 
 def _over(amax: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -91,15 +38,29 @@ def _over(amax: Tensor, group: ProcessGroup | None) -> Tensor:
     return amax
 
 
+class Pair(NamedTuple):
+    """A matrix as it is and transposed.
+
+    Attributes:
+        rows: ``[m, k]``, to be summed along k.
+        columns: ``[k, m]``, to be summed along m; None unless wanted.
+    """
+
+    rows: Quantized
+    columns: Quantized | None
+
+
 class Scaling(torch.nn.Module):
     """One scale for each tensor, from the tensor itself (``--fp8-recipe tensorwise``).
 
     Args:
         config: with a format.
         parts: how the layer is cut.
-    """
 
-    by_rows: ClassVar[bool] = False
+    Attributes:
+        keeps_weight: the weight stays as it is for a while, so that it is cast once (`weights`).
+        kept_weight: what it was cast to.
+    """
 
     def __init__(self, config: Fp8Config, parts: Parts) -> None:
         super().__init__()
@@ -107,16 +68,25 @@ class Scaling(torch.nn.Module):
         self.config = config
         self.parts = parts
         self.formats = (E4M3, E4M3, GRADIENT_FORMATS[config.fp8_format])
+        self.keeps_weight = False
+        self.kept_weight: Pair | None = None
 
-    @property
-    def keeps_input(self) -> bool:
-        """The weight's gradient needs the input itself, not what the forward product took."""
-        return self.by_rows or not self.config.fp8_wgrad
+    def pair(self, x: Tensor, role: Role, *, columns: bool) -> Pair:
+        """A matrix ``[m, k]`` in 8 bits.
+
+        Args:
+            x: the matrix.
+            role: of it.
+            columns: also transposed.
+        """
+        wanted: Wanted = "both" if columns else "rows"
+        scale, rows, turned = self._quantize(x, role, wanted)
+        assert rows is not None
+        return Pair(Quantized(rows, scale), None if turned is None else Quantized(turned, scale))
 
     def rows(self, x: Tensor, role: Role) -> Quantized:
         """A matrix ``[m, k]``, to be summed along k."""
-        scale = self._scale(x, role)
-        return Quantized(cast(x, scale, self.formats[role]), scale)
+        return self.pair(x, role, columns=False).rows
 
     def columns(self, x: Tensor, role: Role, scale: Tensor) -> Quantized:
         """The transpose ``[k, m]`` of a matrix ``[m, k]``, to be summed along m.
@@ -126,31 +96,79 @@ class Scaling(torch.nn.Module):
             role: of it.
             scale: what `rows` gave the same matrix.
         """
-        return Quantized(cast(x, scale, self.formats[role]), scale).transposed()
+        _, _, turned = QUANTIZE_WITH(
+            x, scale, self.formats[role], "columns", varies=self.parts.varies
+        )
+        return Quantized(turned, scale)
 
-    def _scale(self, x: Tensor, role: Role) -> Tensor:
-        amax = _over(largest(x), self.parts.of_tensor(role))
-        return scale_for(amax, torch.finfo(self.formats[role]).max)
+    def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
+        """A matrix ``[m, k]`` whose transpose is what `columns` would give.
+
+        Args:
+            x: the matrix.
+            role: of it.
+            rows: what `rows` gave the same matrix.
+        """
+        return rows
+
+    def weight(self, weight: Tensor) -> Pair:
+        """The layer's weight; from the second time on as kept, where it is."""
+        if not self.keeps_weight:
+            return self.pair(weight, Role.WEIGHT, columns=False)
+        if self.kept_weight is None:
+            self.kept_weight = self.pair(weight, Role.WEIGHT, columns=True)
+        return self.kept_weight
+
+    def weight_columns(self, weight: Tensor, scale: Tensor) -> Quantized:
+        """The transpose of the layer's weight, for a backward pass.
+
+        Args:
+            weight: ``[out, in]``.
+            scale: of its rows in the forward pass.
+        """
+        if self.kept_weight is not None and self.kept_weight.columns is not None:
+            return self.kept_weight.columns
+        return self.columns(weight, Role.WEIGHT, scale)
+
+    def _quantize(
+        self, x: Tensor, role: Role, wanted: Wanted
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Scale, rows and columns."""
+        varies = self.parts.varies
+        amax = _over(LARGEST(x, varies=varies), self.parts.of_tensor(role))
+        found: Pass = QUANTIZE(x, amax, self.formats[role], None, wanted, varies=varies)
+        return found
 
 
 class RowScaling(Scaling):
     """A scale for each row that a product sums along (``--fp8-recipe rowwise``)."""
 
-    by_rows = True
-
-    def rows(self, x: Tensor, role: Role) -> Quantized:
-        """See `Scaling.rows`; the scale is ``[m, 1]``."""
-        return self._quantized(x, role, self.parts.of_rows(role))
+    def pair(self, x: Tensor, role: Role, *, columns: bool) -> Pair:
+        """See `Scaling.pair`; the scales are ``[m, 1]`` and ``[k, 1]``."""
+        found = self._along(x, role, 1, "rows")
+        assert found.rows is not None
+        rows = Quantized(found.rows, found.number)
+        return Pair(rows, self.columns(x, role, rows.scale) if columns else None)
 
     def columns(self, x: Tensor, role: Role, scale: Tensor) -> Quantized:
         """See `Scaling.columns`; the scale is made anew, ``[k, 1]``."""
-        return self._quantized(x.t(), role, self.parts.of_columns(role))
+        found = self._along(x, role, 0, "columns")
+        assert found.columns is not None
+        return Quantized(found.columns, found.number.t())
 
-    def _quantized(self, x: Tensor, role: Role, group: ProcessGroup | None) -> Quantized:
-        dtype = self.formats[role]
-        amax = _over(largest(x, of_rows=True), group)
-        scale = scale_for(amax, torch.finfo(dtype).max)
-        return Quantized(cast(x, scale, dtype), scale)
+    def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
+        """See `Scaling.across`; the scale is made anew, ``[1, k]``."""
+        found = self._along(x, role, 0, "rows")
+        assert found.rows is not None
+        return Quantized(found.rows, found.number)
+
+    def _along(self, x: Tensor, role: Role, along: int, wanted: Wanted) -> Pass:
+        varies = self.parts.varies
+        group = self.parts.of_rows(role) if along else self.parts.of_columns(role)
+        # Where no other rank has a part, the magnitudes are found in the same pass.
+        amax = None if group is None else _over(LARGEST(x, along, varies=varies), group)
+        found: Pass = QUANTIZE(x, amax, self.formats[role], along, wanted, varies=varies)
+        return found
 
 
 class DelayedScaling(Scaling):
@@ -197,15 +215,30 @@ class DelayedScaling(Scaling):
         self._mark()
         return self
 
-    def _scale(self, x: Tensor, role: Role) -> Tensor:
-        amax = largest(x)
+    def _quantize(
+        self, x: Tensor, role: Role, wanted: Wanted
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if self.has_history and not self.parts.may_idle:
+            found: Pass = QUANTIZE_WITH(
+                x, self.scale[role], self.formats[role], wanted, varies=self.parts.varies
+            )
+            self._note(found.number, role)
+            # As in `scale_for`: what is not finite must not be cut off unseen.
+            scale = torch.where(found.number.isfinite(), self.scale[role], torch.nan)
+            return scale, found.rows, found.columns
+        amax: Tensor = LARGEST(x, varies=self.parts.varies)
+        self._note(amax, role)
+        amax = _over(amax, self.parts.of_tensor(role))
+        scale = scale_for(amax, torch.finfo(self.formats[role]).max)
+        if self.has_history:
+            known = self.amax_history[:, role].any() & amax.isfinite()
+            scale = torch.where(known, self.scale[role], scale)
+        found = QUANTIZE_WITH(x, scale, self.formats[role], wanted, varies=self.parts.varies)
+        return scale, found.rows, found.columns
+
+    def _note(self, amax: Tensor, role: Role) -> None:
         if self.training:
             self.amax[role] = torch.maximum(self.amax[role], amax)
-        if self.has_history:
-            # As in `scale_for`: what is not finite must not be cut off unseen.
-            return torch.where(amax.isfinite(), self.scale[role], torch.nan)
-        amax = _over(amax, self.parts.of_tensor(role))
-        return scale_for(amax, torch.finfo(self.formats[role]).max)
 
     def limits(self) -> Tensor:
         """The largest numbers of the three formats, ``[3]`` float32."""

@@ -7,7 +7,6 @@ query is masked, so chunks cost the same without the zig-zag that causal attenti
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import (
     all_to_all,
     gather_from_sequence_parallel_region,
@@ -19,8 +18,9 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.config.mmdit_sizes import EPSILON
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.mmdit.rope import rotate
-from megatron_ext.models.norm import RMSNorm
+from megatron_ext.models import sdpa
+from megatron_ext.models.norm import RMSNorm, spec_of
+from megatron_ext.models.pointwise import Norm
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -39,22 +39,15 @@ class QKNorm(MegatronModule):  # type: ignore[misc]
         self.q_layernorm = RMSNorm(config.kv_channels, EPSILON, zero_centered=False)
         self.k_layernorm = RMSNorm(config.kv_channels, EPSILON, zero_centered=False)
 
-    def split(self, qkv: Tensor) -> QKV:
-        """Take the projection apart, and normalize queries and keys.
+    @property
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """Scales of queries and keys, ``[d]`` each; `pointwise.heads` norms with them."""
+        return self.q_layernorm.weight, self.k_layernorm.weight
 
-        Args:
-            qkv: ``[s, b, n * 3 * d]``, for each head its query, key and value, so that a
-                contiguous part of the weight's rows is whole heads.
-
-        Returns:
-            Query, key and value, each ``[s, b, n, d]``.
-        """
-        d = self.config.kv_channels
-        # No -1: a rank may hold no text, and nothing tells the sizes of an empty view.
-        heads = qkv.view(*qkv.shape[:-1], qkv.size(-1) // (3 * d), 3, d)
-        query, key, value = heads.unbind(-2)
-        query, key = self.q_layernorm(query), self.k_layernorm(key)
-        return query.to(value.dtype), key.to(value.dtype), value
+    @property
+    def spec(self) -> Norm:
+        """What norms they are."""
+        return spec_of(self.q_layernorm)
 
 
 class JointAttention:
@@ -92,18 +85,17 @@ class JointAttention:
                 f"({cp_group.size()}); use all_gather."
             )
 
-    def __call__(self, qkv: QKV, table: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate queries and keys, and attend.
+    def __call__(self, qkv: QKV) -> Tensor:
+        """Attend.
 
         Args:
-            qkv: queries, keys and values of this rank's chunk, each ``[s/c, b, n, d]``.
-            table: rotary table of the chunk, see `rope.rotary_table`.
+            qkv: queries and keys, rotated, and values of this rank's chunk, each
+                ``[s/c, b, n, d]``.
 
         Returns:
             ``[s/c, b, n * d]``.
         """
         query, key, value = qkv
-        query, key = rotate(query, table), rotate(key, table)
         if self.trades_heads:
             stacked = torch.stack((query, key, value), dim=3)
             query, key, value = heads_to_sequence(stacked, self.cp_group).unbind(3)
@@ -120,7 +112,7 @@ class JointAttention:
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """``softmax(q k / sqrt(d)) v`` of ``[s, b, n, d]`` queries and all keys and values."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    return F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3)
+    return sdpa.attend(q, k, v).permute(2, 0, 1, 3)
 
 
 def heads_to_sequence(x: Tensor, group: ProcessGroup) -> Tensor:

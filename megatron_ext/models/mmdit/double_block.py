@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -15,13 +14,18 @@ from torch import Tensor
 from megatron_ext.config.mmdit_sizes import MMDiTSizes
 from megatron_ext.models.mmdit.attention import JointAttention, QKNorm
 from megatron_ext.models.mmdit.linear import ColumnPiece, RowPiece, enter, leave
-from megatron_ext.models.mmdit.modulation import Modulation, modulated
+from megatron_ext.models.mmdit.modulation import Modulation
 from megatron_ext.models.mmdit.options import MMDiTOptions
+from megatron_ext.models.mmdit.pointwise import (
+    add_and_modulate_streams,
+    add_streams,
+    joint_heads,
+    modulated_streams_beside,
+)
 from megatron_ext.models.mmdit.sequence import LocalTokens, TokenRange
+from megatron_ext.models.pointwise import activated
 
 Table = tuple[Tensor, Tensor]
-Pair = tuple[Tensor, Tensor]
-"""Of text and image."""
 
 
 class Stream(MegatronModule):  # type: ignore[misc]
@@ -46,7 +50,8 @@ class Stream(MegatronModule):  # type: ignore[misc]
 
     def mlp(self, x: Tensor) -> tuple[Tensor, Any]:
         """``[s, b, h]`` to this rank's part of the sum, and its bias."""
-        out: tuple[Tensor, Any] = self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
+        narrow = activated(*self.linear_fc1(x), None, "gelu_tanh", False)
+        out: tuple[Tensor, Any] = self.linear_fc2(narrow)
         return out
 
 
@@ -79,51 +84,47 @@ class DoubleBlock(MegatronModule):  # type: ignore[misc]
         Returns:
             As ``hidden``.
         """
-        streams = _split(hidden, tokens.part)
-        parts = [stream.modulation.parts(vec) for stream in (self.txt, self.img)]
-        first, second = [p[:3] for p in parts], [p[3:] for p in parts]
-        attended = self._attend(self._enter(streams, first), table, tokens.chunk)
-        streams = _add(streams, first, self._layer(attended, tokens, lambda s: s.linear_proj))
-        joint = self._enter(streams, second)
-        return torch.cat(_add(streams, second, self._layer(joint, tokens, lambda s: s.mlp)))
-
-    def _enter(self, streams: Pair, parts: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Both streams modulated, as one sequence that all tensor-parallel ranks see."""
-        normed = [
-            modulated(x, shift, scale) for x, (shift, scale, _) in zip(streams, parts, strict=True)
-        ]
-        return enter(torch.cat(normed), self.config, self.tp_group)
-
-    def _attend(self, joint: Tensor, table: Table, chunk: TokenRange) -> Tensor:
-        """Attention of the streams' heads; ``[s, b, h]`` to ``[s, b, h/tp]``."""
-        txt, img = (
-            stream.norm.split(stream.linear_qkv(x))
-            for stream, x in zip((self.txt, self.img), _split(joint, chunk), strict=True)
+        txt, img = (stream.modulation.parts(vec) for stream in (self.txt, self.img))
+        hidden, *normed = modulated_streams_beside(
+            hidden, tokens.part.local_text, *txt[:2], *img[:2]
         )
-        query, key, value = (torch.cat(pair) for pair in zip(txt, img, strict=True))
-        return self.attention((query, key, value), table)
+        attended = _split(self._attend(self._enter(normed, tokens), table), tokens.chunk)
+        outputs = self._leave([s.linear_proj(x) for s, x in self._pairs(attended)], tokens)
+        hidden, *normed = add_and_modulate_streams(
+            hidden, *outputs, txt[2], img[2], *txt[3:5], *img[3:5]
+        )
+        entered = self._enter(normed, tokens)
+        outputs = self._leave([s.mlp(x) for s, x in self._pairs(entered)], tokens)
+        return add_streams(hidden, *outputs, txt[5], img[5])
 
-    def _layer(
-        self,
-        joint: Tensor,
-        tokens: LocalTokens,
-        layer: Callable[[Stream], Callable[[Tensor], tuple[Tensor, Any]]],
-    ) -> Pair:
-        """Each stream's layer, summed over the tensor-parallel ranks, with its bias."""
-        txt, img = _split(joint, tokens.chunk)
-        (txt_sum, txt_bias), (img_sum, img_bias) = layer(self.txt)(txt), layer(self.img)(img)
-        total = leave(torch.cat((txt_sum, img_sum)), self.config, self.tp_group)
-        txt, img = _split(total, tokens.part)
-        return txt + txt_bias, img + img_bias
+    def _pairs(self, streams: Sequence[Tensor]) -> Iterable[tuple[Stream, Tensor]]:
+        """Each stream's layers and tokens."""
+        return zip((self.txt, self.img), streams, strict=True)
+
+    def _enter(self, streams: Sequence[Tensor], tokens: LocalTokens) -> Sequence[Tensor]:
+        """Both streams, for all tensor-parallel ranks to see, by one collective."""
+        if self.tp_group.size() == 1:
+            return streams
+        joint = enter(torch.cat(tuple(streams)), self.config, self.tp_group)
+        return _split(joint, tokens.chunk)
+
+    def _attend(self, streams: Sequence[Tensor], table: Table) -> Tensor:
+        """Attention of the streams' heads; twice ``[s, b, h]`` to ``[s, b, h/tp]``."""
+        txt, img = (stream.linear_qkv(x) for stream, x in self._pairs(streams))
+        weights = (*self.img.norm.weights, *self.txt.norm.weights)
+        return self.attention(joint_heads(*img, *txt, *weights, *table, self.img.norm.spec))
+
+    def _leave(
+        self, partial_sums: Sequence[tuple[Tensor, Any]], tokens: LocalTokens
+    ) -> tuple[Tensor, ...]:
+        """The streams' outputs, summed over the tensor-parallel ranks, then their biases."""
+        (txt, txt_bias), (img, img_bias) = partial_sums
+        if self.tp_group.size() > 1:
+            total = leave(torch.cat((txt, img)), self.config, self.tp_group)
+            txt, img = _split(total, tokens.part)
+        return txt, img, txt_bias, img_bias
 
 
-def _add(streams: Pair, parts: Sequence[Sequence[Tensor]], outputs: Pair) -> Pair:
-    """Add outputs through their gates."""
-    (txt, img), (txt_out, img_out) = streams, outputs
-    (*_, txt_gate), (*_, img_gate) = parts
-    return txt + txt_gate * txt_out, img + img_gate * img_out
-
-
-def _split(joint: Tensor, held: TokenRange) -> Pair:
+def _split(joint: Tensor, held: TokenRange) -> Sequence[Tensor]:
     """Text and image of ``[s, b, h]``; either may be empty."""
-    return joint[: held.local_text], joint[held.local_text :]
+    return torch.split(joint, [held.local_text, joint.size(0) - held.local_text])

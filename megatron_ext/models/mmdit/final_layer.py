@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.config.mmdit_sizes import MMDiTSizes
 from megatron_ext.models.mmdit.linear import mark_replicated
-from megatron_ext.models.mmdit.modulation import Modulation, modulated, start_at_zero
+from megatron_ext.models.mmdit.modulation import Modulation, modulated_alone, start_at_zero
 from megatron_ext.models.mmdit.options import MMDiTOptions
 
 
@@ -35,4 +35,4 @@ class FinalLayer(MegatronModule):  # type: ignore[misc]
     def forward(self, hidden: Tensor, vec: Tensor) -> Tensor:
         """``[s, b, h]`` and ``[b, h]`` to ``[s, b, C * p * p]``."""
         shift, scale = self.modulation.parts(vec)
-        return self.linear(modulated(hidden, shift, scale))  # type: ignore[no-any-return]
+        return self.linear(modulated_alone(hidden, shift, scale))  # type: ignore[no-any-return]

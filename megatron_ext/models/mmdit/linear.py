@@ -89,6 +89,8 @@ def _refuse_adapter(layer: Any) -> None:
 class ColumnPiece(ColumnParallelLinear):
     """``[s, b, in]`` to this rank's ``[s, b, out / tp]``, without communication.
 
+    The bias is left to the function that comes next.
+
     Args:
         inputs: width of the input.
         outputs: width of the output over all ranks.
@@ -113,6 +115,7 @@ class ColumnPiece(ColumnParallelLinear):
             config=config,
             init_method=method,
             bias=bias,
+            skip_bias_add=True,
             disable_grad_reduce=True,
             tp_group=tp_group,
         )
@@ -120,11 +123,10 @@ class ColumnPiece(ColumnParallelLinear):
         if self.bias is not None and config.perform_initialization:
             method(self.bias)
 
-    def forward(self, input_: Tensor) -> Tensor:  # type: ignore[override]
-        """``[s, b, in]`` to ``[s, b, out / tp]``."""
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``[s, b, in]`` to ``[s, b, out / tp]``, and the bias."""
         _refuse_adapter(self)
-        output, _ = super().forward(input_)
-        return output
+        return super().forward(input_)
 
 
 class RowPiece(RowParallelLinear):

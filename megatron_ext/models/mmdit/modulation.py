@@ -8,6 +8,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext.config.mmdit_sizes import EPSILON
+from megatron_ext.models.compiled import compiled
 from megatron_ext.models.mmdit.linear import mark_replicated
 
 
@@ -53,3 +54,6 @@ def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         scale: ``[b, h]``.
     """
     return (1 + scale) * F.layer_norm(x, x.shape[-1:], eps=EPSILON) + shift
+
+
+modulated_alone = compiled(modulated)

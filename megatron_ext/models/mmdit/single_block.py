@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
@@ -11,9 +10,11 @@ from torch import Tensor
 from megatron_ext.config.mmdit_sizes import MMDiTSizes
 from megatron_ext.models.mmdit.attention import JointAttention, QKNorm
 from megatron_ext.models.mmdit.linear import ColumnPiece, RowPiece, enter, leave
-from megatron_ext.models.mmdit.modulation import Modulation, modulated
+from megatron_ext.models.mmdit.modulation import Modulation
 from megatron_ext.models.mmdit.options import MMDiTOptions
+from megatron_ext.models.mmdit.pointwise import add_gated, heads, modulated_beside
 from megatron_ext.models.mmdit.sequence import LocalTokens
+from megatron_ext.models.pointwise import activated
 
 
 class SingleBlock(MegatronModule):  # type: ignore[misc]
@@ -47,9 +48,14 @@ class SingleBlock(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """Run the block; see `DoubleBlock.forward`. All tokens are treated alike."""
         shift, scale, gate = self.modulation.parts(vec)
-        joint = enter(modulated(hidden, shift, scale), self.config, self.tp_group)
-        attended = self.attention(self.norm.split(self.linear_qkv(joint)), table)
+        hidden, normed = modulated_beside(hidden, shift, scale)
+        joint = enter(normed, self.config, self.tp_group)
+        attended = self.attention(
+            heads(*self.linear_qkv(joint), *self.norm.weights, *table, self.norm.spec)
+        )
         attention, bias = self.linear_proj(attended)
-        mlp, _ = self.linear_fc2(F.gelu(self.linear_fc1(joint), approximate="tanh"))
-        output: Tensor = leave(attention + mlp, self.config, self.tp_group) + bias
-        return hidden + gate * output
+        mlp, _ = self.linear_fc2(activated(*self.linear_fc1(joint), None, "gelu_tanh", False))
+        if self.tp_group.size() == 1:
+            return add_gated(hidden, attention, mlp, bias, gate)
+        total = leave(attention + mlp, self.config, self.tp_group)
+        return add_gated(hidden, total, None, bias, gate)

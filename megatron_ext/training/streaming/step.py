@@ -167,6 +167,7 @@ class StreamingRunner(StepRunner):
         if self.observer is not None:
             self.observer()
         self._give_memory_back(2)
+        self.settle()
         updates = {kind: network.update() for kind, network in trained.items()}
         self._give_memory_back(1)
         self._move_on(updates, num_samples)
@@ -175,11 +176,12 @@ class StreamingRunner(StepRunner):
     def _move_on(self, updates: dict[Pass, UpdateResult], num_samples: int) -> None:
         """Count the step; both learning rates follow the steps of the run, not the updates."""
         self.companion.steps += 1
-        refused = [kind for kind, update in updates.items() if not update.applied]
-        if "generator" not in refused:
-            self.generator.scheduler.step(increment=num_samples)
-        if "critic" not in refused:
-            self.critic.scheduler.step(increment=num_samples)
+        networks: dict[Pass, TrainedNetwork] = {"critic": self.critic, "generator": self.generator}
+        for kind, network in networks.items():
+            if kind in updates:
+                self._follow(updates[kind], network.scheduler, num_samples)
+            else:
+                network.scheduler.step(increment=num_samples)
         if "generator" in updates:
             # It holds the text as the weights before the update saw it.
             self.sequence.generator.cache.memo.clear()  # type: ignore[attr-defined]
@@ -231,15 +233,15 @@ class StreamingRunner(StepRunner):
             totals = reduce_reports(entries, self.context)
             losses |= {name: mean_of(total) for name, total in totals.items()}
             counts |= {name: total[1] for name, total in totals.items()}
-            norm = torch.tensor(updates[kind].grad_norm, dtype=torch.float64, device=self.device)
+            norm = updates[kind].norm
             losses[f"{kind} grad norm"] = norm
             counts[f"{kind} grad norm"] = torch.ones_like(norm)
-        applied = all(update.applied for update in updates.values())
+        applied = torch.stack([update.flag for update in updates.values()]).all()
         critic = updates["critic"]
         return StepResult(
             losses,
             counts,
-            UpdateResult(applied, critic.grad_norm, critic.num_zeros),
-            trains_model="generator" in updates and updates["generator"].applied,
+            UpdateResult(applied, critic.norm, critic.zeros),
+            model_update=updates.get("generator"),
             flops=self.work.take() * self.context.layout.world_size,
         )

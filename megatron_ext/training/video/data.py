@@ -27,6 +27,7 @@ from megatron_ext.data.video.shards import read_manifest, read_null
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.models.mmdit.stages import stage_blocks
 from megatron_ext.models.mmdit.tokens import grid
+from megatron_ext.planning.video.clip import Clip
 from megatron_ext.training.video.dit import check_clips, check_dit
 from megatron_ext.training.video.requests import check_sampling
 from megatron_ext.training.video.widths import patch_size_of, sequence_multiple, with_widths
@@ -235,6 +236,31 @@ def _check_same_kind(train: VideoSplit, valid: VideoSplit) -> None:
                 f"{name.replace('_', ' ')} than `--video-data-path` ({train.path}); "
                 "preprocess both alike."
             )
+
+
+def planned_clips(config: RunConfig) -> list[Clip]:
+    """The buckets of the training data that fill steps; see `Task.clips`."""
+    assert config.video.video_data_path is not None
+    plan = open_split(config, config.video.video_data_path, shuffle=False).plan
+    patch, steps = patch_size_of(config), plan.steps
+    units = {
+        bucket: (len(held.clips) - steps.left_out[bucket]) // held.micro_batch_size
+        for bucket, held in steps.buckets.items()
+    }
+    found = []
+    for bucket, count in sorted(units.items()):
+        geometry, held = plan.geometries[bucket], steps.buckets[bucket]
+        if count:
+            found.append(
+                Clip(
+                    str(bucket),
+                    *grid(geometry.shape[1:], patch),
+                    num_text=geometry.num_text,
+                    micro_batch_size=held.micro_batch_size,
+                    share=count / sum(units.values()),
+                )
+            )
+    return found
 
 
 def bucket_table(split: VideoSplit) -> str:

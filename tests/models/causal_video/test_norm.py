@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ext.layout import ParallelContext
-from megatron_ext.models.causal_video.norm import FullWidthRMSNorm, normalized
+from megatron_ext.models.causal_video.norm import FullWidthRMSNorm
 from tests.models.causal_video.problem import Problem, core_config
 from tests.ranks import ranks
 
@@ -26,7 +26,7 @@ def test_the_mean_is_that_of_all_heads_with_its_gradient(context: ParallelContex
     for norm, scale in zip(norms, scales, strict=True):
         norm.weight.data.copy_(scale.chunk(4)[rank])
     own = [part.chunk(4, dim=-2)[rank].clone().requires_grad_() for part in x]
-    got = normalized(own, norms)
+    got = [norm(x) for norm, x in zip(norms, own, strict=True)]
     pairs = zip(got, upstream, strict=True)
     sum((y * u.chunk(4, dim=-2)[rank]).sum() for y, u in pairs).backward()  # type: ignore[union-attr]
     for index, norm in enumerate(norms):

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.config import RunConfig, parse_args
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.chunks import build_chunks
 from megatron_ext.models.fp8.attach import attach_fp8
+from megatron_ext.models.fp8.parts import ExpertParts, Parts, Role
 from megatron_ext.models.gpt import build_gpt_chunk
+from megatron_ext.models.linear import ColumnParallelLinear
 from megatron_ext.models.transformer_config import build_transformer_config
 from tests.ranks import ParallelContext, ranks
 from tests.training_runs import TINY, mock_data
@@ -43,6 +46,42 @@ def test_a_model_without_such_layers_is_refused(context: ParallelContext) -> Non
         attach_fp8([foreign], config_of("--fp8-format hybrid"), context.pgs)
     # A stage may hold the ends of a model only.
     attach_fp8([torch.nn.Linear(16, 16)], config_of("--fp8-format hybrid"), context.pgs)
+
+
+@ranks()
+def test_sides_that_no_product_can_have(context: ParallelContext) -> None:
+    """Of models whose flags do not name them."""
+    core = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=1)
+    for sides in ((16, 24), (24, 16)):
+        layer = ColumnParallelLinear(
+            *sides, config=core, init_method=torch.nn.init.zeros_, tp_group=context.pgs.tp
+        )
+        model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([layer])})
+        with pytest.raises(ConfigError, match=r"those of `blocks.0` are \(.*24.*\); change its"):
+            attach_fp8([model], config_of("--fp8-format hybrid"), context.pgs)
+
+
+@ranks(tp=2, dp=2, ep=2, etp=1)
+def test_experts_are_completed_over_ranks_that_hold_them(context: ParallelContext) -> None:
+    """Their tensor-parallel group is another, and so are their replicas."""
+    pgs = context.pgs
+    parts = ExpertParts(pgs, cuts_input=True, varies=True)
+    assert [parts.of_tensor(role) for role in Role] == [None] * 3
+    assert parts.of_step() == (pgs.expt_tp, pgs.expt_dp)
+    whole = Parts(pgs, cuts_input=True)
+    assert whole.of_tensor(Role.WEIGHT) is pgs.tp and whole.of_step() == (pgs.tp_dp_cp,)
+
+
+@ranks()
+def test_layers_of_experts(context: ParallelContext) -> None:
+    flags = "--fp8-format hybrid --num-experts 2 --moe-shared-expert-intermediate-size 64"
+    config = config_of(flags)
+    (chunk,) = build_chunks(build_gpt_chunk, config, build_transformer_config(config), context)
+    kinds = {name: m.fp8.parts for name, m in chunk.named_modules() if getattr(m, "fp8", None)}
+    experts = {name for name, parts in kinds.items() if isinstance(parts, ExpertParts)}
+    assert experts == {name for name in kinds if ".local_experts." in name}
+    assert len(experts) == 4 * 2 * 2 and any(".shared_experts." in name for name in kinds)
+    assert all(parts.varies == (name in experts) for name, parts in kinds.items())
 
 
 def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

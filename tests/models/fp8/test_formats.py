@@ -75,15 +75,18 @@ def test_scales_follow_the_formula() -> None:
 def test_largest_magnitudes() -> None:
     x = torch.tensor([[1.0, -3.0], [2.0, 0.5]])
     assert largest(x) == 3.0
-    assert largest(x, of_rows=True).tolist() == [[3.0], [2.0]]
+    assert largest(x, along=1).tolist() == [[3.0], [2.0]]
     assert largest(torch.tensor([[1.0, torch.nan]])).isnan()
     assert largest(x.bfloat16()).dtype == torch.float32
 
 
 def test_transposed_and_dequantized() -> None:
-    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(16, 5, generator=torch.Generator().manual_seed(1))
     quantized = Quantized(cast(x, torch.tensor(4.0), E4M3), torch.tensor(4.0))
     turned = quantized.transposed()
     assert turned.values.is_contiguous()
     assert torch.equal(turned.dequantized(), quantized.dequantized().t())
+    few = Quantized(quantized.values[:3], quantized.scale).transposed().values
+    assert torch.equal(few[:, :3].float(), quantized.values[:3].t().float())
+    assert few.shape == (5, 16) and not few[:, 3:].float().any()
     assert torch.allclose(quantized.dequantized(), x, rtol=2.0**-4, atol=2.0**-12)

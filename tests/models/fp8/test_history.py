@@ -8,7 +8,8 @@ from torch import Tensor
 
 from megatron_ext.config.fp8 import Fp8Config
 from megatron_ext.models.fp8.history import AmaxHistories
-from megatron_ext.models.fp8.scaling import DelayedScaling, Parts, Role
+from megatron_ext.models.fp8.parts import Parts, Role
+from megatron_ext.models.fp8.scaling import DelayedScaling
 from tests.ranks import ParallelContext, ranks
 
 
@@ -32,7 +33,7 @@ def step(histories: AmaxHistories, layer: DelayedScaling, *sizes: float) -> list
 @ranks()
 def test_most_recent(context: ParallelContext) -> None:
     layer = scaling(context)
-    histories = AmaxHistories([layer], context.pgs)
+    histories = AmaxHistories([layer])
     assert step(histories, layer, 2.0, 8.0) == [224.0, 56.0]  # of the tensors themselves
     assert step(histories, layer, 16.0, 1.0) == [56.0, 56.0]
     assert step(histories, layer, 4.0) == [28.0]
@@ -44,7 +45,7 @@ def test_most_recent(context: ParallelContext) -> None:
 @ranks()
 def test_max_over_the_window_with_a_margin(context: ParallelContext) -> None:
     layer = scaling(context, fp8_amax_compute_algo="max", fp8_margin=1)
-    histories = AmaxHistories([layer], context.pgs)
+    histories = AmaxHistories([layer])
     for size in (8.0, 2.0, 2.0):
         step(histories, layer, size)
     assert float(layer.scale[Role.INPUT]) == 448 / 8 / 2
@@ -57,14 +58,14 @@ def test_limits_of_the_formats(context: ParallelContext) -> None:
     for name, limit in (("hybrid", 57344.0), ("e4m3", 448.0)):
         layer = scaling(context, fp8_format=name)
         layer.rows(of_size(2.0), Role.GRADIENT)
-        AmaxHistories([layer], context.pgs).advance()
+        AmaxHistories([layer]).advance()
         assert float(layer.scale[Role.GRADIENT]) == limit / 2
 
 
 @ranks()
 def test_values_beyond_a_delayed_scale_are_cut_off(context: ParallelContext) -> None:
     layer = scaling(context)
-    step(AmaxHistories([layer], context.pgs), layer, 1.0)
+    step(AmaxHistories([layer]), layer, 1.0)
     given = layer.rows(of_size(4.0), Role.INPUT).dequantized()
     assert given.tolist() == [[1.0, -1.0], [1.0, 0.0]]
 
@@ -72,7 +73,7 @@ def test_values_beyond_a_delayed_scale_are_cut_off(context: ParallelContext) -> 
 @ranks()
 def test_zeros_and_what_is_not_finite_leave_the_scale(context: ParallelContext) -> None:
     layer = scaling(context)
-    histories = AmaxHistories([layer], context.pgs)
+    histories = AmaxHistories([layer])
     step(histories, layer, 8.0)
     for size in (0.0, torch.inf, torch.nan):
         quantized = layer.rows(of_size(size), Role.INPUT)
@@ -93,7 +94,7 @@ def test_evaluation_leaves_no_trace(context: ParallelContext) -> None:
 @ranks(tp=2, dp=2, timeout=60)
 def test_the_largest_of_all_ranks_counts(context: ParallelContext) -> None:
     layer = scaling(context)
-    histories = AmaxHistories([layer], context.pgs)
+    histories = AmaxHistories([layer])
     step(histories, layer, float(context.rank + 1))
     assert float(layer.amax_history[0, Role.INPUT]) == 4.0
 
@@ -101,7 +102,7 @@ def test_the_largest_of_all_ranks_counts(context: ParallelContext) -> None:
 @ranks()
 def test_state_stays_in_float32_and_survives(context: ParallelContext) -> None:
     layer, other = scaling(context), scaling(context)
-    step(AmaxHistories([layer], context.pgs), layer, 1.0 + 2.0**-20)
+    step(AmaxHistories([layer]), layer, 1.0 + 2.0**-20)
     want = layer.scale.clone()
     layer.bfloat16()
     assert layer.amax_history.dtype == layer.scale.dtype == torch.float32
@@ -116,7 +117,7 @@ def test_state_stays_in_float32_and_survives(context: ParallelContext) -> None:
 @ranks()
 def test_length_of_the_history(context: ParallelContext, length: int) -> None:
     layer = scaling(context, fp8_amax_history_len=length, fp8_amax_compute_algo="max")
-    histories = AmaxHistories([layer], context.pgs)
+    histories = AmaxHistories([layer])
     for size in (64.0, 4.0, 2.0, 1.0):
         step(histories, layer, size)
     assert float(layer.scale[Role.INPUT]) == 448 / (64.0 if length == 4 else 1.0)

@@ -10,9 +10,13 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext.config.fp8 import Fp8Config
+from megatron_ext.models.fp8 import linear
 from megatron_ext.models.fp8.formats import Quantized
 from megatron_ext.models.fp8.linear import Fp8Call, fp8_linear
-from megatron_ext.models.fp8.scaling import RECIPES, Parts, Role, Scaling
+from megatron_ext.models.fp8.parts import Parts, Role
+from megatron_ext.models.fp8.product import arguments, product
+from megatron_ext.models.fp8.scaling import RECIPES, Scaling
+from megatron_ext.models.fp8.weights import KeptWeights
 from megatron_ext.models.linear import (
     ColumnParallelLinear,
     DeferredWeightGradients,
@@ -20,6 +24,7 @@ from megatron_ext.models.linear import (
 )
 from tests.models import plain
 from tests.models.fp8.bounds import error_of_product
+from tests.models.fp8.test_product import torch_takes
 from tests.ranks import ParallelContext, ranks
 
 S, B, IN, OUT = 16, 2, 32, 64
@@ -29,7 +34,7 @@ class Whole(Parts):
     """Of a layer on one rank; needs no groups."""
 
     def __init__(self) -> None:
-        pass
+        self.varies = False
 
     def of_tensor(self, role: Role) -> None:
         return None
@@ -42,18 +47,18 @@ def scaling_of(recipe: str, parts: Parts | None = None, **flags: Any) -> Scaling
     return RECIPES[recipe](config, parts or Whole())
 
 
-def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(dtype: torch.dtype = torch.float32, s: int = S) -> tuple[Tensor, Tensor, Tensor]:
     """Input ``[s, b, in]``, weight ``[out, in]`` and gradient of the output; uneven sizes."""
     generator = torch.Generator().manual_seed(9)
-    x = torch.randn(S, B, IN, generator=generator) * torch.logspace(-2, 1, S)[:, None, None]
+    x = torch.randn(s, B, IN, generator=generator) * torch.logspace(-2, 1, s)[:, None, None]
     weight = 0.1 * torch.randn(OUT, IN, generator=generator)
-    gradient = 1e-6 * torch.randn(S, B, OUT, generator=generator)
+    gradient = 1e-6 * torch.randn(s, B, OUT, generator=generator)
     return x.to(dtype), weight.to(dtype), gradient.to(dtype)
 
 
-def whole_layer(scaling: Scaling, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def whole_layer(scaling: Scaling, dtype: torch.dtype = torch.float32, s: int = S) -> list[Tensor]:
     """Output, gradient of the input and of the weight on one rank."""
-    x, weight, gradient = tensors(dtype)
+    x, weight, gradient = tensors(dtype, s)
     x.requires_grad_()
     weight.requires_grad_()
     output = fp8_linear(x, weight, None, Fp8Call(scaling, None, False, False, weight, None))
@@ -62,11 +67,13 @@ def whole_layer(scaling: Scaling, dtype: torch.dtype = torch.float32) -> list[Te
     return [output.detach(), x.grad, weight.grad]
 
 
+@pytest.mark.parametrize("s", [S, 5, 1])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_three_products_within_the_error_of_the_formats(recipe: str) -> None:
+def test_three_products_within_the_error_of_the_formats(recipe: str, s: int) -> None:
+    """Also of as many tokens as an expert gets, which no product could sum over as they are."""
     scaling = scaling_of(recipe)
-    got = whole_layer(scaling)
-    x, weight, gradient = tensors()
+    got = whole_layer(scaling, s=s)
+    x, weight, gradient = tensors(s=s)
     flat, outer = x.flatten(0, 1), gradient.flatten(0, 1)
 
     def columns(matrix: Tensor, role: Role) -> Quantized:
@@ -148,6 +155,122 @@ def test_what_waits_for_the_backward_pass_is_in_8_bits() -> None:
         fp8_linear(x, weight, None, call)
     sizes = {tuple(t.shape): t.dtype for t in saved if t is not weight and t.dim() == 2}
     assert sizes[(S * B, IN)] == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_tokens_change_nothing(recipe: str) -> None:
+    """As an expert that no token was sent to."""
+    weight = torch.nn.Parameter(tensors()[1])
+    scaling = scaling_of(recipe)
+    x = torch.zeros(0, IN, requires_grad=True)
+    output = fp8_linear(x, weight, None, Fp8Call(scaling, None, False, False, weight, None))
+    assert output.shape == (0, OUT)
+    output.sum().backward()
+    assert x.grad is not None and x.grad.shape == (0, IN)
+    assert weight.grad is not None and not weight.grad.any()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_casts_a_weight_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For three micro-batches; what it gives is the same."""
+    want = whole_layer(scaling_of(recipe))
+    x, weight, gradient = tensors()
+    parameter = torch.nn.Parameter(weight)
+    scaling = scaling_of(recipe)
+    call = Fp8Call(scaling, None, False, False, parameter, None)
+    casts: list[Role] = []
+    pair = scaling.pair
+
+    def counted(x: Tensor, role: Role, *, columns: bool) -> Any:
+        casts.append(role)
+        return pair(x, role, columns=columns)
+
+    monkeypatch.setattr(scaling, "pair", counted)
+    monkeypatch.setattr(scaling, "columns", None if recipe != "rowwise" else scaling.columns)
+    weights = KeptWeights([torch.nn.ModuleDict({"layer": scaling})])
+    with weights.kept():
+        for _ in range(3):
+            entered = x.clone().requires_grad_()
+            parameter.grad = None
+            output = fp8_linear(entered, parameter, None, call)
+            output.backward(gradient)
+            assert entered.grad is not None and parameter.grad is not None
+            for got, expected in zip([output, entered.grad, parameter.grad], want, strict=True):
+                assert torch.equal(got, expected)
+    assert casts.count(Role.WEIGHT) == 1 and casts.count(Role.INPUT) == 3
+    assert scaling.kept_weight is None
+    with torch.no_grad():
+        parameter.mul_(2)
+        assert torch.equal(fp8_linear(x, parameter, None, call), 2 * want[0])
+
+
+def test_weights_are_let_go_after_an_error() -> None:
+    scaling = scaling_of("tensorwise")
+    with pytest.raises(RuntimeError), KeptWeights([scaling]).kept():
+        scaling.weight(tensors()[1])
+        assert scaling.kept_weight is not None
+        raise RuntimeError
+    assert scaling.kept_weight is None and not scaling.keeps_weight
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("puts_off", [False, True])
+def test_weight_gradients_go_to_the_main_gradient_unrounded(recipe: str, puts_off: bool) -> None:
+    """Where the gradients of a step are summed in float32."""
+    x, weight, gradient = tensors(torch.bfloat16)
+    parameter: Any = torch.nn.Parameter(weight)
+    parameter.main_grad = torch.ones(OUT, IN)
+    parameter.grad_added_to_main_grad = False
+    exact = whole_layer(scaling_of(recipe), torch.bfloat16)[2]
+    queue = DeferredWeightGradients() if puts_off else None
+    x.requires_grad_()
+    call = Fp8Call(scaling_of(recipe), None, False, False, parameter, queue, True)
+    for _ in range(2):
+        fp8_linear(x, parameter, None, call).backward(2.0**20 * gradient)
+    added = (parameter.main_grad - 1) / 2
+    assert torch.allclose(added, 2.0**20 * exact.float(), rtol=2.0**-8, atol=0)
+    assert not torch.equal(added, added.bfloat16().float())
+    assert parameter.grad_added_to_main_grad != puts_off
+    assert puts_off or parameter.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("s", [S, 5])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_torch_takes_the_products_of_a_layer(
+    recipe: str, s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch's own checks for GPUs, on tensors without memory; also of odd numbers of tokens."""
+    products = []
+
+    def checked(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+        given = arguments(a, b, dtype)
+        assert torch_takes(given)
+        products.append((given["out_dtype"], fast))
+        return product(a, b, dtype, fast=fast)
+
+    monkeypatch.setattr(linear, "product", checked)
+    x, weight, gradient = tensors(torch.bfloat16, s)
+    parameter: Any = torch.nn.Parameter(weight)
+    parameter.main_grad = torch.zeros(OUT, IN)
+    call = Fp8Call(scaling_of(recipe), None, False, False, parameter, None, True)
+    fp8_linear(x.requires_grad_(), parameter, None, call).backward(gradient)
+    of_weight = torch.bfloat16 if recipe == "rowwise" else torch.float32
+    wanted = [(torch.bfloat16, True), (torch.bfloat16, False), (of_weight, False)]
+    assert products == wanted
+
+
+def test_a_frozen_weight_keeps_no_input() -> None:
+    saved: list[Tensor] = []
+    x, weight, gradient = tensors(torch.bfloat16)
+    x.requires_grad_()
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)  # type: ignore[func-returns-value]
+    call = Fp8Call(scaling_of("tensorwise"), None, False, False, weight, None)
+    with hooks:
+        output = fp8_linear(x, weight, None, call)
+    assert [t.shape for t in saved] == [weight.shape, torch.Size([])]
+    output.backward(gradient)
+    assert x.grad is not None
+    assert torch.equal(x.grad, whole_layer(scaling_of("tensorwise"), torch.bfloat16)[1])
 
 
 def layer_of(

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_ext.models.fp8.formats import E4M3, E5M2, Quantized, cast, largest, scale_for
-from megatron_ext.models.fp8.product import _filled_up, product
+from megatron_ext.models.fp8.product import arguments, check_layout, product
 from tests.models.fp8.bounds import error_of_product
+
+ONE = torch.ones(())
 
 
 def quantized(x: torch.Tensor, dtype: torch.dtype, *, by_rows: bool) -> Quantized:
-    scale = scale_for(largest(x, of_rows=by_rows), torch.finfo(dtype).max)
+    scale = scale_for(largest(x, along=1 if by_rows else None), torch.finfo(dtype).max)
     return Quantized(cast(x, scale, dtype), scale)
 
 
@@ -91,26 +97,98 @@ def test_zeros_give_zeros() -> None:
     assert not product(qa, qb, torch.float32).any()
 
 
-def test_filled_up_for_the_hardware() -> None:
-    values = torch.ones(4, 24).to(E4M3)
-    filled = _filled_up(values)
-    assert filled.shape == (4, 32) and filled.dtype == E4M3
-    assert torch.equal(filled[:, :24].float(), values.float())
-    assert not filled[:, 24:].float().any()
-    assert _filled_up(torch.ones(4, 32).to(E4M3)).shape == (4, 32)
+def operands(*, by_rows: bool = False, m: int = 32, k: int = 64, n: int = 48) -> dict[str, Any]:
+    """What `product` would give torch."""
+    a, b = (torch.ones(sides).to(E4M3) for sides in ((m, k), (n, k)))
+    scales = (torch.ones(m, 1), torch.ones(n, 1)) if by_rows else (torch.ones(()), torch.ones(()))
+    return arguments(Quantized(a, scales[0]), Quantized(b, scales[1]), torch.bfloat16)
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 7, 32])
 @pytest.mark.parametrize("by_rows", [False, True])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("fast", [False, True])
-def test_a_gpu_gives_the_numbers_of_a_cpu(dtype: torch.dtype, by_rows: bool, fast: bool) -> None:
-    a, b = matrices(8)
-    qa, qb = quantized(a, dtype, by_rows=by_rows), quantized(b, E4M3, by_rows=by_rows)
-    there = [Quantized(q.values.cuda(), q.scale.cuda()) for q in (qa, qb)]
-    got = product(there[0], there[1], torch.bfloat16, fast=fast).cpu().float()
-    size = qa.dequantized().abs() @ qb.dequantized().abs().t()
-    tolerance = 2.0**-8 + (2.0**-11 if fast else 0)
-    assert ((got - product(qa, qb, torch.float32)).abs() <= tolerance * size).all()
-    on_gpu = quantized(a.cuda(), dtype, by_rows=by_rows)
-    assert torch.equal(on_gpu.values.cpu().float(), qa.values.float())
+def test_torch_takes_the_arguments_of_a_product(by_rows: bool, m: int) -> None:
+    """Its own checks for GPUs, on tensors without memory."""
+    given = operands(by_rows=by_rows, m=m)
+    check_layout(**given)
+    assert torch_takes(given)
+
+
+def torch_takes(given: dict[str, Any]) -> bool:
+    with FakeTensorMode():
+        there = {
+            name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+            for name, x in given.items()
+            if torch.is_tensor(x)
+        }
+        try:
+            torch._scaled_mm(
+                there["a"],
+                there["b"],
+                scale_a=there["scale_a"],
+                scale_b=there["scale_b"],
+                out_dtype=given["out_dtype"],
+            )
+        except RuntimeError:
+            return False
+    return True
+
+
+def strided(matrix: Tensor) -> Tensor:
+    """The same numbers, the other way round in memory."""
+    return matrix.t().contiguous().t()
+
+
+VIOLATIONS = {
+    "the second is in e4m3": {"b": lambda x: x.float().to(E5M2)},
+    "both in 8 bits": {"a": lambda x: x.float()},
+    "both have the side that is summed over": {"a": lambda x: x[:, :16].contiguous()},
+    "the first lies row by row": {"a": strided},
+    "the second lies column by column": {"b": lambda x: x.contiguous()},
+    "the side that is summed over divides by 16": {
+        "a": lambda x: x[:, :8].contiguous(),
+        "b": lambda x: strided(x[:8]),
+    },
+    "the last side divides by 16": {"b": lambda x: strided(x[:, :40])},
+    "both have one scale, or one for each row": {"scale_a": lambda x: torch.ones(3, 1)},
+    "scales are in float32": {"scale_a": lambda x: x.double(), "scale_b": lambda x: x.double()},
+}
+UNCHECKED = ("the second is in e4m3", "both have the side that is summed over")
+"""Rules that the GPU's function knows and the one for tensors without memory does not."""
+
+
+@pytest.mark.parametrize("rule", VIOLATIONS)
+def test_what_a_gpu_could_not_multiply_is_refused(rule: str) -> None:
+    given = operands()
+    for name, change in VIOLATIONS[rule].items():
+        given[name] = change(given[name])
+    with pytest.raises(ValueError, match=rule):
+        check_layout(**given)
+    assert rule in UNCHECKED or not torch_takes(given)
+
+
+def test_scales_of_rows_give_bfloat16_and_are_contiguous() -> None:
+    given = operands(by_rows=True)
+    with pytest.raises(ValueError, match="the result is in bfloat16, or in float32"):
+        check_layout(**{**given, "out_dtype": torch.float32})
+    check_layout(**{**operands(), "out_dtype": torch.float32})
+    with pytest.raises(ValueError, match="the result is in bfloat16, or in float32"):
+        check_layout(**{**operands(), "out_dtype": torch.float16})
+    apart = torch.ones(32, 2)[:, :1]
+    with pytest.raises(ValueError, match="scales are contiguous"):
+        check_layout(**{**given, "scale_a": apart})
+    assert not torch_takes({**given, "scale_a": apart})
+    with pytest.raises(ValueError, match="both have one scale, or one for each row"):
+        check_layout(**{**given, "scale_a": torch.ones(())})
+
+
+def test_products_of_a_cpu_obey_the_rules_too() -> None:
+    a, b = Quantized(torch.ones(4, 8).to(E4M3), ONE), Quantized(torch.ones(16, 8).to(E4M3), ONE)
+    with pytest.raises(ValueError, match=r"\[4, 8\] torch.float8_e4m3fn .* divides by 16"):
+        product(a, b, torch.float32)
+
+
+@pytest.mark.parametrize(("m", "k"), [(0, 32), (4, 0)])
+def test_nothing_gives_zeros(m: int, k: int) -> None:
+    a = Quantized(torch.ones(m, k).to(E4M3), ONE)
+    result = product(a, Quantized(torch.ones(16, k).to(E4M3), ONE), torch.bfloat16)
+    assert result.shape == (m, 16) and result.dtype == torch.bfloat16 and not result.any()

@@ -130,6 +130,8 @@ def test_validation_clips_must_be_encoded_alike(
             "--codec-spatial 4",
             "`--codec-spatial` has an effect only with `--online-encoding`; leave it out.",
         ),
+        ("--eval-iters 5", "`--eval-iters` needs `--video-valid-path`; give it, or 0."),
+        ("--eval-interval 5", "`--eval-interval` needs `--video-valid-path`; give it too."),
         ("--lora-rank 4", f"`--lora-rank` {IGNORED}its layers take no adapters; leave it out."),
         (
             "--label-smoothing 0.1",

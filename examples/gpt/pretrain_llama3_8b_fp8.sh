@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Llama 3 8B on 8 GPUs of 80 GB whose matrix units take 8 bits (Ada, Hopper and newer): 2-way tensor
+# x 4-way data parallel.
+#
+#   bash examples/gpt/pretrain_llama3_8b_fp8.sh DATA_PREFIX TOKENIZER CHECKPOINTS
+#
+# The products of the layers are in fp8, all else is as in pretrain_llama3_8b.sh. Where Transformer
+# Engine is installed its layers are taken, otherwise those of torch; the run says which.
+# IMPL=torch or IMPL=transformer_engine chooses. SMOKE=1 runs the same architecture at a tiny size
+# on invented data; on a CPU the 8 bits are computed by quantising and multiplying in full.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source examples/lib/venv.sh
+
+MODEL=(
+    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336
+    --num-attention-heads 32 --group-query-attention --num-query-groups 8 --kv-channels 128
+    --seq-length 8192 --max-position-embeddings 8192
+    --position-embedding-type rope --rotary-base 500000
+    --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights
+    --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.0134
+)
+TRAINING=(
+    --micro-batch-size 1 --global-batch-size 128 --train-samples 1953125
+    --lr 1.5e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-decay-samples 1949218
+    --lr-warmup-samples 3906
+    --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
+    --bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+)
+
+# e4m3 forwards, e5m2 for gradients, each tensor scaled by its own largest entry. The first and the
+# last layer, whose rounding costs the loss most, stay in bf16.
+FP8=(
+    --fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16
+    --transformer-impl "${IMPL:-auto}"
+)
+
+# Products in 8 bits pay when they are large, so the layers are cut as little as memory allows: by
+# --dry-run a GPU holds 65 GB.
+LAYOUT=(--tensor-model-parallel-size 2 --sequence-parallel)
+
+if [[ -n "${SMOKE:-}" ]]; then
+    GPUS=4 OUT="${OUT:-out/smoke/llama3_8b_fp8}"
+    DATA=(--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split 90,10,0)
+    LAST=(
+        --num-layers 4 --hidden-size 64 --ffn-hidden-size 224 --kv-channels 8
+        --num-attention-heads 8 --num-query-groups 2 --seq-length 32 --max-position-embeddings 32
+        --global-batch-size 4 --train-samples 16 --lr-decay-samples 16 --lr-warmup-samples 4
+        --eval-interval 2 --eval-iters 1 --log-interval 1
+    )
+else
+    GPUS=8 OUT="${3:?usage: $0 DATA_PREFIX TOKENIZER CHECKPOINTS}"
+    DATA=(--data-path "$1" --split 99,1,0
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$2")
+    LAST=(--eval-interval 500 --eval-iters 10 --log-interval 10 --log-throughput)
+fi
+
+# A flag that is given twice counts as it stands last.
+exec "$PYTHON" pretrain_gpt.py --nproc-per-node "$GPUS" \
+    "${LAYOUT[@]}" "${MODEL[@]}" "${TRAINING[@]}" "${FP8[@]}" "${DATA[@]}" \
+    --save "$OUT" --load "$OUT" --save-interval 500 "${LAST[@]}"

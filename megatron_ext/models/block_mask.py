@@ -1,0 +1,155 @@
+"""Masked attention on a GPU through torch's FlexAttention, which skips what no query sees.
+
+A dense mask leaves SDPA its slower kernels only, which compute forbidden scores too: with documents
+of an eighth of the sequence sixteen times as many as are allowed. Here the mask is summed up in
+blocks of 128 x 128 once for each mask, and shared by the layers; blocks that no query sees are
+skipped, and the mask itself is read in those that are partly seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from megatron_ext.models.compiled import compiles
+
+NUM_KEPT = 16
+"""Block masks kept of those that follow from positions alone."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Which keys a query sees by its position.
+
+    Attributes:
+        first_query: position of the first query; the keys start at 0.
+        causal: no later key.
+        window: how far it sees to the left and, unless causal, to the right; -1 is any distance.
+    """
+
+    first_query: int
+    causal: bool
+    window: tuple[int, int] | None
+
+
+def fits(query: Tensor, dropout: float) -> bool:
+    """Whether FlexAttention takes the queries ``[b, n, q, d]`` of a GPU.
+
+    It has no dropout, and before torch 2.7 head sizes that are powers of 2 only.
+    """
+    d = query.size(-1)
+    is_power = d >= 16 and d & (d - 1) == 0
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.is_cuda and half and is_power and dropout == 0 and compiles(query)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
+    """``softmax(q k * scale) v`` where the mask allows it.
+
+    Args:
+        query: ``[b, n, q, d]``.
+        key: ``[b, g, k, d]``.
+        value: ``[b, g, k, d]``.
+        mask: see `block_mask`.
+        scale: of the scores.
+
+    Returns:
+        ``[b, n, q, d]``.
+    """
+    out: Tensor = compiled()(
+        query, key, value, block_mask=mask, scale=scale, enable_gqa=query.size(1) != key.size(1)
+    )
+    return out
+
+
+@cache
+def compiled() -> Callable[..., Any]:
+    """FlexAttention as one kernel; uncompiled it makes all scores."""
+    return torch.compile(flex_attention)
+
+
+def block_mask(query: Tensor, key: Tensor, span: Span, forbidden: Tensor | None) -> BlockMask:
+    """The block mask of ``[b, n, q, d]`` and ``[b, g, k, d]``, made at its first use.
+
+    Args:
+        query, key: of which the lengths and the device count.
+        span: see there.
+        forbidden: ``[b or 1, 1, q, k]``, True where forbidden; None is none.
+    """
+    lengths = query.size(2), key.size(2)
+    if forbidden is None:
+        return _of_positions(span, lengths, query.device)
+    if forbidden.is_cuda and torch.cuda.is_current_stream_capturing():
+        # A CUDA graph must make the blocks anew of what its inputs hold when it is replayed.
+        return _made(span, lengths, query.device, forbidden)
+    return _newest.find(span, lengths, forbidden)
+
+
+@lru_cache(maxsize=NUM_KEPT)
+def _of_positions(span: Span, lengths: tuple[int, int], device: torch.device) -> BlockMask:
+    return _made(span, lengths, device, None)
+
+
+def _made(
+    span: Span, lengths: tuple[int, int], device: torch.device, forbidden: Tensor | None
+) -> BlockMask:
+    batch = None if forbidden is None or forbidden.size(0) == 1 else forbidden.size(0)
+    # As a tensor, since every number in a mask's function would be compiled apart.
+    first_query = torch.full((), span.first_query, device=device)
+    rule = _rule(span, first_query, forbidden)
+    return create_block_mask(rule, batch, None, *lengths, device=str(device))
+
+
+class _NewestMask:
+    """Block masks of the newest dense mask, and of its parts under context parallelism.
+
+    A mask is known by its place and version in memory, since recomputed layers see it as another
+    tensor. It is held, so that its place cannot become another mask's meanwhile; but one only,
+    since it has a byte for every pair of positions.
+    """
+
+    def __init__(self) -> None:
+        self._held: Tensor | None = None
+        self._key: tuple[Any, ...] = ()
+        self._made: dict[Any, BlockMask] = {}
+
+    def find(self, span: Span, lengths: tuple[int, int], forbidden: Tensor) -> BlockMask:
+        """The block mask of ``[b or 1, 1, q, k]``, a mask or a part of one."""
+        version = 0 if forbidden.is_inference() else forbidden._version
+        key = (forbidden.untyped_storage().data_ptr(), version, forbidden.device)
+        if key != self._key:
+            self._held, self._key, self._made = forbidden, key, {}
+        part = (forbidden.storage_offset(), forbidden.shape, forbidden.stride(), span, lengths)
+        if part not in self._made:
+            self._made[part] = _made(span, lengths, forbidden.device, forbidden)
+        return self._made[part]
+
+
+_newest = _NewestMask()
+
+
+def _rule(
+    span: Span, first_query: Tensor, forbidden: Tensor | None
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Whether query q of sample b sees key k."""
+    (left, right), causal = span.window or (-1, -1), span.causal
+    per_sample = forbidden is not None and forbidden.size(0) > 1
+
+    def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        distance = q + first_query - k
+        seen = distance >= 0 if causal else k >= 0
+        if left >= 0:
+            seen = seen & (distance <= left)
+        if right >= 0 and not causal:
+            seen = seen & (-distance <= right)
+        if forbidden is not None:
+            seen = seen & ~(forbidden[b, 0, q, k] if per_sample else forbidden[0, 0, q, k])
+        return seen
+
+    return allowed

@@ -1,0 +1,164 @@
+"""The pointwise parts of the MMDiT's blocks as pure functions, each one graph where it compiles.
+
+See `models.compiled` and `models.beside`. Text and image go through one function together where
+they are cut from, or join, one tensor, so that neither is copied for it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_ext.models.beside import Beside
+from megatron_ext.models.compiled import compiled
+from megatron_ext.models.mmdit.modulation import modulated
+from megatron_ext.models.mmdit.rope import rotate
+from megatron_ext.models.pointwise import Norm, norm
+
+Pair = tuple[Tensor, Tensor]
+"""Of text and image."""
+
+
+def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor]:
+    return (modulated(x, shift, scale),)
+
+
+modulated_beside = Beside(_modulated)
+"""``[s, b, h]`` and it `modulated`."""
+
+
+def _modulated_streams(
+    hidden: Tensor,
+    num_text: int,
+    txt_shift: Tensor,
+    txt_scale: Tensor,
+    img_shift: Tensor,
+    img_scale: Tensor,
+) -> Pair:
+    txt, img = torch.split(hidden, [num_text, hidden.size(0) - num_text])
+    return modulated(txt, txt_shift, txt_scale), modulated(img, img_shift, img_scale)
+
+
+modulated_streams_beside = Beside(_modulated_streams)
+"""``[s, b, h]``, its text `modulated`, and its image."""
+
+
+@compiled
+def add_gated(
+    x: Tensor, output: Tensor, other: Tensor | None, bias: Tensor, gate: Tensor
+) -> Tensor:
+    """``x + gate * (output + other + bias)``: ``[s, b, h]``, gate ``[b, h]``, bias ``[h]``."""
+    total = output if other is None else output + other
+    return x + gate * (total + bias)
+
+
+def _added(
+    hidden: Tensor,
+    txt_output: Tensor,
+    img_output: Tensor,
+    txt_bias: Tensor,
+    img_bias: Tensor,
+    txt_gate: Tensor,
+    img_gate: Tensor,
+) -> Pair:
+    txt, img = torch.split(hidden, [txt_output.size(0), img_output.size(0)])
+    return (
+        txt + txt_gate * (txt_output + txt_bias),
+        img + img_gate * (img_output + img_bias),
+    )
+
+
+@compiled
+def add_streams(
+    hidden: Tensor,
+    txt_output: Tensor,
+    img_output: Tensor,
+    txt_bias: Tensor,
+    img_bias: Tensor,
+    txt_gate: Tensor,
+    img_gate: Tensor,
+) -> Tensor:
+    """``[s, b, h]`` and what each stream adds to its part of it, through its gate."""
+    return torch.cat(_added(hidden, txt_output, img_output, txt_bias, img_bias, txt_gate, img_gate))
+
+
+@compiled
+def add_and_modulate_streams(
+    hidden: Tensor,
+    txt_output: Tensor,
+    img_output: Tensor,
+    txt_bias: Tensor,
+    img_bias: Tensor,
+    txt_gate: Tensor,
+    img_gate: Tensor,
+    txt_shift: Tensor,
+    txt_scale: Tensor,
+    img_shift: Tensor,
+    img_scale: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`add_streams`, and what it gives modulated, text and image."""
+    txt, img = _added(hidden, txt_output, img_output, txt_bias, img_bias, txt_gate, img_gate)
+    normed = modulated(txt, txt_shift, txt_scale), modulated(img, img_shift, img_scale)
+    return torch.cat((txt, img)), *normed
+
+
+def _split(
+    qkv: Tensor, bias: Tensor | None, q_weight: Tensor, k_weight: Tensor, spec: Norm
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, normed, key, normed, and value of ``[s, b, n * 3 * d]``, each ``[s, b, n, d]``."""
+    if bias is not None:
+        qkv = qkv + bias
+    d = q_weight.size(0)
+    # No -1: a rank may hold no text, and nothing tells the sizes of an empty view.
+    heads = qkv.view(*qkv.shape[:-1], qkv.size(-1) // (3 * d), 3, d)
+    query, key, value = heads.unbind(-2)
+    query, key = norm(query, q_weight, None, spec), norm(key, k_weight, None, spec)
+    return query.to(value.dtype), key.to(value.dtype), value
+
+
+@compiled
+def heads(
+    qkv: Tensor,
+    bias: Tensor | None,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    spec: Norm,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, normed and rotated, and values of one projection.
+
+    Args:
+        qkv: ``[s, b, n * 3 * d]``, for each head its query, key and value.
+        bias: of the projection, to be added here.
+        q_weight, k_weight: of the norms, ``[d]``.
+        cos, sin: see `rope.rotary_table`.
+        spec: of the norms.
+
+    Returns:
+        Three tensors ``[s, b, n, d]``; the values are copied, see `queries_keys_values`.
+    """
+    query, key, value = _split(qkv, bias, q_weight, k_weight, spec)
+    copied = value.clone(memory_format=torch.contiguous_format)
+    return rotate(query, (cos, sin)), rotate(key, (cos, sin)), copied
+
+
+@compiled
+def joint_heads(
+    img_qkv: Tensor,
+    img_bias: Tensor | None,
+    txt_qkv: Tensor,
+    txt_bias: Tensor | None,
+    img_q_weight: Tensor,
+    img_k_weight: Tensor,
+    txt_q_weight: Tensor,
+    txt_k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    spec: Norm,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`heads` of text and image, which each have weights of their own, as one sequence."""
+    txt = _split(txt_qkv, txt_bias, txt_q_weight, txt_k_weight, spec)
+    img = _split(img_qkv, img_bias, img_q_weight, img_k_weight, spec)
+    query, key, value = (torch.cat(pair) for pair in zip(txt, img, strict=True))
+    return rotate(query, (cos, sin)), rotate(key, (cos, sin)), value

@@ -1,0 +1,123 @@
+"""megatron-core's self-attention, with norm and rotary embedding of queries and keys in one kernel.
+
+Without Transformer Engine megatron-core rotates by ten kernels for queries and keys each, and makes
+their cosines anew in every layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import SelfAttention as CoreSelfAttention
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megatron_ext.models.compiled import compiles
+from megatron_ext.models.norm import LayerNorm, RMSNorm, spec_of
+from megatron_ext.models.pointwise import fusions_of, queries_keys_values, rotary_table
+
+Table = tuple[Tensor, Tensor]
+
+_tables: Any = WeakIdKeyDictionary()
+"""Cosines and sines by the tensor of angles, which all layers are given, and all steps."""
+
+
+def table_of(angles: Tensor, dtype: torch.dtype, *, interleaved: bool) -> Table:
+    """Cosines and sines of rotary angles, made once for each tensor of angles.
+
+    Args:
+        angles: ``[s, 1, 1, d]``, see `rotary_table`.
+        dtype: of queries and keys.
+        interleaved: neighbouring features make a pair.
+    """
+    tables: dict[torch.dtype, Table] = _tables.setdefault(angles, {})
+    if dtype not in tables:
+        with torch.no_grad():
+            tables[dtype] = rotary_table(angles, dtype, interleaved)
+    return tables[dtype]
+
+
+def without_bias(linear: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The output of one of megatron-core's linear layers without its bias, and the bias."""
+    before, linear.skip_bias_add = linear.skip_bias_add, True
+    try:
+        output: tuple[Tensor, Tensor | None] = linear(x)
+    finally:
+        linear.skip_bias_add = before
+    return output
+
+
+class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
+    """See the module."""
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """``[s, b, h]`` to the same, and the bias that is to be added.
+
+        Args:
+            hidden_states: ``[s, b, h]``.
+            attention_mask: True where forbidden, ``[b, 1, s, s]``; None means causal.
+            kwargs: as megatron-core's.
+        """
+        rotary = kwargs.pop("rotary_pos_emb", None)
+        asked = any(value is not None for value in kwargs.values())
+        if asked or isinstance(rotary, tuple) or not self._fuses(hidden_states):
+            given: tuple[Tensor, Tensor | None] = super().forward(
+                hidden_states, attention_mask, rotary_pos_emb=rotary, **kwargs
+            )
+            return given
+        query, key, value = self._projected(hidden_states, rotary)
+        if self.checkpoint_core_attention and self.training:
+            attended = self._checkpointed_attention_forward(
+                query, key, value, attention_mask, attn_mask_type=self.attn_mask_type
+            )
+        else:
+            attended = self.core_attention(
+                query, key, value, attention_mask, attn_mask_type=self.attn_mask_type
+            )
+        output: tuple[Tensor, Tensor | None] = self.linear_proj(attended)
+        return output
+
+    def _fuses(self, x: Tensor) -> bool:
+        """Whether queries and keys are made by `queries_keys_values`.
+
+        Not where fewer groups than tensor-parallel ranks make megatron-core gather them.
+        """
+        config = self.config
+        return (
+            fusions_of(config).rotary
+            and compiles(x)
+            and config.num_query_groups >= self.world_size
+            and not (config.attention_output_gate or config.test_mode)
+        )
+
+    def _projected(self, hidden: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[s, b, n, d]``, keys and values ``[s, b, g, d]``."""
+        projected, bias = without_bias(self.linear_qkv, hidden)
+        interleaved = self.config.rotary_interleaved
+        cos, sin = None, None
+        if rotary is not None:
+            cos, sin = table_of(rotary, projected.dtype, interleaved=interleaved)
+        q, k = self.q_layernorm, self.k_layernorm
+        normed = isinstance(q, (LayerNorm, RMSNorm))
+        q_weight, q_bias, k_weight, k_bias = (
+            getattr(norm, name, None) if normed else None
+            for norm in (q, k)
+            for name in ("weight", "bias")
+        )
+        return queries_keys_values(
+            projected,
+            bias,
+            self.num_query_groups_per_partition,
+            self.hidden_size_per_attention_head,
+            cos,
+            sin,
+            interleaved,
+            q_weight,
+            q_bias,
+            k_weight,
+            k_bias,
+            spec_of(q) if normed else None,
+        )

@@ -1,0 +1,1 @@
+"""Formulas of video models: the MMDiT, the video DiT, and the three networks of streaming."""

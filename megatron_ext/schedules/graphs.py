@@ -1,0 +1,86 @@
+"""CUDA graphs in a step: when the chunks of a rank record them, and when they replay them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.layout import Placement
+from megatron_ext.models.graphs import ChunkGraphs
+from megatron_ext.models.moe import TransformerLayer
+from megatron_ext.schedules.plan import Action, Kind
+
+if TYPE_CHECKING:
+    from megatron_ext.config import RunConfig
+
+
+def records_graphs(config: RunConfig) -> bool:
+    """Whether the layers of a run are recorded."""
+    return config.cuda_graphs.cuda_graph_impl == "local" and config.device == "cuda"
+
+
+def most_in_flight(actions: Sequence[Action], placement: Placement) -> list[int]:
+    """How many micro-batches each chunk of a rank holds at most, forwarded but not yet backward.
+
+    Args:
+        actions: of the rank, in order.
+        placement: of the stages.
+    """
+    now, most = [0] * placement.num_chunks, [0] * placement.num_chunks
+    for action in actions:
+        chunk = placement.chunk_of(action.stage)
+        if action.kind is Kind.FORWARD:
+            now[chunk] += 1
+            most[chunk] = max(most[chunk], now[chunk])
+        elif action.kind is Kind.BACKWARD:
+            now[chunk] -= 1
+    return most
+
+
+def graphable_layers(chunk: torch.nn.Module) -> list[TransformerLayer]:
+    """The layers of a model chunk that graphs are made of.
+
+    Raises:
+        ConfigError: the model has none, since its layers are its own.
+    """
+    while isinstance(getattr(chunk, "module", None), torch.nn.Module):
+        chunk = chunk.module  # type: ignore[assignment]
+    layers = getattr(getattr(chunk, "decoder", None), "layers", None)
+    if layers is None or not all(isinstance(layer, TransformerLayer) for layer in layers):
+        raise ConfigError(
+            "`--cuda-graph-impl` (local) records the TransformerLayers of a model's `decoder`, "
+            "which this model does not have; leave it out."
+        )
+    return list(layers)
+
+
+class StepGraphs:
+    """The graphs of a rank's chunks.
+
+    The first step runs without and shows what the layers are called with; before the second the
+    graphs are recorded, while all gradients are zero. A step with more micro-batches in flight than
+    any before adds to them.
+
+    Args:
+        chunks: of this rank, in the order of their stages.
+        warmup_steps: ``--cuda-graph-warmup-steps``.
+
+    Raises:
+        ConfigError: see `graphable_layers`.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], warmup_steps: int) -> None:
+        self.chunks = [ChunkGraphs(graphable_layers(chunk), warmup_steps) for chunk in chunks]
+
+    def before_step(self, actions: Sequence[Action], placement: Placement) -> None:
+        """Record what a training step lacks, and let the chunks replay that have enough.
+
+        The ranks of a stage call this together, with the gradients zeroed.
+        """
+        for chunk, wanted in zip(self.chunks, most_in_flight(actions, placement), strict=True):
+            if chunk.num_slots < wanted:
+                chunk.capture(wanted)
+            chunk.switch(chunk.num_slots >= wanted)

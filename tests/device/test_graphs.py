@@ -1,0 +1,40 @@
+"""The end of CUDA graphs, which must come before that of the process groups."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+from megatron_ext.device.graphs import destroy_graphs
+from megatron_ext.layout import ParallelContext
+from tests.graph_stand_in import Capture, CpuGraph, graphs_on_a_cpu
+from tests.ranks import ranks
+
+
+def test_all_graphs_are_destroyed_whoever_holds_them() -> None:
+    with graphs_on_a_cpu():
+        holders = [[CpuGraph()], {"graph": CpuGraph()}]
+        destroy_graphs()
+        assert not any(graph.is_reset for graph in CpuGraph.made)  # nothing was captured
+        with Capture(CpuGraph.made[0]):
+            pass
+        destroy_graphs()
+        assert all(graph.is_reset for graph in CpuGraph.made)
+        assert len(holders) == len(CpuGraph.made) == 2
+
+
+@ranks()
+def test_groups_take_graphs_down_first(context: ParallelContext) -> None:
+    with graphs_on_a_cpu():
+        graph = CpuGraph()
+        with Capture(graph):
+            pass
+        state: list[bool] = []
+        with (
+            mock.patch(
+                "megatron.core.parallel_state.destroy_model_parallel",
+                side_effect=lambda: state.append(graph.is_reset),
+            ),
+            mock.patch("torch.distributed.destroy_process_group"),
+        ):
+            context.destroy()
+        assert state == [True]

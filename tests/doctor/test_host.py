@@ -1,0 +1,129 @@
+"""The doctor on what surrounds the GPUs: the host, their links, and what is tried on them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.doctor import Outcome, ThisMachine, examine
+from megatron_ext.doctor import host as host_module
+from megatron_ext.doctor.host import Host, this_host
+from megatron_ext.doctor.links import parse
+from tests.doctor.machines import H200, NO_CUDA, SERVER, Machine
+
+TWO = {**H200, "gpus": 2 * H200["gpus"]}
+HEAD = "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
+TOPOLOGY = (
+    HEAD + "GPU0\t X \tNV18\tSYS\tPXB\t0-47\t0\t\tN/A\nGPU1\tNV18\t X \tNV18\tSYS\t0-47\t0\t\tN/A\n"
+    "GPU2\tSYS\tNV18\t X \tSYS\t48-95\t1\t\tN/A\nNIC0\tPXB\tSYS\tSYS\t X \n\nLegend:\n\n"
+    "  X    = Self\n  SYS  = Connection traversing PCIe\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "name", "status", "words"),
+    [
+        ("cores", 3.0, "host", "low", "2 ranks launch kernels from one core each"),
+        ("cores", 4.0, "host", "found", "4 core(s), 2048.0 GiB of memory."),
+        ("shared_memory", 64 * 2**20, "/dev/shm", "low", "--ipc=host, or --shm-size=16g"),
+        ("shared_memory", None, "/dev/shm", "missing", "die of SIGBUS"),
+        ("open_files", 1024, "open files", "low", "ulimit -n 65536"),
+        ("open_files", None, "open files", "found", "without a limit"),
+        ("rdma", (), "RDMA network", "missing", "between machines NCCL's messages go through TCP"),
+        ("locked_memory", 2**16, "RDMA network", "low", "ulimit -l unlimited"),
+        ("locked_memory", None, "RDMA network", "found", "mlx5_0, mlx5_1."),
+    ],
+)
+def test_limits_of_the_host(field: str, value: object, name: str, status: str, words: str) -> None:
+    host = dataclasses.replace(SERVER, **{field: value})  # type: ignore[arg-type]
+    finding = examine(Machine(TWO, host=host), measure=False).finding(name)
+    assert finding.status == status
+    assert words in " ".join([finding.detail, finding.cost, finding.install])
+    assert not finding.stops_runs
+
+
+def test_this_host_is_what_the_system_says() -> None:
+    host = this_host()
+    assert host.cores > 0 and host.memory > 2**28
+    assert ThisMachine().host() == host
+
+
+def test_a_container_limits_cores_and_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_module, "CGROUP", tmp_path)
+    whole = this_host()
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    (tmp_path / "memory.max").write_text(f"{2**27}\n")
+    assert (this_host().cores, this_host().memory) == (0.5, 2**27)
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert this_host() == whole
+
+
+def test_links_are_read_from_the_drivers_table() -> None:
+    assert parse(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "NV18"}
+    assert parse("nothing of the kind") == {}
+
+
+def test_pairs_without_nvlink_cost_tensor_parallelism() -> None:
+    mixed = examine(Machine(TWO, topology=TOPOLOGY), measure=False).finding("links of GPUs")
+    assert (mixed.status, mixed.detail) == (
+        "low",
+        "NV18 between 2 pair(s), SYS between 1 pair(s).",
+    )
+    assert "without NVLink, GPU 0 and GPU 2 for one" in mixed.cost
+    whole = examine(Machine(TWO, topology=TOPOLOGY.replace("SYS", "NV18")), measure=False)
+    assert whole.finding("links of GPUs").detail == ("NVLink joins all 3: NV18 between 3 pair(s).")
+
+
+@pytest.mark.parametrize(
+    ("said", "detail"),
+    [
+        (Outcome(6, errors="no permission\n"), "`nvidia-smi topo -m` failed: no permission."),
+        ("", "`nvidia-smi topo -m` failed: it printed no table."),
+    ],
+)
+def test_links_that_nobody_tells_are_unknown(said: str | Outcome, detail: str) -> None:
+    finding = examine(Machine(TWO, topology=said), measure=False).finding("links of GPUs")
+    assert (finding.status, finding.detail) == ("unknown", detail)
+
+
+def test_one_gpu_has_no_links() -> None:
+    with pytest.raises(KeyError):
+        examine(Machine(topology=TOPOLOGY), measure=False).finding("links of GPUs")
+
+
+def test_graphs_and_the_compiler_are_tried() -> None:
+    found = examine(Machine())
+    assert found.finding("CUDA graphs").detail == "A small one was recorded and replayed."
+    assert found.finding("torch.compile").detail == (
+        "A small function was compiled and ran, in 12 s."
+    )
+    failed = Outcome(1, errors="Traceback\nRuntimeError: Failed to find C compiler\n")
+    found = examine(Machine(probes={"compile": failed, "graph": Outcome(None)}))
+    compiler, graphs = found.finding("torch.compile"), found.finding("CUDA graphs")
+    assert compiler.status == graphs.status == "broken"
+    assert compiler.detail == "It failed: RuntimeError: Failed to find C compiler."
+    assert "kernel by kernel" in compiler.cost
+    assert graphs.detail == "It failed: it ran out of time."
+    assert not found.stops_runs
+    machine = Machine()
+    examine(machine, measure=False)
+    assert not any("CUDAGraph" in code for code in machine.ran)
+
+
+def test_headers_of_python_are_asked_for_on_a_gpu_only() -> None:
+    finding = examine(Machine(headers=False), measure=False).finding("Python headers")
+    assert finding.status == "missing"
+    assert finding.install.startswith("apt-get install python3.")
+    with pytest.raises(KeyError):
+        examine(Machine(NO_CUDA, smi=None)).finding("Python headers")
+
+
+def test_a_host_without_a_gpu_is_not_held_against_ranks() -> None:
+    host = Host(1.0, 2**33, 2**31, 1024, None, ())
+    found = examine(Machine(NO_CUDA, smi=None, host=host))
+    assert found.finding("host").status == "found"

@@ -1,0 +1,119 @@
+"""A GPU's 8-bit products: the loss curve beside bf16's, the CPU's arithmetic, and their memory."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+from megatron_ext.config.fp8 import Fp8Config
+from megatron_ext.device.rates import has_fp8
+from megatron_ext.models.fp8.linear import Fp8Call, fp8_linear
+from megatron_ext.models.fp8.parts import Parts
+from megatron_ext.models.fp8.scaling import RECIPES
+from megatron_ext.models.fp8.weights import KeptWeights
+from tests.gpu.runs import losses, one_gpu, train
+from tests.training_runs import TINY, mock_data
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 200
+LAST = 10
+SIZE = (
+    "--bf16 --hidden-size 1024 --num-attention-heads 8 --num-query-groups 4 "
+    "--ffn-hidden-size 2816 --seq-length 512 --max-position-embeddings 512 "
+    "--global-batch-size 4 --lr 3e-4"
+)
+RECIPE_FLAGS = {
+    "delayed": "--fp8-recipe delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max",
+    "tensorwise": "--fp8-recipe tensorwise",
+    "rowwise": "--fp8-recipe rowwise",
+}
+
+
+@pytest.fixture(autouse=True)
+def _needs_fp8() -> None:
+    if not has_fp8(torch.device("cuda", 0)):
+        pytest.skip("this GPU has no 8-bit products")
+
+
+def curve(
+    save: Path,
+    *more: str,
+    on: Literal["cuda", "cpu"] = "cuda",
+    steps: int = STEPS,
+    size: str = SIZE,
+) -> list[float]:
+    """Losses of a run in bf16, but for its products where ``more`` asks for it."""
+    words = " ".join([size, f"--train-iters {steps} --lr-decay-iters {max(12, steps)}", *more])
+    return losses(train([*TINY, *mock_data(), *words.split()], save, on=on))
+
+
+def check_curve(fp8: list[float], bf16: list[float]) -> None:
+    """Means of the last steps are within 1%, and the model has learnt."""
+    assert len(fp8) == len(bf16) and all(map(math.isfinite, fp8))
+    got, want = (sum(run[-LAST:]) / len(run[-LAST:]) for run in (fp8, bf16))
+    print(f"fp8 {got:.5f}, bf16 {want:.5f}, began at {bf16[0]:.5f}")
+    assert want < bf16[0]
+    assert fp8 != bf16
+    assert got == pytest.approx(want, rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return curve(tmp_path_factory.mktemp("bf16"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_200_steps_end_within_1_percent_of_bf16(
+    recipe: str, in_bf16: list[float], tmp_path: Path
+) -> None:
+    check_curve(curve(tmp_path, "--fp8-format hybrid", RECIPE_FLAGS[recipe]), in_bf16)
+
+
+def layer(recipe: str, device: str, tokens: int = 40) -> list[torch.Tensor]:
+    """Output and both gradients of one layer; its tokens do not divide by 16."""
+    generator = torch.Generator().manual_seed(1)
+    x, weight, gradient = (
+        torch.randn(sides, generator=generator).bfloat16().to(device).requires_grad_()
+        for sides in ((tokens, 256), (512, 256), (tokens, 512))
+    )
+    with one_gpu() as context:
+        scaling = RECIPES[recipe](
+            Fp8Config(fp8_format="hybrid", fp8_recipe=recipe),
+            Parts(context.pgs, cuts_input=False, varies=tokens % 16 > 0),
+        ).to(device)
+        with KeptWeights([scaling]).kept():
+            call = Fp8Call(scaling, None, False, False, weight, None)
+            output = fp8_linear(x, weight, None, call)
+            output.backward(gradient.detach())
+    assert x.grad is not None and weight.grad is not None
+    return [result.detach().float().cpu() for result in (output, x.grad, weight.grad)]
+
+
+@pytest.mark.parametrize("tokens", [64, 40])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_layer_gives_the_numbers_of_a_cpu(recipe: str, tokens: int) -> None:
+    """But for the order of sums, bf16, and casts that an ulp of a scale moves by one number."""
+    for got, want in zip(layer(recipe, "cuda", tokens), layer(recipe, "cpu", tokens), strict=True):
+        assert float((got - want).norm() / want.norm()) < 0.01
+
+
+def test_the_input_that_waits_takes_half_of_its_bytes() -> None:
+    tokens, width = 8192, 4096
+    x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(width, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with one_gpu() as context:
+        parts = Parts(context.pgs, cuts_input=False)
+        scaling = RECIPES["tensorwise"](
+            Fp8Config(fp8_format="hybrid", fp8_recipe="tensorwise"), parts
+        ).cuda()
+        call = Fp8Call(scaling, None, False, False, weight, None)
+        fp8_linear(x, weight, None, call)  # compiles
+        before = torch.cuda.memory_allocated()
+        output = fp8_linear(x, weight, None, call)
+        kept = torch.cuda.memory_allocated() - before - output.numel() * output.element_size()
+    assert tokens * width <= kept < 1.1 * tokens * width

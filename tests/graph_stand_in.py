@@ -1,0 +1,108 @@
+"""CUDA graphs on a CPU: what is captured is kept as a list of operations, and run again.
+
+As on a GPU a replay reads and writes the very memory that the capture did, draws random numbers
+anew, and runs no Python of the captured code. Other than there the operations also run while they
+are captured, and graphs of one memory pool share no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class CpuGraph(TorchDispatchMode):
+    """Stands for `torch.cuda.CUDAGraph`.
+
+    Attributes:
+        made: all graphs, in the order in which they were made.
+        replays: indices in it, in the order in which they were replayed.
+    """
+
+    made: ClassVar[list[CpuGraph]] = []
+    replays: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, Any, Any, list[Any]]] = []
+        self.number = len(CpuGraph.made)
+        self.is_reset = False
+        CpuGraph.made.append(self)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, leaves = _run(func, args, kwargs or {})
+        self.operations.append((func, args, kwargs or {}, leaves))
+        return result
+
+    def replay(self) -> None:
+        assert self.operations, "replayed before it was captured"
+        assert not self.is_reset
+        CpuGraph.replays.append(self.number)
+        for func, args, kwargs, results in self.operations:
+            for old, new in zip(results, _run(func, args, kwargs)[1], strict=True):
+                if isinstance(new, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+    def reset(self) -> None:
+        self.is_reset = True
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
+    """Run an operation to its end."""
+    if func is torch.ops.c10d._reduce_scatter_base_.default:
+        # Gloo does a part of it whenever it is awaited, so what is awaited is something else.
+        target, source, group, op, *_ = args
+        parts = source.clone()
+        _, work = torch.ops.c10d.allreduce_([parts], group, op, None)
+        work.wait()
+        rank = torch.distributed.ProcessGroup.unbox(group).rank()
+        target.copy_(parts.view(-1, *target.shape)[rank])
+        return (target, work), [target, work]
+    result = func(*args, **kwargs)
+    leaves = tree_leaves(result)
+    for leaf in leaves:
+        if isinstance(leaf, torch.ScriptObject):
+            leaf.wait()
+    return result, leaves
+
+
+class Capture:
+    """Stands for `torch.cuda.graph`."""
+
+    default_capture_stream: Any = None
+
+    def __init__(self, graph: CpuGraph, pool: Any = None) -> None:
+        self.graph = graph
+        Capture.default_capture_stream = "one"
+
+    def __enter__(self) -> None:
+        self.graph.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self.graph.__exit__(*exception)
+
+
+@contextlib.contextmanager
+def graphs_on_a_cpu() -> Iterator[None]:
+    """Within, torch's functions capture and replay on the CPU, and runs on it ask for graphs.
+
+    The answers of `device.cuda_on_cpu` must be in place when something is captured.
+    """
+    CpuGraph.made, CpuGraph.replays, Capture.default_capture_stream = [], [], None
+    with (
+        mock.patch.object(torch.cuda, "CUDAGraph", CpuGraph),
+        mock.patch.object(torch.cuda, "graph", Capture),
+        mock.patch.object(torch.cuda.graphs, "graph_pool_handle", return_value=(0, 1)),
+        mock.patch(
+            "megatron_ext.training.step.records_graphs",
+            lambda config: config.cuda_graphs.cuda_graph_impl == "local",
+        ),
+    ):
+        yield

@@ -1,0 +1,124 @@
+"""Quantization in one pass: both layouts, and compiled as it is step by step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.models.fp8.formats import E4M3, E5M2, cast, largest, scale_for
+from megatron_ext.models.fp8.passes import (
+    QUANTIZE,
+    Compiled,
+    Pass,
+    quantize,
+    quantize_with,
+)
+
+FUNCTIONS = {
+    "tensor": (quantize, (None, E4M3, None, "both")),
+    "rows": (quantize, (None, E5M2, 1, "rows")),
+    "columns": (quantize, (None, E5M2, 0, "columns")),
+    "across": (quantize, (None, E4M3, 0, "rows")),
+    "known magnitude": (quantize, (torch.tensor(3.0), E4M3, None, "both")),
+    "known scale": (quantize_with, (torch.tensor(1.7), E5M2, "both")),
+}
+
+
+def matrix(m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator().manual_seed(m)
+    return (torch.randn(m, k, generator=generator) * torch.logspace(-3, 2, m)[:, None]).to(dtype)
+
+
+def same(got: Pass, want: Pass) -> None:
+    """To the bit."""
+    for ours, theirs in zip(got, want, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            assert ours.dtype == theirs.dtype and ours.stride() == theirs.stride()
+            assert torch.equal(ours.float(), theirs.float())
+
+
+@pytest.mark.parametrize("along", [None, 0])
+@pytest.mark.parametrize("m", [32, 21])
+def test_both_layouts_hold_the_same_numbers(m: int, along: int | None) -> None:
+    x = matrix(m, 48)
+    size = x.float().abs()
+    amax = size.amax() if along is None else size.amax(along, keepdim=True)
+    scale = scale_for(amax, 448.0)
+    want = (x.float() * scale).clamp(-448, 448).to(E4M3).float()
+    found = quantize(x, None, E4M3, along, "both")
+    assert found.rows is not None and found.columns is not None
+    assert torch.equal(found.number, scale)
+    assert torch.equal(found.rows.float(), want)
+    assert found.columns.shape == (48, math.ceil(m / 16) * 16) and found.columns.is_contiguous()
+    assert torch.equal(found.columns.float()[:, :m], want.t())
+    assert not found.columns.float()[:, m:].any()
+
+
+def test_the_largest_magnitude_is_a_by_product() -> None:
+    x, scale = matrix(32, 48), torch.tensor(0.5)
+    found = quantize_with(x, scale, E5M2, "columns")
+    assert found.number == x.abs().max() and found.rows is None and found.columns is not None
+    assert torch.equal(found.columns.float(), cast(x, scale, E5M2).float().t())
+
+
+def test_nothing_has_no_magnitude() -> None:
+    x = torch.ones(0, 32)
+    assert largest(x) == 0.0
+    assert largest(x, 1).shape == (0, 1) and largest(x, 0).tolist() == [[0.0] * 32]
+    found = quantize(x, None, E4M3, 0, "columns")
+    assert found.columns is not None and found.columns.shape == (32, 0)
+    assert found.number.tolist() == [[1.0] * 32]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_compiled_numbers_are_those_step_by_step(name: str) -> None:
+    function, more = FUNCTIONS[name]
+    compiled = Compiled(function, backend="aot_eager")
+    for x in (matrix(32, 48), matrix(21, 32)):
+        same(compiled.compiled(x, *more), function(x, *more))
+    spoiled = matrix(32, 48)
+    spoiled[3, 4] = torch.nan
+    got, want = compiled.compiled(spoiled, *more), function(spoiled, *more)
+    assert torch.equal(got.number.isnan(), want.number.isnan())
+
+
+def test_sizes_that_vary_compile_once() -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = Compiled(quantize, backend=counter)
+    for m in (18, 37, 50):
+        x = matrix(m, 32)
+        same(compiled.compiled(x, None, E4M3, None, "both", varies=True),
+             quantize(x, None, E4M3, None, "both"))  # fmt: skip
+    assert counter.frame_count == 1
+
+
+def test_more_shapes_than_the_compiler_allows_by_default() -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled = Compiled(largest, backend=counter)
+    for k in range(1, 13):
+        assert compiled.compiled(torch.full((2, 16 * k), float(k))) == k
+        assert compiled.compiled(torch.full((2, 16 * k), 1.0)) == 1.0
+    assert counter.frame_count == 12
+
+
+def test_a_cpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    QUANTIZE(matrix(16, 16), None, E4M3, None, "both")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tensor", "columns", "known scale"])
+def test_generated_code_gives_the_same_numbers(name: str) -> None:
+    """By inductor, the compiler that runs on a GPU; here it writes C++."""
+    function, more = FUNCTIONS[name]
+    compiled = Compiled(function)
+    for x in (matrix(64, 48), matrix(21, 32)):
+        same(compiled.compiled(x, *more), function(x, *more))

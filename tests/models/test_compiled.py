@@ -1,0 +1,187 @@
+"""When functions are compiled, how often, and what happens where they cannot be."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.models import compiled as module
+from megatron_ext.models.beside import Beside
+from megatron_ext.models.compiled import (
+    compile_nothing,
+    compiled,
+    compiled_on_cpu,
+    compiles,
+)
+
+GPU: Any = SimpleNamespace(is_cuda=True, numel=lambda: 1)
+"""Looks to `compiles` like a tensor of a GPU."""
+
+
+class Counting:
+    """A backend that runs graphs as they are and counts them."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(
+        self, graph: torch.fx.GraphModule, example: Sequence[Tensor]
+    ) -> Callable[..., Any]:
+        self.graphs += 1
+        return graph.forward
+
+
+def failing(graph: torch.fx.GraphModule, example: Sequence[Tensor]) -> Callable[..., Any]:
+    raise RuntimeError("no such kernel")
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that has not looked for its needs yet."""
+    monkeypatch.setattr(module, "_compiler", module._Compiler())
+
+
+def doubled() -> module.Compiled[Tensor]:
+    @compiled
+    def double(x: Tensor, factor: float = 2.0) -> Tensor:
+        return factor * x
+
+    return double
+
+
+def test_nothing_is_compiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    x = torch.ones(3, 2, 4, requires_grad=True)
+    assert torch.equal(doubled()(x), 2 * x)
+    same, _ = Beside(lambda y: (y.sin(),))(x)
+    assert same is x
+
+
+def test_lengths_are_compiled_twice_at_most_and_widths_apart() -> None:
+    double, backend = doubled(), Counting()
+    with compiled_on_cpu(backend):
+        for length in (3, 5, 7, 11, 13, 8):
+            for batch in (2, 4, 3):
+                x = torch.randn(length, batch, 4)
+                assert torch.equal(double(x), 2 * x)
+        assert backend.graphs <= 3  # both axes first alike, then one after the other unlike
+        before = backend.graphs
+        double(torch.randn(3, 2, 6))
+        double(torch.randn(3, 2, 6, dtype=torch.float64))
+        double(torch.randn(3, 2, 6, requires_grad=True))
+        double(torch.randn(3, 2, 6), 3.0)
+        assert backend.graphs == before + 4
+        double(torch.randn(9, 2, 4))
+        assert backend.graphs == before + 4
+
+
+def test_a_length_among_the_arguments_is_no_signature() -> None:
+    @compiled
+    def head(x: Tensor, count: int) -> Tensor:
+        return 2 * x[:count]
+
+    backend = Counting()
+    with compiled_on_cpu(backend):
+        for count in range(2, 9):
+            x = torch.randn(10, 2, 4)
+            assert torch.equal(head(x, count), 2 * x[:count])
+    assert backend.graphs <= 2
+
+
+def test_tensors_without_elements_run_as_written() -> None:
+    with compiled_on_cpu(failing):
+        assert doubled()(torch.empty(0, 2, 4)).shape == (0, 2, 4)
+
+
+def test_a_graph_break_is_an_error() -> None:
+    @compiled
+    def value(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return 2 * x
+
+    with compiled_on_cpu(), pytest.raises(torch._dynamo.exc.Unsupported):
+        value(torch.ones(2))
+
+
+def test_what_cannot_be_compiled_runs_as_written_and_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    double, x = doubled(), torch.ones(3, 2, 4)
+    with caplog.at_level(logging.WARNING), compiled_on_cpu(failing, strict=False):
+        assert torch.equal(double(x), 2 * x) and torch.equal(double(x), 2 * x)
+    (record,) = caplog.records
+    assert "`torch.compile` failed on `double`" in record.message
+    assert "no such kernel" in record.message and "`--no-compile`" in record.message
+
+
+def test_functions_within_functions_are_one_graph() -> None:
+    double, backend = doubled(), Counting()
+
+    @compiled
+    def twice(x: Tensor) -> Tensor:
+        return double(double(x))
+
+    with compiled_on_cpu(backend):
+        assert torch.equal(twice(torch.ones(2)), torch.full((2,), 4.0))
+    assert backend.graphs == 1
+
+
+@pytest.mark.usefixtures("fresh")
+def test_without_triton_nothing_is_compiled_and_one_sentence_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "has_triton", lambda: False)
+    with caplog.at_level(logging.WARNING):
+        assert not compiles(GPU) and not compiles(GPU)
+    (record,) = caplog.records
+    assert record.message.startswith("`torch.compile` needs Triton and a GPU of compute")
+
+
+@pytest.mark.usefixtures("fresh")
+def test_without_a_c_compiler_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "has_triton", lambda: True)
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    with caplog.at_level(logging.WARNING):
+        assert not compiles(GPU)
+    assert "needs a C compiler" in caplog.records[0].message
+
+
+@pytest.mark.usefixtures("fresh")
+def test_no_compile_switches_all_compilation_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "has_triton", lambda: True)
+    monkeypatch.setenv("CC", "sh")
+    stances: list[str] = []
+    monkeypatch.setattr(torch.compiler, "set_stance", stances.append)
+    assert compiles(GPU)
+    compile_nothing()
+    assert not compiles(GPU) and stances == ["force_eager"]
+
+
+def test_gradients_of_both_uses_are_added() -> None:
+    def function(x: Tensor, weight: Tensor, power: float) -> tuple[Tensor, Tensor]:
+        return (x * weight) ** power, x.cos()
+
+    pair = Beside(function)
+    x = torch.rand(3, 2, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.rand(4, dtype=torch.float64, requires_grad=True)
+
+    def loss(same: Tensor, *outputs: Tensor) -> Tensor:
+        return same.sin().sum() + sum(y.sum() * (i + 2) for i, y in enumerate(outputs))
+
+    want = torch.autograd.grad(loss(x, *function(x, weight, 3.0)), (x, weight))
+    with compiled_on_cpu():
+        got = torch.autograd.grad(loss(*pair(x, weight, 3.0)), (x, weight))
+        (alone,) = torch.autograd.grad(loss(*pair(x, weight.detach(), 3.0)), x)
+    for one, other in zip((*got, alone), (*want, want[0]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,229 @@
+"""Graphs of layers against the layers themselves, with captures that are run again on the CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import Tensor
+
+from megatron_ext.layout import ParallelContext
+from megatron_ext.models.graphs import ChunkGraphs, arguments_of
+from megatron_ext.models.layers import layer_spec
+from tests.graph_stand_in import CpuGraph, graphs_on_a_cpu
+from tests.models import plain
+from tests.models.test_layers import LAYERS, B, H, S, config
+from tests.ranks import ranks
+
+SLOTS = 2
+
+
+def on_graphs(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test of one rank with captures on the CPU."""
+
+    @functools.wraps(test)
+    def body(context: ParallelContext) -> None:
+        with graphs_on_a_cpu():
+            test(context)
+
+    return ranks()(body)
+
+
+def block_of(context: ParallelContext, **changes: Any) -> TransformerBlock:
+    core = config(context, **changes)
+    block = TransformerBlock(core, layer_spec(core, impl="torch"), pg_collection=context.pgs)
+    plain.fill(block, context)
+    enter(block, 0)
+    return block
+
+
+def graphed(context: ParallelContext, **changes: Any) -> tuple[TransformerBlock, ChunkGraphs]:
+    """A block after a first step without graphs, and its graphs."""
+    block = block_of(context, **changes)
+    graphs = ChunkGraphs(block.layers, warmup_steps=1)
+    run(block, hidden(0)).sum().backward()
+    graphs.capture(SLOTS)
+    graphs.switch(True)
+    block.zero_grad()
+    return block, graphs
+
+
+def hidden(seed: int, batch: int = B) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(S, batch, H, generator=generator).requires_grad_()
+
+
+def run(block: TransformerBlock, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    output: Tensor = block(x, mask)
+    return output
+
+
+def enter(block: TransformerBlock, microbatch: int) -> None:
+    for layer in block.layers:
+        layer.current_microbatch = microbatch
+
+
+def summed_as_by_data_parallelism(block: TransformerBlock) -> dict[str, Tensor]:
+    """Gradients of the parameters from now on, taken whenever there is one."""
+    totals: dict[str, Tensor] = {}
+
+    def add(name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        totals[name] = totals.get(name, 0) + parameter.grad
+        parameter.grad = None
+
+    for name, parameter in block.named_parameters():
+        parameter.register_post_accumulate_grad_hook(functools.partial(add, name))
+    return totals
+
+
+def same(got: list[Tensor], want: list[Tensor]) -> None:
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+
+
+@on_graphs
+def test_microbatches_in_flight_are_what_they_are_without(context: ParallelContext) -> None:
+    """Two forward passes, then two backward passes, twice: outputs and all gradients, exactly."""
+    block, _ = graphed(context)
+    eager = block_of(context)
+    found, wanted = [], []
+    for model, kept in ((block, found), (eager, wanted)):
+        totals = summed_as_by_data_parallelism(model)
+        for step in range(2):
+            inputs = [hidden(10 * step + microbatch) for microbatch in range(SLOTS)]
+            outputs = []
+            for microbatch, x in enumerate(inputs):
+                enter(model, microbatch)
+                outputs.append(run(model, x))
+            for microbatch, output in enumerate(outputs):
+                (output * hidden(99 + microbatch).detach()).sum().backward()
+            kept += [output.detach().clone() for output in outputs]
+            kept += [x.grad for x in inputs if x.grad is not None]
+        kept += [totals[name] for name, _ in model.named_parameters()]
+    same(found, wanted)
+    assert len(CpuGraph.replays) == 2 * 2 * SLOTS * LAYERS
+
+
+@on_graphs
+def test_a_gradient_that_left_is_not_overwritten(context: ParallelContext) -> None:
+    """The message with it may be under way when the slot is used again."""
+    block, _ = graphed(context)
+    first, second = hidden(1), hidden(2)
+    run(block, first).sum().backward()
+    assert first.grad is not None
+    before = first.grad.clone()
+    run(block, second).sum().backward()
+    assert torch.equal(first.grad, before)
+    assert second.grad is not None
+    assert not torch.equal(second.grad, before)
+
+
+@on_graphs
+def test_an_output_may_be_deallocated_once_sent(context: ParallelContext) -> None:
+    block, _ = graphed(context)
+    layer = block.layers[-1]
+    output, _ = layer(hidden_states=hidden(1), attention_mask=None)
+    want = output.detach().clone()
+    output.data = torch.empty(1)
+    again, _ = layer(hidden_states=hidden(1), attention_mask=None)
+    assert torch.equal(again, want)
+
+
+@on_graphs
+def test_other_calls_run_without(context: ParallelContext) -> None:
+    """Another shape, another set of tensors, evaluation, and a pass without gradients."""
+    block, graphs = graphed(context)
+    mask = torch.zeros(B, 1, S, S, dtype=torch.bool)
+    for call in (
+        lambda: run(block, hidden(1, batch=B + 1)),
+        lambda: run(block, hidden(1), mask),
+        lambda: run(block.eval(), hidden(1)),
+        lambda: torch.no_grad()(run)(block.train(), hidden(1)),
+        lambda: graphs.switch(False) or run(block, hidden(1)),
+    ):
+        call()
+    assert CpuGraph.replays == []
+
+
+@on_graphs
+def test_evaluation_drops_nothing(context: ParallelContext) -> None:
+    block, _ = graphed(context, hidden_dropout=0.5)
+    eager = block_of(context, hidden_dropout=0.5).eval()
+    assert torch.equal(run(block.eval(), hidden(1)), run(eager, hidden(1)))
+
+
+@on_graphs
+def test_masks_are_those_without_graphs(context: ParallelContext) -> None:
+    """To record takes no random numbers, and a replay takes as many as the layers do."""
+    found = []
+    for record in (False, True):
+        block = block_of(context, hidden_dropout=0.5)
+        torch.manual_seed(5)
+        if record:
+            graphs = ChunkGraphs(block.layers, warmup_steps=2)
+        run(block, hidden(0))
+        if record:
+            graphs.capture(1)
+            graphs.switch(True)
+        found.append([run(block, hidden(seed)).detach().clone() for seed in (1, 2)])
+    same(*found)
+    assert not torch.equal(found[0][0], found[0][1])
+    assert len(CpuGraph.replays) == 2 * LAYERS
+
+
+@on_graphs
+def test_what_waits_for_parameters_is_called(context: ParallelContext) -> None:
+    block, _ = graphed(context)
+    called: list[torch.nn.Module] = []
+    layer = block.layers[1]
+    for module in layer.modules():
+        module.register_forward_pre_hook(lambda module, _: called.append(module))
+    run(block, hidden(1))
+    assert len(called) == len(list(layer.modules()))
+    assert set(called) == set(layer.modules())
+    assert len(CpuGraph.replays) == LAYERS
+
+
+@on_graphs
+def test_recording_leaves_the_gradient_buffers_zero(context: ParallelContext) -> None:
+    """A product that adds to the buffer itself does so while it is recorded; then no hook adds."""
+    block = block_of(context)
+    for parameter in block.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    weight = block.layers[0].mlp.linear_fc2.weight
+    linear: Any = block.layers[0].mlp.linear_fc2
+    forward = linear._forward_impl
+
+    def adding(*, input: Tensor, weight: Any, **kwargs: Any) -> Any:
+        def add(gradient: Tensor) -> None:
+            weight.main_grad.add_(1.0)
+            weight.grad_added_to_main_grad = True
+
+        input.register_hook(add)
+        return forward(input=input, weight=weight, **kwargs)
+
+    linear._forward_impl = adding
+    graphs = ChunkGraphs(block.layers, warmup_steps=2)
+    run(block, hidden(0)).sum().backward()
+    weight.grad_added_to_main_grad = False
+    graphs.capture(1)
+    graphs.switch(True)
+    assert all(not parameter.main_grad.any() for parameter in block.parameters())
+    run(block, hidden(1)).sum().backward()
+    assert torch.equal(weight.main_grad, torch.ones_like(weight))
+    assert weight.grad_added_to_main_grad
+    other = block.layers[1].mlp.linear_fc2.weight
+    assert not getattr(other, "grad_added_to_main_grad", False)
+
+
+def test_only_tensors_are_arguments() -> None:
+    found = arguments_of({"hidden_states": torch.ones(2), "context": None})
+    assert [argument.name for argument in found] == ["hidden_states"]
+    with pytest.raises(AssertionError, match="inference of a layer"):
+        arguments_of({"inference": 1})

@@ -1,0 +1,49 @@
+"""Runs of video models whose memory is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_ext.config.video_rules import VIDEO_DEFAULTS, VIDEO_DIT_DEFAULTS
+from pretrain_video import task_of
+from tests.planning.measure import Program
+
+COMMON = (
+    "--train-iters 1 --lr 1e-3 --lr-warmup-iters 0 --micro-batch-size 2 --global-batch-size 8 "
+    "--log-interval 1 --num-workers 0"
+)
+MMDIT = Program(task_of, VIDEO_DEFAULTS)
+DIT = Program(task_of, VIDEO_DIT_DEFAULTS)
+NO_RECOMPUTATION = "--recompute-double-blocks 0 --recompute-single-blocks 0"
+CAUSAL = "--video-model causal-video-dit --frame-block 1 --window-frames 3 --sink-frames 1"
+
+LAYOUTS: dict[str, tuple[Program, str]] = {
+    "mmdit": (MMDIT, NO_RECOMPUTATION),
+    "mmdit recomputed": (MMDIT, ""),
+    "mmdit tp2 sp": (
+        MMDIT,
+        f"{NO_RECOMPUTATION} --tensor-model-parallel-size 2 --sequence-parallel --nproc-per-node 2",
+    ),
+    "mmdit pp2": (MMDIT, f"{NO_RECOMPUTATION} --pipeline-model-parallel-size 2 --nproc-per-node 2"),
+    "mmdit cp2": (MMDIT, f"{NO_RECOMPUTATION} --context-parallel-size 2 --nproc-per-node 2"),
+    "mmdit t2v bf16 dp2": (
+        MMDIT,
+        f"{NO_RECOMPUTATION} --bf16 --use-distributed-optimizer --nproc-per-node 2 "
+        "--i2v-head-weight 0 --i2v-tail-weight 0 --i2v-loop-weight 0",
+    ),
+    "dit": (DIT, "--video-model video-dit"),
+    "dit recomputed": (DIT, "--video-model video-dit --recompute-blocks 2"),
+    "dit tp2 sp": (
+        DIT,
+        "--video-model video-dit --tensor-model-parallel-size 2 --sequence-parallel "
+        "--nproc-per-node 2",
+    ),
+    "dit pp2": (DIT, "--video-model video-dit --pipeline-model-parallel-size 2 --nproc-per-node 2"),
+    "causal": (DIT, CAUSAL),
+    "causal cp2": (DIT, f"{CAUSAL} --context-parallel-size 2 --nproc-per-node 2"),
+}
+
+
+def flags_of(name: str, clips: Path) -> list[str]:
+    """The flags of a layout on a folder of clips."""
+    return [*COMMON.split(), *LAYOUTS[name][1].split(), "--video-data-path", str(clips)]

@@ -1,0 +1,132 @@
+"""When the reduction of gradients starts, and that it changes none of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from torch import Tensor
+
+from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.layout import ParallelContext, seed_everything
+from megatron_ext.training.preflight import preflight
+from megatron_ext.training.setup import Run, build_run
+from pretrain_gpt import GPT
+from tests.ranks import ranks
+from tests.training_runs import TINY, mock_data
+
+FLAGS = [*TINY, *mock_data(), *"--train-iters 4 --eod-mask-loss --global-batch-size 8".split()]
+
+
+def _run(context: ParallelContext, words: str, *, overlap: bool) -> Run:
+    """On a CPU, with the communication of a GPU, which gloo can do as well."""
+    flags = [*FLAGS, *words.split()]
+    config = parse_args(flags, world_size=context.layout.world_size, device="cpu").config
+    config, tokenizer = preflight(config)
+    config = _overlapping(config, overlap)
+    seed_everything(context, config.training.seed)
+    return build_run(config, GPT, context, torch.device("cpu"), tokenizer)
+
+
+def _overlapping(config: RunConfig, overlap: bool) -> RunConfig:
+    optimizer = dataclasses.replace(
+        config.optimizer, overlap_grad_reduce=overlap, overlap_param_gather=overlap
+    )
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+def _step(run: Run, mark: Callable[[str], None]) -> dict[str, Tensor]:
+    """Train one step; the weights that it leaves, gathered."""
+    number = run.batch_size.num_microbatches
+    batches = run.train_source.next_step(number)
+    consumed = run.progress.consumed_train_samples
+    mark("step")
+    run.runner.train(batches, number, consumed, run.batch_size.global_batch_size)
+    run.parameter_gather.switch_on()
+    with run.parameter_gather.paused():
+        return {n: p.detach().clone() for c in run.chunks for n, p in c.named_parameters()}
+
+
+def _events(run: Run, events: list[str]) -> None:
+    """Note each backward pass as it ends, and each reduction as it starts."""
+    engine = run.runner.engine
+    assert engine is not None
+    for chunk in run.chunks:
+        first = next(chunk.parameters())
+        first.register_post_accumulate_grad_hook(lambda _: events.append("first weight"))
+        for bucket in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+            bucket.start_grad_sync = partial(_noted, bucket, events)
+
+
+def _noted(bucket: _ParamAndGradBucketGroup, events: list[str], *args: Any, **kwargs: Any) -> None:
+    if bucket.grad_reduce_handle is None:
+        events.append("reduce")
+    _ParamAndGradBucketGroup.start_grad_sync(bucket, *args, **kwargs)
+
+
+def _compare(context: ParallelContext, words: str) -> list[list[str]]:
+    """The events of three steps, whose weights are those of a run that overlaps nothing."""
+    plain, overlapped = (_run(context, words, overlap=overlap) for overlap in (False, True))
+    events: list[str] = []
+    _events(overlapped, events)
+    for _ in range(3):
+        truth = _step(plain, lambda _: None)
+        found = _step(overlapped, events.append)
+        for name, weight in truth.items():
+            assert torch.equal(weight, found[name]), name
+    steps: list[list[str]] = []
+    for event in events:
+        steps.append([]) if event == "step" else steps[-1].append(event)
+    return steps
+
+
+@ranks(dp=2)
+def test_one_stage_reduces_while_its_last_backward_pass_runs(context: ParallelContext) -> None:
+    """From the second step on, when the gradients have been counted."""
+    first, *rest = _compare(context, "--ddp-num-buckets 4")
+    assert first.count("first weight") == 2
+    assert first.index("reduce") > _last_index(first)
+    for step in rest:
+        assert step.count("reduce") == first.count("reduce") > 1
+        assert step.index("reduce") < _last_index(step)
+
+
+@pytest.mark.slow
+@ranks(pp=2, dp=2)
+def test_stages_are_aligned_but_the_first(context: ParallelContext) -> None:
+    steps = _compare(context, "--pipeline-model-parallel-size 2")
+    assert all(step.count("reduce") == 1 for step in steps)
+
+
+@pytest.mark.slow
+@ranks(pp=2, dp=2)
+def test_deferred_gradients_are_complete_when_they_are_reduced(context: ParallelContext) -> None:
+    _compare(context, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1")
+
+
+@ranks(dp=2)
+def test_a_parameter_without_gradient_stops_nothing(context: ParallelContext) -> None:
+    """In the first step, which megatron-core counts by, and in a later one."""
+    run = _run(context, "--ddp-num-buckets 4", overlap=True)
+    model = run.chunks[0].module
+    norm, forward = model.decoder.final_layernorm, model.forward
+    norm.forward = lambda x: x
+    used = {"norm": False}
+
+    def with_or_without(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        return output + 0 * norm.weight.sum() if used["norm"] else output
+
+    model.forward = with_or_without
+    for used["norm"] in (False, True, False):
+        weights = _step(run, lambda _: None)
+        assert all(torch.isfinite(weight).all() for weight in weights.values())
+
+
+def _last_index(step: list[str]) -> int:
+    return len(step) - 1 - step[::-1].index("first weight")
