@@ -12,9 +12,11 @@ themselves, made on the default stream, and a recording may not wait for that. W
 replayed it gets the parameters, whose accumulators then run as ever, hooks of data parallelism
 included. Those take each gradient away at once, before the next replay overwrites it.
 
-megatron-core's own manager of such graphs is not used: it would replay the training graphs, with
-their dropout, in evaluation; it wants the same number of micro-batches in all steps; and its
-outputs may not be deallocated once sent, which our pipeline does.
+megatron-core's own manager of such graphs (0.16.1) is not used: it lends the buffer of a chunk's
+input to the gradient of its output before the backward pass has read it, so that the gradient that
+leaves the chunk is wrong; it would replay the training graphs, with their dropout, in evaluation;
+it wants the same number of micro-batches in all steps; and its outputs may not be deallocated once
+sent, which our pipeline does.
 """
 
 from __future__ import annotations
