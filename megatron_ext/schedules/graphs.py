@@ -84,3 +84,10 @@ class StepGraphs:
             if chunk.num_slots < wanted:
                 chunk.capture(wanted)
             chunk.switch(chunk.num_slots >= wanted)
+
+
+def step_graphs(config: RunConfig, chunks: Sequence[torch.nn.Module]) -> StepGraphs | None:
+    """The graphs of a rank's chunks, where the run records any."""
+    if not records_graphs(config):
+        return None
+    return StepGraphs(chunks, config.cuda_graphs.cuda_graph_warmup_steps)

@@ -26,7 +26,7 @@ from megatron_ext.models.fp8.history import AmaxHistories
 from megatron_ext.models.fp8.weights import KeptWeights
 from megatron_ext.models.moe_losses import take_auxiliary_losses
 from megatron_ext.optim.update import UpdateResult, update_parameters
-from megatron_ext.schedules.graphs import StepGraphs, records_graphs
+from megatron_ext.schedules.graphs import step_graphs
 from megatron_ext.schedules.runtime import ForwardStep, PipelineEngine
 from megatron_ext.training.invariants import check_zeroed
 
@@ -132,9 +132,7 @@ class StepRunner:
         self.engine: PipelineEngine | None = None
         if not schedule.startswith("core-"):
             group_size = config.parallel.microbatch_group_size_per_vp_stage
-            graphs = None
-            if records_graphs(config):
-                graphs = StepGraphs(chunks, config.cuda_graphs.cuda_graph_warmup_steps)
+            graphs = step_graphs(config, chunks)
             self.engine = PipelineEngine(
                 schedule, chunks, transformer_config, context, group_size=group_size, graphs=graphs
             )
