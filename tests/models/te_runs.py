@@ -47,25 +47,35 @@ RUNS = {
     "mxfp8": f"{TE} --fp8-format e4m3 --fp8-recipe mxfp8",
     "parameters": f"{TE} --fp8-format e4m3 --fp8-recipe tensorwise --fp8-param-gather",
     "cross entropy": f"{TE} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
+    "mtp": f"{TE} --mtp-num-layers 1 --fp8-format hybrid --fp8-recipe tensorwise",
     "experts": f"{TE} {EXPERTS} --moe-grouped-gemm --fp8-format hybrid --fp8-recipe tensorwise",
 }
 
 
-def flags_of(name: str, save: Path) -> list[str]:
+BREAK = " then "
+"""Between two names: the second run goes on from the checkpoint of the first one's first step."""
+
+
+def flags_of(name: str, save: Path, more: str = "") -> list[str]:
     """Of a run; its weights are drawn by name, so that all implementations start alike."""
     size = (
         "--bf16 --ffn-hidden-size 192 --num-layers 3 --global-batch-size 4 "
         "--no-use-cpu-initialization --train-iters 2 --no-bias-swiglu-fusion "
         "--no-bias-dropout-fusion"
     )
-    return [*TINY, *mock_data(), *f"{size} {RUNS[name]} --save {save}".split()]
+    return [*TINY, *mock_data(), *f"{size} {RUNS[name]} --save {save} {more}".split()]
 
 
-def train(name: str, folder: Path) -> dict[str, Any]:
+def train(name: str, folder: Path, more: str = "") -> dict[str, Any]:
     """What a run reported, and what it asked the stand-in for."""
+    if BREAK in name:
+        first, name = name.split(BREAK)
+        train(first, folder, "--save-interval 1 --exit-interval 1")
+        (folder / "rendezvous").unlink(missing_ok=True)
+        return train(name, folder, f"--load {folder}")
     record.CALLS.clear()
     os.environ["MEGATRON_EXT_INIT_METHOD"] = f"file://{folder}/rendezvous"
-    parsed = parse_args(flags_of(name, folder), world_size=1, device="cuda").config
+    parsed = parse_args(flags_of(name, folder, more), world_size=1, device="cuda").config
     task = choose(task_of, parsed)
     config, tokenizer = preflight(parsed, task.preflight)
     seen: dict[str, Any] = {}

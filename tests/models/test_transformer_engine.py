@@ -18,11 +18,17 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron_ext.config import RunConfig, parse_args, run
+from megatron_ext.device import Device
+from megatron_ext.layout import ParallelContext, init_groups
+from megatron_ext.models.layers import layer_spec
+from megatron_ext.models.transformer_config import build_transformer_config
 from megatron_ext.models.transformer_engine import buffer_arguments, recipe_error
 from megatron_ext.training.implementation import implementation_line
 from tests.config.test_fp8 import TINY
+from tests.ranks import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = ROOT / "tests" / "fake_te"
@@ -32,6 +38,14 @@ PRODUCTS = LINEARS * STEPS * MICROBATCHES
 SECONDS = 300.0
 
 Seen = dict[str, dict[str, Any]]
+
+RESUMED = [
+    "torch then bf16",
+    "bf16 then torch",
+    "delayed then delayed",
+    "parameters then parameters",
+    "bf16 then parameters",
+]
 
 
 def runs(*names: str) -> Seen:
@@ -61,7 +75,17 @@ def seen() -> Seen:
 @pytest.fixture(scope="module")
 def others() -> Seen:
     """The runs of a slow one."""
-    return runs("torch", "unfused", "tensorwise", "blockwise", "mxfp8", "cross entropy", "experts")
+    names = (
+        "torch",
+        "unfused",
+        "tensorwise",
+        "blockwise",
+        "mxfp8",
+        "cross entropy",
+        "experts",
+        "mtp",
+    )
+    return runs(*names, *RESUMED)
 
 
 def calls(of: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -75,9 +99,24 @@ def test_losses_are_those_of_the_torch_layers(name: str, seen: Seen) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["unfused", "tensorwise", "blockwise", "mxfp8", "cross entropy"])
+@pytest.mark.parametrize(
+    "name", ["unfused", "tensorwise", "blockwise", "mxfp8", "cross entropy", "mtp"]
+)
 def test_losses_of_other_runs_are_those_of_the_torch_layers(name: str, others: Seen) -> None:
     assert others[name]["losses"] == pytest.approx(others["torch"]["losses"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RESUMED)
+def test_checkpoints_of_one_implementation_resume_on_another(
+    name: str, seen: Seen, others: Seen
+) -> None:
+    """Uninterrupted, the second row is the mean of both steps; learning begins with the third."""
+    first, mean = seen["torch"]["losses"]
+    tolerance = 1e-3 if "parameters" in name else 1e-4
+    assert others[name]["losses"] == pytest.approx([first, 2 * mean - first], rel=tolerance)
+    loads = [called for called, _ in others[name]["calls"] if called == "set_extra_state"]
+    assert len(loads) == (0 if name.endswith("torch") else LINEARS)
 
 
 def test_layers_are_transformer_engines(seen: Seen) -> None:
@@ -144,6 +183,15 @@ def test_the_delayed_recipe_gets_its_options(seen: Seen) -> None:
     assert options["amax_history_len"] == 4 and options["amax_compute_algo"] == "max"
     firsts = [x["value"] for x in calls(seen["delayed"], "first microbatch")]
     assert firsts == ([True] * LINEARS + [False] * LINEARS) * STEPS
+
+
+@pytest.mark.slow
+def test_multi_token_prediction_runs_in_8_bits(others: Seen) -> None:
+    """Its layer, and the product that joins its two inputs."""
+    assert others["mtp"]["modules"]["GradientAccumulatingLayer"] == LAYERS + 1
+    products = [x["recipe"] for x in calls(others["mtp"], "product")]
+    assert len(products) == (LINEARS + 5) * STEPS * MICROBATCHES
+    assert set(products) == {"Float8CurrentScaling:hybrid"}
 
 
 @pytest.mark.slow
@@ -225,6 +273,37 @@ def test_what_a_gpu_lacks_is_said_in_a_sentence() -> None:
         "`--fp8-recipe` (blockwise) needs CUDA 12.9 or newer, but torch was built with 12.8; use "
         "tensorwise, or another build of torch."
     )
+
+
+@ranks(cp=2)
+def test_each_layer_has_its_own_kind_of_context_parallelism(context: ParallelContext) -> None:
+    """megatron-core looks a kind up by the layer's number, which starts from 1."""
+    kinds = ["p2p", "a2a", "all_gather", "p2p"]
+    words = f"{TINY} --context-parallel-size 2 --cp-comm-type {' '.join(kinds)}"
+    config = parse_args(words.split(), world_size=2, device="cpu").config
+    core = build_transformer_config(config)
+    spec = layer_spec(core, impl="torch")
+    block = TransformerBlock(core, spec, pg_collection=context.pgs)
+    found = [layer.self_attention.core_attention.cp_comm_type for layer in block.layers]
+    assert found == kinds
+
+
+@pytest.mark.skipif(importlib.util.find_spec("einops") is None, reason="einops is not installed")
+@ranks(cp=4)
+def test_groups_of_hierarchical_context_parallelism(
+    context: ParallelContext, tmp_path: Path
+) -> None:
+    layout = context.layout
+    context.destroy()
+    again = init_groups(
+        layout,
+        Device("cpu", "gloo"),
+        init_method=f"file://{tmp_path}/rendezvous",
+        hierarchical_context_parallel_sizes=[2, 2],
+    )
+    heads, rings = (torch.distributed.get_process_group_ranks(g) for g in again.pgs.hcp)
+    rank = again.rank
+    assert heads == [rank // 2 * 2, rank // 2 * 2 + 1] and rings == [rank % 2, rank % 2 + 2]
 
 
 MODES = SimpleNamespace(FP8="fp8", NONE="none")
