@@ -112,11 +112,14 @@ def saved_in_8_bits(config: RunConfig, width: Width, *, alone: int, shared: int)
     return alone * (bytes_of - 1) // bytes_of - shared // bytes_of
 
 
-def mlp(width: Width, inner: int) -> LayerBytes:
+def mlp(config: RunConfig, width: Width, inner: int) -> LayerBytes:
     """From fc1's output to fc2's input, and the gradients around them; GELU in between."""
     tensor, weight = width.cut(inner), width.matrix(inner, width.h)
     of_fc1 = weight + width.whole - tensor
-    return LayerBytes(2 * tensor, max(tensor + weight, tensor, of_fc1))
+    emulated = config.fp8.fp8_format is not None and not width.ranks.gpu
+    # On a CPU both factors of an 8-bit product, and the product, are made in fp32.
+    more = 3 * width.chunk * inner // width.ranks.tp * FP32 * emulated
+    return LayerBytes(2 * tensor, max(tensor + weight, of_fc1) + more)
 
 
 def loss(ranks: Ranks, rows: int, token_width: int) -> LayerBytes:

@@ -191,9 +191,11 @@ class DiTNetwork(Network):
             2 * width.stream + width.statistics + self._cross_attention(),
             width.stream + max(width.matrix(h, h) + width.whole, 2 * width.cut(h)),
         )
-        inner = mlp(width, self.model.ffn_size)
+        inner = mlp(self.config, width, self.model.ffn_size)
         fed = LayerBytes(entering + inner.kept + moved, width.stream + inner.transient)
-        block = in_order(told, attention, crossed, fed)
+        # Where heads lie on several ranks, a CPU adds the biases of qkv and queries twice.
+        twice = 4 * width.cut(h) * (self.sizes.tp > 1 and not self.sizes.gpu)
+        block = in_order(LayerBytes(twice, 0), told, attention, crossed, fed)
         if not self._trains:
             return block
         # Into qkv, queries and fc1, fc2, and both times the heads, which attention keeps too.

@@ -224,7 +224,7 @@ class MMDiTNetwork(Network):
             entering + self._attended(joins=True) + width.stream,
             width.stream + self._attention_transient(),
         )
-        inner = mlp(width, self.model.mlp_size)
+        inner = mlp(self.config, width, self.model.mlp_size)
         second = LayerBytes(entering + inner.kept + width.stream, width.stream + inner.transient)
         both = self._modulation(6)
         vectors = LayerBytes(2 * both.kept, both.transient)
@@ -239,7 +239,7 @@ class MMDiTNetwork(Network):
 
     def _single_block(self) -> LayerBytes:
         width = self._width
-        inner = mlp(width, self.model.mlp_size)
+        inner = mlp(self.config, width, self.model.mlp_size)
         kept = 2 * width.stream + width.statistics + width.whole
         kept += self._attended(joins=False) + inner.kept + width.stream
         transient = max(self._attention_transient(), inner.transient + width.whole)
