@@ -12,9 +12,11 @@ themselves, made on the default stream, and a recording may not wait for that. W
 replayed it gets the parameters, whose accumulators then run as ever, hooks of data parallelism
 included. Those take each gradient away at once, before the next replay overwrites it.
 
-megatron-core's own manager of such graphs is not used: it would replay the training graphs, with
-their dropout, in evaluation; it wants the same number of micro-batches in all steps; and its
-outputs may not be deallocated once sent, which our pipeline does.
+megatron-core's own manager of such graphs (0.16.1) is not used: it lends the buffer of a chunk's
+input to the gradient of its output before the backward pass has read it, so that the gradient that
+leaves the chunk is wrong; it would replay the training graphs, with their dropout, in evaluation;
+it wants the same number of micro-batches in all steps; and its outputs may not be deallocated once
+sent, which our pipeline does.
 """
 
 from __future__ import annotations
@@ -164,11 +166,16 @@ class ChunkGraphs:
     Args:
         layers: of the chunk, in their order.
         warmup_steps: runs of each layer before it is recorded.
+
+    Attributes:
+        handed_over: what autograd gets for gradients that are in the gradient buffer already, one
+            for all weights of a shape, or every graph would hold as much memory as its weights.
     """
 
     def __init__(self, layers: Sequence[TransformerLayer], warmup_steps: int) -> None:
         self.layers = list(layers)
         self.warmup_steps = warmup_steps
+        self.handed_over: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
         self.graphs = [LayerGraphs(is_first=index == 0) for index in range(len(layers))]
         for layer, graphs in zip(self.layers, self.graphs, strict=True):
             layer.graphs = graphs
@@ -204,7 +211,7 @@ class ChunkGraphs:
         functions, samples, weights = [], [], []
         copies: dict[int, Tensor] = {}
         for layer, graphs in zip(self.layers, self.graphs, strict=True):
-            weights.append([_leaf_of(parameter) for parameter in layer.parameters()])
+            weights.append([self._leaf_of(parameter) for parameter in layer.parameters()])
             functions.append(graphs.function(layer))
             samples.append((*graphs.samples(copies), *weights[-1]))
         with other_threads_go_on():
@@ -215,10 +222,13 @@ class ChunkGraphs:
             graphs.slots.append(slot)  # type: ignore[arg-type]
             graphs.added = [getattr(leaf, "grad_added_to_main_grad", False) for leaf in leaves]
 
-
-def _leaf_of(parameter: torch.nn.Parameter) -> Tensor:
-    """A leaf in the parameter's place, with its memory and its gradient buffer."""
-    leaf = parameter.detach().requires_grad_(parameter.requires_grad)
-    if hasattr(parameter, "main_grad"):
-        leaf.main_grad = parameter.main_grad  # type: ignore[attr-defined]
-    return leaf
+    def _leaf_of(self, parameter: torch.nn.Parameter) -> Tensor:
+        """A leaf in the parameter's place, with its memory and its gradient buffer."""
+        leaf: Any = parameter.detach().requires_grad_(parameter.requires_grad)
+        if hasattr(parameter, "main_grad"):
+            leaf.main_grad = parameter.main_grad
+            key = parameter.shape, parameter.dtype
+            if key not in self.handed_over:
+                self.handed_over[key] = torch.empty_like(parameter, requires_grad=False)
+            leaf.handed_over = self.handed_over[key]
+        return leaf  # type: ignore[no-any-return]

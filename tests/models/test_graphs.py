@@ -219,35 +219,30 @@ def test_what_waits_for_parameters_is_called(context: ParallelContext) -> None:
 
 
 @on_graphs
-def test_recording_leaves_the_gradient_buffers_zero(context: ParallelContext) -> None:
-    """A product that adds to the buffer itself does so while it is recorded; then no hook adds."""
-    block = block_of(context)
+def test_products_that_add_to_the_gradient_buffer(context: ParallelContext) -> None:
+    """They do so while they are recorded too, which must not show; then no hook adds any more."""
+    block, found = block_of(context), []
+    block.config.adds_in_place = True
     for parameter in block.parameters():
         parameter.main_grad = torch.zeros_like(parameter)
-    weight = block.layers[0].mlp.linear_fc2.weight
-    linear: Any = block.layers[0].mlp.linear_fc2
-    forward = linear._forward_impl
-
-    def adding(*, input: Tensor, weight: Any, **kwargs: Any) -> Any:
-        def add(gradient: Tensor) -> None:
-            weight.main_grad.add_(1.0)
-            weight.grad_added_to_main_grad = True
-
-        input.register_hook(add)
-        return forward(input=input, weight=weight, **kwargs)
-
-    linear._forward_impl = adding
     graphs = ChunkGraphs(block.layers, warmup_steps=2)
-    run(block, hidden(0)).sum().backward()
-    weight.grad_added_to_main_grad = False
-    graphs.capture(1)
-    graphs.switch(True)
-    assert all(not parameter.main_grad.any() for parameter in block.parameters())
-    run(block, hidden(1)).sum().backward()
-    assert torch.equal(weight.main_grad, torch.ones_like(weight))
-    assert weight.grad_added_to_main_grad
-    other = block.layers[1].mlp.linear_fc2.weight
-    assert not getattr(other, "grad_added_to_main_grad", False)
+    for record in (False, True):
+        if record:
+            graphs.capture(SLOTS)
+            graphs.switch(True)
+            assert all(not parameter.main_grad.any() for parameter in block.parameters())
+        for parameter in block.parameters():
+            parameter.grad, parameter.grad_added_to_main_grad = None, False
+        run(block, hidden(1)).sum().backward()
+        linears = [p for p in block.parameters() if p.dim() == 2]
+        assert all(p.grad_added_to_main_grad for p in linears)
+        assert not any(p.grad_added_to_main_grad for p in block.parameters() if p.dim() == 1)
+        found.append([p.main_grad.clone() for p in linears])
+    same(*found)
+    assert all(gradient.any() for gradient in found[0])
+    # Of the layers of all slots those of a shape share what autograd is given.
+    assert len(graphs.handed_over) == len({p.shape for p in block.parameters()})
+    assert len({p.grad.data_ptr() for p in linears if p.grad is not None}) < len(linears)
 
 
 def test_only_tensors_are_arguments() -> None:
