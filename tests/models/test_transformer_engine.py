@@ -145,10 +145,11 @@ def test_what_is_switched_off_is_not_fused(others: Seen) -> None:
     assert calls(others["tensorwise"], "apply_rotary_pos_emb")
 
 
-def test_adam_is_transformer_engines_wherever_it_is_installed(seen: Seen) -> None:
-    for name in ("torch", "bf16"):
+def test_adam_is_that_of_the_layers(seen: Seen) -> None:
+    """megatron-core takes Transformer Engine's wherever it is installed; ours replaces it."""
+    for name, adam in (("torch", "torch AdamW fused"), ("bf16", "transformer_engine FusedAdam")):
         assert calls(seen[name], "FusedAdam") == [{"adam_w_mode": True}]
-        assert "optimizer: transformer_engine FusedAdam" in seen[name]["said"][0]
+        assert f"optimizer: {adam};" in seen[name]["said"][0]
 
 
 @pytest.mark.slow
