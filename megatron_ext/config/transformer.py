@@ -105,13 +105,24 @@ def _fusions(run: RunConfig) -> dict[str, object]:
     wanted = {name: bool(getattr(model, name)) and te for name in FUSIONS}
     # The output head is megatron-core's own layer, whose kernel is apex's.
     wanted["gradient_accumulation_fusion"] &= find_spec(APEX_KERNEL) is not None
-    bias = model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion
-    wanted["bias_activation_fusion"] = bias and gpu and te and model.add_bias_linear
+    wanted["bias_activation_fusion"] = gpu and te and _fuses_activation(run)
     wanted["bias_dropout_fusion"] = model.bias_dropout_fusion and (gpu or not te)
     impl = run.loss.cross_entropy_impl
     native = model.cross_entropy_loss_fusion and model.cross_entropy_fusion_impl == "native"
     wanted["cross_entropy_loss_fusion"] = gpu and (impl == "te" or (impl == "eager" and native))
     return {**wanted, "cross_entropy_fusion_impl": "te" if impl == "te" else "native"}
+
+
+def _fuses_activation(run: RunConfig) -> bool:
+    """Whether megatron-core's MLP takes its own compiled activation.
+
+    It has SwiGLU, with a bias outside of experts only, and GELU with a bias outside of experts.
+    """
+    model, has_experts = run.model, run.moe.num_experts is not None
+    if model.swiglu:
+        return model.bias_swiglu_fusion and not (has_experts and model.add_bias_linear)
+    is_gelu = not (model.squared_relu or model.quick_geglu)
+    return model.bias_gelu_fusion and is_gelu and model.add_bias_linear and not has_experts
 
 
 def _engine_fields(run: RunConfig) -> dict[str, object]:

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from megatron_ext.device.graphs import other_threads_go_on
+
 if TYPE_CHECKING:
     from megatron_ext.models.moe import TransformerLayer
 
@@ -42,12 +44,6 @@ class Argument:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-
-    def sample(self) -> Tensor:
-        """Where a graph reads it."""
-        return torch.zeros(
-            self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad
-        )
 
 
 def arguments_of(call: dict[str, Any]) -> tuple[Argument, ...]:
@@ -68,7 +64,8 @@ class LayerGraphs:
     Attributes:
         is_first: of its chunk, so that the gradient of its input leaves the chunk.
         live: the graphs are to be replayed.
-        seen: what the layer was called with while they were not.
+        arguments: the tensors that the layer is called with.
+        seen: one call, with all that needs no gradient.
         slots: the graphed layer for each micro-batch in flight.
         added: which weights' gradients the graphs themselves add to the gradient buffer of data
             parallelism.
@@ -77,15 +74,36 @@ class LayerGraphs:
     def __init__(self, *, is_first: bool) -> None:
         self.is_first = is_first
         self.live = False
-        self.seen: dict[str, Any] = {}
         self.arguments: tuple[Argument, ...] = ()
+        self.seen: dict[str, Tensor | None] = {}
         self.slots: list[Graphed] = []
         self.added: list[bool] = []
 
     def note(self, call: dict[str, Any]) -> None:
         """Remember how the layer is called."""
         if not self.arguments:
-            self.arguments, self.seen = arguments_of(call), dict.fromkeys(call)
+            self.arguments = arguments_of(call)
+            free = {argument.name for argument in self.arguments if argument.requires_grad}
+            self.seen = {name: None if name in free else value for name, value in call.items()}
+
+    def samples(self, copies: dict[int, Tensor]) -> list[Tensor]:
+        """Where a graph reads its arguments.
+
+        What needs no gradient holds the value seen, since layers may keep what they derive from it
+        (a table of cosines from the rotary angles) and know it by the tensor.
+
+        Args:
+            copies: of tensors, by their ids, that the layers of a micro-batch share; added to.
+        """
+        found = []
+        for argument in self.arguments:
+            seen = self.seen[argument.name]
+            if seen is None:
+                shape, dtype, device = argument.shape, argument.dtype, argument.device
+                found.append(torch.zeros(shape, dtype=dtype, device=device, requires_grad=True))
+            else:
+                found.append(copies.setdefault(id(seen), seen.clone()))
+        return found
 
     def takes(self, call: dict[str, Any]) -> bool:
         """Whether the graphs can stand for this call: they are live, and made for its shapes."""
@@ -108,7 +126,7 @@ class LayerGraphs:
         """The layer as a function of the tensors that it is called with and of its weights."""
         names = [argument.name for argument in self.arguments]
         weights = [name for name, _ in layer.named_parameters()]
-        absent = self.seen
+        absent = dict.fromkeys(self.seen)
 
         def run(*tensors: Tensor) -> Tensor:
             given = dict(zip(names, tensors[: len(names)], strict=True))
@@ -184,21 +202,15 @@ class ChunkGraphs:
 
     def _add_slot(self) -> None:
         functions, samples, weights = [], [], []
-        # Within a micro-batch all layers get the same rotary table and the same mask.
-        shared: dict[Argument, Tensor] = {}
+        copies: dict[int, Tensor] = {}
         for layer, graphs in zip(self.layers, self.graphs, strict=True):
-            own = [
-                argument.sample()
-                if argument.requires_grad
-                else shared.setdefault(argument, argument.sample())
-                for argument in graphs.arguments
-            ]
             weights.append([_leaf_of(parameter) for parameter in layer.parameters()])
             functions.append(graphs.function(layer))
-            samples.append((*own, *weights[-1]))
-        recorded = torch.cuda.make_graphed_callables(
-            tuple(functions), tuple(samples), num_warmup_iters=self.warmup_steps
-        )
+            samples.append((*graphs.samples(copies), *weights[-1]))
+        with other_threads_go_on():
+            recorded = torch.cuda.make_graphed_callables(
+                tuple(functions), tuple(samples), num_warmup_iters=self.warmup_steps
+            )
         for graphs, slot, leaves in zip(self.graphs, recorded, weights, strict=True):
             graphs.slots.append(slot)  # type: ignore[arg-type]
             graphs.added = [getattr(leaf, "grad_added_to_main_grad", False) for leaf in leaves]

@@ -1,24 +1,140 @@
-"""Whole GPT layers with their pointwise parts compiled: the same arithmetic in every layout."""
+"""Whole GPT layers with their pointwise parts compiled, against megatron-core's own arithmetic."""
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from megatron_ext.layout import ParallelContext
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import quick_gelu, squared_relu
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import Tensor
+
+from megatron_ext.layout import ParallelContext, seed_everything
+from megatron_ext.models import fused_layer
 from megatron_ext.models.compiled import compiled_on_cpu
+from megatron_ext.models.dropout import microbatch_masks
+from megatron_ext.models.layers import layer_spec
+from megatron_ext.models.transformer_config import StepTransformerConfig
 from tests.models.test_layers import check_block
 from tests.ranks import ranks
 
+S, B, H, HEADS = 8, 2, 16, 4
+GATED = {"gated_linear_unit": True, "bias_activation_fusion": False}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "qk norm": {"qk_layernorm": True, "activation_func": F.silu, **GATED},
+    "biases": {"normalization": "LayerNorm", "add_bias_linear": True, "add_qkv_bias": True},
+    "qk LayerNorm": {"normalization": "LayerNorm", "qk_layernorm": True},
+    "zero-centred": {"layernorm_zero_centered_gamma": True},
+    "squared ReLU": {"activation_func": squared_relu, "add_bias_linear": True},
+    "quick GEGLU": {"activation_func": quick_gelu, **GATED},
+    "interleaved": {"rotary_interleaved": True},
+    "recomputed mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "recomputed attention": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn"],
+    },
+    "recomputed": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "same masks": {"deterministic_dropout": True, "hidden_dropout": 0.2},
+    "experts": {
+        "num_moe_experts": 2,
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+        "moe_ffn_hidden_size": 24,
+        "moe_shared_expert_intermediate_size": 24,
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": "none",
+        "activation_func": F.silu,
+        **GATED,
+    },
+}
 
+
+def gradients(context: ParallelContext, changes: dict[str, Any]) -> dict[str, Tensor]:
+    """Output, gradient of the input and of every parameter, in double precision."""
+    base: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": H,
+        "num_attention_heads": HEADS,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 24,
+        "normalization": "RMSNorm",
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "add_bias_linear": False,
+        "bias_dropout_fusion": True,
+        "tensor_model_parallel_size": context.pgs.tp.size(),
+    }
+    core = StepTransformerConfig(**{**base, **changes})
+    seed_everything(context, 5)
+    block = TransformerBlock(core, layer_spec(core, impl="torch"), pg_collection=context.pgs)
+    block.double().train()
+    torch.manual_seed(7)
+    for name, parameter in block.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+    x = torch.randn(S, B, H, dtype=torch.float64, requires_grad=True)
+    angles = torch.randn(S, 1, 1, 1, dtype=torch.float64).expand(S, 1, 1, H // HEADS)
+    with microbatch_masks(3, 40):
+        out = block(x, None, rotary_pos_emb=angles.contiguous())
+        weights = torch.sin(torch.arange(out.numel(), dtype=torch.float64)).view_as(out)
+        (out * weights).sum().backward()
+    found = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
+    assert x.grad is not None
+    return {"output": out.detach(), "input": x.grad, **found}
+
+
+def check(context: ParallelContext, changes: dict[str, Any]) -> None:
+    want = gradients(context, changes)
+    calls: list[str] = []
+    own = fused_layer.bias_dropout_add_norm
+
+    def counted(*args: Any) -> Any:
+        calls.append("fused")
+        return own(*args)
+
+    fused_layer.bias_dropout_add_norm = counted  # type: ignore[assignment]
+    try:
+        with compiled_on_cpu():
+            got = gradients(context, changes)
+    finally:
+        fused_layer.bias_dropout_add_norm = own
+    assert calls or changes.get("deterministic_dropout"), "no layer was fused"
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "biases" else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS],
+)
+@ranks()
+def test_same_outputs_and_gradients(context: ParallelContext, name: str) -> None:
+    check(context, VARIANTS[name])
+
+
+@pytest.mark.slow
+@ranks(tp=2)
+def test_same_on_two_ranks(context: ParallelContext) -> None:
+    check(context, VARIANTS["qk norm"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
 @ranks()
-def test_one_rank(context: ParallelContext, normalization: str) -> None:
+def test_one_rank_is_plain_arithmetic(context: ParallelContext, normalization: str) -> None:
     with compiled_on_cpu():
         check_block(context, normalization=normalization)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 @ranks(tp=2)
-def test_tensor_and_sequence_parallel(context: ParallelContext, sequence_parallel: bool) -> None:
+def test_two_ranks_are_plain_arithmetic(context: ParallelContext, sequence_parallel: bool) -> None:
     with compiled_on_cpu():
         check_block(context, sequence_parallel=sequence_parallel)

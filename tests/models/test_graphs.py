@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from megatron_ext.layout import ParallelContext
+from megatron_ext.models.compiled import Compiled, compiled_on_cpu
 from megatron_ext.models.graphs import ChunkGraphs, arguments_of
 from megatron_ext.models.layers import layer_spec
-from tests.graph_stand_in import CpuGraph, graphs_on_a_cpu
+from tests.graph_stand_in import Capture, CpuGraph, graphs_on_a_cpu
 from tests.models import plain
-from tests.models.test_layers import LAYERS, B, H, S, config
+from tests.models.test_layers import HEADS, LAYERS, B, H, S, config
 from tests.ranks import ranks
 
 SLOTS = 2
@@ -111,6 +113,14 @@ def test_microbatches_in_flight_are_what_they_are_without(context: ParallelConte
 
 
 @on_graphs
+def test_threads_that_pin_memory_do_not_end_a_capture(context: ParallelContext) -> None:
+    graphed(context)
+    assert len(CpuGraph.made) == 2 * SLOTS * LAYERS
+    assert {graph.mode for graph in CpuGraph.made} == {"thread_local"}
+    assert torch.cuda.graph is Capture
+
+
+@on_graphs
 def test_a_gradient_that_left_is_not_overwritten(context: ParallelContext) -> None:
     """The message with it may be under way when the slot is used again."""
     block, _ = graphed(context)
@@ -175,6 +185,24 @@ def test_masks_are_those_without_graphs(context: ParallelContext) -> None:
     same(*found)
     assert not torch.equal(found[0][0], found[0][1])
     assert len(CpuGraph.replays) == 2 * LAYERS
+
+
+@on_graphs
+def test_tables_that_layers_keep_are_those_of_the_angles(context: ParallelContext) -> None:
+    """The fused layers make cosines once for each tensor of angles, before they are captured."""
+    angles = torch.linspace(0.1, 3.0, S * H // HEADS).view(S, 1, 1, H // HEADS)
+    found = []
+    with compiled_on_cpu(), mock.patch.object(Compiled, "_compile", lambda self: self.eager):
+        for record in (False, True):
+            block = block_of(context)
+            graphs = ChunkGraphs(block.layers, warmup_steps=1)
+            block(hidden(0), None, rotary_pos_emb=angles)
+            if record:
+                graphs.capture(1)
+                graphs.switch(True)
+            found.append(block(hidden(1), None, rotary_pos_emb=angles).detach().clone())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+    assert len(CpuGraph.replays) == LAYERS
 
 
 @on_graphs

@@ -20,7 +20,7 @@ def gradients(problem: Problem, context: ParallelContext) -> dict[str, torch.Ten
     return {"": flow.detach(), **found}
 
 
-@pytest.mark.parametrize("options", [CAUSAL, BIDIRECTIONAL], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("options", [CAUSAL, pytest.param(BIDIRECTIONAL, marks=pytest.mark.slow)])
 @ranks()
 def test_flow_and_gradients_are_those_of_the_eager_model(
     context: ParallelContext, options: VideoDiTOptions
@@ -34,6 +34,7 @@ def test_flow_and_gradients_are_those_of_the_eager_model(
     assert max(worst.values()) < 1e-12, worst
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @ranks(tp=2)
 def test_tensor_parallel(context: ParallelContext, sequence_parallel: bool) -> None:

@@ -34,6 +34,7 @@ def test_one_rank(context: ParallelContext) -> None:
     check(context, Problem())
 
 
+@pytest.mark.slow
 @ranks(tp=2, cp=2)
 def test_tensor_sequence_and_context_parallel(context: ParallelContext) -> None:
     """The last context-parallel rank holds no text."""
