@@ -59,7 +59,7 @@ def runs(*names: str) -> Seen:
 @pytest.fixture(scope="module")
 def seen() -> Seen:
     """The runs of every test session."""
-    return runs("torch", "bf16", "delayed", "parameters")
+    return runs("torch", "bf16", "delayed", "parameters", "buffers")
 
 
 @pytest.fixture(scope="module")
@@ -218,8 +218,21 @@ def test_experts_in_8_bits_are_padded(others: Seen) -> None:
     assert any(sum(splits) > 128 for splits in padded)
 
 
+def test_buffers_are_set_up_before_the_layers(seen: Seen) -> None:
+    (call,) = calls(seen["buffers"], "initialize_ub")
+    assert call == {
+        "shape": [2 * 64, 64],
+        "tp_size": 2,
+        "modes": ["none"],
+        "ub_cfgs": {},
+        "backend": "gloo",
+    }
+    assert seen["buffers"]["environment"] == ["0", "0"]
+    assert not calls(seen["bf16"], "initialize_ub")
+
+
 def test_the_choice_is_said_in_one_line(seen: Seen) -> None:
-    said = {name: one["said"] for name, one in seen.items()}
+    said = {name: one["said"] for name, one in seen.items() if "said" in one}
     assert all(len(lines) == 1 for lines in said.values())
     assert said["delayed"][0] == (
         "> layers: Transformer Engine 2.9.0; attention: Transformer Engine (auto); optimizer: "
