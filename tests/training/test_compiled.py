@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,9 @@ def compile_on_cpu(run: Run) -> None:
     """For the rest of this process, which is a rank; a file tells that a graph was made."""
     made = Path(run.config.checkpoint.save or "") / "graphs"
 
-    def backend(graph: torch.fx.GraphModule, example: Sequence[Tensor]) -> Callable[..., Any]:
+    def backend(graph: torch.fx.GraphModule, example: list[Tensor]) -> Callable[..., Any]:
         made.touch()
-        return aot_eager(graph, example)  # type: ignore[no-any-return]
+        return aot_eager(graph, example)
 
     _open.enter_context(compiled_on_cpu(backend))
 
