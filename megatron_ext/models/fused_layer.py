@@ -18,7 +18,7 @@ from megatron.core.fusions.fused_bias_dropout import (
 from torch import Tensor
 
 from megatron_ext.models.compiled import compiles
-from megatron_ext.models.norm import LayerNorm, RMSNorm, spec_of
+from megatron_ext.models.norm import LayerNorm, RMSNorm, spec_of, weights_of
 from megatron_ext.models.pointwise import (
     bias_dropout_add,
     bias_dropout_add_norm,
@@ -111,7 +111,7 @@ class FusedForward:
         """``x`` and its norm."""
         if not norm.compiled:
             return x, norm(x)
-        residual, normed = norm_beside(x, norm.weight, getattr(norm, "bias", None), spec_of(norm))
+        residual, normed = norm_beside(x, *weights_of(norm), spec_of(norm))
         return residual, normed
 
     def _added(self, output: WithBias, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
@@ -122,14 +122,7 @@ class FusedForward:
             hidden = bda(training, True)(output, residual, self.hidden_dropout)
             return hidden, norm(hidden)
         x, bias = output
-        norm_bias = getattr(norm, "bias", None)
+        weights = weights_of(norm)
         return bias_dropout_add_norm(
-            x,
-            bias,
-            residual,
-            self.hidden_dropout,
-            training,
-            norm.weight,
-            norm_bias,
-            spec_of(norm),
+            x, bias, residual, self.hidden_dropout, training, *weights, spec_of(norm)
         )

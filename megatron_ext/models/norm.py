@@ -15,6 +15,9 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError
 from megatron_ext.models import pointwise
 
+Weights = tuple[Tensor, Tensor | None]
+"""Weight and bias of a norm, ``[h]`` each; an RMSNorm has no bias."""
+
 
 class LayerNorm(torch.nn.LayerNorm):
     """LayerNorm over the last axis, ``[..., h]`` to ``[..., h]`` (Ba et al., arXiv:1607.06450).
@@ -30,7 +33,10 @@ class LayerNorm(torch.nn.LayerNorm):
         self.compiled = compiled
         _finish(self, zero_centered)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor | None) -> Any:
+        """The norm of ``input``, or, given None, `Weights`."""
+        if input is None:
+            return self.weight, self.bias
         function = pointwise.normed if self.compiled else pointwise.norm
         return function(input, self.weight, self.bias, spec_of(self))
 
@@ -46,7 +52,10 @@ class RMSNorm(torch.nn.RMSNorm):
         self.compiled = compiled
         _finish(self, zero_centered)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | None) -> Any:
+        """The norm of ``x``, or, given None, `Weights`."""
+        if x is None:
+            return self.weight, None
         function = pointwise.normed if self.compiled else pointwise.norm
         return function(x, self.weight, None, spec_of(self))
 
@@ -54,6 +63,15 @@ class RMSNorm(torch.nn.RMSNorm):
 def _finish(norm: torch.nn.Module, zero_centered: bool) -> None:
     if zero_centered:
         torch.nn.init.zeros_(norm.weight)  # type: ignore[arg-type]
+
+
+def weights_of(norm: LayerNorm | RMSNorm) -> Weights:
+    """Weight and bias, for functions that norm by themselves.
+
+    By a call of the module, for whose sake data parallelism waits until it has gathered them.
+    """
+    weights: Weights = norm(None)
+    return weights
 
 
 def spec_of(norm: LayerNorm | RMSNorm) -> pointwise.Norm:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_ext.models.compiled import compiles
-from megatron_ext.models.norm import LayerNorm, RMSNorm, spec_of
+from megatron_ext.models.norm import LayerNorm, RMSNorm, spec_of, weights_of
 from megatron_ext.models.pointwise import fusions_of, queries_keys_values, rotary_table
 
 Table = tuple[Tensor, Tensor]
@@ -102,11 +102,8 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
             cos, sin = table_of(rotary, projected.dtype, interleaved=interleaved)
         q, k = self.q_layernorm, self.k_layernorm
         normed = isinstance(q, (LayerNorm, RMSNorm))
-        q_weight, q_bias, k_weight, k_bias = (
-            getattr(norm, name, None) if normed else None
-            for norm in (q, k)
-            for name in ("weight", "bias")
-        )
+        nothing = None, None
+        of_query, of_key = (weights_of(q), weights_of(k)) if normed else (nothing, nothing)
         return queries_keys_values(
             projected,
             bias,
@@ -115,9 +112,7 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
             cos,
             sin,
             interleaved,
-            q_weight,
-            q_bias,
-            k_weight,
-            k_bias,
+            *of_query,
+            *of_key,
             spec_of(q) if normed else None,
         )

@@ -23,6 +23,7 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 from megatron_ext.config import parse_args
 from megatron_ext.device import Device
+from megatron_ext.models.transformer_engine import prepare_transformer_engine
 from megatron_ext.training.preflight import preflight
 from megatron_ext.training.pretrain import pretrain
 from megatron_ext.training.reporting.metrics_file import read_metrics
@@ -99,6 +100,19 @@ def train(name: str, folder: Path, more: str = "") -> dict[str, Any]:
     }
 
 
+def set_up_buffers() -> dict[str, Any]:
+    """What overlapped communication of two ranks asks for at the start of a run."""
+    record.CALLS.clear()
+    words = (
+        f"{TE} --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --bf16 "
+        "--tp-comm-bootstrap-backend gloo --train-iters 1 --deterministic-mode"
+    )
+    flags = [*TINY, *mock_data(), *words.split()]
+    prepare_transformer_engine(parse_args(flags, world_size=2, device="cuda").config)
+    names = ("NVTE_APPLY_QK_LAYER_SCALING", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
+    return {"calls": record.CALLS[:], "environment": [os.environ.pop(name) for name in names]}
+
+
 def gather_one_by_one() -> None:
     """Gloo's gather of several tensors at once mixes up bytes of different dtypes; NCCL's does not.
 
@@ -125,7 +139,8 @@ def main(names: list[str]) -> None:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     for name in names or RUNS:
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps({"name": name, **train(name, Path(folder))}, default=str), flush=True)
+            found = set_up_buffers() if name == "buffers" else train(name, Path(folder))
+            print(json.dumps({"name": name, **found}, default=str), flush=True)
 
 
 if __name__ == "__main__":

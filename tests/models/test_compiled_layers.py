@@ -138,3 +138,35 @@ def test_one_rank_is_plain_arithmetic(context: ParallelContext, normalization: s
 def test_two_ranks_are_plain_arithmetic(context: ParallelContext, sequence_parallel: bool) -> None:
     with compiled_on_cpu():
         check_block(context, sequence_parallel=sequence_parallel)
+
+
+def called(chunk: torch.nn.Module) -> set[str]:
+    """Names of modules whose hooks have been called, a set that fills."""
+    names: set[str] = set()
+    for name, module in chunk.named_modules():
+        module.register_forward_pre_hook(lambda *_, name=name: names.add(name))
+    return names
+
+
+def holders(chunk: torch.nn.Module) -> set[str]:
+    """Names of modules that hold parameters themselves."""
+    return {n for n, m in chunk.named_modules() if any(True for _ in m.parameters(recurse=False))}
+
+
+@ranks()
+def test_data_parallelism_is_told_of_every_weight_that_is_used(context: ParallelContext) -> None:
+    """It waits for a gathered weight when the module that holds it is called."""
+    core = StepTransformerConfig(
+        num_layers=2,
+        hidden_size=H,
+        num_attention_heads=HEADS,
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    block = TransformerBlock(core, layer_spec(core, impl="torch"), pg_collection=context.pgs)
+    names = called(block)
+    with compiled_on_cpu("eager"):
+        block(torch.randn(S, B, H), None)
+    assert names >= holders(block)

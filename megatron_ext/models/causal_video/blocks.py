@@ -29,7 +29,7 @@ from megatron_ext.models.causal_video.pointwise import (
 from megatron_ext.models.causal_video.rope import Table
 from megatron_ext.models.causal_video.tokens import parts_first
 from megatron_ext.models.mmdit.linear import mark_replicated
-from megatron_ext.models.norm import LayerNorm, spec_of
+from megatron_ext.models.norm import LayerNorm, spec_of, weights_of
 from megatron_ext.models.pointwise import activated
 
 WithBias = tuple[Tensor, Tensor]
@@ -94,8 +94,8 @@ class SelfAttention(MegatronModule):  # type: ignore[misc]
             fused,
             bias,
             total,
-            self.q_norm.weight,
-            self.k_norm.weight,
+            self.q_norm(None),
+            self.k_norm(None),
             *run.table,
             sizes,
             run.parts,
@@ -182,9 +182,7 @@ class Block(MegatronModule):  # type: ignore[misc]
         hidden, normed = modulated_beside(hidden, shift, scale)
         attended = self.self_attention(normed, self.number, run)
         norm = self.cross_norm
-        hidden, normed = gated_and_normed(
-            hidden, *attended, gate, norm.weight, norm.bias, spec_of(norm)
-        )
+        hidden, normed = gated_and_normed(hidden, *attended, gate, *weights_of(norm), spec_of(norm))
         told = self.cross_attention(normed, given.text, self.number, run)
         hidden, normed = added_and_modulated(hidden, *told, ffn_shift, ffn_scale)
         return gated(hidden, *self._ffn(normed), ffn_gate)

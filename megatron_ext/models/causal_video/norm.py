@@ -39,16 +39,19 @@ class FullWidthRMSNorm(MegatronModule):  # type: ignore[misc]
         self.weight = torch.nn.Parameter(torch.ones(self.width // tp_group.size()))
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor | None, bias: Tensor | None = None) -> Tensor:
         """Norm.
 
         Args:
-            x: ``[s, b, n, d]`` of this rank's heads.
+            x: ``[s, b, n, d]`` of this rank's heads; None gives the scales, for functions that norm
+                by themselves, once data parallelism has gathered them.
             bias: to be added to it before, ``[n * d]``.
 
         Returns:
             As ``x``.
         """
+        if x is None:
+            return self.weight
         eps = self.config.layernorm_epsilon
         if self.tp_group.size() == 1:
             return _whole_norm(x, bias, self.weight, self.width, eps)

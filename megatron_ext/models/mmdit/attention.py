@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from megatron_ext.config.mmdit_sizes import EPSILON
 from megatron_ext.errors import ConfigError
 from megatron_ext.models import sdpa
-from megatron_ext.models.norm import RMSNorm, spec_of
+from megatron_ext.models.norm import RMSNorm, spec_of, weights_of
 from megatron_ext.models.pointwise import Norm
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -42,7 +42,7 @@ class QKNorm(MegatronModule):  # type: ignore[misc]
     @property
     def weights(self) -> tuple[Tensor, Tensor]:
         """Scales of queries and keys, ``[d]`` each; `pointwise.heads` norms with them."""
-        return self.q_layernorm.weight, self.k_layernorm.weight
+        return weights_of(self.q_layernorm)[0], weights_of(self.k_layernorm)[0]
 
     @property
     def spec(self) -> Norm:

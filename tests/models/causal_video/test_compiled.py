@@ -9,6 +9,7 @@ from megatron_ext.layout import ParallelContext
 from megatron_ext.models.causal_video import VideoDiTOptions
 from megatron_ext.models.compiled import compiled_on_cpu
 from tests.models.causal_video.problem import BIDIRECTIONAL, CAUSAL, Problem, largest, one
+from tests.models.test_compiled_layers import called, holders
 from tests.ranks import ranks
 
 
@@ -44,3 +45,13 @@ def test_tensor_parallel(context: ParallelContext, sequence_parallel: bool) -> N
         got = gradients(problem, context)
     worst = {name: largest(got[name], want[name]) for name in want}
     assert max(worst.values()) < 1e-12, worst
+
+
+@ranks()
+def test_data_parallelism_is_told_of_every_weight_that_is_used(context: ParallelContext) -> None:
+    problem = Problem()
+    chunk = one(problem, context)
+    names = called(chunk)
+    with compiled_on_cpu("eager"):
+        chunk(**problem.inputs())
+    assert names >= holders(chunk)

@@ -14,6 +14,7 @@ from tests.models.mmdit.problem import (
     train_step,
     truth,
 )
+from tests.models.test_compiled_layers import called, holders
 from tests.ranks import ranks
 
 TOLERANCE = 1e-5
@@ -39,3 +40,14 @@ def test_one_rank(context: ParallelContext) -> None:
 def test_tensor_sequence_and_context_parallel(context: ParallelContext) -> None:
     """The last context-parallel rank holds no text."""
     check(context, Problem(sequence_parallel=True))
+
+
+@ranks()
+def test_data_parallelism_is_told_of_every_weight_that_is_used(context: ParallelContext) -> None:
+    problem = Problem()
+    chunk = build(problem, context)[1][0]
+    names = called(chunk)
+    batch = {k: v for k, v in problem.microbatch(0).items() if k not in ("target", "mask")}
+    with compiled_on_cpu("eager"):
+        chunk(**batch)
+    assert names >= holders(chunk)
