@@ -42,7 +42,8 @@ from benchmarks.targets import FP8_OVER_BF16, verdict
 from megatron_ext.config.fp8 import Fp8Config
 from megatron_ext.device.rates import seconds_of
 from megatron_ext.layout import ParallelContext
-from megatron_ext.models.fp8.attach import RECIPES, Parts
+from megatron_ext.models.fp8.parts import Parts
+from megatron_ext.models.fp8.scaling import RECIPES
 from megatron_ext.models.fp8.weights import KeptWeights
 from megatron_ext.models.linear import ColumnParallelLinear
 from megatron_ext.models.transformer_config import StepTransformerConfig

@@ -38,6 +38,7 @@ class Marks:
 
     def __init__(self) -> None:
         self._waiting: dict[int, tuple[Tensor, Initialize]] = {}
+        self._held: list[Any] = []
 
     def settle(self) -> None:
         """Look the memory of the parameters up again, once all of them are built.
@@ -51,8 +52,11 @@ class Marks:
     @torch.no_grad()
     def add(self, parameter: Tensor, method: Initialize) -> None:
         """Let a parameter wait, filled with NaN, so that one that is forgotten shows."""
-        # The reference keeps the memory from being given to another tensor.
+        # References keep the memory from being given to another parameter, which would take the
+        # place of this one: the second where this one has moved on.
         self._waiting[_memory(parameter)] = parameter, method
+        if not is_float8tensor(parameter):
+            self._held.append(parameter.untyped_storage())
         parameter.fill_(math.nan)
 
     def method_of(self, tensor: Tensor) -> Initialize | None:
@@ -62,6 +66,7 @@ class Marks:
     def clear(self) -> None:
         """Forget all parameters."""
         self._waiting.clear()
+        self._held.clear()
 
 
 class Marked:

@@ -327,6 +327,19 @@ def test_a_marked_parameter_may_be_wrapped_again(context: ParallelContext) -> No
     assert torch.equal(model.linear.weight, torch.full((4, 8), 3.0))
 
 
+def test_a_parameter_that_moves_leaves_its_place_to_no_other() -> None:
+    """As megatron-core's router does; the memory that it frees is what the next one would get."""
+    config = marked_config(partial(torch.nn.init.constant_, val=3.0))
+    parameters = [torch.nn.Parameter(torch.empty(64, 64)) for _ in range(8)]
+    for parameter in parameters:
+        parameter.data = torch.empty(64, 64)
+        config.init_method(parameter)
+        parameter.data = parameter.data.to(torch.bfloat16)
+    marks = config.init_method.marks
+    marks.settle()
+    assert all(marks.method_of(parameter) is not None for parameter in parameters)
+
+
 @ranks()
 def test_a_parameter_that_is_not_named_is_refused(context: ParallelContext) -> None:
     config = marked_config()
