@@ -27,6 +27,7 @@ from megatron_ext.models.transformer_engine import prepare_transformer_engine
 from megatron_ext.training.preflight import preflight
 from megatron_ext.training.pretrain import pretrain
 from megatron_ext.training.reporting.metrics_file import read_metrics
+from megatron_ext.training.reporting.plot import LossPlot
 from megatron_ext.training.setup import Run
 from megatron_ext.training.task import choose
 from pretrain_gpt import task_of
@@ -82,6 +83,9 @@ def train(name: str, folder: Path, more: str = "") -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
     def look(run: Run) -> None:
+        # Half of the time of so short a run would go into its picture.
+        sinks = run.reporters.sinks
+        run.reporters.sinks = [sink for sink in sinks if not isinstance(sink, LossPlot)]
         modules = [module for chunk in run.chunks for module in chunk.modules()]
         seen["modules"] = dict(Counter(type(module).__name__ for module in modules))
         engine = [m for m in modules if isinstance(m, TransformerEngineBaseModule)]
