@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Sequence
@@ -83,14 +84,15 @@ class Flag:
         return self.positive[0]
 
 
-def flags_of(section: str, cls: type) -> list[Flag]:
+@functools.cache
+def flags_of(section: str, cls: type) -> tuple[Flag, ...]:
     """The flags of a dataclass, in the order of its fields; fields without metadata are derived."""
     hints = typing.get_type_hints(cls)
-    return [
+    return tuple(
         _flag_of(section, field, hints[field.name])
         for field in dataclasses.fields(cls)
         if "help" in field.metadata
-    ]
+    )
 
 
 def _flag_of(section: str, field: dataclasses.Field[Any], hint: Any) -> Flag:

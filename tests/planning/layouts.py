@@ -45,7 +45,7 @@ MORE = {
     "--tensor-model-parallel-size 2 --use-distributed-optimizer --nproc-per-node 4",
 }
 
-QUICK = ("tp2sp", "pp2vpp2", "dp2", "ep2", "zbv", "tied pp2")
+QUICK = ("tp2sp", "pp2", "dp2", "ep2", "tied pp2")
 """Of both, those that are measured in every run of the tests."""
 
 PEAKS = {

@@ -130,8 +130,8 @@ def test_rates_are_those_of_the_training_log() -> None:
 
 
 def test_search_finds_layouts_that_fit_and_sorts_them() -> None:
-    gpu = GPUS["H100"]
-    config = _llama()
+    gpu = GPUS["A100-40GB"]
+    config = _llama("--num-layers 8 --hidden-size 8192 --num-attention-heads 64")
     found = search(config, 8, gpu, count=5)
     times = [cost.seconds for _, cost in found.best]
     assert len(times) == 5 and times == sorted(times)

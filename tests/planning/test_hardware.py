@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,12 +30,19 @@ from tests.planning.test_estimates import LLAMA_8B
 H200 = Found(0, "NVIDIA H200", (9, 0), 150 * 10**9, Rates(8e14, 1.4e15, 4.2e12))
 
 
-def _file(folder: Path, *gpus: Found, **changes: Any) -> str:
+def _file(folder: Path, *gpus: Found) -> str:
     """As ``tools/doctor.py --json`` prints it."""
-    content = {**Examination((), gpus).to_dict(), **changes}
+    content = {"findings": [], "gpus": [dataclasses.asdict(gpu) for gpu in gpus]}
     path = folder / "machine.json"
     path.write_text(json.dumps(content))
     return str(path)
+
+
+def test_the_doctor_still_writes_what_is_read() -> None:
+    names = {field.name for field in dataclasses.fields(Examination)}
+    assert "gpus" in names and "to_dict" in vars(Examination)
+    assert {x.name for x in dataclasses.fields(Found)} >= {"name", "memory", "capability", "rates"}
+    assert {x.name for x in dataclasses.fields(Rates)} >= {"bf16", "fp8", "copy"}
 
 
 def test_a_measured_machine_takes_the_place_of_assumptions(tmp_path: Path) -> None:
