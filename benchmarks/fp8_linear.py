@@ -43,6 +43,7 @@ from megatron_ext.config.fp8 import Fp8Config
 from megatron_ext.device.rates import seconds_of
 from megatron_ext.layout import ParallelContext
 from megatron_ext.models.fp8.attach import RECIPES, Parts
+from megatron_ext.models.fp8.weights import KeptWeights
 from megatron_ext.models.linear import ColumnParallelLinear
 from megatron_ext.models.transformer_config import StepTransformerConfig
 
@@ -163,9 +164,10 @@ def our_layer(n: int, k: int, context: ParallelContext) -> ColumnParallelLinear:
 
 
 def one_pass(layer: ColumnParallelLinear, x: Tensor, gradient: Tensor) -> None:
-    """Forward and backward, without what was there before."""
+    """Forward and backward, as in a step of one micro-batch, which casts its weights once."""
     x.grad = layer.weight.grad = None
-    layer(x)[0].backward(gradient)
+    with KeptWeights([layer]).kept():
+        layer(x)[0].backward(gradient)
 
 
 def layer_rows(

@@ -58,8 +58,12 @@ from pretrain_gpt import GPT
 IMPLEMENTATIONS = {"torch": "torch", "te": "transformer_engine"}
 FP8 = ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe")
 RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
-PRECISIONS = {"bf16": ("--bf16",)} | {f"fp8-{recipe}": (*FP8, recipe) for recipe in RECIPES}
-USUAL = ["bf16", "fp8-delayed", "fp8-tensorwise"]
+PRECISIONS = {
+    "bf16": ("--bf16",),
+    "bf16-graphs": ("--bf16", "--cuda-graph-impl", "local"),
+    **{f"fp8-{recipe}": (*FP8, recipe) for recipe in RECIPES},
+}
+USUAL = ["bf16", "bf16-graphs", "fp8-delayed", "fp8-tensorwise"]
 HEAD = (
     "model", "layers", "precision", "sequence", "batch", "ms per step", "tokens/s", "TFLOP/s",
     "MFU of measured", "of datasheet", "peak memory (GiB)", "loss", "fp8 / bf16", "verdict",
@@ -211,7 +215,7 @@ def targets(
     """Of the torch layers; Transformer Engine's have none."""
     if variant.implementation != "torch":
         return []
-    if variant.precision != "bf16":
+    if variant.precision.startswith("fp8"):
         return [(FP8_OVER_BF16, over_bf16)] if variant.model.hidden >= WIDE else []
     judged = variant.size in ("3b", "4b") and variant.length in JUDGED_LENGTHS
     return [(MFU, mfu)] if judged else []

@@ -22,6 +22,7 @@ class CpuGraph(TorchDispatchMode):
     """Stands for `torch.cuda.CUDAGraph`.
 
     Attributes:
+        mode: of the capture: whether calls of other threads end it.
         made: all graphs, in the order in which they were made.
         replays: indices in it, in the order in which they were replayed.
     """
@@ -34,6 +35,7 @@ class CpuGraph(TorchDispatchMode):
         self.operations: list[tuple[Any, Any, Any, list[Any]]] = []
         self.number = len(CpuGraph.made)
         self.is_reset = False
+        self.mode = ""
         CpuGraph.made.append(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,8 +80,11 @@ class Capture:
 
     default_capture_stream: Any = None
 
-    def __init__(self, graph: CpuGraph, pool: Any = None) -> None:
+    def __init__(
+        self, graph: CpuGraph, pool: Any = None, capture_error_mode: str = "global"
+    ) -> None:
         self.graph = graph
+        graph.mode = capture_error_mode
         Capture.default_capture_stream = "one"
 
     def __enter__(self) -> None:

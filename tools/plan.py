@@ -6,10 +6,13 @@ schedule, the bytes of each kind of communication, estimated step time and MFU, 
 
     python tools/plan.py --world-size 64 --gpu H100 [--png plan.png] -- <flags of pretrain_gpt.py>
     python tools/plan.py --world-size 64 --gpu H100 --search -- <flags of pretrain_gpt.py>
+    python tools/plan.py --world-size 64 --gpu H200 --video -- <flags of pretrain_video.py>
 
-``--search`` tries tensor, pipeline, virtual, context and expert sizes, micro-batches and
-recomputation, and lists the fastest layouts that fit. The vocabulary comes from the tokenizer, or
-from ``--padded-vocab-size``. Exit code 0: it fits; 1: it does not; 2: the flags have errors.
+``--gpu`` takes a file as well that ``tools/doctor.py --json`` wrote: its measured rates then take
+the place of assumed ones. ``--search`` tries tensor, pipeline, virtual, context and expert sizes,
+micro-batches and recomputation, and lists the fastest layouts that fit. The vocabulary comes from
+the tokenizer, or from ``--padded-vocab-size``; the lengths of videos come from their data, which is
+opened. Exit code 0: it fits; 1: it does not; 2: the flags have errors.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pretrain_video
 from megatron_ext.config import RunConfig, parse_args
 from megatron_ext.config.planning import GPU_NAMES
 from megatron_ext.errors import ConfigError, MegatronExtError
@@ -31,9 +35,9 @@ from megatron_ext.planning.hardware import Gpu, gpu_named
 from megatron_ext.planning.picture import save
 from megatron_ext.planning.report import console, search_table, show
 from megatron_ext.planning.search import search
-from megatron_ext.planning.step_time import estimate
+from megatron_ext.planning.video.clip import Clip
 from megatron_ext.training.known_warnings import silence_known_warnings
-from megatron_ext.training.preflight import with_vocabulary
+from megatron_ext.training.preflight import preflight, with_vocabulary
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,24 +48,26 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="GPUs")
-    parser.add_argument("--gpu", default="H100", choices=GPU_NAMES, help="their kind (H100)")
+    parser.add_argument(
+        "--gpu", default="H100", help=f"their kind: {', '.join(GPU_NAMES)}, or a file .json (H100)"
+    )
     parser.add_argument("--search", action="store_true", help="propose layouts")
+    parser.add_argument("--video", action="store_true", help="the flags are of pretrain_video.py")
     parser.add_argument("--count", type=int, default=10, metavar="N", help="of --search (10)")
     parser.add_argument("--png", type=Path, help="draw the schedule, and the memory beside it")
     args = parser.parse_args(own)
-    gpu = gpu_named(args.gpu)
     silence_known_warnings("cpu")
     try:
         if args.world_size < 1 or args.count < 1:
             raise ConfigError("`--world-size` and `--count` must be at least 1.")
+        gpu = gpu_named(args.gpu)
+        if args.video:
+            refuse_for_video(args)
+            return plan(*read_video(words, args.world_size), gpu, args.png)
         config = read(words, 1 if args.search else args.world_size)
         if args.search:
             return propose(config, args.world_size, gpu, args.count)
-        check_core(config)
-        show(config, gpu)
-        if args.png is not None:
-            print("wrote " + " and ".join(str(path) for path in save(config, args.png, gpu)))
-        return 0 if estimate(config, gpu).fits else 1
+        return plan(config, (), gpu, args.png)
     except MegatronExtError as error:
         print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
         return 2
@@ -77,6 +83,47 @@ def read(words: Sequence[str], world_size: int) -> RunConfig:
     for note in parsed.notes:
         print(f"> {note}")
     return with_vocabulary(parsed.config)
+
+
+def read_video(words: Sequence[str], world_size: int) -> tuple[RunConfig, Sequence[Clip]]:
+    """A video run on GPUs, and the buckets of its data; none with ``--task streaming``.
+
+    Raises:
+        ConfigError, DataError: with one sentence for every error.
+    """
+    parsed = parse_args(
+        words, world_size=world_size, device="cuda", defaults=pretrain_video.defaults_of(words)
+    )
+    for note in parsed.notes:
+        print(f"> {note}")
+    task = pretrain_video.task_of(parsed.config)
+    config, _ = preflight(parsed.config, task.preflight)
+    return config, () if task.clips is None else task.clips(config)
+
+
+def refuse_for_video(args: argparse.Namespace) -> None:
+    """What is there for text alone.
+
+    Raises:
+        ConfigError: with one sentence for each of the flags.
+    """
+    given = {"search": args.search, "png": args.png is not None}
+    found = [
+        f"`--{name}` is there for text models alone; leave it out with `--video`."
+        for name, asked in given.items()
+        if asked
+    ]
+    if found:
+        raise ConfigError(found)
+
+
+def plan(config: RunConfig, clips: Sequence[Clip], gpu: Gpu, png: Path | None) -> int:
+    """Print the plan and draw the pictures; returns the exit code."""
+    check_core(config)
+    fits = show(config, gpu, clips)
+    if png is not None:
+        print("wrote " + " and ".join(str(path) for path in save(config, png, gpu)))
+    return 0 if fits else 1
 
 
 def propose(config: RunConfig, world_size: int, gpu: Gpu, count: int) -> int:

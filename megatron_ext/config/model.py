@@ -124,7 +124,7 @@ class ModelConfig:
         True, "fused rotary embedding", negative=("--no-rope-fusion",), gpu_only=FUSED
     )
     gradient_accumulation_fusion: bool = flag(
-        True, "weight gradients summed by a kernel of NVIDIA apex", gpu_only=FUSED
+        True, "products add weight gradients to the gradient buffer", gpu_only=FUSED
     )
     persist_layer_norm: bool = flag(
         True, "compiled norms, or apex's persistent one", gpu_only=FUSED
@@ -186,8 +186,14 @@ class ModelConfig:
             return found
         found = [
             f"`--{name.replace('_', '-')}` ({getattr(self, name)}) must be at least 1."
-            for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-            if getattr(self, name) < 1
+            for name in (
+                "num_layers",
+                "hidden_size",
+                "num_attention_heads",
+                "seq_length",
+                "ffn_hidden_size",
+            )
+            if (getattr(self, name) or 0) < 1 and getattr(self, name) is not None
         ]
         h, n = self.hidden_size or 1, self.num_attention_heads or 1
         if not found and h % n and self.kv_channels == h // n:

@@ -37,9 +37,13 @@ class Need:
     used: Callable[[RunConfig], bool]
 
 
+def _uses_layers(run: RunConfig) -> bool:
+    return run.model.transformer_impl == "transformer_engine"
+
+
 def _recomputes(*modules: str) -> Callable[[RunConfig], bool]:
     def used(run: RunConfig) -> bool:
-        selective = run.model.recompute_granularity == "selective"
+        selective = run.model.recompute_granularity == "selective" and _uses_layers(run)
         chosen = set(run.model.recompute_modules or ())
         return selective and run.fp8.fp8_format is not None and bool(chosen & set(modules))
 
@@ -47,13 +51,16 @@ def _recomputes(*modules: str) -> Callable[[RunConfig], bool]:
 
 
 NEEDS: tuple[Need, ...] = (
-    Need("--transformer-impl transformer_engine", MINIMUM, lambda run: True),
+    Need("--transformer-impl transformer_engine", MINIMUM, _uses_layers),
+    Need("--cross-entropy-impl te", MINIMUM, lambda run: run.loss.cross_entropy_impl == "te"),
     Need("--recompute-modules layernorm` with `--fp8-format", "2.6.0", _recomputes("layernorm")),
     Need("--recompute-modules moe_act` with `--fp8-format", "2.6.0", _recomputes("moe_act")),
     Need(
         "--moe-router-fusion",
         "2.7.0",
-        lambda run: run.moe.num_experts is not None and run.moe.moe_router_fusion,
+        lambda run: (
+            _uses_layers(run) and run.moe.num_experts is not None and run.moe.moe_router_fusion
+        ),
     ),
     Need("--softmax-type", "2.8.0", lambda run: run.model.softmax_type != "vanilla"),
     Need(
@@ -76,13 +83,15 @@ def version_errors(run: RunConfig, found: str) -> list[str]:
     """What of a run the installed Transformer Engine is too old for, one sentence each.
 
     Args:
-        run: with Transformer Engine's layers.
+        run: of any layers.
         found: its version, such as ``2.4.0+cu12``.
     """
     needed = [need for need in NEEDS if need.used(run)]
     lacking = [need for need in needed if not _reaches(found, need.minimum)]
-    if len(lacking) == len(needed):
-        lacking = lacking[:1]  # too old for its layers: what else it lacks does not matter
+    if not lacking:
+        return []
+    if not _reaches(found, MINIMUM):
+        lacking = lacking[:1]  # too old for all: what else it lacks does not matter
     best = max((need.minimum for need in needed), key=Version)
     return [
         f"`{need.spelled}` needs Transformer Engine {need.minimum} or newer, but the installed one "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,9 +97,8 @@ class TransformerEngineConfig:
             found_version: of Transformer Engine; None where it is unknown or absent.
         """
         found = [*_environment_errors(run), *self._overlap_errors(run), *self._context_errors(run)]
-        if run.model.transformer_impl != TE_IMPL:
-            return found
-        found += [*_layer_errors(run), *_attention_errors(run)]
+        if run.model.transformer_impl == TE_IMPL:
+            found += [*_layer_errors(run), *_attention_errors(run)]
         return found if found_version is None else [*found, *version_errors(run, found_version)]
 
     def _overlap_errors(self, run: RunConfig) -> list[str]:
@@ -154,6 +154,11 @@ class TransformerEngineConfig:
             return [
                 f"`--hierarchical-context-parallel-sizes` ({given}) has an effect with "
                 "`--cp-comm-type a2a+p2p` only; give that, or leave it out."
+            ]
+        if find_spec("einops") is None:
+            return [
+                f"`--hierarchical-context-parallel-sizes` ({given}) needs the package einops, by "
+                "which megatron-core makes the groups; run `pip install einops`."
             ]
         if len(sizes) != 2 or min(sizes) < 1 or prod(sizes) != cp:
             return [

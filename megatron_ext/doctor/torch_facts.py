@@ -10,10 +10,17 @@ from megatron_ext.doctor.findings import Finding, Gpu
 from megatron_ext.doctor.surroundings import Outcome, Surroundings, ask_python
 
 QUESTIONS = """
-import json, torch
+import ctypes, json, torch
+def driver_cuda():
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
 facts = {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
 facts["archs"] = torch.cuda.get_arch_list() if torch.version.cuda else []
-facts["driver_cuda"] = torch._C._cuda_getDriverVersion() if torch.version.cuda else None
+facts["driver_cuda"] = driver_cuda() if torch.version.cuda else None
 facts["usable"] = torch.cuda.is_available()
 facts["nccl"] = facts["cudnn"] = None
 facts["gpus"] = []
@@ -38,8 +45,8 @@ class TorchFacts:
         cuda: version that it was built with, None for a build without.
         hip: likewise of AMD's ROCm.
         archs: GPU architectures that its kernels were compiled for, ``sm_90`` and the like.
-        driver_cuda: newest CUDA version that the driver supports, 13000 for 13.0; 0 where no
-            driver was found, None where torch did not look.
+        driver_cuda: newest CUDA version that the driver's library supports, 13000 for 13.0; 0
+            where there is none, None where torch was built without CUDA.
         usable: it can compute on a GPU.
         nccl: version of NCCL in this build, None where it was not asked or there is none.
         cudnn: version of cuDNN, as one number.

@@ -142,12 +142,13 @@ def _rule(
     per_sample = forbidden is not None and forbidden.size(0) > 1
 
     def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        distance = q + first_query - k
-        seen = distance >= 0 if causal else k >= 0
+        # Positions of keys stay alone, or their differences would be made for all pairs in int64.
+        at = q + first_query
+        seen = k <= at if causal else k >= 0
         if left >= 0:
-            seen = seen & (distance <= left)
+            seen = seen & (k >= at - left)
         if right >= 0 and not causal:
-            seen = seen & (-distance <= right)
+            seen = seen & (k <= at + right)
         if forbidden is not None:
             seen = seen & ~(forbidden[b, 0, q, k] if per_sample else forbidden[0, 0, q, k])
         return seen

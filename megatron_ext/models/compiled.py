@@ -122,6 +122,12 @@ def _signature(arg: Any) -> Any:
     return arg.dtype, arg.dim(), arg.requires_grad, tuple(widths)
 
 
+def _signature_with_shape(arg: Any) -> Any:
+    """The same, where every length is fixed too."""
+    known = _signature(arg)
+    return (*known, tuple(arg.shape), arg.stride()) if isinstance(arg, Tensor) else known
+
+
 class Compiled(Generic[R]):
     """See `compiled`.
 
@@ -129,9 +135,10 @@ class Compiled(Generic[R]):
         eager: the function as it is written, to be called from other compiled functions.
     """
 
-    def __init__(self, function: Callable[..., R]) -> None:
+    def __init__(self, function: Callable[..., R], *, by_shape: bool = False) -> None:
         functools.update_wrapper(self, function)
         self.eager = function
+        self._signature = _signature_with_shape if by_shape else _signature
         self._variants: dict[Any, Callable[..., R]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
@@ -141,7 +148,7 @@ class Compiled(Generic[R]):
         if torch.compiler.is_compiling() or not compiles(first):
             return self.eager(*args, **kwargs)
         given = (*args, *kwargs.values())
-        key = (_compiler.backend, torch.is_grad_enabled(), *map(_signature, given))
+        key = (_compiler.backend, torch.is_grad_enabled(), *map(self._signature, given))
         variant = self._variants.get(key)
         if variant is None:
             variant = self._variants[key] = self._compile()
@@ -187,12 +194,14 @@ class Compiled(Generic[R]):
         return made
 
 
-def compiled(function: Callable[..., R]) -> Compiled[R]:
+def compiled(function: Callable[..., R], *, by_shape: bool = False) -> Compiled[R]:
     """Mark a pure function for compilation; see the module.
 
     Args:
         function: of positional arguments: tensors, None, numbers, strings and switches, the first
             a tensor. It may not depend on values of tensors, nor return one of its arguments or a
             view of one, whose gradients would be summed outside of the graph.
+        by_shape: compile for each shape apart, whose kernels know all lengths; of a function that
+            sees few of them.
     """
-    return Compiled(function)
+    return Compiled(function, by_shape=by_shape)

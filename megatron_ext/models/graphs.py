@@ -12,9 +12,11 @@ themselves, made on the default stream, and a recording may not wait for that. W
 replayed it gets the parameters, whose accumulators then run as ever, hooks of data parallelism
 included. Those take each gradient away at once, before the next replay overwrites it.
 
-megatron-core's own manager of such graphs is not used: it would replay the training graphs, with
-their dropout, in evaluation; it wants the same number of micro-batches in all steps; and its
-outputs may not be deallocated once sent, which our pipeline does.
+megatron-core's own manager of such graphs (0.16.1) is not used: it lends the buffer of a chunk's
+input to the gradient of its output before the backward pass has read it, so that the gradient that
+leaves the chunk is wrong; it would replay the training graphs, with their dropout, in evaluation;
+it wants the same number of micro-batches in all steps; and its outputs may not be deallocated once
+sent, which our pipeline does.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.func import functional_call
+
+from megatron_ext.device.graphs import other_threads_go_on
 
 if TYPE_CHECKING:
     from megatron_ext.models.moe import TransformerLayer
@@ -42,12 +46,6 @@ class Argument:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-
-    def sample(self) -> Tensor:
-        """Where a graph reads it."""
-        return torch.zeros(
-            self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad
-        )
 
 
 def arguments_of(call: dict[str, Any]) -> tuple[Argument, ...]:
@@ -68,7 +66,8 @@ class LayerGraphs:
     Attributes:
         is_first: of its chunk, so that the gradient of its input leaves the chunk.
         live: the graphs are to be replayed.
-        seen: what the layer was called with while they were not.
+        arguments: the tensors that the layer is called with.
+        seen: one call, with all that needs no gradient.
         slots: the graphed layer for each micro-batch in flight.
         added: which weights' gradients the graphs themselves add to the gradient buffer of data
             parallelism.
@@ -77,15 +76,36 @@ class LayerGraphs:
     def __init__(self, *, is_first: bool) -> None:
         self.is_first = is_first
         self.live = False
-        self.seen: dict[str, Any] = {}
         self.arguments: tuple[Argument, ...] = ()
+        self.seen: dict[str, Tensor | None] = {}
         self.slots: list[Graphed] = []
         self.added: list[bool] = []
 
     def note(self, call: dict[str, Any]) -> None:
         """Remember how the layer is called."""
         if not self.arguments:
-            self.arguments, self.seen = arguments_of(call), dict.fromkeys(call)
+            self.arguments = arguments_of(call)
+            free = {argument.name for argument in self.arguments if argument.requires_grad}
+            self.seen = {name: None if name in free else value for name, value in call.items()}
+
+    def samples(self, copies: dict[int, Tensor]) -> list[Tensor]:
+        """Where a graph reads its arguments.
+
+        What needs no gradient holds the value seen, since layers may keep what they derive from it
+        (a table of cosines from the rotary angles) and know it by the tensor.
+
+        Args:
+            copies: of tensors, by their ids, that the layers of a micro-batch share; added to.
+        """
+        found = []
+        for argument in self.arguments:
+            seen = self.seen[argument.name]
+            if seen is None:
+                shape, dtype, device = argument.shape, argument.dtype, argument.device
+                found.append(torch.zeros(shape, dtype=dtype, device=device, requires_grad=True))
+            else:
+                found.append(copies.setdefault(id(seen), seen.clone()))
+        return found
 
     def takes(self, call: dict[str, Any]) -> bool:
         """Whether the graphs can stand for this call: they are live, and made for its shapes."""
@@ -108,7 +128,7 @@ class LayerGraphs:
         """The layer as a function of the tensors that it is called with and of its weights."""
         names = [argument.name for argument in self.arguments]
         weights = [name for name, _ in layer.named_parameters()]
-        absent = self.seen
+        absent = dict.fromkeys(self.seen)
 
         def run(*tensors: Tensor) -> Tensor:
             given = dict(zip(names, tensors[: len(names)], strict=True))
@@ -146,11 +166,16 @@ class ChunkGraphs:
     Args:
         layers: of the chunk, in their order.
         warmup_steps: runs of each layer before it is recorded.
+
+    Attributes:
+        handed_over: what autograd gets for gradients that are in the gradient buffer already, one
+            for all weights of a shape, or every graph would hold as much memory as its weights.
     """
 
     def __init__(self, layers: Sequence[TransformerLayer], warmup_steps: int) -> None:
         self.layers = list(layers)
         self.warmup_steps = warmup_steps
+        self.handed_over: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
         self.graphs = [LayerGraphs(is_first=index == 0) for index in range(len(layers))]
         for layer, graphs in zip(self.layers, self.graphs, strict=True):
             layer.graphs = graphs
@@ -184,29 +209,26 @@ class ChunkGraphs:
 
     def _add_slot(self) -> None:
         functions, samples, weights = [], [], []
-        # Within a micro-batch all layers get the same rotary table and the same mask.
-        shared: dict[Argument, Tensor] = {}
+        copies: dict[int, Tensor] = {}
         for layer, graphs in zip(self.layers, self.graphs, strict=True):
-            own = [
-                argument.sample()
-                if argument.requires_grad
-                else shared.setdefault(argument, argument.sample())
-                for argument in graphs.arguments
-            ]
-            weights.append([_leaf_of(parameter) for parameter in layer.parameters()])
+            weights.append([self._leaf_of(parameter) for parameter in layer.parameters()])
             functions.append(graphs.function(layer))
-            samples.append((*own, *weights[-1]))
-        recorded = torch.cuda.make_graphed_callables(
-            tuple(functions), tuple(samples), num_warmup_iters=self.warmup_steps
-        )
+            samples.append((*graphs.samples(copies), *weights[-1]))
+        with other_threads_go_on():
+            recorded = torch.cuda.make_graphed_callables(
+                tuple(functions), tuple(samples), num_warmup_iters=self.warmup_steps
+            )
         for graphs, slot, leaves in zip(self.graphs, recorded, weights, strict=True):
             graphs.slots.append(slot)  # type: ignore[arg-type]
             graphs.added = [getattr(leaf, "grad_added_to_main_grad", False) for leaf in leaves]
 
-
-def _leaf_of(parameter: torch.nn.Parameter) -> Tensor:
-    """A leaf in the parameter's place, with its memory and its gradient buffer."""
-    leaf = parameter.detach().requires_grad_(parameter.requires_grad)
-    if hasattr(parameter, "main_grad"):
-        leaf.main_grad = parameter.main_grad  # type: ignore[attr-defined]
-    return leaf
+    def _leaf_of(self, parameter: torch.nn.Parameter) -> Tensor:
+        """A leaf in the parameter's place, with its memory and its gradient buffer."""
+        leaf: Any = parameter.detach().requires_grad_(parameter.requires_grad)
+        if hasattr(parameter, "main_grad"):
+            leaf.main_grad = parameter.main_grad
+            key = parameter.shape, parameter.dtype
+            if key not in self.handed_over:
+                self.handed_over[key] = torch.empty_like(parameter, requires_grad=False)
+            leaf.handed_over = self.handed_over[key]
+        return leaf  # type: ignore[no-any-return]

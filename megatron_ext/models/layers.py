@@ -201,8 +201,9 @@ def mtp_block_spec(
         layers = get_gpt_decoder_layer_specs(config, True, normalization=config.normalization)
         _use_own_router(layers)
         accumulate_gradients(layers, config)
-        return get_gpt_mtp_block_spec(config, layers[-1], True, vp_stage=vp_stage)
+        # As a block: of single layers, core takes none but its own class.
+        block = TransformerBlockSubmodules(layer_specs=layers)
+        return get_gpt_mtp_block_spec(config, block, True, vp_stage=vp_stage)
     layer = torch_layer_spec(config, moe=expert_pattern(config)[-1])
-    # As a block: of single layers, core takes none but its own class.
     block = TransformerBlockSubmodules(layer_specs=[layer], layer_norm=Norm)
     return get_gpt_mtp_block_spec_for_backend(config, block, TorchSpecProvider(), vp_stage=vp_stage)

@@ -272,7 +272,7 @@ class _ParallelLinear:
             allreduce_dgrad,
             weight,
             queue,
-            getattr(self.config, "adds_in_place", False),
+            self.alone and getattr(self.config, "adds_in_place", False),
         )
         return fp8_linear(input, weight, bias, call)
 

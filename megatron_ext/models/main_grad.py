@@ -61,5 +61,8 @@ def handed_over(weight: Tensor) -> Tensor:
     they add it nevertheless, and then it is zero.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    shared: Tensor | None = getattr(weight, "handed_over", None)  # see models.graphs
+    if shared is not None:
+        return shared
     make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
     return make(weight, requires_grad=False)

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.losses.chunk_size import default_rows, fused_rows
 from megatron_ext.planning.contents import Sizes, Stage
-from megatron_ext.planning.flops import Operations
-from megatron_ext.planning.inputs import KEPT_LAYOUTS, Inputs
+from megatron_ext.planning.inputs import Inputs, copies
 from megatron_ext.planning.layer_bytes import (
     FP32,
     INT64,
@@ -26,7 +25,7 @@ from megatron_ext.planning.layer_bytes import (
     recomputed,
     rms_norm,
 )
-from megatron_ext.planning.parameters import LINEAR, weights
+from megatron_ext.planning.parameters import in_8_bits, weights
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -222,20 +221,15 @@ class Activations:
             inputs = replace(inputs, linear_fc1=0, linear_fc2=0)
         if config.lora.lora_rank is not None:
             return inputs.of_frozen(config, self.sizes)
-        eight = Operations(config, self.sizes).in_8_bits(number) and config.fp8.fp8_wgrad
+        eight = in_8_bits(config, number) and config.fp8.fp8_wgrad
         return -inputs.saved_in_8_bits(self.sizes.width) if eight else 0
 
     def copies(self, stage: Stage) -> int:
         """Weights of a stage in 8 bits, which all micro-batches of a step share."""
-        operations = Operations(self.config, self.sizes)
-        eight = [n for n, layer in enumerate(stage.layers) if operations.in_8_bits(layer)]
+        held = weights(self.config, self.sizes, stage)
+        eight = [n for n, layer in enumerate(stage.layers) if in_8_bits(self.config, layer)]
         names = tuple(f"decoder.layers.{n}." for n in eight)
-        matrices = (
-            weight.numel
-            for weight in weights(self.config, self.sizes, stage)
-            if weight.name.startswith(names) and LINEAR.search(weight.name)
-        )
-        return KEPT_LAYOUTS * sum(matrices)
+        return copies(self.config, [weight for weight in held if weight.name.startswith(names)])
 
     def stage(self, stage: Stage) -> LayerBytes:
         """One stage: embedding, layers, last norm, depths and loss."""

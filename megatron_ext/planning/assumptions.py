@@ -156,7 +156,7 @@ def reserve(gpu: Gpu, ranks: Ranks, moving: int) -> Reserve:
         moving: bytes of activations and of the moment, which the allocator cuts and joins.
     """
     replicas = ranks.dp * ranks.cp
-    groups = [ranks.tp, ranks.cp, replicas, ranks.ep * ranks.etp]
+    groups = [ranks.tp, ranks.cp, replicas, ranks.ep]
     count = sum(size > 1 for size in groups) + 2 * (ranks.pp > 1)
     workspace = (32 if gpu.hopper else 8) * MIB
     return Reserve(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
 from megatron_ext.planning.contents import Ranks
@@ -139,17 +140,16 @@ def chunk_state(
         expert_replica: the same for its experts.
     """
     trained = [weight for weight in weights if not weight.frozen]
-    dense = [weight for weight in trained if not weight.expert]
-    experts = [weight for weight in trained if weight.expert]
     frozen = sum(weight.numel for weight in weights if weight.frozen)
     held = frozen * sizes.width
     total = State(count=frozen, parameters=held, frozen=held)
-    for group, replicas, index in (
-        (dense, sizes.dp * sizes.cp, replica),
-        (experts, sizes.expert_dp, expert_replica),
-    ):
+    # Core lays parameters of each type, and those of experts, into a buffer of their own.
+    for expert, eight in product((False, True), (False, True)):
+        group = [x for x in trained if (x.expert, x.eight) == (expert, eight)]
+        ranks = sizes.expert_dp if expert else sizes.dp * sizes.cp
+        index = expert_replica if expert else replica
         if group:
-            total += _buffer_state(config, sizes, group, replicas, index, size)
+            total += _buffer_state(config, sizes, group, ranks, index, size)
     return total
 
 
@@ -170,7 +170,7 @@ def _buffer_state(
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
     return State(
         count=count,
-        parameters=numel * sizes.width,
+        parameters=numel * (1 if weights[0].eight else sizes.width),
         gradients=numel * (FP32 if in_fp32 else sizes.width),
         optimizer=_optimizer_bytes(config, sizes, elements, pieces),
         average=elements * FP32 if config.ema.ema_decay else 0,

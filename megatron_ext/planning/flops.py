@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from megatron_ext.planning.contents import Sizes, Stage
+from megatron_ext.planning.parameters import in_8_bits
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -85,7 +86,7 @@ class Operations:
         """One layer of the decoder, numbered from 0, with what its backward pass runs again."""
         linear = self.projections() + self.mlp(self.sizes.experts[number])
         scores, fp8 = self.scores(), self.config.fp8
-        if not self.in_8_bits(number):
+        if not in_8_bits(self.config, number):
             return Operated(linear, scores=scores, weights=self._trained(linear))
         weights = self._trained(linear)
         return Operated(
@@ -95,11 +96,6 @@ class Operations:
             fp8_weights=weights if fp8.fp8_wgrad else 0.0,
             cast=self._cast(number),
         )
-
-    def in_8_bits(self, number: int) -> bool:
-        """Whether a layer's linear layers multiply in 8 bits."""
-        fp8 = self.config.fp8
-        return fp8.fp8_format is not None and not fp8.keeps_bf16(number + 1, self.sizes.layers)
 
     def _cast(self, number: int) -> float:
         """Bytes of the casts of inputs and of gradients of outputs of one layer."""
@@ -142,7 +138,7 @@ class Operations:
             count = min(count, model.recompute_num_layers or 0)
         for number in stage.layers[:count]:
             linear, scores = self._again(number)
-            eight = linear if self.in_8_bits(number) else 0.0
+            eight = linear if in_8_bits(self.config, number) else 0.0
             total += Operated(again=linear - eight + scores, fp8_again=eight)
         return total
 

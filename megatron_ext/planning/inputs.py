@@ -6,16 +6,27 @@ number (`models.fp8`); with a frozen weight nothing, but its adapter (`models.lo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_ext.planning.contents import Sizes
+from megatron_ext.planning.parameters import LINEAR, Weight
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
 
 KEPT_LAYOUTS = 2
 """In which a step keeps a weight in 8 bits: as it is and transposed."""
+
+
+def copies(config: RunConfig, weights: Iterable[Weight]) -> int:
+    """Bytes of the 8-bit matrices that a step keeps beside weights of 8-bit layers.
+
+    With ``--fp8-param-gather`` the weight itself is one of the layouts.
+    """
+    numbers = sum(weight.numel for weight in weights if LINEAR.search(weight.name))
+    return (KEPT_LAYOUTS - config.fp8.fp8_param_gather) * numbers
 
 
 @dataclass(frozen=True)

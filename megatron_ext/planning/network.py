@@ -11,6 +11,7 @@ from megatron_ext.planning.activations import Activations
 from megatron_ext.planning.communication import Traffic, Volume
 from megatron_ext.planning.contents import Ranks, Sizes, Stage, stages
 from megatron_ext.planning.flops import Operated, Operations, step_flops
+from megatron_ext.planning.inputs import copies
 from megatron_ext.planning.layer_bytes import LayerBytes
 from megatron_ext.planning.parameters import Weight, weights
 
@@ -51,8 +52,9 @@ class Network(ABC):
         return 0
 
     def copies(self, stage: Stage) -> int:
-        """What a stage keeps within a step for all of its micro-batches."""
-        return 0
+        """Matrices in 8 bits that a stage keeps within a step for all of its micro-batches."""
+        eight = self.config.fp8.fp8_format is not None
+        return copies(self.config, self.weights(stage)) if eight else 0
 
     @abstractmethod
     def layer(self) -> LayerBytes:

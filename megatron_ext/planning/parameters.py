@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
 
 
-LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2)\.weight$")
+LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2|q|kv)\.weight$")
 """Names of the matrices that may multiply in 8 bits."""
 
 
@@ -33,6 +33,7 @@ class Weight:
         expert: its replicas are expert-data-parallel, it has a buffer of its own.
         shared: a copy of the word embedding that other stages hold too.
         frozen: it is not trained: no gradient, no optimizer, no average.
+        eight: it is held, and gathered, in 8 bits.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Weight:
     expert: bool = False
     shared: bool = False
     frozen: bool = False
+    eight: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,14 +111,30 @@ def distinct(chunks: Iterable[Iterable[Weight]]) -> int:
 def weights(config: RunConfig, sizes: Sizes, stage: Stage) -> list[Weight]:
     """Parameters of a stage on one rank, in the order in which the module registers them."""
     found = list(_embedding(config, sizes, stage))
-    for position, layer in enumerate(stage.layers):
-        found += _layer(config, sizes, f"decoder.layers.{position}", sizes.experts[layer])
+    for position, number in enumerate(stage.layers):
+        layer = _layer(config, sizes, f"decoder.layers.{position}", sizes.experts[number])
+        found += _in_8_bits(config, layer) if in_8_bits(config, number) else layer
     if stage.final_norm:
         found += _norm(config, "decoder.final_layernorm", sizes.h)
     for depth in range(stage.depths):
         found += _depth(config, sizes, f"mtp.layers.{depth}")
     found += _head(config, sizes, stage)
     return with_frozen(config, found)
+
+
+def in_8_bits(config: RunConfig, number: int) -> bool:
+    """Whether the linear layers of a layer, numbered from 0, multiply in 8 bits."""
+    layers = config.model.num_layers or 0
+    return config.fp8.fp8_format is not None and not config.fp8.keeps_bf16(number + 1, layers)
+
+
+def _in_8_bits(config: RunConfig, layer: list[Weight]) -> list[Weight]:
+    """The weights of such a layer, whose matrices ``--fp8-param-gather`` holds in 8 bits."""
+    gathers = config.fp8.fp8_param_gather
+    return [
+        dataclasses.replace(weight, eight=gathers and LINEAR.search(weight.name) is not None)
+        for weight in layer
+    ]
 
 
 def _embedding(config: RunConfig, sizes: Sizes, stage: Stage) -> Iterator[Weight]:

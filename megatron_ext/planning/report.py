@@ -31,7 +31,8 @@ from megatron_ext.planning.search import Found
 from megatron_ext.planning.step_time import Estimate, estimate, rank_volume
 from megatron_ext.planning.units import size
 from megatron_ext.planning.video.clip import Clip
-from megatron_ext.planning.video.streaming_report import streaming_plan
+from megatron_ext.planning.video.streaming import streaming_memory
+from megatron_ext.planning.video.streaming_report import fits_on, streaming_plan
 from megatron_ext.schedules import price
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ def print_plan(config: RunConfig, clips: Sequence[Clip] = ()) -> None:
     show(config, None if name is None else gpu_named(name), clips)
 
 
-def show(config: RunConfig, gpu: Gpu | None, clips: Sequence[Clip] = ()) -> None:
-    """Print all tables of a run.
+def show(config: RunConfig, gpu: Gpu | None, clips: Sequence[Clip] = ()) -> bool:
+    """Print all tables of a run; returns whether it fits, True where no GPU is named.
 
     Args:
         config: see `print_plan`.
@@ -72,9 +73,10 @@ def show(config: RunConfig, gpu: Gpu | None, clips: Sequence[Clip] = ()) -> None
     """
     out = console()
     if config.video.streams:
-        for part in streaming_plan(config, gpu):
+        found = streaming_memory(config)
+        for part in streaming_plan(config, found, gpu):
             out.print(part)
-        return
+        return gpu is None or fits_on(config, found, gpu)
     network = worst_of(config, clips)
     ranks = memory(config, network=network)
     out.print(headline(network, ranks))
@@ -86,12 +88,14 @@ def show(config: RunConfig, gpu: Gpu | None, clips: Sequence[Clip] = ()) -> None
     out.print(volume_table(network, ranks))
     for line in schedule_lines(config):
         out.print(line)
-    if gpu is not None:
-        found = estimate(config, gpu, network=network)
-        for line in time_lines(found):
-            out.print(line)
-        out.print(reserve_table(found))
-        out.print(assumption_table(gpu))
+    if gpu is None:
+        return True
+    cost = estimate(config, gpu, network=network)
+    for line in time_lines(cost):
+        out.print(line)
+    out.print(reserve_table(cost))
+    out.print(assumption_table(gpu))
+    return cost.fits
 
 
 def worst_of(config: RunConfig, clips: Sequence[Clip]) -> Network:

@@ -13,6 +13,8 @@ from megatron_ext.config.transformer_engine import TE_IMPL
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
 
+OURS = __name__.split(".")[0]
+
 
 def implementation_line(config: RunConfig, optimizer: MegatronOptimizer | None) -> str:
     """For the start of a run; the optimizer is that which was really built."""
@@ -39,18 +41,17 @@ def _attention(config: RunConfig) -> str:
 
 
 def _optimizer(optimizer: MegatronOptimizer | None) -> str:
-    """megatron-core takes Transformer Engine's or apex's class wherever one of them is installed,
-    whatever the layers are.
-    """
+    """The class that computes, and its package; a subclass of ours adds no arithmetic."""
     if optimizer is None:
         return "none"
     parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
     inner = next((part.optimizer for part in parts if part.optimizer is not None), None)
     if inner is None:
         return "none on this rank"
-    kind = type(inner)
-    fused = " fused" if inner.defaults.get("fused") else ""
-    return f"{kind.__module__.split('.')[0]} {kind.__name__}{fused}"
+    roots = {kind: kind.__module__.split(".")[0] for kind in type(inner).__mro__}
+    kind, root = next((kind, root) for kind, root in roots.items() if root != OURS)
+    fused = " fused" if any(group.get("fused") for group in inner.param_groups) else ""
+    return f"{root} {kind.__name__}{fused}"
 
 
 def _fp8(config: RunConfig) -> str:

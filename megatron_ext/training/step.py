@@ -306,7 +306,7 @@ class StepRunner:
             self.observer()
         self._amax_histories.advance()
         self._give_memory_back(2)
-        # By now the update before is over while the passes of this step wait for the device.
+        # The update before is over, while the passes of this step still wait for the device.
         self.settle()
         update = update_parameters(self.optimizer, self.config.optimizer.clip_grad)
         self._give_memory_back(1)
@@ -336,10 +336,7 @@ class StepRunner:
         return not self._unsettled
 
     def settle(self) -> None:
-        """Let the learning rates follow the updates that were applied.
-
-        The host then waits for the last update, but not for what was launched after it.
-        """
+        """Let the learning rates follow the applied updates; waits for the last one, no longer."""
         while self._unsettled:
             update, scheduler, num_samples = self._unsettled.pop(0)
             if update.applied:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+import re
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
-from megatron_ext.config import RunConfig, parse_args, run, te_versions
+from megatron_ext.config import RunConfig, parse_args, run, te_versions, transformer_engine
 from megatron_ext.config.te_versions import MINIMUM, NEEDS, version_errors
 from megatron_ext.config.transformer_engine import OVERLAPPED, SWITCHES
 from megatron_ext.errors import ConfigError
@@ -28,6 +29,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine as the rules see it."""
     monkeypatch.setattr(run, "_has_transformer_engine", lambda device: device == "cuda")
     monkeypatch.setattr(run, "found_version", lambda: "2.9.0")
+    monkeypatch.setattr(transformer_engine, "find_spec", lambda name: object())
     for name in (*SWITCHES, "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
         monkeypatch.delenv(name, raising=False)
 
@@ -220,13 +222,20 @@ def test_the_torch_layers_refuse_what_they_lack(words: str) -> None:
         configured(f"--transformer-impl torch {SP} {words}")
 
 
+def test_groups_of_groups_need_einops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformer_engine, "find_spec", lambda name: None)
+    words = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 1"
+    with pytest.raises(ConfigError, match="needs the package einops"):
+        configured(f"{TE}{CP}{words}")
+
+
 def test_every_feature_names_its_version() -> None:
     """A run that asks for all of them, under each version: one sentence for each it lacks."""
     config = configured(
         TE
         + EXPERTS
         + "--moe-router-fusion --softmax-type learnable --fp8-format e4m3 --fp8-recipe custom "
-        "--fp8-quantizer-factory a.b --recompute-granularity selective "
+        "--fp8-quantizer-factory a.b --cross-entropy-impl te --recompute-granularity selective "
         "--recompute-modules layernorm moe_act"
     )
     assert all(need.used(config) for need in NEEDS)
@@ -255,6 +264,8 @@ def test_the_version_is_checked_with_the_flags(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match=r"needs Transformer Engine 2\.4\.0 or newer"):
         configured(TE)
     configured("--transformer-impl torch")
+    with pytest.raises(ConfigError, match="`--cross-entropy-impl te` needs Transformer Engine"):
+        configured("--transformer-impl torch --cross-entropy-impl te")
 
 
 def test_the_version_of_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,4 +276,9 @@ def test_the_version_of_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPa
 def test_needs_are_in_the_order_of_their_versions() -> None:
     minima = [need.minimum for need in NEEDS]
     assert minima == sorted(minima) and minima[0] == MINIMUM
-    assert all(dataclasses.is_dataclass(need) for need in NEEDS)
+
+
+def test_the_minimum_is_that_of_the_optional_requirement() -> None:
+    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'^te = \["transformer-engine\[pytorch\]>=([\d.]+)"\]$', text, re.MULTILINE)
+    assert found is not None and Version(found[1]) == Version(MINIMUM)

@@ -116,7 +116,7 @@ class Machine:
         self.ran.append(code)
         answers: dict[str, Callable[[], Any]] = {
             "device.rates": lambda: self.rates,
-            "_cuda_getDriverVersion": lambda: self.torch,
+            "cuDriverGetVersion": lambda: self.torch,
             "CUDAGraph": lambda: self.probes.get("graph", {"seconds": 0.0}),
             "torch.compile": lambda: self.probes.get("compile", {"seconds": 12.3}),
         }

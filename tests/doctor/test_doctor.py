@@ -11,6 +11,7 @@ import pytest
 from megatron_ext.doctor import Outcome, ThisMachine, examine, main, report
 from megatron_ext.doctor.packages import is_nvidia_apex
 from megatron_ext.doctor.surroundings import ask_python, run_python
+from megatron_ext.doctor.torch_facts import QUESTIONS
 from tests.doctor.machines import H200, NO_CUDA, Machine
 
 
@@ -302,6 +303,15 @@ def test_json_holds_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert {"name", "status", "version", "cost", "install"} <= set(found["findings"][0])
     assert main(["--no-measure"], Machine(megatron_core=None)) == 1
     assert "mend by: pip install" in capsys.readouterr().out
+
+
+def test_what_a_build_for_gpus_is_asked_can_be_asked_without_one() -> None:
+    """No name of torch's own that only some versions have; a build for CPUs stands in."""
+    code = f"import torch\ntorch.version.cuda = '13.0'\n{QUESTIONS}"
+    found = ask_python(ThisMachine(), code)
+    assert isinstance(found, dict), found.reason
+    assert found["cuda"] == "13.0"
+    assert isinstance(found["driver_cuda"], int)
 
 
 def test_programs_and_imports_run_apart() -> None:

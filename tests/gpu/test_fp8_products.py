@@ -10,7 +10,7 @@ from torch._inductor import metrics
 
 from megatron_ext.device.rates import has_fp8
 from megatron_ext.models.fp8.formats import E4M3, E5M2, Quantized
-from megatron_ext.models.fp8.passes import Compiled, quantize_with
+from megatron_ext.models.fp8.passes import Function, quantize_with
 from megatron_ext.models.fp8.product import arguments, product
 from tests.models.fp8.test_passes import FUNCTIONS, matrix
 from tests.models.fp8.test_product import VIOLATIONS, matrices, operands, quantized
@@ -72,7 +72,7 @@ def test_a_pass_gives_the_numbers_of_a_cpu(name: str) -> None:
     function, more = FUNCTIONS[name]
     moved = [value.cuda() if torch.is_tensor(value) else value for value in more]
     for x in (matrix(256, 128), matrix(21, 32)):
-        got = Compiled(function)(x.cuda(), *moved)
+        got = Function(function)(x.cuda(), *moved)
         want = function(x, *more)
         # A GPU's division may round differently, which moves a number to the next one at most.
         assert torch.allclose(got.number.cpu(), want.number, rtol=1e-6)
@@ -87,7 +87,7 @@ def test_both_layouts_and_the_magnitude_take_one_pass() -> None:
     """One kernel over the matrix, and one that finishes the magnitude."""
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     metrics.reset()
-    Compiled(quantize_with)(x, torch.ones((), device="cuda"), E4M3, "both")
+    Function(quantize_with)(x, torch.ones((), device="cuda"), E4M3, "both")
     assert metrics.generated_kernel_count <= 2
 
 

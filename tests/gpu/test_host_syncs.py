@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.device.rates import has_fp8
 from megatron_ext.optim.update import decides_on_device
 from megatron_ext.training.setup import Run
 from megatron_ext.training.window import LogWindow
@@ -32,6 +33,8 @@ CASES = [
     "--bf16 --cross-entropy-impl eager --log-num-zeros-in-grad",
     "--bf16 --mtp-num-layers 1",
     "--bf16 --no-use-distributed-optimizer",
+    "--bf16 --ffn-hidden-size 192 --fp8-format hybrid",
+    "--bf16 --ffn-hidden-size 192 --fp8-format hybrid --fp8-recipe rowwise",
 ]
 
 
@@ -51,6 +54,8 @@ def sync_debug(mode: str) -> Iterator[None]:
 @pytest.mark.parametrize("words", CASES)
 def test_a_whole_step_never_waits(words: str) -> None:
     """Reading its batch, both passes, the update, the average and the counters."""
+    if "--fp8-format" in words and not has_fp8(torch.device("cuda", 0)):
+        pytest.skip(f"{torch.cuda.get_device_name()} does not multiply 8-bit floats")
     with one_gpu() as context:
         run = build([*FLAGS, *words.split()], context)
         window = LogWindow(run)

@@ -23,6 +23,7 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 from megatron_ext.config import parse_args
 from megatron_ext.device import Device
+from megatron_ext.models.transformer_engine import prepare_transformer_engine
 from megatron_ext.training.preflight import preflight
 from megatron_ext.training.pretrain import pretrain
 from megatron_ext.training.reporting.metrics_file import read_metrics
@@ -47,25 +48,35 @@ RUNS = {
     "mxfp8": f"{TE} --fp8-format e4m3 --fp8-recipe mxfp8",
     "parameters": f"{TE} --fp8-format e4m3 --fp8-recipe tensorwise --fp8-param-gather",
     "cross entropy": f"{TE} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
+    "mtp": f"{TE} --mtp-num-layers 1 --fp8-format hybrid --fp8-recipe tensorwise",
     "experts": f"{TE} {EXPERTS} --moe-grouped-gemm --fp8-format hybrid --fp8-recipe tensorwise",
 }
 
 
-def flags_of(name: str, save: Path) -> list[str]:
+BREAK = " then "
+"""Between two names: the second run goes on from the checkpoint of the first one's first step."""
+
+
+def flags_of(name: str, save: Path, more: str = "") -> list[str]:
     """Of a run; its weights are drawn by name, so that all implementations start alike."""
     size = (
         "--bf16 --ffn-hidden-size 192 --num-layers 3 --global-batch-size 4 "
         "--no-use-cpu-initialization --train-iters 2 --no-bias-swiglu-fusion "
         "--no-bias-dropout-fusion"
     )
-    return [*TINY, *mock_data(), *f"{size} {RUNS[name]} --save {save}".split()]
+    return [*TINY, *mock_data(), *f"{size} {RUNS[name]} --save {save} {more}".split()]
 
 
-def train(name: str, folder: Path) -> dict[str, Any]:
+def train(name: str, folder: Path, more: str = "") -> dict[str, Any]:
     """What a run reported, and what it asked the stand-in for."""
+    if BREAK in name:
+        first, name = name.split(BREAK)
+        train(first, folder, "--save-interval 1 --exit-interval 1")
+        (folder / "rendezvous").unlink(missing_ok=True)
+        return train(name, folder, f"--load {folder}")
     record.CALLS.clear()
     os.environ["MEGATRON_EXT_INIT_METHOD"] = f"file://{folder}/rendezvous"
-    parsed = parse_args(flags_of(name, folder), world_size=1, device="cuda").config
+    parsed = parse_args(flags_of(name, folder, more), world_size=1, device="cuda").config
     task = choose(task_of, parsed)
     config, tokenizer = preflight(parsed, task.preflight)
     seen: dict[str, Any] = {}
@@ -87,6 +98,19 @@ def train(name: str, folder: Path) -> dict[str, Any]:
         "calls": record.CALLS[:],
         **seen,
     }
+
+
+def set_up_buffers() -> dict[str, Any]:
+    """What overlapped communication of two ranks asks for at the start of a run."""
+    record.CALLS.clear()
+    words = (
+        f"{TE} --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --bf16 "
+        "--tp-comm-bootstrap-backend gloo --train-iters 1 --deterministic-mode"
+    )
+    flags = [*TINY, *mock_data(), *words.split()]
+    prepare_transformer_engine(parse_args(flags, world_size=2, device="cuda").config)
+    names = ("NVTE_APPLY_QK_LAYER_SCALING", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
+    return {"calls": record.CALLS[:], "environment": [os.environ.pop(name) for name in names]}
 
 
 def gather_one_by_one() -> None:
@@ -115,7 +139,8 @@ def main(names: list[str]) -> None:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     for name in names or RUNS:
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps({"name": name, **train(name, Path(folder))}, default=str), flush=True)
+            found = set_up_buffers() if name == "buffers" else train(name, Path(folder))
+            print(json.dumps({"name": name, **found}, default=str), flush=True)
 
 
 if __name__ == "__main__":

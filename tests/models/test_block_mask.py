@@ -16,6 +16,7 @@ from megatron_ext.models import block_mask
 from megatron_ext.models.attention import DotProductAttention
 from megatron_ext.models.block_mask import Span
 from megatron_ext.models.context_parallel import chunks_of, to_rank_order
+from tests.losses.dense_cross_entropy import Watch
 from tests.models import plain
 from tests.models.test_attention import build, config
 from tests.ranks import ranks
@@ -145,6 +146,16 @@ def test_blocks_that_no_query_sees_are_left_out() -> None:
     made = block_mask.block_mask(q, k, Span(0, True, (100, 0)), None)
     seen = made.to_dense()[0, 0]
     assert seen.tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+
+
+def test_making_blocks_takes_a_few_bytes_for_a_pair_of_positions() -> None:
+    """A difference of positions alone would take 8, which at 32,768 positions are 8 GiB."""
+    length = 1024
+    mask = plain.causal(length, 1)[:, None].contiguous()
+    for span in (Span(0, False, None), Span(0, True, (100, 0))):
+        with Watch() as watch:
+            block_mask._made(span, (length, length), mask.device, mask)
+        assert watch.peak < 4 * mask.numel()
 
 
 def test_what_flex_attention_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from megatron_ext.layout import ParallelContext
+from megatron_ext.models.compiled import Compiled, compiled_on_cpu
 from megatron_ext.models.graphs import ChunkGraphs, arguments_of
 from megatron_ext.models.layers import layer_spec
-from tests.graph_stand_in import CpuGraph, graphs_on_a_cpu
+from tests.graph_stand_in import Capture, CpuGraph, graphs_on_a_cpu
 from tests.models import plain
-from tests.models.test_layers import LAYERS, B, H, S, config
+from tests.models.test_layers import HEADS, LAYERS, B, H, S, config
 from tests.ranks import ranks
 
 SLOTS = 2
@@ -111,6 +113,14 @@ def test_microbatches_in_flight_are_what_they_are_without(context: ParallelConte
 
 
 @on_graphs
+def test_threads_that_pin_memory_do_not_end_a_capture(context: ParallelContext) -> None:
+    graphed(context)
+    assert len(CpuGraph.made) == 2 * SLOTS * LAYERS
+    assert {graph.mode for graph in CpuGraph.made} == {"thread_local"}
+    assert torch.cuda.graph is Capture
+
+
+@on_graphs
 def test_a_gradient_that_left_is_not_overwritten(context: ParallelContext) -> None:
     """The message with it may be under way when the slot is used again."""
     block, _ = graphed(context)
@@ -178,6 +188,24 @@ def test_masks_are_those_without_graphs(context: ParallelContext) -> None:
 
 
 @on_graphs
+def test_tables_that_layers_keep_are_those_of_the_angles(context: ParallelContext) -> None:
+    """The fused layers make cosines once for each tensor of angles, before they are captured."""
+    angles = torch.linspace(0.1, 3.0, S * H // HEADS).view(S, 1, 1, H // HEADS)
+    found = []
+    with compiled_on_cpu(), mock.patch.object(Compiled, "_compile", lambda self: self.eager):
+        for record in (False, True):
+            block = block_of(context)
+            graphs = ChunkGraphs(block.layers, warmup_steps=1)
+            block(hidden(0), None, rotary_pos_emb=angles)
+            if record:
+                graphs.capture(1)
+                graphs.switch(True)
+            found.append(block(hidden(1), None, rotary_pos_emb=angles).detach().clone())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+    assert len(CpuGraph.replays) == LAYERS
+
+
+@on_graphs
 def test_what_waits_for_parameters_is_called(context: ParallelContext) -> None:
     block, _ = graphed(context)
     called: list[torch.nn.Module] = []
@@ -191,35 +219,30 @@ def test_what_waits_for_parameters_is_called(context: ParallelContext) -> None:
 
 
 @on_graphs
-def test_recording_leaves_the_gradient_buffers_zero(context: ParallelContext) -> None:
-    """A product that adds to the buffer itself does so while it is recorded; then no hook adds."""
-    block = block_of(context)
+def test_products_that_add_to_the_gradient_buffer(context: ParallelContext) -> None:
+    """They do so while they are recorded too, which must not show; then no hook adds any more."""
+    block, found = block_of(context), []
+    block.config.adds_in_place = True
     for parameter in block.parameters():
         parameter.main_grad = torch.zeros_like(parameter)
-    weight = block.layers[0].mlp.linear_fc2.weight
-    linear: Any = block.layers[0].mlp.linear_fc2
-    forward = linear._forward_impl
-
-    def adding(*, input: Tensor, weight: Any, **kwargs: Any) -> Any:
-        def add(gradient: Tensor) -> None:
-            weight.main_grad.add_(1.0)
-            weight.grad_added_to_main_grad = True
-
-        input.register_hook(add)
-        return forward(input=input, weight=weight, **kwargs)
-
-    linear._forward_impl = adding
     graphs = ChunkGraphs(block.layers, warmup_steps=2)
-    run(block, hidden(0)).sum().backward()
-    weight.grad_added_to_main_grad = False
-    graphs.capture(1)
-    graphs.switch(True)
-    assert all(not parameter.main_grad.any() for parameter in block.parameters())
-    run(block, hidden(1)).sum().backward()
-    assert torch.equal(weight.main_grad, torch.ones_like(weight))
-    assert weight.grad_added_to_main_grad
-    other = block.layers[1].mlp.linear_fc2.weight
-    assert not getattr(other, "grad_added_to_main_grad", False)
+    for record in (False, True):
+        if record:
+            graphs.capture(SLOTS)
+            graphs.switch(True)
+            assert all(not parameter.main_grad.any() for parameter in block.parameters())
+        for parameter in block.parameters():
+            parameter.grad, parameter.grad_added_to_main_grad = None, False
+        run(block, hidden(1)).sum().backward()
+        linears = [p for p in block.parameters() if p.dim() == 2]
+        assert all(p.grad_added_to_main_grad for p in linears)
+        assert not any(p.grad_added_to_main_grad for p in block.parameters() if p.dim() == 1)
+        found.append([p.main_grad.clone() for p in linears])
+    same(*found)
+    assert all(gradient.any() for gradient in found[0])
+    # Of the layers of all slots those of a shape share what autograd is given.
+    assert len(graphs.handed_over) == len({p.shape for p in block.parameters()})
+    assert len({p.grad.data_ptr() for p in linears if p.grad is not None}) < len(linears)
 
 
 def test_only_tensors_are_arguments() -> None:

@@ -45,7 +45,31 @@ MORE = {
     "--tensor-model-parallel-size 2 --use-distributed-optimizer --nproc-per-node 4",
 }
 
+QUICK = ("tp2sp", "pp2vpp2", "dp2", "ep2", "zbv", "tied pp2")
+"""Of both, those that are measured in every run of the tests."""
+
+PEAKS = {
+    "bf16": "--bf16",
+    "fp8": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise",
+    "fp8 tp2sp": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --sequence-parallel "
+    "--tensor-model-parallel-size 2 --nproc-per-node 2",
+    "lora": "--lora-rank 8",
+    "lora bf16 dp2": "--lora-rank 8 --bf16 --use-distributed-optimizer --ema-decay 0.9 "
+    "--nproc-per-node 2",
+    "lora dropout tp2sp": "--lora-rank 4 --lora-dropout 0.1 --tensor-model-parallel-size 2 "
+    "--sequence-parallel --nproc-per-node 2",
+    "lora of qkv pp2": "--lora-rank 4 --lora-target-modules linear_qkv "
+    "--pipeline-model-parallel-size 2 --nproc-per-node 2",
+    "lora tied pp2": "--lora-rank 4 --no-untie-embeddings-and-output-weights "
+    "--pipeline-model-parallel-size 2 --use-distributed-optimizer --nproc-per-node 2",
+    "lora moe": "--lora-rank 4 --num-experts 4 --expert-model-parallel-size 2 "
+    "--moe-ffn-hidden-size 96 --moe-aux-loss-coeff 0.01 --nproc-per-node 2 "
+    "--lora-target-modules linear_qkv linear_proj",
+}
+"""Formats and adapters, whose state and peak are measured."""
+QUICK_PEAKS = ("lora", "fp8 tp2sp")
+
 
 def flags_of(name: str) -> list[str]:
     """The flags of a layout."""
-    return [*MODEL, *{**LAYOUTS, **MORE}[name].split()]
+    return [*MODEL, *{**LAYOUTS, **MORE, **PEAKS}[name].split()]

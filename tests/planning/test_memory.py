@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from megatron_ext.planning.contents import Sizes, stages
 from megatron_ext.planning.layer_bytes import LayerBytes
 from megatron_ext.planning.memory import memory, rank_state, step_plan, walk, with_recomputation
 from megatron_ext.planning.parameters import Weight
-from tests.planning.layouts import LAYOUTS, MORE, flags_of
+from tests.planning.layouts import LAYOUTS, MORE, PEAKS, QUICK, QUICK_PEAKS, flags_of
 from tests.planning.measure import KINDS, Measured, configuration, measure
 
 TOLERANCE = 0.10
@@ -35,19 +37,29 @@ def _check_weights_and_state(name: str, ranks: list[Measured]) -> None:
         assert {kind: getattr(state, kind) for kind in KINDS} == rank.state
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_eight_layouts_state_exactly_and_peak_within_a_tenth(name: str, tmp_path: Path) -> None:
+def _marked(names: Iterable[str], quick: Sequence[str]) -> list[Any]:
+    """Those that are not quick, marked as slow."""
+    return [pytest.param(x, marks=() if x in quick else pytest.mark.slow) for x in names]
+
+
+@pytest.mark.parametrize("name", _marked([*LAYOUTS, *PEAKS], [*QUICK, *QUICK_PEAKS]))
+def test_state_exactly_and_peak_within_a_tenth(name: str, tmp_path: Path) -> None:
     ranks = measure(flags_of(name), tmp_path)
     _check_weights_and_state(name, ranks)
     planned = memory(configuration(flags_of(name)))
     for rank in ranks:
         mine = planned[rank.place["pp"]]
         held = sum(rank.state[kind] for kind in KINDS[1:])
-        assert mine.activations + mine.transient == pytest.approx(rank.peak, rel=TOLERANCE)
+        moving = mine.copies + mine.activations + mine.transient
+        assert moving == pytest.approx(rank.peak, rel=TOLERANCE)
         assert mine.total == pytest.approx(held + rank.peak, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", MORE)
+def test_there_are_eight_layouts_of_plain_training() -> None:
+    assert len(LAYOUTS) >= 8
+
+
+@pytest.mark.parametrize("name", _marked(MORE, QUICK))
 def test_parameters_and_state_are_exact_in_further_layouts(name: str, tmp_path: Path) -> None:
     _check_weights_and_state(name, measure(flags_of(name), tmp_path))
 
@@ -60,7 +72,7 @@ RECOMPUTED = {
 }
 
 
-@pytest.mark.parametrize("mode", RECOMPUTED)
+@pytest.mark.parametrize("mode", _marked(RECOMPUTED, ["full"]))
 def test_peak_with_recomputation(mode: str, tmp_path: Path) -> None:
     flags = [*flags_of("dp2"), *RECOMPUTED[mode].split()]
     planned = memory(configuration(flags))[0]

@@ -15,6 +15,7 @@ COMMON = (
 MMDIT = Program(task_of, VIDEO_DEFAULTS)
 DIT = Program(task_of, VIDEO_DIT_DEFAULTS)
 NO_RECOMPUTATION = "--recompute-double-blocks 0 --recompute-single-blocks 0"
+FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
 CAUSAL = "--video-model causal-video-dit --frame-block 1 --window-frames 3 --sink-frames 1"
 
 LAYOUTS: dict[str, tuple[Program, str]] = {
@@ -31,7 +32,9 @@ LAYOUTS: dict[str, tuple[Program, str]] = {
         f"{NO_RECOMPUTATION} --bf16 --use-distributed-optimizer --nproc-per-node 2 "
         "--i2v-head-weight 0 --i2v-tail-weight 0 --i2v-loop-weight 0",
     ),
+    "mmdit fp8": (MMDIT, f"{NO_RECOMPUTATION} {FP8}"),
     "dit": (DIT, "--video-model video-dit"),
+    "dit fp8": (DIT, f"--video-model video-dit {FP8}"),
     "dit recomputed": (DIT, "--video-model video-dit --recompute-blocks 2"),
     "dit tp2 sp": (
         DIT,

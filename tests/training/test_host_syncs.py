@@ -44,6 +44,7 @@ def places_of_a_step(run: Run) -> list[str]:
         "--bf16 --ema-decay 0.9 --label-smoothing 0.1 --z-loss-coeff 1e-4",
         "--cross-entropy-impl eager --no-calculate-per-token-loss --log-num-zeros-in-grad",
         "--mtp-num-layers 1 --reset-attention-mask --eod-mask-loss",
+        "--bf16 --ffn-hidden-size 192 --fp8-format hybrid",
     ],
 )
 @ranks()

@@ -18,6 +18,7 @@ from megatron_ext.models.fp8.formats import Quantized
 from megatron_ext.models.fp8.parts import Role
 from megatron_ext.models.fp8.product import product
 from megatron_ext.models.fp8.scaling import Scaling
+from megatron_ext.models.main_grad import handed_over
 
 if TYPE_CHECKING:
     from megatron_ext.models.linear import DeferredWeightGradients
@@ -172,18 +173,4 @@ def _given(compute: Callable[[torch.dtype], Tensor], call: Fp8Call) -> Tensor | 
     if main_grad is None or not adds:
         return compute(dtype)
     main_grad.add_(compute(dtype))
-    return _of_added(weight)
-
-
-def _of_added(weight: Any) -> Tensor | None:
-    """What autograd gets for a gradient that is in ``main_grad`` already.
-
-    As in megatron-core's layers: something, or the hooks of data parallelism, which wait for the
-    gradient, would run in another thread.
-    """
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    if getattr(weight, "zero_out_wgrad", False):
-        return torch.zeros_like(weight)
-    return torch.empty_like(weight)
+    return handed_over(weight)

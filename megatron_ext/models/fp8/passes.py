@@ -41,6 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.config.fp8_rules import UNIT
+from megatron_ext.models.compiled import compiled
 from megatron_ext.models.fp8.formats import cast, largest, scale_for, turned
 
 Wanted = Literal["rows", "columns", "both"]
@@ -97,30 +98,18 @@ def _layouts(
     return rows, turned(rows)
 
 
-_LIMITS = {
-    name: 4096
-    for name in ("recompile_limit", "cache_size_limit", "accumulated_recompile_limit")
-    if hasattr(torch._dynamo.config, name)
-}
-"""Of the compiler, under the names that torch 2.6 and later ones have."""
+class Function:
+    """A pure function of a matrix, which is compiled where the matrix lies on a GPU.
 
-
-class Compiled:
-    """A function of a matrix that is compiled where the matrix lies on a GPU.
-
-    Once for each shape, since kernels of known sizes are faster; with sizes left open where they
-    vary from step to step.
+    Once for each shape, since a kernel that knows its lengths writes a transpose faster; with the
+    number of rows left open where it differs from step to step.
 
     Args:
-        function: pure; its first argument is the matrix.
-        backend: of ``torch.compile``.
+        function: its first argument is the matrix.
     """
 
-    def __init__(self, function: Callable[..., Any], backend: str = "inductor") -> None:
-        self.function = function
-        self._backend = backend
-        self._made: dict[bool, Callable[..., Any]] = {}
-        self._seen: set[tuple[Any, ...]] = set()
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._fixed, self._open = compiled(function, by_shape=True), compiled(function)
 
     def __call__(self, x: Tensor, *more: Any, varies: bool = False) -> Any:
         """The function's value.
@@ -128,36 +117,11 @@ class Compiled:
         Args:
             x: the matrix.
             more: further arguments.
-            varies: this matrix has another size every time.
+            varies: this matrix has another number of rows every time.
         """
-        if not x.is_cuda or not x.numel():
-            return self.function(x, *more)
-        return self.compiled(x, *more, varies=varies)
-
-    def compiled(self, x: Tensor, *more: Any, varies: bool = False) -> Any:
-        """The same, on any device."""
-        if varies not in self._made:
-            # Without this option rows and columns would be written by a kernel each.
-            options: dict[str, Any] = {"loop_ordering_after_fusion": True}
-            self._made[varies] = torch.compile(
-                self.function,
-                dynamic=varies,
-                fullgraph=True,
-                backend=self._backend,
-                options=options if self._backend == "inductor" else None,
-            )
-        run = self._made[varies]
-        shapes = [tuple(given.shape) if torch.is_tensor(given) else given for given in more]
-        key = (varies, varies or tuple(x.shape), x.stride(), x.dtype, *shapes)
-        if key in self._seen:
-            return run(x, *more)
-        self._seen.add(key)
-        # Its limit is 8 for all shapes, formats and layouts of a function. Settings hold for a
-        # thread, and backward passes have one of their own.
-        with torch._dynamo.config.patch(_LIMITS):
-            return run(x, *more)
+        return (self._open if varies else self._fixed)(x, *more)
 
 
-LARGEST = Compiled(largest)
-QUANTIZE = Compiled(quantize)
-QUANTIZE_WITH = Compiled(quantize_with)
+LARGEST = Function(largest)
+QUANTIZE = Function(quantize)
+QUANTIZE_WITH = Function(quantize_with)

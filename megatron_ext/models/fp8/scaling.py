@@ -185,17 +185,22 @@ class DelayedScaling(Scaling):
             there is none yet. The only state that a checkpoint holds.
         scale: that follows from it, ``[3]``.
         amax: of the step so far, on this rank, ``[3]``.
+        limits: the largest numbers of the three formats, ``[3]``; here, since what a step sends to
+            the device anew it waits for.
     """
 
     amax_history: Tensor
     scale: Tensor
     amax: Tensor
+    limits: Tensor
 
     def __init__(self, config: Fp8Config, parts: Parts) -> None:
         super().__init__(config, parts)
         self.register_buffer("amax_history", torch.zeros(config.fp8_amax_history_len, len(Role)))
         self.register_buffer("scale", torch.ones(len(Role)), persistent=False)
         self.register_buffer("amax", torch.zeros(len(Role)), persistent=False)
+        limits = torch.tensor([torch.finfo(dtype).max for dtype in self.formats])
+        self.register_buffer("limits", limits, persistent=False)
         self.has_history = False
         self.register_load_state_dict_post_hook(_follow_history)  # type: ignore[no-untyped-call]
         self._mark()
@@ -240,17 +245,13 @@ class DelayedScaling(Scaling):
         if self.training:
             self.amax[role] = torch.maximum(self.amax[role], amax)
 
-    def limits(self) -> Tensor:
-        """The largest numbers of the three formats, ``[3]`` float32."""
-        return self.scale.new_tensor([torch.finfo(dtype).max for dtype in self.formats])
-
     def scale_of(self, histories: Tensor) -> Tensor:
         """Scales ``[..., 3]`` that follow from histories ``[..., steps, 3]``."""
         if self.config.fp8_amax_compute_algo == "max":
             amax = histories.amax(dim=-2)
         else:
             amax = histories[..., 0, :]
-        return scale_for(amax, self.limits(), self.config.fp8_margin)
+        return scale_for(amax, self.limits, self.config.fp8_margin)
 
 
 def _follow_history(scaling: Any, _keys: Any) -> None:

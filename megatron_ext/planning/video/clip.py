@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.layout import Layout
 from megatron_ext.planning.contents import Ranks, Stage, ranks_of
+from megatron_ext.planning.flops import Operated
 from megatron_ext.planning.layer_bytes import FP32, LayerBytes
 
 if TYPE_CHECKING:
@@ -85,11 +86,40 @@ class Width:
         return self.cut(self.h) if trades_heads else 2 * (self.ranks.cp - 1) * self.cut(self.h)
 
 
-def mlp(width: Width, inner: int) -> LayerBytes:
+def in_8_bits(config: RunConfig, block: Operated) -> Operated:
+    """The products with weights of a block as the run multiplies them."""
+    fp8 = config.fp8
+    if fp8.fp8_format is None:
+        return block
+    weights = (0.0, block.weights) if fp8.fp8_wgrad else (block.weights, 0.0)
+    return Operated(
+        fp8=block.linear, scores=block.scores, weights=weights[0], fp8_weights=weights[1]
+    )
+
+
+def saved_in_8_bits(config: RunConfig, width: Width, *, alone: int, shared: int) -> int:
+    """Bytes that a block keeps less of the inputs of its linear layers.
+
+    Args:
+        config: of the run.
+        width: of the block.
+        alone: bytes of inputs that one linear layer keeps and nothing else.
+        shared: of those that something else keeps too, so that their 8-bit copy comes on top.
+    """
+    if config.fp8.fp8_format is None or not config.fp8.fp8_wgrad:
+        return 0
+    bytes_of = width.ranks.width
+    return alone * (bytes_of - 1) // bytes_of - shared // bytes_of
+
+
+def mlp(config: RunConfig, width: Width, inner: int) -> LayerBytes:
     """From fc1's output to fc2's input, and the gradients around them; GELU in between."""
     tensor, weight = width.cut(inner), width.matrix(inner, width.h)
     of_fc1 = weight + width.whole - tensor
-    return LayerBytes(2 * tensor, max(tensor + weight, tensor, of_fc1))
+    emulated = config.fp8.fp8_format is not None and not width.ranks.gpu
+    # On a CPU both factors of an 8-bit product, and the product, are made in fp32.
+    more = 3 * width.chunk * inner // width.ranks.tp * FP32 * emulated
+    return LayerBytes(2 * tensor, max(tensor + weight, of_fc1) + more)
 
 
 def loss(ranks: Ranks, rows: int, token_width: int) -> LayerBytes:

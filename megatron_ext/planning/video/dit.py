@@ -19,7 +19,17 @@ from megatron_ext.planning.flops import Operated
 from megatron_ext.planning.layer_bytes import FP32, LayerBytes, in_order, recomputed
 from megatron_ext.planning.network import Network
 from megatron_ext.planning.parameters import Weight
-from megatron_ext.planning.video.clip import Clip, Width, dealt, loss, mlp, num_stages, ranks_for
+from megatron_ext.planning.video.clip import (
+    Clip,
+    Width,
+    dealt,
+    in_8_bits,
+    loss,
+    mlp,
+    num_stages,
+    ranks_for,
+    saved_in_8_bits,
+)
 from megatron_ext.planning.video.dit_weights import dit_weights
 
 if TYPE_CHECKING:
@@ -181,9 +191,17 @@ class DiTNetwork(Network):
             2 * width.stream + width.statistics + self._cross_attention(),
             width.stream + max(width.matrix(h, h) + width.whole, 2 * width.cut(h)),
         )
-        inner = mlp(width, self.model.ffn_size)
+        inner = mlp(self.config, width, self.model.ffn_size)
         fed = LayerBytes(entering + inner.kept + moved, width.stream + inner.transient)
-        return in_order(told, attention, crossed, fed)
+        # Where heads lie on several ranks, a CPU adds the biases of qkv and queries twice.
+        twice = 4 * width.cut(h) * (self.sizes.tp > 1 and not self.sizes.gpu)
+        block = in_order(LayerBytes(twice, 0), told, attention, crossed, fed)
+        if not self._trains:
+            return block
+        # Into qkv, queries and fc1, fc2, and both times the heads, which attention keeps too.
+        alone = 3 * width.stream + width.cut(self.model.ffn_size) + width.cut(h)
+        saved = saved_in_8_bits(self.config, width, alone=alone, shared=width.cut(h))
+        return LayerBytes(block.kept - saved, block.transient)
 
     def without_gradient(self) -> int:
         """The most that a pass without gradient holds: a block's widest tensors."""
@@ -215,7 +233,8 @@ class DiTNetwork(Network):
         pairs = sum(queries * keys for queries, keys in self._attended())
         scores = 2 * h * (pairs / x.cp + tokens * text)
         both = [MULTIPLY_AND_ADD * found * x.b / x.tp for found in (linear, scores)]
-        return Operated(both[0], scores=both[1], weights=both[0] * self._trains)
+        block = Operated(both[0], scores=both[1], weights=both[0] * self._trains)
+        return in_8_bits(self.config, block)
 
     def _run_again(self, stage: Stage) -> int:
         """Blocks that the backward pass runs again."""

@@ -15,7 +15,17 @@ from megatron_ext.planning.flops import Operated
 from megatron_ext.planning.layer_bytes import FP32, LayerBytes, in_order, recomputed, rms_norm
 from megatron_ext.planning.network import Network
 from megatron_ext.planning.parameters import Linear, Weight
-from megatron_ext.planning.video.clip import Clip, Width, dealt, loss, mlp, num_stages, ranks_for
+from megatron_ext.planning.video.clip import (
+    Clip,
+    Width,
+    dealt,
+    in_8_bits,
+    loss,
+    mlp,
+    num_stages,
+    ranks_for,
+    saved_in_8_bits,
+)
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -214,19 +224,29 @@ class MMDiTNetwork(Network):
             entering + self._attended(joins=True) + width.stream,
             width.stream + self._attention_transient(),
         )
-        inner = mlp(width, self.model.mlp_size)
+        inner = mlp(self.config, width, self.model.mlp_size)
         second = LayerBytes(entering + inner.kept + width.stream, width.stream + inner.transient)
         both = self._modulation(6)
         vectors = LayerBytes(2 * both.kept, both.transient)
-        return in_order(vectors, attention, second)
+        # Each layer has an input of its own; attention keeps its output as well.
+        alone = 2 * width.whole + width.cut(self.model.mlp_size)
+        return self._in_8_bits(in_order(vectors, attention, second), alone, width.cut(width.h))
+
+    def _in_8_bits(self, block: LayerBytes, alone: int, shared: int) -> LayerBytes:
+        """See `saved_in_8_bits`."""
+        saved = saved_in_8_bits(self.config, self._width, alone=alone, shared=shared)
+        return LayerBytes(block.kept - saved, block.transient)
 
     def _single_block(self) -> LayerBytes:
         width = self._width
-        inner = mlp(width, self.model.mlp_size)
+        inner = mlp(self.config, width, self.model.mlp_size)
         kept = 2 * width.stream + width.statistics + width.whole
         kept += self._attended(joins=False) + inner.kept + width.stream
         transient = max(self._attention_transient(), inner.transient + width.whole)
-        return in_order(self._modulation(3), LayerBytes(kept, width.stream + transient))
+        both = in_order(self._modulation(3), LayerBytes(kept, width.stream + transient))
+        # Two layers keep their own copy of one input, which takes as much as the input did.
+        alone = width.cut(self.model.mlp_size)
+        return self._in_8_bits(both, alone, width.cut(width.h))
 
     def _final(self) -> LayerBytes:
         width, x, model = self._width, self.sizes, self.model
@@ -240,7 +260,8 @@ class MMDiTNetwork(Network):
         h, m = self.model.hidden_size, self.model.mlp_size
         rows = MULTIPLY_AND_ADD * self._width.chunk / self.sizes.tp
         linear = rows * (4 * h * h + 2 * h * m)
-        return Operated(linear, scores=rows * 2 * self.tokens * h, weights=linear)
+        block = Operated(linear, scores=rows * 2 * self.tokens * h, weights=linear)
+        return in_8_bits(self.config, block)
 
     def operations(self, stage: Stage) -> Operated:
         """See `Network.operations`."""

@@ -9,25 +9,22 @@ from rich.table import Table
 from megatron_ext.planning.assumptions import reserve
 from megatron_ext.planning.contents import Ranks, ranks_of
 from megatron_ext.planning.units import size
-from megatron_ext.planning.video.streaming import (
-    StreamingMemory,
-    not_estimated,
-    streaming_memory,
-)
+from megatron_ext.planning.video.streaming import StreamingMemory, not_estimated
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
     from megatron_ext.planning.hardware import Gpu
 
 
-def streaming_plan(config: RunConfig, gpu: Gpu | None) -> list[Table | str]:
+def streaming_plan(config: RunConfig, found: StreamingMemory, gpu: Gpu | None) -> list[Table | str]:
     """What `report.show` prints.
 
     Args:
         config: of a checked run.
+        found: its memory.
         gpu: whose memory is to suffice; None for any.
     """
-    found, ranks = streaming_memory(config), Ranks(**ranks_of(config))
+    ranks = Ranks(**ranks_of(config))
     lines: list[Table | str] = [
         f"plan: {config.parallel.world_size} ranks (tp {ranks.tp} × cp {ranks.cp} × dp "
         f"{ranks.dp}), three networks, {ranks.b} sequence(s) at a time, "
@@ -39,12 +36,18 @@ def streaming_plan(config: RunConfig, gpu: Gpu | None) -> list[Table | str]:
     ]
     if gpu is not None:
         kept = reserve(gpu, ranks, found.largest.size).total
-        fits = found.total + kept <= gpu.memory
+        fits = fits_on(config, found, gpu)
         lines.append(
             f"{'fits' if fits else 'DOES NOT FIT'} on {gpu.name}: with an assumed reserve of "
             f"{size(kept)} it takes {size(found.total + kept)} of {size(gpu.memory)}"
         )
     return [*lines, *not_estimated(config)]
+
+
+def fits_on(config: RunConfig, found: StreamingMemory, gpu: Gpu) -> bool:
+    """Whether a GPU holds all of it and leaves the reserve."""
+    kept = reserve(gpu, Ranks(**ranks_of(config)), found.largest.size).total
+    return found.total + kept <= gpu.memory
 
 
 def network_table(found: StreamingMemory) -> Table:

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformer_engine.record import record
 
 
-class FusedAdam(torch.optim.AdamW):
-    """AdamW by torch."""
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW one parameter after the other; like the real one it counts steps for each group."""
 
     def __init__(
         self,
@@ -25,7 +25,27 @@ class FusedAdam(torch.optim.AdamW):
         adam_w_mode: bool = True,
     ) -> None:
         record("FusedAdam", adam_w_mode=adam_w_mode)
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """arXiv:1711.05101, algorithm 2."""
+        for group in self.param_groups:
+            group["step"] = count = group.get("step", 0) + 1
+            first, second = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                state["exp_avg"].lerp_(p.grad, 1 - first)
+                state["exp_avg_sq"].mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
+                mean = state["exp_avg"] / (1 - first**count)
+                root = (state["exp_avg_sq"] / (1 - second**count)).sqrt() + group["eps"]
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(group["lr"] * mean / root)
 
 
 class FusedSGD(torch.optim.SGD):

@@ -1,0 +1,116 @@
+"""What happens before Transformer Engine's layers are built: GPUs, buffers, groups, kinds of CP."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_block import TransformerBlock
+
+from megatron_ext.config import parse_args, run
+from megatron_ext.device import Device
+from megatron_ext.layout import ParallelContext, init_groups
+from megatron_ext.models.layers import layer_spec
+from megatron_ext.models.transformer_config import build_transformer_config
+from megatron_ext.models.transformer_engine import buffer_arguments, recipe_error
+from tests.config.test_fp8 import TINY
+from tests.ranks import ranks
+
+CAPABILITIES = {
+    (8, 0): set(),
+    (8, 9): {"delayed", "tensorwise"},
+    (9, 0): {"delayed", "tensorwise", "blockwise"},
+    (10, 0): {"delayed", "tensorwise", "blockwise", "mxfp8"},
+    (12, 0): {"delayed", "tensorwise", "blockwise"},
+}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_what_each_gpu_has(capability: tuple[int, int]) -> None:
+    recipes = ("delayed", "tensorwise", "blockwise", "mxfp8")
+    fitting = {name for name in recipes if recipe_error(name, capability, (12, 9)) is None}
+    assert fitting == CAPABILITIES[capability]
+    assert recipe_error("custom", capability) is None
+
+
+def test_what_a_gpu_lacks_is_said_in_a_sentence() -> None:
+    assert recipe_error("mxfp8", (9, 0)) == (
+        "`--fp8-recipe` (mxfp8) needs a GPU of compute capability 10.0 and below 12.0, but this "
+        "one has 9.0; use delayed or tensorwise or blockwise."
+    )
+    assert recipe_error("delayed", (8, 0)) == (
+        "`--fp8-recipe` (delayed) needs a GPU of compute capability 8.9 or above, but this one "
+        "has 8.0; leave out `--fp8-format`."
+    )
+    assert recipe_error("blockwise", (9, 0), (12, 8)) == (
+        "`--fp8-recipe` (blockwise) needs CUDA 12.9 or newer, but torch was built with 12.8; use "
+        "tensorwise, or another build of torch."
+    )
+
+
+@ranks(cp=2)
+def test_each_layer_has_its_own_kind_of_context_parallelism(context: ParallelContext) -> None:
+    """megatron-core looks a kind up by the layer's number, which starts from 1."""
+    kinds = ["p2p", "a2a", "all_gather", "p2p"]
+    words = f"{TINY} --context-parallel-size 2 --cp-comm-type {' '.join(kinds)}"
+    config = parse_args(words.split(), world_size=2, device="cpu").config
+    core = build_transformer_config(config)
+    spec = layer_spec(core, impl="torch")
+    block = TransformerBlock(core, spec, pg_collection=context.pgs)
+    found = [layer.self_attention.core_attention.cp_comm_type for layer in block.layers]
+    assert found == kinds
+
+
+@pytest.mark.skipif(importlib.util.find_spec("einops") is None, reason="einops is not installed")
+@ranks(cp=4)
+def test_groups_of_hierarchical_context_parallelism(
+    context: ParallelContext, tmp_path: Path
+) -> None:
+    layout = context.layout
+    context.destroy()
+    again = init_groups(
+        layout,
+        Device("cpu", "gloo"),
+        init_method=f"file://{tmp_path}/rendezvous",
+        hierarchical_context_parallel_sizes=[2, 2],
+    )
+    heads, rings = (torch.distributed.get_process_group_ranks(g) for g in again.pgs.hcp)
+    rank = again.rank
+    assert heads == [rank // 2 * 2, rank // 2 * 2 + 1] and rings == [rank % 2, rank % 2 + 2]
+
+
+MODES = SimpleNamespace(FP8="fp8", NONE="none")
+
+
+@pytest.mark.parametrize(
+    ("words", "modes"),
+    [
+        ("", ["none"]),
+        ("--fp8-format hybrid", ["fp8"]),
+        ("--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16", ["fp8", "none"]),
+    ],
+)
+def test_buffers_of_overlapped_communication(
+    words: str, modes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Megatron-LM's ``_initialize_tp_communicators`` calls them."""
+    monkeypatch.setattr(run, "_has_transformer_engine", lambda device: True)
+    monkeypatch.setattr(run, "found_version", lambda: "2.9.0")
+    path = tmp_path / "overlap.yaml"
+    path.write_text("qkv_fprop: {method: ring_exchange, aggregate: 0}\n")
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"
+    overlap = f"--tp-comm-overlap --tp-comm-overlap-cfg {path} --tp-comm-bootstrap-backend gloo"
+    flags = f"{TINY} --transformer-impl transformer_engine {layout} {overlap} {words}"
+    config = parse_args(flags.split(), world_size=4, device="cuda").config
+    assert buffer_arguments(config, MODES) == {
+        "shape": [2 * 64 // 2, 64],
+        "tp_size": 2,
+        "ub_cfgs": {"qkv_fprop": {"method": "ring_exchange", "aggregate": 0}},
+        "bootstrap_backend": "gloo",
+        "quantization_modes": modes,
+    }
+    assert buffer_arguments(config)["use_fp8"] is bool(words)
+    assert config.transformer_fields()["tp_comm_overlap"] is True

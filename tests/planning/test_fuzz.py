@@ -1,0 +1,134 @@
+"""Any combination of flags ends in a plan or in sentences, never in a failure of ours."""
+
+from __future__ import annotations
+
+import random
+import traceback
+
+import pytest
+
+from megatron_ext.config import parse_args
+from megatron_ext.errors import MegatronExtError
+from megatron_ext.planning.checks import check_core
+from megatron_ext.planning.hardware import GPUS, gpu_named
+from megatron_ext.planning.memory import memory
+from megatron_ext.planning.models import network_of
+from megatron_ext.planning.step_time import estimate
+from megatron_ext.training.preflight import with_padded_vocabulary
+from tests.planning.layouts import MODEL
+
+NUMBERS = (0, 1, 2, 3, 4, 6, 8, 16, 64, 100, -1)
+CHOICES: dict[str, tuple[object, ...]] = {
+    "--tensor-model-parallel-size": NUMBERS,
+    "--pipeline-model-parallel-size": NUMBERS,
+    "--context-parallel-size": NUMBERS,
+    "--expert-model-parallel-size": NUMBERS,
+    "--expert-tensor-parallel-size": NUMBERS,
+    "--num-layers": (*NUMBERS, 12, 48),
+    "--hidden-size": (*NUMBERS, 256, 1024),
+    "--num-attention-heads": NUMBERS,
+    "--num-query-groups": NUMBERS,
+    "--ffn-hidden-size": (*NUMBERS, 1000),
+    "--kv-channels": NUMBERS,
+    "--seq-length": (*NUMBERS, 4096),
+    "--max-position-embeddings": (*NUMBERS, 4096),
+    "--micro-batch-size": NUMBERS,
+    "--global-batch-size": (*NUMBERS, 256),
+    "--num-virtual-stages-per-pipeline-rank": NUMBERS,
+    "--num-layers-per-virtual-pipeline-stage": NUMBERS,
+    "--microbatch-group-size-per-virtual-pipeline-stage": NUMBERS,
+    "--decoder-first-pipeline-num-layers": NUMBERS,
+    "--decoder-last-pipeline-num-layers": NUMBERS,
+    "--pipeline-model-parallel-layout": ("Et|tttL", "Ettt|tL", "E|tttt|L", "Et*4L", "", "x|y"),
+    "--pipeline-schedule": ("1f1b", "gpipe", "zb-h1", "zb-v", "interleaved", "core-1f1b"),
+    "--num-experts": NUMBERS,
+    "--moe-router-topk": NUMBERS,
+    "--moe-ffn-hidden-size": NUMBERS,
+    "--moe-layer-freq": ("[0,1]", "2", "[1]*4", "0", "[]", "([1]+[0])*2"),
+    "--moe-shared-expert-intermediate-size": NUMBERS,
+    "--moe-token-dispatcher-type": ("allgather", "alltoall", "flex"),
+    "--mtp-num-layers": NUMBERS,
+    "--recompute-granularity": ("full", "selective"),
+    "--recompute-method": ("uniform", "block"),
+    "--recompute-num-layers": NUMBERS,
+    "--recompute-modules": ("core_attn", "mlp", "moe", "layernorm"),
+    "--cp-comm-type": ("p2p", "all_gather", "a2a", "a2a+p2p"),
+    "--lora-rank": NUMBERS,
+    "--lora-target-modules": ("linear_qkv", "linear_fc1", "linear_kv"),
+    "--fp8-format": ("e4m3", "hybrid"),
+    "--fp8-recipe": ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"),
+    "--num-layers-at-start-in-bf16": NUMBERS,
+    "--ddp-num-buckets": NUMBERS,
+    "--ddp-bucket-size": NUMBERS,
+    "--ema-decay": (0, 0.5, 1, 2),
+    "--vocab-size": NUMBERS,
+    "--padded-vocab-size": NUMBERS,
+    "--make-vocab-size-divisible-by": NUMBERS,
+    "--optimizer": ("adam", "sgd"),
+    "--cross-entropy-impl": ("chunked", "eager", "core"),
+    "--cross-entropy-chunk-size": NUMBERS,
+    "--normalization": ("LayerNorm", "RMSNorm"),
+    "--position-embedding-type": ("rope", "learned_absolute", "none"),
+    "--hidden-dropout": (0, 0.5, 1, -1),
+    "--attention-dropout": (0, 0.5),
+    "--transformer-impl": ("torch", "transformer_engine", "local"),
+}
+SWITCHES = (
+    "--sequence-parallel --bf16 --fp16 --use-distributed-optimizer --overlap-grad-reduce "
+    "--overlap-param-gather --no-swiglu --add-bias-linear --add-qkv-bias --qk-layernorm "
+    "--no-group-query-attention --no-untie-embeddings-and-output-weights --use-tp-pp-dp-mapping "
+    "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+    "--first-last-layers-bf16 --moe-shared-expert-gate --deterministic-dropout "
+    "--no-fp8-wgrad --moe-layer-recompute --calculate-per-token-loss"
+).split()
+CASUALTIES = (AssertionError, LookupError, ArithmeticError, TypeError, AttributeError)
+
+
+def words_of(seed: int) -> list[str]:
+    """Up to six random flags on top of a good run; later ones take the place of earlier ones."""
+    draw = random.Random(seed)
+    words = list(MODEL)
+    for name in draw.sample(sorted(CHOICES), draw.randint(1, 4)):
+        words += [name, str(draw.choice(CHOICES[name]))]
+    return words + draw.sample(SWITCHES, draw.randint(0, 2))
+
+
+def outcome(seed: int) -> str:
+    """``plan`` or ``errors``; anything else is a traceback."""
+    draw = random.Random(-seed)
+    world = draw.choice((1, 2, 4, 8, 12, 64))
+    device, gpu = draw.choice(("cpu", "cuda")), draw.choice(sorted(GPUS))
+    try:
+        config = parse_args(words_of(seed), world_size=world, device=device).config
+        config = with_padded_vocabulary(config, 500)
+        check_core(config)
+        network = network_of(config)
+        assert all(rank.total > 0 for rank in memory(config, network=network))
+        assert estimate(config, gpu_named(gpu), network=network).seconds > 0
+    except MegatronExtError as error:
+        return "errors" if error.messages and all(map(str.strip, error.messages)) else "silence"
+    return "plan"
+
+
+def _broken(seeds: range) -> tuple[dict[str, int], list[str]]:
+    counts, broken = {"plan": 0, "errors": 0}, list[str]()
+    for seed in seeds:
+        try:
+            counts[outcome(seed)] += 1
+        except (*CASUALTIES, ValueError, RuntimeError):
+            said = traceback.format_exc(limit=-3)
+            broken.append(f"{seed}: {' '.join(words_of(seed)[len(MODEL) :])}\n{said}")
+    return counts, broken
+
+
+def test_three_hundred_random_runs_end_in_a_plan_or_in_sentences() -> None:
+    counts, broken = _broken(range(300))
+    assert not broken, "\n".join(broken[:5])
+    # A fuzz whose runs are all refused, or none, would show nothing.
+    assert min(counts.values()) >= 60
+
+
+@pytest.mark.slow
+def test_five_thousand_random_runs_end_in_a_plan_or_in_sentences() -> None:
+    _, broken = _broken(range(300, 5300))
+    assert not broken, "\n".join(broken[:5])

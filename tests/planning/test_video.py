@@ -1,0 +1,136 @@
+"""Video models: parameters and state exactly, and the peak of a step within a tenth."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.config.mmdit_sizes import SIZES as MMDIT_SIZES
+from megatron_ext.config.video_dit_sizes import SIZES as DIT_SIZES
+from megatron_ext.models.mmdit.flops import flops_of_clip
+from megatron_ext.planning.contents import Stage
+from megatron_ext.planning.hardware import GPUS
+from megatron_ext.planning.memory import memory, rank_state, with_recomputation
+from megatron_ext.planning.models import network_of
+from megatron_ext.planning.parameters import distinct
+from megatron_ext.planning.step_time import estimate
+from megatron_ext.planning.video.clip import Clip
+from megatron_ext.planning.video.dit_weights import dit_weights
+from megatron_ext.training.pretrain import main
+from megatron_ext.training.video.data import planned_clips
+from pretrain_video import defaults_of, task_of
+from tests.planning.measure import KINDS, configuration, measure
+from tests.planning.video_layouts import COMMON, LAYOUTS, flags_of
+from tests.training.video.clips import LONG, SHORT, write_clips
+
+TOLERANCE = 0.10
+QUICK = ("mmdit recomputed", "mmdit tp2 sp", "dit", "causal")
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Clips of one bucket, which fill two steps."""
+    return write_clips(tmp_path_factory.mktemp("clips") / "long", {LONG: 16})
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in LAYOUTS]
+)
+def test_state_exactly_and_peak_within_a_tenth(name: str, clips: Path, tmp_path: Path) -> None:
+    program, flags = LAYOUTS[name][0], flags_of(name, clips)
+    ranks, config = measure(flags, tmp_path, program), configuration(flags, program)
+    (clip,) = planned_clips(config)
+    network = network_of(config, clip)
+    planned = memory(config, network=network)
+    for rank in ranks:
+        mine = planned[rank.place["pp"]]
+        for weights, real in zip(mine.weights, rank.weights, strict=True):
+            assert [[weight.name, weight.numel] for weight in weights] == real
+        replica = rank.place["dp_cp"]
+        state = rank_state(config, network.sizes, mine.rank, mine.weights, replica=replica)
+        assert {kind: getattr(state, kind) for kind in KINDS} == rank.state
+        held = sum(rank.state[kind] for kind in KINDS[1:])
+        moving = mine.copies + mine.activations + mine.transient
+        assert moving == pytest.approx(rank.peak, rel=TOLERANCE)
+        assert mine.total == pytest.approx(held + rank.peak, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", DIT_SIZES)
+def test_parameters_of_video_dits_in_any_layout(name: str) -> None:
+    """As their sizes count them, which tests/models compares with the modules."""
+    sizes, config = DIT_SIZES[name], RunConfig()
+    for tp in (1, 2, 4):
+        if sizes.num_heads % tp:
+            continue
+        numbers = tuple(range(sizes.num_blocks))
+        stage = Stage(0, 0, 0, numbers, depths=0, embedding=True, final_norm=True, head=True)
+        assert distinct([dit_weights(config, sizes, tp, stage)]) == sizes.num_parameters
+
+
+def _mmdit(words: str, world: int = 8, size: str = "11b") -> RunConfig:
+    """Of a named size, with the widths of Open-Sora's data."""
+    flags = [*COMMON.split(), "--video-data-path", "x", "--mmdit-size", size, *words.split()]
+    config = parse_args(flags, world_size=world, device="cuda", defaults=defaults_of(flags)).config
+    mmdit = dataclasses.replace(config.mmdit, cond_embed=True)
+    return dataclasses.replace(config, mmdit=mmdit)
+
+
+CLIP = Clip("256px 129x192x336", 33, 12, 21, num_text=512, micro_batch_size=1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--bf16",
+        "--bf16 --tensor-model-parallel-size 4 --sequence-parallel",
+        "--bf16 --pipeline-model-parallel-size 4 --global-batch-size 16",
+        "--bf16 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+        "--global-batch-size 16",
+    ],
+)
+def test_parameters_and_operations_of_open_sora_in_any_layout(words: str) -> None:
+    batch = "" if "batch" in words else " --global-batch-size 16"
+    config = _mmdit(words + batch)
+    network = network_of(config, CLIP)
+    planned = memory(config, network=network)
+    sizes = dataclasses.replace(MMDIT_SIZES["11b"], cond_embed=True)
+    assert distinct(x for rank in planned for x in rank.weights) == sizes.num_parameters
+    # The embedders and the last layer, which are in the log's count alone, are little.
+    x = network.sizes
+    forward = sum(network.operations(stage).forward for stage in network.stages())
+    counted = 3 * forward * x.tp * x.cp
+    wanted = flops_of_clip(sizes, CLIP.num_text, CLIP.num_image)
+    assert 0.95 * wanted < counted < 1.10 * wanted
+
+
+def test_longer_clips_and_no_recomputation_take_more() -> None:
+    config = _mmdit("--bf16 --use-distributed-optimizer --global-batch-size 16")
+    longer = dataclasses.replace(CLIP, frames=65)
+    peaks = [
+        max(r.total for r in memory(run, network=network_of(run, clip)))
+        for run, clip in (
+            (config, CLIP),
+            (config, longer),
+            (with_recomputation(config, "none"), longer),
+        )
+    ]
+    assert peaks == sorted(peaks) and peaks[0] < peaks[1] < peaks[2]
+    gpu = GPUS["H200"]
+    times = [estimate(config, gpu, network=network_of(config, x)) for x in (CLIP, longer)]
+    assert times[1].seconds > 1.9 * times[0].seconds
+    assert 0 < times[0].mfu < 0.7
+
+
+def test_a_dry_run_names_the_worst_and_the_typical_bucket(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = write_clips(tmp_path / "clips", {SHORT: 40, LONG: 16})
+    flags = [*COMMON.split(), "--video-data-path", str(data), "--dry-run", "--dry-run-gpu", "H200"]
+    assert main(task_of, flags, defaults=defaults_of(flags)) == 0
+    shown = capfd.readouterr().out
+    assert any("64px 9x64x64" in line and "typical" in line for line in shown.splitlines())
+    assert any("64px 17x64x64" in line and "worst" in line for line in shown.splitlines())
+    assert "estimated on H200" in shown and "double" not in shown
