@@ -2,7 +2,8 @@
 
 Runs anywhere, and times nothing: see `benchmarks.traffic` for what is counted. In the eager column
 not even megatron-core's own functions are compiled. The unit is one hidden state ``[s, b, h]`` in
-bfloat16.
+bfloat16. Where compiled code copies gradients of queries, keys and values (``copy_``, up to 6
+units), a GPU does not: its attention gives them in the layout that it was given.
 
     python benchmarks/layer_traffic.py [--sequence 1024] [--micro-batch 1] [--hidden 1024]
 """

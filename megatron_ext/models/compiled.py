@@ -176,6 +176,13 @@ class Compiled(Generic[R]):
         """
         count, function = len(self._variants), self.eager
         if count >= MAX_VARIANTS:
+            if count == MAX_VARIANTS:
+                logger.warning(
+                    "`%s` has been compiled for %d kinds of arguments; further kinds run kernel by "
+                    "kernel.",
+                    function.__name__,
+                    count,
+                )
             return function
         assert isinstance(function, types.FunctionType) and _compiler.backend is not None
         name = f"{function.__name__}_{count}"

@@ -185,3 +185,16 @@ def test_gradients_of_both_uses_are_added() -> None:
         (alone,) = torch.autograd.grad(loss(*pair(x, weight.detach(), 3.0)), x)
     for one, other in zip((*got, alone), (*want, want[0]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_too_many_kinds_of_arguments_run_as_written(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "MAX_VARIANTS", 2)
+    double, backend = doubled(), Counting()
+    with caplog.at_level(logging.WARNING), compiled_on_cpu(backend):
+        for width in (2, 3, 4, 5):
+            assert torch.equal(double(torch.ones(2, 2, width)), torch.full((2, 2, width), 2.0))
+    assert backend.graphs == 2
+    (record,) = caplog.records
+    assert "`double` has been compiled for 2 kinds of arguments" in record.message
