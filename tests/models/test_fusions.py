@@ -10,7 +10,7 @@ from megatron_ext.config import parse_args
 from megatron_ext.models.transformer_config import build_transformer_config
 
 WORDS = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+    "--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 8 "
     "--max-position-embeddings 8 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 128 --transformer-impl torch"
 ).split()
