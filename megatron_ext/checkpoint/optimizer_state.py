@@ -1,8 +1,9 @@
-"""Three things that megatron-core's distributed optimizer lacks.
+"""Four things that megatron-core's distributed optimizer lacks.
 
 With torch's own Adam it cannot list its state before the first update, and reading the state trips
-over the step count that torch keeps for each parameter, or resets it. And it writes wrong
-values where a gradient buffer has padding between its buckets.
+over the step count that torch keeps for each parameter, or resets it. It writes wrong values where
+a gradient buffer has padding between its buckets. And it cannot read what a run with another kind
+of expert parallelism saved: experts have an optimizer of their own only where ranks share them out.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_ext.errors import CheckpointError
 from megatron_ext.optim.update import parts_of
+
+KIND_OF_GROUP = ("wd_mult", "lr_mult", "is_decoupled_lr")
+"""What tells the groups of parameters of an optimizer apart, but for whether they are experts."""
 
 
 def is_distributed(optimizer: MegatronOptimizer | None) -> bool:
@@ -83,13 +88,67 @@ def _states_of(optimizer: MegatronOptimizer | None, state: dict[str, Any]) -> li
 
 
 def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Load each optimizer of a chain."""
+    """Load each optimizer of a chain.
+
+    Raises:
+        CheckpointError: experts were shared out over ranks and are not any more, or the other way
+            round, and the optimizer is not distributed.
+    """
     parts = parts_of(optimizer)
+    regroups = _saved_otherwise(parts, state)
+    if regroups and not is_distributed(optimizer):
+        raise CheckpointError(
+            "The checkpoint's optimizer state has experts grouped otherwise than by this "
+            "`--expert-model-parallel-size`, which only `--use-distributed-optimizer` can regroup; "
+            "give the size of the run that saved it, or `--no-load-optim`."
+        )
     if not is_distributed(optimizer):
         optimizer.load_state_dict(state)
         return
-    for part, part_state in zip(parts, _states_of(optimizer, state), strict=True):
+    states = _regrouped(parts, state) if regroups else _states_of(optimizer, state)
+    for part, part_state in zip(parts, states, strict=True):
         _load_part(part, part_state)
+
+
+def _numbered(state: dict[Any, Any]) -> list[dict[str, Any]]:
+    """The states of a chain of several optimizers, which are numbered in the checkpoint."""
+    return [state[number] for number in sorted(key for key in state if isinstance(key, int))]
+
+
+def _saved_otherwise(parts: list[Any], state: dict[Any, Any]) -> bool:
+    """Whether a chain of several optimizers reads the state of one, or one that of several."""
+    num_numbered = len(_numbered(state))
+    return num_numbered < len(state) if len(parts) > 1 else num_numbered > 0
+
+
+def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
+    """A state for each of these optimizers out of those of another number of optimizers.
+
+    The tensors are already there, since the checkpoint has them by the names of the parameters.
+    """
+    alone = {key: value for key, value in state.items() if not isinstance(key, int)}
+    numbered = _numbered(state)
+    saved = [each for each in (alone, *numbered) if "optimizer" in each]
+    own = numbered if len(parts) > 1 else [alone]
+    states = []
+    for part, tensors in zip(parts, own, strict=True):
+        groups = [_group_like(group, saved) for group in part.optimizer.param_groups]
+        inner = {**saved[0]["optimizer"], "param_groups": groups}
+        states.append({**saved[0], **tensors, "optimizer": inner})
+    return states
+
+
+def _group_like(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
+    """The saved settings of such parameters, whether or not they were experts."""
+    wanted = [group.get(key) for key in KIND_OF_GROUP]
+    for found in (group for each in saved for group in each["optimizer"]["param_groups"]):
+        if [found.get(key) for key in KIND_OF_GROUP] == wanted:
+            return {**found, "is_expert_parallel": group["is_expert_parallel"]}
+    kind = ", ".join(f"{key} {value}" for key, value in zip(KIND_OF_GROUP, wanted, strict=True))
+    raise CheckpointError(
+        f"The checkpoint's optimizer has no group of parameters with {kind}; give the flags of the "
+        "run that saved it, or `--no-load-optim`."
+    )
 
 
 def _load_part(part: Any, state: dict[str, Any]) -> None:

@@ -302,3 +302,10 @@ class OutputLayer(ColumnParallelLinear):
 
 class RowParallelLinear(_ParallelLinear, tensor_parallel.RowParallelLinear):  # type: ignore[misc]
     """Y = X A with A cut along its rows; see the module."""
+
+    def __init__(self, *args: Any, is_expert: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, is_expert=is_expert, **kwargs)
+        # Nothing is reduced over one rank, and what passes through a reduction of nothing is a
+        # view, to which megatron-core's experts could not add their bias in place.
+        if is_expert and self.tp_group.size() == 1:
+            self.explicit_expert_comm = True

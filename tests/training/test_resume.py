@@ -86,6 +86,35 @@ def test_resuming_in_other_layouts_follows_the_uninterrupted_run(
             assert math.isclose(row[key], want[key], rel_tol=1e-6), (row["iteration"], key)
 
 
+EXPERTS = "--num-experts 4 --moe-router-load-balancing-type none"
+
+
+def test_experts_with_biases_resume_whether_or_not_ranks_share_them_out(tmp_path: Path) -> None:
+    """EP1, then EP2 from step 4 on, then EP1 again from step 8 on: within 1e-6."""
+    more = EXPERTS.split()
+    whole = _rows(tmp_path / "whole", *more, ranks=2)
+    save, shared = tmp_path / "save", ("--expert-model-parallel-size", "2")
+    load = ("--load", str(save))
+    _rows(save, *more, "--exit-interval", "4", ranks=2)
+    _rows(save, *more, *load, *shared, "--exit-interval", "8", ranks=2)
+    rows = _rows(save, *more, *load, ranks=2)
+    assert len(rows) == STEPS
+    for row, want in zip(rows, whole, strict=True):
+        for key in ("lm loss", "grad_norm"):
+            assert math.isclose(row[key], want[key], rel_tol=1e-6), (row["iteration"], key)
+
+
+def test_without_a_distributed_optimizer_experts_stay_as_they_were_shared_out(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save = tmp_path / "save"
+    flags = [x for x in _flags(*EXPERTS.split()) if x != "--use-distributed-optimizer"]
+    assert train_on_ranks([*flags, "--exit-interval", "1"], ranks=2, save=save)[0] == 0
+    other = ["--load", str(save), "--expert-model-parallel-size", "2"]
+    assert train_on_ranks([*flags, *other], ranks=2, save=save)[0] != 0
+    assert "only `--use-distributed-optimizer` can regroup" in capfd.readouterr().err
+
+
 def test_another_schedule_is_refused_with_what_to_do(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
