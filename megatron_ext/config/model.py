@@ -192,6 +192,7 @@ class ModelConfig:
                 "num_attention_heads",
                 "seq_length",
                 "ffn_hidden_size",
+                "make_vocab_size_divisible_by",
             )
             if (getattr(self, name) or 0) < 1 and getattr(self, name) is not None
         ]

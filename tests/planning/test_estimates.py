@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.config.fp8 import Fp8Config
 from megatron_ext.config.planning import GPU_NAMES
 from megatron_ext.errors import ConfigError
 from megatron_ext.planning.assumptions import Efficiency
@@ -145,3 +148,32 @@ def test_search_without_any_layout_says_why() -> None:
     with pytest.raises(ConfigError, match="No layout of 7 ranks") as caught:
         search(_llama("--global-batch-size 128"), 7, GPUS["H100"])
     assert any("`--global-batch-size` (128)" in text for text in caught.value.messages)
+
+
+def test_eight_bit_layers_and_weights_of_llama_8b() -> None:
+    """Matrices of the layers: 32 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336)."""
+    matrices = 32 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336)
+    plain = _llama("--use-distributed-optimizer")
+    eight = dataclasses.replace(plain, fp8=Fp8Config(fp8_format="hybrid", fp8_recipe="tensorwise"))
+    gathers = dataclasses.replace(eight, fp8=dataclasses.replace(eight.fp8, fp8_param_gather=True))
+    wide, low, held = (memory(config)[0] for config in (plain, eight, gathers))
+    assert low.state == wide.state and low.copies == 2 * matrices
+    assert low.activations < 0.95 * wide.activations
+    assert held.copies == matrices
+    saved = wide.state.parameters - held.state.parameters
+    assert saved == pytest.approx(matrices, rel=1e-5)
+    assert held.state.optimizer == pytest.approx(wide.state.optimizer, rel=1e-5)
+    times = [estimate(config, GPUS["H100"]).seconds for config in (plain, eight)]
+    assert 1.2 < times[0] / times[1] < 1.9
+    with pytest.raises(ConfigError, match="A100 has no fp8 products, but `--fp8-format`"):
+        estimate(eight, GPUS["A100"])
+
+
+def test_adapters_of_llama_8b_have_no_other_gradients() -> None:
+    """Rank 16 on all layers: 32 * 16 * the sum of both sides of the four matrices."""
+    (rank,) = memory(_llama("--lora-rank 16"))
+    sides = (4096 + 6144) + (4096 + 4096) + (4096 + 2 * 14336) + (14336 + 4096)
+    assert rank.state.gradients == 4 * 32 * 16 * sides
+    assert rank.state.frozen == 2 * 8_030_261_248
+    plain = estimate(_llama(), GPUS["H100"])
+    assert estimate(_llama("--lora-rank 16"), GPUS["H100"]).seconds < 0.8 * plain.seconds
