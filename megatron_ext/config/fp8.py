@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_ext.config.flags import flag
+from megatron_ext.config.flags import flag, spelling_of
 from megatron_ext.config.fp8_rules import TE_RECIPES, TORCH_RECIPES, fp8_errors
 
 if TYPE_CHECKING:
@@ -90,5 +90,4 @@ class Fp8Config:
 
     def spelled(self, name: str) -> str:
         """The flag of a field as the user writes it."""
-        dashed = name.replace("_", "-")
-        return f"--no-{dashed}" if getattr(self, name) is False else f"--{dashed}"
+        return spelling_of(self, name)
