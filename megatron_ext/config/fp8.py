@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.config.flags import flag, spelling_of
 from megatron_ext.config.fp8_rules import TE_RECIPES, TORCH_RECIPES, fp8_errors
+from megatron_ext.config.transformer_engine import needs_torch_layers
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
@@ -80,7 +81,7 @@ class Fp8Config:
 
     def errors(self, run: RunConfig) -> list[str]:
         """What cannot be run, one sentence each."""
-        return fp8_errors(self, run)
+        return fp8_errors(self, run, may_use_te=not needs_torch_layers(run))
 
     def changed(self) -> list[str]:
         """Names of the fields that are not at their defaults."""
