@@ -42,8 +42,8 @@ from benchmarks.targets import VIDEO_MFU, verdict
 from megatron_ext.config.mmdit_sizes import SIZES, MMDiTSizes
 from megatron_ext.device.rates import seconds_of
 from megatron_ext.layout import ParallelContext
+from megatron_ext.models.flops import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
 from megatron_ext.models.mmdit.double_block import DoubleBlock
-from megatron_ext.models.mmdit.flops import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
 from megatron_ext.models.mmdit.options import MMDiTOptions
 from megatron_ext.models.mmdit.rope import rotary_table
 from megatron_ext.models.mmdit.sequence import LocalTokens, TokenRange

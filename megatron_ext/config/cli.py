@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_ext.config.flags import Flag, flags_of
 from megatron_ext.config.run import RunConfig
-from megatron_ext.config.spelling import NO_EFFECT, RENAMED
+from megatron_ext.config.spelling import ALWAYS_ON, NO_EFFECT, RENAMED
 from megatron_ext.config.streaming import stored_streaming
 from megatron_ext.config.unsupported import UNSUPPORTED
 from megatron_ext.config.video_dit import stored_dit
@@ -334,11 +334,10 @@ def _shape(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _inert(reading: _Reading, device: str) -> list[str]:
-    """Notes on flags that were given, do something on a GPU, and nothing here."""
-    if device != "cpu":
-        return []
+    """Notes on flags that were given and do nothing, or only on a GPU."""
+    reasons = [(flag.shown, ALWAYS_ON.get(flag.field), "") for flag in reading.given]
+    if device == "cpu":
+        reasons += [(flag.shown, flag.gpu_only, " on a CPU") for flag in reading.given]
     return [
-        f"`{flag.shown}` has no effect on a CPU: {flag.gpu_only}."
-        for flag in reading.given
-        if flag.gpu_only
+        f"`{shown}` has no effect{where}: {reason}." for shown, reason, where in reasons if reason
     ]

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,3 +131,33 @@ def _value_type(hint: Any) -> tuple[type, bool]:
     if typing.get_origin(hint) in (list, tuple):
         hint = typing.get_args(hint)[0]
     return hint, optional
+
+
+def changed(run: Any, sections: Sequence[str], only: Collection[str] | None = None) -> list[str]:
+    """Spellings of the flags of a run's sections that are not at their defaults.
+
+    Args:
+        run: a RunConfig.
+        sections: names of them.
+        only: fields to look at; None for all.
+    """
+    return [
+        spelling_of(section, field.name)
+        for name in sections
+        for section in (getattr(run, name),)
+        for field in dataclasses.fields(section)
+        if "help" in field.metadata
+        and getattr(section, field.name) != default_of(section, field.name)
+        and (only is None or field.name in only)
+    ]
+
+
+def default_of(section: Any, name: str) -> Any:
+    """What a field of a section is without its flag."""
+    return getattr(type(section)(), name)
+
+
+def spelling_of(section: Any, name: str) -> str:
+    """The spelling that changes a field's default to what it is."""
+    dashed = name.replace("_", "-")
+    return f"--no-{dashed}" if getattr(section, name) is False else f"--{dashed}"

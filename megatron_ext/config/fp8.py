@@ -6,8 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_ext.config.flags import flag
+from megatron_ext.config.flags import flag, spelling_of
 from megatron_ext.config.fp8_rules import TE_RECIPES, TORCH_RECIPES, fp8_errors
+from megatron_ext.config.transformer_engine import needs_torch_layers
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
@@ -80,7 +81,7 @@ class Fp8Config:
 
     def errors(self, run: RunConfig) -> list[str]:
         """What cannot be run, one sentence each."""
-        return fp8_errors(self, run)
+        return fp8_errors(self, run, may_use_te=not needs_torch_layers(run))
 
     def changed(self) -> list[str]:
         """Names of the fields that are not at their defaults."""
@@ -90,5 +91,4 @@ class Fp8Config:
 
     def spelled(self, name: str) -> str:
         """The flag of a field as the user writes it."""
-        dashed = name.replace("_", "-")
-        return f"--no-{dashed}" if getattr(self, name) is False else f"--{dashed}"
+        return spelling_of(self, name)

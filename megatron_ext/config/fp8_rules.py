@@ -27,16 +27,23 @@ TOKENS = 8
 """What the tokens of a rank must divide by in Transformer Engine's 8-bit products."""
 
 
-def fp8_errors(fp8: Fp8Config, run: RunConfig) -> list[str]:
-    """What cannot be run, one sentence each."""
+def fp8_errors(fp8: Fp8Config, run: RunConfig, *, may_use_te: bool) -> list[str]:
+    """What cannot be run, one sentence each.
+
+    Args:
+        fp8: the flags.
+        run: all of it.
+        may_use_te: Transformer Engine's layers would not be refused for other flags.
+    """
     if fp8.fp8_format is None:
         return [
             f"`{fp8.spelled(name)}` needs `--fp8-format`; give e4m3 or hybrid."
             for name in fp8.changed()
         ]
     te = run.model.transformer_impl == "transformer_engine"
-    found = [*_recipe_errors(fp8, te=te), *_layer_errors(fp8, run, te=te), *_run_errors(run)]
-    found += _of_transformer_engine(fp8, run) if te else _of_torch(fp8)
+    found = _recipe_errors(fp8, te=te, may_use_te=may_use_te)
+    found += [*_layer_errors(fp8, run, te=te), *_run_errors(run)]
+    found += _of_transformer_engine(fp8, run) if te else _of_torch(fp8, may_use_te=may_use_te)
     return [*found, *_width_errors(fp8, run)]
 
 
@@ -45,12 +52,13 @@ def unit_of(recipe: str) -> int:
     return UNIT_OF_MXFP8 if recipe == "mxfp8" else UNIT
 
 
-def _recipe_errors(fp8: Fp8Config, *, te: bool) -> list[str]:
+def _recipe_errors(fp8: Fp8Config, *, te: bool, may_use_te: bool) -> list[str]:
     found = []
     if fp8.fp8_recipe in TE_RECIPES and not te:
+        instead = ", or `--transformer-impl transformer_engine`" if may_use_te else ""
         found.append(
             f"`--fp8-recipe` ({fp8.fp8_recipe}) is a recipe of Transformer Engine's layers; use "
-            "delayed, tensorwise or rowwise, or `--transformer-impl transformer_engine`."
+            f"delayed, tensorwise or rowwise{instead}."
         )
     if fp8.fp8_recipe in TORCH_RECIPES and te:
         found.append(
@@ -121,10 +129,10 @@ def _run_errors(run: RunConfig) -> list[str]:
     return [f"`--fp8-format` {reason}." for broken, reason in rules if broken]
 
 
-def _of_torch(fp8: Fp8Config) -> list[str]:
+def _of_torch(fp8: Fp8Config, *, may_use_te: bool) -> list[str]:
+    instead = "use `--transformer-impl transformer_engine`, or " if may_use_te else ""
     return [
-        f"`{fp8.spelled(name)}` is an option of Transformer Engine's layers; use "
-        "`--transformer-impl transformer_engine`, or leave it out."
+        f"`{fp8.spelled(name)}` is an option of Transformer Engine's layers; {instead}leave it out."
         for name in fp8.changed()
         if name in OF_TE
     ]

@@ -230,7 +230,7 @@ class ModelConfig:
         if self.deterministic_dropout and self.transformer_impl == "transformer_engine":
             found.append(
                 "`--deterministic-dropout` needs our own layers, which `--transformer-impl "
-                "transformer_engine` replaces; use `--transformer-impl local`."
+                "transformer_engine` replaces; use `--transformer-impl torch`."
             )
         if self.softmax_type != "vanilla" and self.transformer_impl == "torch":
             found.append(

@@ -62,3 +62,6 @@ NO_EFFECT: dict[str, tuple[int | None, str]] = {
     "--onnx-safe": (0, "models are not exported"),
 }  # fmt: skip
 """Spelling -> number of values (None: any) and the reason."""
+
+ALWAYS_ON = {"tokenizer_hf_use_fast": "Hugging Face tokenizers are always the fast ones here"}
+"""Field of a flag that Megatron-LM's scripts may give, whatever its value -> the reason."""

@@ -228,7 +228,7 @@ def _zero_bubble_errors(parallel: ParallelConfig, model: ModelConfig) -> list[st
         found.append(
             f"`--pipeline-schedule {schedule}` defers the weight gradients of our own layers, "
             "which `--transformer-impl transformer_engine` replaces; use "
-            "`--transformer-impl local`, or 1f1b."
+            "`--transformer-impl torch`, or 1f1b."
         )
     if schedule != "zb-v":
         return found

@@ -114,11 +114,11 @@ class TransformerEngineConfig:
                 f"`{_spelled(self, name)}` needs `--tp-comm-overlap`; give it too."
                 for name in changed
             ]
+        use = "" if needs_torch_layers(run) else "use `--transformer-impl transformer_engine`, or "
         rules = (
             (
                 run.model.transformer_impl != TE_IMPL,
-                "is done by Transformer Engine's layers; use `--transformer-impl "
-                "transformer_engine`, or leave it out",
+                f"is done by Transformer Engine's layers; {use}leave it out",
             ),
             (
                 not run.parallel.sequence_parallel,
@@ -183,6 +183,7 @@ def needs_torch_layers(run: RunConfig) -> bool:
         or (run.parallel.pipeline_schedule or "").startswith("zb-")
         or (run.fp8.fp8_format is not None and run.fp8.fp8_recipe in TORCH_RECIPES)
         or not run.fp8.fp8_wgrad
+        or run.cuda_graphs.cuda_graph_impl == "local"
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.encoding import UMT5
+from megatron_ext.config.flags import changed, default_of, spelling_of
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.video_dit import WINDOW
 
@@ -114,10 +115,10 @@ def video_errors(given: RunConfig, resolve: Callable[[RunConfig], RunConfig]) ->
     if not given.video.video:
         return [
             f"`{spelled}` has an effect only in pretrain_video.py; leave it out."
-            for spelled in _changed(given, SECTIONS)
+            for spelled in changed(given, SECTIONS)
         ]
     found = [
-        f"`{_spelled(getattr(given, name), field)}` has no effect on a video model: {reason}; "
+        f"`{spelling_of(getattr(given, name), field)}` has no effect on a video model: {reason}; "
         "leave it out."
         for name, field, reason in (*_listed(given), *_settled(given, resolve(_bare(given))))
     ]
@@ -139,7 +140,7 @@ def video_errors(given: RunConfig, resolve: Callable[[RunConfig], RunConfig]) ->
 def _streaming_errors(run: RunConfig) -> list[str]:
     """Flags that streaming long-tuning would ignore or cannot follow."""
     described = run.streaming.described(run.model)
-    ignored = [x for x in _changed(run, ("video", *FLOW_ONLY)) if x != "--task"]
+    ignored = [x for x in changed(run, ("video", *FLOW_ONLY)) if x != "--task"]
     found = [
         f"`{spelled}` has no effect with `--task streaming`, whose data is prompts; leave it out."
         for spelled in ignored
@@ -147,10 +148,10 @@ def _streaming_errors(run: RunConfig) -> list[str]:
     found += [
         f"`{spelled}` has no effect with `--task streaming`, whose videos follow the flags of "
         "training; leave it out."
-        for spelled in _changed(run, ("sample",), _SAMPLES_OF_FLOW)
+        for spelled in changed(run, ("sample",), _SAMPLES_OF_FLOW)
     ]
     found += [
-        f"`{_spelled(run.model, name)}` has no effect with `--task streaming`: "
+        f"`{spelling_of(run.model, name)}` has no effect with `--task streaming`: "
         "`--generator-size` and the flags beside it decide; leave it out."
         for name in ("hidden_size", "num_attention_heads")
         if getattr(run.model, name) not in (None, getattr(described, name))
@@ -171,8 +172,8 @@ def _streaming_errors(run: RunConfig) -> list[str]:
     usual = {
         "pipeline_model_parallel_size": 1,
         "eval_iters": 0,
-        "num_workers": _default(run.data, "num_workers"),
-        "pooled_width": _default(run.text_encoder, "pooled_width"),
+        "num_workers": default_of(run.data, "num_workers"),
+        "pooled_width": default_of(run.text_encoder, "pooled_width"),
         "skip_train": run.streaming_sample.only_samples,
     }
     found += [
@@ -190,7 +191,7 @@ def _mmdit_errors(run: RunConfig) -> list[str]:
     found = [
         f"`{spelled}` has an effect only with {kind}; leave it out."
         for kind, sections in ((dit, ("video_dit",)), ("`--task streaming`", STREAMING_ONLY))
-        for spelled in _changed(run, sections)
+        for spelled in changed(run, sections)
     ]
     if run.text_encoder.text_encoder == UMT5:
         found.append(
@@ -215,7 +216,7 @@ def _dit_errors(run: RunConfig) -> list[str]:
         ("conditions", {"t2v_weight"}, "a video DiT is given no reference frames"),
     ]
     found = [
-        f"`{_spelled(section, field.name)}` has no effect with {model}: {reason}; leave it out."
+        f"`{spelling_of(section, field.name)}` has no effect with {model}: {reason}; leave it out."
         for name, kept, reason in reasons
         for section in (getattr(run, name),)
         for field in dataclasses.fields(section)
@@ -224,12 +225,12 @@ def _dit_errors(run: RunConfig) -> list[str]:
         and getattr(section, field.name) != VIDEO_DIT_DEFAULTS.get(field.name, field.default)
     ]
     found += [
-        f"`{_spelled(run.model, name)}` has no effect with {model}: `--video-dit-size` decides; "
+        f"`{spelling_of(run.model, name)}` has no effect with {model}: `--video-dit-size` decides; "
         "leave it out."
         for name in ("hidden_size", "num_attention_heads")
         if getattr(run.model, name) is not None
     ]
-    if run.text_dropout.pooled_dropout != _default(run.text_dropout, "pooled_dropout"):
+    if run.text_dropout.pooled_dropout != default_of(run.text_dropout, "pooled_dropout"):
         found.append(
             f"`--pooled-dropout` ({run.text_dropout.pooled_dropout}) has no effect with {model}, "
             "which is given no pooled embedding; leave it out."
@@ -259,10 +260,10 @@ def _without_their_switch(run: RunConfig) -> list[str]:
         for name in _SHIFTS
     ]
     return [
-        f"`{_spelled(getattr(run, section), name)}` {why}."
+        f"`{spelling_of(getattr(run, section), name)}` {why}."
         for section, name, why, works in rules
         if not works
-        and getattr(getattr(run, section), name) != _default(getattr(run, section), name)
+        and getattr(getattr(run, section), name) != default_of(getattr(run, section), name)
     ]
 
 
@@ -274,7 +275,7 @@ def _encoding_errors(run: RunConfig) -> list[str]:
     sections = ("encode",) if _samples(run) else ENCODING
     return [
         f"`{spelled}` has an effect only with `--online-encoding`; leave it out."
-        for spelled in _changed(run, sections)
+        for spelled in changed(run, sections)
     ]
 
 
@@ -282,7 +283,7 @@ def _sample_errors(run: RunConfig, more: Sequence[str] = ()) -> list[str]:
     """Samples that are described, in one section or more, but not asked for."""
     return [
         f"`{spelled}` has an effect only with `--sample-interval`; give it too, or leave this out."
-        for spelled in ([] if _samples(run) else _changed(run, ("sample", *more)))
+        for spelled in ([] if _samples(run) else changed(run, ("sample", *more)))
     ]
 
 
@@ -291,27 +292,12 @@ def _samples(run: RunConfig) -> bool:
     return run.sample.sample_interval is not None or run.training.skip_train
 
 
-def _changed(
-    run: RunConfig, sections: Sequence[str], only: Collection[str] | None = None
-) -> list[str]:
-    """Flags of sections that are not at their defaults; ``only`` those of some names."""
-    return [
-        _spelled(section, field.name)
-        for name in sections
-        for section in (getattr(run, name),)
-        for field in dataclasses.fields(section)
-        if "help" in field.metadata
-        and getattr(section, field.name) != field.default
-        and (only is None or field.name in only)
-    ]
-
-
 def _listed(run: RunConfig) -> list[tuple[str, str, str]]:
     """Single flags of sections that are followed otherwise."""
     return [
         (name, field, reason)
         for name, field, reason in _REFUSED
-        if getattr(getattr(run, name), field) != _default(getattr(run, name), field)
+        if getattr(getattr(run, name), field) != default_of(getattr(run, name), field)
     ]
 
 
@@ -338,18 +324,8 @@ def _settled(run: RunConfig, bare: RunConfig) -> list[tuple[str, str, str]]:
         if field.name not in _ALLOWED.get(name, ())
         and getattr(section, field.name)
         not in (
-            _default(section, field.name),
+            default_of(section, field.name),
             VIDEO_DEFAULTS.get(field.name),
             getattr(getattr(bare, name), field.name),
         )
     ]
-
-
-def _default(section: Any, name: str) -> Any:
-    return getattr(type(section)(), name)
-
-
-def _spelled(section: Any, name: str) -> str:
-    """The spelling that changes the default."""
-    dashed = name.replace("_", "-")
-    return f"--no-{dashed}" if getattr(section, name) is False else f"--{dashed}"

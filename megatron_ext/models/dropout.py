@@ -135,7 +135,8 @@ class BiasDropoutAdd:
             if not self.dropout.drops:
                 return residual + (x if bias is None else x + bias)
             drawn = self.dropout.drawn(x)
-            return masked_bias_dropout_add(x, bias, residual, drawn, self.dropout.probability)
+            add = masked_bias_dropout_add if fused else masked_bias_dropout_add.eager
+            return add(x, bias, residual, drawn, self.dropout.probability)
 
         return bias_dropout_add
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from megatron_ext.models.flops import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
 from megatron_ext.planning.contents import Sizes, Stage
 from megatron_ext.planning.parameters import in_8_bits
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
 
-MULTIPLY_AND_ADD = 2
-FORWARD_AND_BACKWARD = 3
 CASTS = {"delayed": 4, "tensorwise": 6, "rowwise": 8}
 """Bytes that a cast to 8 bits in both layouts reads and writes for each number, by recipe, as
 `models.fp8` does it; Transformer Engine's recipes are taken for tensorwise."""

@@ -219,5 +219,7 @@ def with_recomputation(config: RunConfig, mode: str) -> RunConfig:
 
 
 def modes_of(config: RunConfig) -> list[str]:
-    """Modes of recomputation that a plan compares."""
+    """Modes of recomputation that a plan compares; graphs keep all activations."""
+    if config.cuda_graphs.cuda_graph_impl != "none":
+        return ["none"]
     return ["none", "full"] if config.video.video else list(RECOMPUTATION)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from megatron_ext.config.cuda_graphs import CudaGraphConfig
 from megatron_ext.planning.activations import Activations
 from megatron_ext.planning.assumptions import assumed
 from megatron_ext.planning.checks import check_core
@@ -299,8 +300,14 @@ def _advice(found: Estimate) -> str:
     limit = found.gpu.memory - found.reserve.total
     shared = replace(config.optimizer, use_distributed_optimizer=True)
     remedies = {"--use-distributed-optimizer": replace(config, optimizer=shared)}
-    modes = [mode for mode in modes_of(config) if mode != "none"]
-    remedies |= {f"{mode} recomputation": with_recomputation(config, mode) for mode in modes}
+    graphs = config.cuda_graphs.cuda_graph_impl != "none"
+    config = replace(config, cuda_graphs=CudaGraphConfig())
+    instead = " in place of --cuda-graph-impl" if graphs else ""
+    remedies |= {
+        f"{mode} recomputation{instead}": with_recomputation(config, mode)
+        for mode in modes_of(config)
+        if mode != "none"
+    }
     for name, run in remedies.items():
         if max(rank.total for rank in _memory_as(network, run)) <= limit:
             return f"it would fit with {name}"

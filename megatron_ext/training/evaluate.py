@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.data.loader import BatchSource
-from megatron_ext.training.step import StepRunner, mean_of, reduce_reports
+from megatron_ext.training.step import StepRunner
+from megatron_ext.training.totals import mean_of, reduce_reports
 
 
 def evaluate(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_ext.models.flops import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
+
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
-
-FORWARD_AND_BACKWARD = 3
-MULTIPLY_AND_ADD = 2
 
 PEAK_FLOPS_BF16 = {
     "H200": 989e12,

@@ -200,3 +200,12 @@ def test_dashes_and_underscores_mean_the_same() -> None:
         for word in TINY.split()
     ]
     assert parse_args(lined, world_size=1, device="cpu").config == dashed
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_switch_that_is_always_on_says_so(device: str) -> None:
+    words = [*MIXTRAL.split(), "--tokenizer-hf-use-fast"]
+    (note,) = set(parse_args(words, world_size=32, device=device).notes) - set(
+        parse_args(MIXTRAL.split(), world_size=32, device=device).notes
+    )
+    assert note.startswith("`--tokenizer-hf-use-fast` has no effect: Hugging Face tokenizers are")

@@ -206,6 +206,7 @@ def test_products_of_the_overlap_have_transformer_engines_names() -> None:
         f"{FP8} --fp8-recipe rowwise",
         f"{FP8} --no-fp8-wgrad",
         "--attention-backend local",
+        "--cuda-graph-impl local --attention-dropout 0",
     ],
 )
 def test_auto_takes_the_torch_layers_where_the_others_lack_something(words: str) -> None:
@@ -220,6 +221,21 @@ def test_auto_takes_transformer_engine_where_it_can() -> None:
 def test_the_torch_layers_refuse_what_they_lack(words: str) -> None:
     with pytest.raises(ConfigError, match="--transformer-impl transformer_engine"):
         configured(f"--transformer-impl torch {SP} {words}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--tp-comm-overlap",
+        f"{FP8} --fp8-recipe mxfp8",
+        f"{FP8} --fp8-param-gather --use-distributed-optimizer",
+    ],
+)
+def test_no_sentence_names_layers_that_other_flags_would_refuse(words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configured(f"--lora-rank 2 {SP} {words}")
+    assert "Transformer Engine's layers" in str(caught.value)
+    assert "--transformer-impl transformer_engine" not in str(caught.value)
 
 
 def test_groups_of_groups_need_einops(monkeypatch: pytest.MonkeyPatch) -> None:

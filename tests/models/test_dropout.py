@@ -10,8 +10,15 @@ from torch import Tensor
 from megatron_ext.config import parse_args
 from megatron_ext.errors import ConfigError
 from megatron_ext.layout import ParallelContext
+from megatron_ext.models.compiled import compiled_on_cpu
 from megatron_ext.models.context_parallel import chunks_of
-from megatron_ext.models.dropout import HiddenDropout, attention_dropout, microbatch_masks, uniform
+from megatron_ext.models.dropout import (
+    BiasDropoutAdd,
+    HiddenDropout,
+    attention_dropout,
+    microbatch_masks,
+    uniform,
+)
 from tests.ranks import ranks
 from tests.training_runs import TINY, mock_data
 
@@ -104,3 +111,22 @@ def test_transformer_engines_layers_are_refused() -> None:
     words = "--train-iters 1 --deterministic-dropout --transformer-impl transformer_engine".split()
     with pytest.raises(ConfigError, match="`--deterministic-dropout` needs our own layers"):
         parse_args([*TINY, *mock_data(), *words], world_size=1, device="cuda")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@ranks()
+def test_without_the_fusion_nothing_is_compiled(context: ParallelContext, fused: bool) -> None:
+    """`--no-bias-dropout-fusion` holds for masks that no layout changes as well."""
+    graphs = []
+
+    def note(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    dropout = HiddenDropout(0.5, "mlp 3", context.pgs, sequence_parallel=False)
+    add = BiasDropoutAdd(dropout)(training=True, fused=fused)
+    x = torch.ones(S, B, H)
+    with compiled_on_cpu(note), microbatch_masks(7, 40):
+        found = add((x, None), torch.zeros_like(x), 0.5)
+    assert len(graphs) == fused
+    assert torch.equal(found, full_mask("mlp 3", 40) * 2.0)

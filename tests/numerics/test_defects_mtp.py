@@ -23,8 +23,8 @@ from megatron_ext.training.gpt import gpt_forward_step
 from megatron_ext.training.launch import fork_ranks
 from megatron_ext.training.preflight import preflight
 from megatron_ext.training.pretrain import pretrain
-from megatron_ext.training.step import mean_of
 from megatron_ext.training.task import Task
+from megatron_ext.training.totals import mean_of
 from pretrain_gpt import GPT
 from tests.numerics.stock import (
     LENGTH,

@@ -190,6 +190,19 @@ def test_the_tool_searches(
     assert "layouts that fit" in capfd.readouterr().out
 
 
+def test_recomputation_is_not_advised_beside_graphs(
+    tool: Callable[[list[str]], int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    large = "--num-layers 64 --hidden-size 4096 --num-attention-heads 32 --seq-length 16384".split()
+    graphs = "--cuda-graph-impl local --max-position-embeddings 16384".split()
+    flags = [*MODEL, *large, *graphs, "--bf16", "--use-distributed-optimizer"]
+    flags += ["--global-batch-size", "128"]
+    assert tool(["--world-size", "64", "--gpu", "H200", "--", *flags]) == 0
+    assert "it would fit with full recomputation in place of" in capfd.readouterr().out
+    assert tool(["--world-size", "1", "--search", "--", *MODEL, *graphs]) == 0
+    assert not {"full", "selective"} & set(capfd.readouterr().out.split())
+
+
 def test_the_tool_reports_errors(
     tool: Callable[[list[str]], int], capfd: pytest.CaptureFixture[str]
 ) -> None:

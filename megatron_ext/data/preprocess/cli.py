@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from megatron_ext.config.flags import Flag, flags_of
 from megatron_ext.config.sft import SftConfig
+from megatron_ext.config.spelling import ALWAYS_ON
 from megatron_ext.data.preprocess.options import PreprocessOptions
 from megatron_ext.data.preprocess.run import Report, preprocess, run_or_explain, say_to_stderr
 from megatron_ext.data.preprocess.sentences import LANGUAGES
@@ -27,7 +28,7 @@ _NOT_HERE = {
 }
 _NO_EFFECT = {
     "--padded-vocab-size": "it belongs to the model, not to the data",
-    "--tokenizer-hf-use-fast": "Hugging Face tokenizers are always the fast ones here",
+    "--tokenizer-hf-use-fast": ALWAYS_ON["tokenizer_hf_use_fast"],
 }
 
 

@@ -12,7 +12,7 @@ from megatron_ext.config.video_dit_sizes import VideoDiTSizes
 from megatron_ext.models.causal_video.cache import KVCache
 from megatron_ext.models.causal_video.model import VideoDiT
 from megatron_ext.models.causal_video.window import FrameWindow
-from megatron_ext.models.mmdit.flops import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
+from megatron_ext.models.flops import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
 
 
 def flops_of_frames(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from megatron_ext.config.mmdit_sizes import TIMESTEP_WIDTH, MMDiTSizes
-
-FORWARD_AND_BACKWARD = 3
-MULTIPLY_AND_ADD = 2
+from megatron_ext.models.flops import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
 
 
 def flops_of_clip(sizes: MMDiTSizes, num_text: int, num_image: int) -> float:

@@ -12,7 +12,7 @@ from megatron_ext.models.causal_video.attention import AttentionPlan
 from megatron_ext.models.causal_video.flops import flops_of_sample
 from megatron_ext.models.causal_video.stages import stage_blocks
 from megatron_ext.models.causal_video.window import FrameWindow
-from megatron_ext.models.mmdit.flops import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
+from megatron_ext.models.flops import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
 from megatron_ext.planning.communication import Volume, ring
 from megatron_ext.planning.contents import Ranks, Stage
 from megatron_ext.planning.flops import Operated

@@ -7,7 +7,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.mmdit_sizes import TIMESTEP_WIDTH, MMDiTSizes
-from megatron_ext.models.mmdit.flops import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, flops_of_clip
+from megatron_ext.models.flops import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
+from megatron_ext.models.mmdit.flops import flops_of_clip
 from megatron_ext.models.mmdit.stages import stage_blocks
 from megatron_ext.planning.communication import Volume, ring
 from megatron_ext.planning.contents import Ranks, Stage

@@ -29,7 +29,7 @@ from megatron_ext.layout import Layout, ParallelContext, init_groups
 from megatron_ext.training.batch_size import BatchSize, number_of_iterations
 from megatron_ext.training.preview.origins import Drawn, Numbered, Origin, Origins
 from megatron_ext.training.setup import split_sizes
-from megatron_ext.training.step import count_targets
+from megatron_ext.training.totals import count_targets
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig

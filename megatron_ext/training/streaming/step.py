@@ -31,13 +31,14 @@ from megatron_ext.streaming.scores import (
 )
 from megatron_ext.streaming.sequence import Replica, StreamingSequence
 from megatron_ext.training.invariants import check_zeroed
-from megatron_ext.training.step import StepResult, StepRunner, mean_of, reduce_reports
+from megatron_ext.training.step import StepResult, StepRunner
 from megatron_ext.training.streaming.configuration import dmd_of, noise_of, options_of
 from megatron_ext.training.streaming.networks import TrainedNetwork, build_critic
 from megatron_ext.training.streaming.prompts import FilePrompts
 from megatron_ext.training.streaming.stored import Settings, StreamingState
 from megatron_ext.training.streaming.teacher import build_teacher
 from megatron_ext.training.streaming.work import WorkCounter
+from megatron_ext.training.totals import mean_of, reduce_reports
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig

@@ -10,7 +10,7 @@ import torch
 
 from megatron_ext.models.causal_video import VideoDiT
 from megatron_ext.models.causal_video.flops import flops_of_pass
-from megatron_ext.training.flops import FORWARD_AND_BACKWARD
+from megatron_ext.models.flops import FORWARD_AND_BACKWARD
 
 
 class WorkCounter:
