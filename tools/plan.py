@@ -22,6 +22,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -63,8 +64,8 @@ def main(argv: Sequence[str]) -> int:
         gpu = gpu_named(args.gpu)
         if args.video:
             refuse_for_video(args)
-            return plan(*read_video(words, args.world_size), gpu, args.png)
-        config = read(words, 1 if args.search else args.world_size)
+            return plan(*read_video(words, args.world_size, args.gpu), gpu, args.png)
+        config = read(words, 1 if args.search else args.world_size, args.gpu)
         if args.search:
             return propose(config, args.world_size, gpu, args.count)
         return plan(config, (), gpu, args.png)
@@ -73,27 +74,33 @@ def main(argv: Sequence[str]) -> int:
         return 2
 
 
-def read(words: Sequence[str], world_size: int) -> RunConfig:
-    """The run that flags describe, for GPUs.
+def read(words: Sequence[str], world_size: int, gpu: str) -> RunConfig:
+    """The run that flags describe, for GPUs of a kind.
 
     Raises:
         ConfigError: with one sentence for every error.
     """
-    parsed = parse_args(words, world_size=world_size, device="cuda")
+    parsed = parse_args(words, world_size=world_size, device="cuda", defaults=planned_for(gpu))
     for note in parsed.notes:
         print(f"> {note}")
     return with_vocabulary(parsed.config)
 
 
-def read_video(words: Sequence[str], world_size: int) -> tuple[RunConfig, Sequence[Clip]]:
+def planned_for(gpu: str) -> dict[str, Any]:
+    """What makes flags those of a plan, which may ask for what this machine lacks."""
+    return {"dry_run": True, "dry_run_gpu": gpu}
+
+
+def read_video(
+    words: Sequence[str], world_size: int, gpu: str
+) -> tuple[RunConfig, Sequence[Clip]]:
     """A video run on GPUs, and the buckets of its data; none with ``--task streaming``.
 
     Raises:
         ConfigError, DataError: with one sentence for every error.
     """
-    parsed = parse_args(
-        words, world_size=world_size, device="cuda", defaults=pretrain_video.defaults_of(words)
-    )
+    defaults = {**pretrain_video.defaults_of(words), **planned_for(gpu)}
+    parsed = parse_args(words, world_size=world_size, device="cuda", defaults=defaults)
     for note in parsed.notes:
         print(f"> {note}")
     task = pretrain_video.task_of(parsed.config)

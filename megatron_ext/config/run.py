@@ -92,7 +92,7 @@ class RunConfig:
         run = self.resolved(world_size, device)
         device = run.device
         ignored = video_errors(self, lambda bare: bare.resolved(world_size, device))
-        errors = [*ignored, *run.errors(has_te=_has_transformer_engine(device))]
+        errors = [*ignored, *run.errors(has_te=self._has_transformer_engine(device))]
         if errors:
             raise ConfigError(errors)
         return run
@@ -107,7 +107,7 @@ class RunConfig:
         world_size = world_size or self.parallel.nproc_per_node * (planned.dry_run_nodes or 1)
         device = "cuda" if planned.dry_run_gpu else device
         model = self._described_model()
-        has_te = _has_transformer_engine(device) and not needs_torch_layers(self)
+        has_te = self._has_transformer_engine(device) and not needs_torch_layers(self)
         model = model.resolved(has_te=has_te)
         parallel = self.parallel.resolved(model, world_size)
         return dataclasses.replace(
@@ -127,6 +127,11 @@ class RunConfig:
             data=self.data.resolved(),
             sft=self.sft.resolved(model.seq_length),
         )
+
+    def _has_transformer_engine(self, device: str) -> bool:
+        """Whether it is installed, or asked for in a plan for a GPU of another machine."""
+        asked = self.model.transformer_impl == "transformer_engine"
+        return bool(self.planning.dry_run_gpu and asked) or _has_transformer_engine(device)
 
     def _described_model(self) -> ModelConfig:
         if not self.video.video:

@@ -100,7 +100,7 @@ def _activation(run: RunConfig) -> str:
 
 def _fusions(run: RunConfig) -> dict[str, object]:
     model = run.model
-    te = model.transformer_impl == "transformer_engine"
+    te = _with_engine(run)
     gpu = run.device == "cuda"
     wanted = {name: bool(getattr(model, name)) and te for name in FUSIONS}
     # The output head is megatron-core's own layer, whose kernel is apex's.
@@ -111,6 +111,12 @@ def _fusions(run: RunConfig) -> dict[str, object]:
     native = model.cross_entropy_loss_fusion and model.cross_entropy_fusion_impl == "native"
     wanted["cross_entropy_loss_fusion"] = gpu and (impl == "te" or (impl == "eager" and native))
     return {**wanted, "cross_entropy_fusion_impl": "te" if impl == "te" else "native"}
+
+
+def _with_engine(run: RunConfig) -> bool:
+    """Transformer Engine computes; a plan may be made where it is not installed."""
+    te = run.model.transformer_impl == "transformer_engine"
+    return te and (not run.planning.dry_run or find_spec("transformer_engine") is not None)
 
 
 def _fuses_activation(run: RunConfig) -> bool:
@@ -140,7 +146,7 @@ def _moe_fields(run: RunConfig) -> dict[str, object]:
     moe = run.moe
     if moe.num_experts is None:
         return {}
-    te = run.model.transformer_impl == "transformer_engine"
+    te = _with_engine(run)
     fields: dict[str, object] = {
         name: value
         for name, value in dataclasses.asdict(moe).items()
