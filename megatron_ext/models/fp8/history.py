@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_ext.device.transfer import HostCopy
 from megatron_ext.models.fp8.scaling import DelayedScaling
 
 
@@ -23,6 +24,7 @@ class AmaxHistories:
             for module in chunk.modules()
             if isinstance(module, DelayedScaling)
         ]
+        self._asked: tuple[list[DelayedScaling], HostCopy] | None = None
 
     @property
     def scalings(self) -> list[DelayedScaling]:
@@ -37,10 +39,28 @@ class AmaxHistories:
         layers, and each expert's on those that hold the expert. A tensor that was nothing but
         zeros, or not finite, leaves its history as it is, and so its scale.
         """
+        self._learn()
         for experts in (False, True):
             scalings = [x for x in self._scalings if x.parts.may_idle == experts]
             if scalings:
                 _advance(scalings)
+        self._ask()
+
+    def _ask(self) -> None:
+        """Which layers have whole histories, without waiting for the device."""
+        lacking = [x for x in self._scalings if not (x.has_history or x.parts.may_idle)]
+        if lacking:
+            histories = torch.stack([scaling.amax_history for scaling in lacking])
+            self._asked = lacking, HostCopy(histories.any(dim=1).all(dim=1))
+
+    def _learn(self) -> None:
+        """The answer of the step before."""
+        if self._asked is None:
+            return
+        scalings, answer = self._asked
+        self._asked = None
+        for scaling, whole in zip(scalings, answer.read(), strict=True):
+            scaling.has_history |= bool(whole)
 
 
 def _advance(scalings: Sequence[DelayedScaling]) -> None:
@@ -58,5 +78,3 @@ def _advance(scalings: Sequence[DelayedScaling]) -> None:
     torch._foreach_copy_([x.amax_history for x in scalings], list(after.unbind()))
     torch._foreach_copy_([x.scale for x in scalings], list(scales.unbind()))
     torch._foreach_zero_([x.amax for x in scalings])
-    for scaling in scalings:
-        scaling.has_history = True

@@ -176,15 +176,17 @@ class DelayedScaling(Scaling):
 
     The scales of a step are those of its beginning, whatever the order of its micro-batches, and
     what it sees is gathered as a maximum, so that a pass that is computed twice counts once.
-    `history.AmaxHistories` moves them on after the step. Until then, in the first step of all, a
-    tensor has the scale of its own: Transformer Engine's 1 would lose gradients that are below
-    the smallest number of the format.
+    `history.AmaxHistories` moves them on after the step. Before its first history, in the first
+    step of all and while it was nothing but zeros or not finite, a tensor has the scale of its own:
+    Transformer Engine's 1 would lose gradients that are below the smallest number of the format.
 
     Attributes:
         amax_history: largest magnitudes, ``[steps, 3]`` float32, the latest first; zero where
             there is none yet. The only state that a checkpoint holds.
         scale: that follows from it, ``[3]``.
         amax: of the step so far, on this rank, ``[3]``.
+        has_history: the host knows that all three tensors have one, so that a pass over a tensor
+            for its largest magnitude is saved.
         limits: the largest numbers of the three formats, ``[3]``; here, since what a step sends to
             the device anew it waits for.
     """
@@ -235,9 +237,8 @@ class DelayedScaling(Scaling):
         self._note(amax, role)
         amax = _over(amax, self.parts.of_tensor(role))
         scale = scale_for(amax, torch.finfo(self.formats[role]).max)
-        if self.has_history:
-            known = self.amax_history[:, role].any() & amax.isfinite()
-            scale = torch.where(known, self.scale[role], scale)
+        known = self.amax_history[:, role].any() & amax.isfinite()
+        scale = torch.where(known, self.scale[role], scale)
         found = QUANTIZE_WITH(x, scale, self.formats[role], wanted, varies=self.parts.varies)
         return scale, found.rows, found.columns
 
@@ -257,7 +258,7 @@ class DelayedScaling(Scaling):
 def _follow_history(scaling: Any, _keys: Any) -> None:
     """After a history was loaded."""
     scaling.scale.copy_(scaling.scale_of(scaling.amax_history))
-    scaling.has_history = bool(scaling.amax_history.any())
+    scaling.has_history = bool(scaling.amax_history.any(dim=0).all())
 
 
 RECIPES: dict[str, type[Scaling]] = {

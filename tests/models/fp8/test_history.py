@@ -83,6 +83,24 @@ def test_zeros_and_what_is_not_finite_leave_the_scale(context: ParallelContext) 
         assert float(layer.scale[Role.INPUT]) == 56.0
 
 
+@pytest.mark.parametrize("first", [0.0, torch.inf])
+@ranks()
+def test_a_tensor_without_a_history_has_its_own_scale(
+    context: ParallelContext, first: float
+) -> None:
+    """Gates of zeros, or a skipped first step, must not lose the gradients of the next."""
+    layer = scaling(context)
+    histories = AmaxHistories([layer])
+    for size, want in ((first, None), (2.0**-30, 57344 * 2.0**30), (2.0**-20, 57344 * 2.0**30)):
+        layer.rows(of_size(1.0), Role.INPUT)
+        layer.rows(of_size(1.0), Role.WEIGHT)
+        found = layer.rows(of_size(size), Role.GRADIENT)
+        assert want is None or float(found.scale) == want
+        assert not layer.has_history
+        histories.advance()
+    assert layer.has_history
+
+
 @ranks()
 def test_evaluation_leaves_no_trace(context: ParallelContext) -> None:
     layer = scaling(context)
@@ -109,7 +127,7 @@ def test_state_stays_in_float32_and_survives(context: ParallelContext) -> None:
     assert torch.equal(layer.scale, want)
     assert list(layer.state_dict()) == ["amax_history"]
     other.load_state_dict(layer.state_dict())
-    assert other.has_history and torch.equal(other.scale, want)
+    assert torch.equal(other.scale, want)
     assert getattr(layer.amax_history, "new_branch", False)
 
 
