@@ -91,9 +91,7 @@ def planned_for(gpu: str) -> dict[str, Any]:
     return {"dry_run": True, "dry_run_gpu": gpu}
 
 
-def read_video(
-    words: Sequence[str], world_size: int, gpu: str
-) -> tuple[RunConfig, Sequence[Clip]]:
+def read_video(words: Sequence[str], world_size: int, gpu: str) -> tuple[RunConfig, Sequence[Clip]]:
     """A video run on GPUs, and the buckets of its data; none with ``--task streaming``.
 
     Raises:
