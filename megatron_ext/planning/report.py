@@ -123,8 +123,11 @@ def headline(network: Network, ranks: list[RankMemory]) -> str:
 def number_format(config: RunConfig) -> str:
     """Of activations and products."""
     wide = "bf16" if config.precision.bf16 else "fp16" if config.precision.fp16 else "fp32"
-    eight = config.fp8.fp8_format
-    return wide if eight is None else f"{wide}, layers in fp8 ({eight}, {config.fp8.fp8_recipe})"
+    eight, te = config.fp8.fp8_format, config.model.transformer_impl == "transformer_engine"
+    layers = "; Transformer Engine's layers priced as the torch layers" if te else ""
+    if eight is None:
+        return wide + layers
+    return f"{wide}, layers in fp8 ({eight}, {config.fp8.fp8_recipe}){layers}"
 
 
 def model_parameters(ranks: list[RankMemory]) -> int:

@@ -182,6 +182,16 @@ def test_the_tool_plans_for_many_gpus(
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_plan_may_ask_for_layers_that_this_machine_lacks(
+    tool: Callable[[list[str]], int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    eight = "--bf16 --fp8-format hybrid --fp8-recipe blockwise --num-attention-heads 4".split()
+    asked = ["--transformer-impl", "transformer_engine", *eight]
+    assert tool(["--world-size", "4", "--gpu", "H100", "--", *MODEL, *asked]) == 0
+    shown = capfd.readouterr().out
+    assert "Transformer Engine's layers priced as the torch layers" in " ".join(shown.split())
+
+
 def test_the_tool_searches(
     tool: Callable[[list[str]], int], capfd: pytest.CaptureFixture[str]
 ) -> None:
