@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -124,6 +125,10 @@ def _rank(
         text = f"--- rank {rank} ---\n{traceback.format_exc()}"
         (folder / f"traceback_{rank:03d}").write_text(text)
         return 1
+    finally:
+        # megatron-core's `dist_checkpointing.save` keeps a process, which would outlive the rank.
+        for process in multiprocessing.active_children():
+            process.terminate()
 
 
 def _fork(
