@@ -49,8 +49,8 @@ def console() -> Console:
     )
 
 
-def print_plan(config: RunConfig, clips: Sequence[Clip] = ()) -> None:
-    """Print what ``--dry-run`` asks for.
+def print_plan(config: RunConfig, clips: Sequence[Clip] = ()) -> bool:
+    """Print what ``--dry-run`` asks for; returns whether the run fits, see `show`.
 
     Args:
         config: a resolved run; of text with its vocabulary.
@@ -61,7 +61,7 @@ def print_plan(config: RunConfig, clips: Sequence[Clip] = ()) -> None:
     """
     check_core(config)
     name = config.planning.dry_run_gpu
-    show(config, None if name is None else gpu_named(name), clips)
+    return show(config, None if name is None else gpu_named(name), clips)
 
 
 def show(config: RunConfig, gpu: Gpu | None, clips: Sequence[Clip] = ()) -> bool:

@@ -55,7 +55,8 @@ def main(
         work: what to do with the run, in the place of training and evaluation.
 
     Returns:
-        The exit code of the program; 2 after a user's error, whose sentences are printed.
+        The exit code of the program; 2 after a user's error, whose sentences are printed; of
+        ``--dry-run`` 1 where the run does not fit the GPU that is named.
     """
     try:
         chosen, device, config, tokenizer = _prepare(task, argv, defaults)
@@ -65,8 +66,8 @@ def main(
         if int(os.environ.get("RANK", "0")) == 0:
             print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
         return EXIT_CODE_USER_ERROR
-    except _NothingToRun:
-        return 0
+    except _NothingToRun as asked:
+        return asked.exit_code
     return launch(
         lambda: pretrain(chosen, config, device=device, tokenizer=tokenizer, work=work),
         nproc_per_node=config.parallel.nproc_per_node,
@@ -76,6 +77,10 @@ def main(
 
 class _NothingToRun(Exception):
     """The command line asked for something else than a run."""
+
+    def __init__(self, exit_code: int = 0) -> None:
+        super().__init__()
+        self.exit_code = exit_code
 
 
 def _prepare(
@@ -104,9 +109,9 @@ def _prepare(
         for note in parsed.notes:
             print(f"> {note}", flush=True)
     if config.planning.dry_run:
-        if first:
-            print_plan(config, () if chosen.clips is None else chosen.clips(config))
-        raise _NothingToRun
+        clips = () if chosen.clips is None else chosen.clips(config)
+        fits = print_plan(config, clips) if first else True
+        raise _NothingToRun(0 if fits else 1)
     return chosen, device, config, tokenizer
 
 

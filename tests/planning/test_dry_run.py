@@ -158,6 +158,13 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(
     assert "estimated on H200" in capfd.readouterr().out
 
 
+def test_the_exit_code_says_whether_it_fits(capfd: pytest.CaptureFixture[str]) -> None:
+    large = "--num-layers 64 --hidden-size 16384 --ffn-hidden-size 65536 --num-attention-heads 128"
+    flags = [*MODEL, *large.split(), "--dry-run", "--dry-run-gpu", "H200"]
+    assert main(GPT, flags) == 1
+    assert "DOES NOT FIT" in capfd.readouterr().out
+
+
 def test_planning_flags_need_a_dry_run(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(GPT, [*MODEL, "--dry-run-nodes", "2"]) == EXIT_CODE_USER_ERROR
     assert "`--dry-run-nodes` (2) needs `--dry-run`" in capfd.readouterr().err
