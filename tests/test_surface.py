@@ -17,7 +17,7 @@ from megatron_ext.config.moe import MoEConfig
 PACKAGE = Path(__file__).parent.parent / "megatron_ext"
 ORDER = (
     "training planning checkpoint optim schedules streaming sampling losses models data layout "
-    "device config doctor errors"
+    "device config doctor capability errors"
 ).split()
 
 

@@ -16,9 +16,9 @@ from functools import partial
 
 import torch
 
+from megatron_ext.capability import FP8
 from megatron_ext.errors import DeviceNotSupported
 
-FP8_CAPABILITY = (8, 9)
 MATRIX = 8192
 COPIED = 2**30
 
@@ -58,7 +58,7 @@ def _by_the_clock(work: Callable[[], object]) -> float:
 
 def has_fp8(device: torch.device) -> bool:
     """Whether the device multiplies 8-bit floats: Ada (sm_89), Hopper (sm_90) and newer."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8
 
 
 def matrix_rate(

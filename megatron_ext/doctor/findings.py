@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron_ext.capability import FP8, engine_recipes
+
 if TYPE_CHECKING:
     from megatron_ext.doctor.host import Host
 
@@ -69,23 +71,13 @@ class Gpu:
     @property
     def has_fp8(self) -> bool:
         """Its matrix units take 8-bit floats: Ada (8.9), Hopper (9.0) and newer."""
-        return self.capability >= (8, 9)
+        return self.capability >= FP8
 
     @property
     def fp8_recipes(self) -> dict[str, tuple[str, ...]]:
-        """``--fp8-recipe`` by ``--transformer-impl``; the makers' words, not a measurement.
-
-        Transformer Engine's blocks of 128 are made for Hopper, and MXFP8 for Blackwell of data
-        centres (10.0 and 10.3); see docs/gpu.md.
-        """
-        if not self.has_fp8:
-            return {"torch": (), "transformer_engine": ()}
-        engine = ["delayed", "tensorwise"]
-        if self.capability >= (9, 0):
-            engine.append("blockwise")
-        if (10, 0) <= self.capability < (12, 0):
-            engine.append("mxfp8")
-        return {"torch": ("delayed", "tensorwise", "rowwise"), "transformer_engine": tuple(engine)}
+        """``--fp8-recipe`` by ``--transformer-impl``; the makers' words, not a measurement."""
+        torch = ("delayed", "tensorwise", "rowwise") if self.has_fp8 else ()
+        return {"torch": torch, "transformer_engine": engine_recipes(self.capability)}
 
 
 @dataclass(frozen=True)

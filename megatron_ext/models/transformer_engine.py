@@ -17,6 +17,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import is_te_min_version
 
+from megatron_ext.capability import FIRST, Capability, engine_recipes
 from megatron_ext.config.transformer_engine import TE_IMPL, read_overlap_settings
 from megatron_ext.errors import ConfigError
 
@@ -24,19 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from megatron_ext.config import RunConfig
-
-Capability = tuple[int, int]
-
-ADA, HOPPER, BLACKWELL, CONSUMER_BLACKWELL = (8, 9), (9, 0), (10, 0), (12, 0)
-FIRST: dict[str, Capability] = {
-    "delayed": ADA,
-    "tensorwise": ADA,
-    "blockwise": HOPPER,
-    "mxfp8": BLACKWELL,
-}
-"""The first compute capability with the products of a recipe; a recipe of the user's own may need
-any.
-"""
 
 CUDA_OF_BLOCKWISE = (12, 9)
 
@@ -46,8 +34,6 @@ def recipe_error(
 ) -> str | None:
     """Why a GPU cannot run a recipe of Transformer Engine, in one sentence; None if it can.
 
-    The rules are those of ``transformer_engine/pytorch/quantization.py`` 2.9.
-
     Args:
         recipe: ``--fp8-recipe``.
         capability: compute capability of the GPU.
@@ -56,9 +42,7 @@ def recipe_error(
     first, found = FIRST.get(recipe), ".".join(map(str, capability))
     if first is None:
         return None
-    fitting = [name for name, least in FIRST.items() if least <= capability]
-    if recipe == "mxfp8" and capability >= CONSUMER_BLACKWELL:
-        fitting.remove(recipe)
+    fitting = engine_recipes(capability)
     advice = f"use {' or '.join(fitting)}" if fitting else "leave out `--fp8-format`"
     if recipe not in fitting:
         limit = " and below 12.0" if recipe == "mxfp8" else " or above"

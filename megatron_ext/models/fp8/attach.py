@@ -14,6 +14,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_ext.capability import FP8
 from megatron_ext.config.fp8_rules import UNIT
 from megatron_ext.errors import ConfigError
 from megatron_ext.models.fp8.parts import ExpertParts, Parts
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
 
 Layer = ColumnParallelLinear | RowParallelLinear
-
-CAPABILITY = (8, 9)
-"""Of the first NVIDIA GPUs with 8-bit products, Ada and Hopper."""
 
 _OF_A_LAYER = re.compile(r"^(?!mtp\.).*\b(layers|blocks|double_blocks|single_blocks)\.")
 """Names within the layers of a model, but for the depths of multi-token prediction."""
@@ -96,8 +94,8 @@ def _attach(name: str, layer: Layer, config: RunConfig, pgs: ProcessGroupCollect
 
 def _check_gpu() -> None:
     found = torch.cuda.get_device_capability()
-    if found < CAPABILITY:
+    if found < FP8:
         raise ConfigError(
-            f"`--fp8-format` needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or "
+            f"`--fp8-format` needs a GPU of compute capability {FP8[0]}.{FP8[1]} or "
             f"above, but this one has {found[0]}.{found[1]}; leave it out."
         )
