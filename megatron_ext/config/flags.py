@@ -142,13 +142,20 @@ def changed(run: Any, sections: Sequence[str], only: Collection[str] | None = No
         only: fields to look at; None for all.
     """
     return [
-        spelling_of(section, field.name)
-        for name in sections
-        for section in (getattr(run, name),)
+        spelling_of(section, field)
+        for section in (getattr(run, name) for name in sections)
+        for field in changed_fields(section)
+        if only is None or field in only
+    ]
+
+
+def changed_fields(section: Any) -> list[str]:
+    """Names of the flags of a section that are not at their defaults."""
+    default = type(section)()
+    return [
+        field.name
         for field in dataclasses.fields(section)
-        if "help" in field.metadata
-        and getattr(section, field.name) != default_of(section, field.name)
-        and (only is None or field.name in only)
+        if "help" in field.metadata and getattr(section, field.name) != getattr(default, field.name)
     ]
 
 

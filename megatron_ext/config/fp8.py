@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_ext.config.flags import flag, spelling_of
+from megatron_ext.config.flags import flag
 from megatron_ext.config.fp8_rules import TE_RECIPES, TORCH_RECIPES, fp8_errors
 from megatron_ext.config.transformer_engine import needs_torch_layers
 
@@ -82,13 +81,3 @@ class Fp8Config:
     def errors(self, run: RunConfig) -> list[str]:
         """What cannot be run, one sentence each."""
         return fp8_errors(self, run, may_use_te=not needs_torch_layers(run))
-
-    def changed(self) -> list[str]:
-        """Names of the fields that are not at their defaults."""
-        default = Fp8Config()
-        names = [field.name for field in dataclasses.fields(self)]
-        return [name for name in names if getattr(self, name) != getattr(default, name)]
-
-    def spelled(self, name: str) -> str:
-        """The flag of a field as the user writes it."""
-        return spelling_of(self, name)

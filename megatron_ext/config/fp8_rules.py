@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_ext.config.flags import changed_fields, spelling_of
+
 if TYPE_CHECKING:
     from megatron_ext.config.fp8 import Fp8Config
     from megatron_ext.config.run import RunConfig
@@ -37,8 +39,8 @@ def fp8_errors(fp8: Fp8Config, run: RunConfig, *, may_use_te: bool) -> list[str]
     """
     if fp8.fp8_format is None:
         return [
-            f"`{fp8.spelled(name)}` needs `--fp8-format`; give e4m3 or hybrid."
-            for name in fp8.changed()
+            f"`{spelling_of(fp8, name)}` needs `--fp8-format`; give e4m3 or hybrid."
+            for name in changed_fields(fp8)
         ]
     te = run.model.transformer_impl == "transformer_engine"
     found = _recipe_errors(fp8, te=te, may_use_te=may_use_te)
@@ -67,9 +69,9 @@ def _recipe_errors(fp8: Fp8Config, *, te: bool, may_use_te: bool) -> list[str]:
         )
     if fp8.fp8_recipe != "delayed":
         found += [
-            f"`{fp8.spelled(name)}` belongs to `--fp8-recipe delayed`, but the recipe is "
+            f"`{spelling_of(fp8, name)}` belongs to `--fp8-recipe delayed`, but the recipe is "
             f"{fp8.fp8_recipe}; leave it out."
-            for name in fp8.changed()
+            for name in changed_fields(fp8)
             if name in OF_DELAYED
         ]
     if fp8.fp8_amax_history_len < 1:
@@ -86,13 +88,13 @@ def _layer_errors(fp8: Fp8Config, run: RunConfig, *, te: bool) -> list[str]:
     """What becomes of the layers that are to stay in bf16."""
     if not fp8.first_last_layers_bf16:
         return [
-            f"`{fp8.spelled(name)}` needs `--first-last-layers-bf16`; give it too."
-            for name in fp8.changed()
+            f"`{spelling_of(fp8, name)}` needs `--first-last-layers-bf16`; give it too."
+            for name in changed_fields(fp8)
             if name in OF_BF16_LAYERS
         ]
     num_layers = run.model.num_layers or 0
     found = [
-        f"`{fp8.spelled(name)}` ({getattr(fp8, name)}) must be at least 0."
+        f"`{spelling_of(fp8, name)}` ({getattr(fp8, name)}) must be at least 0."
         for name in OF_BF16_LAYERS
         if getattr(fp8, name) < 0
     ]
@@ -109,8 +111,8 @@ def _layer_errors(fp8: Fp8Config, run: RunConfig, *, te: bool) -> list[str]:
         )
     per_stage = num_layers // max(1, run.parallel.pipeline_model_parallel_size)
     found += [
-        f"`{fp8.spelled(name)}` ({getattr(fp8, name)}) must be at most the layers of a pipeline "
-        f"stage ({per_stage}) with Transformer Engine's layers."
+        f"`{spelling_of(fp8, name)}` ({getattr(fp8, name)}) must be at most the layers of a "
+        f"pipeline stage ({per_stage}) with Transformer Engine's layers."
         for name in OF_BF16_LAYERS
         if te and not found and getattr(fp8, name) > per_stage > 0
     ]
@@ -132,8 +134,9 @@ def _run_errors(run: RunConfig) -> list[str]:
 def _of_torch(fp8: Fp8Config, *, may_use_te: bool) -> list[str]:
     instead = "use `--transformer-impl transformer_engine`, or " if may_use_te else ""
     return [
-        f"`{fp8.spelled(name)}` is an option of Transformer Engine's layers; {instead}leave it out."
-        for name in fp8.changed()
+        f"`{spelling_of(fp8, name)}` is an option of Transformer Engine's layers; "
+        f"{instead}leave it out."
+        for name in changed_fields(fp8)
         if name in OF_TE
     ]
 

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config.flags import flag
+from megatron_ext.config.flags import changed_fields, flag, spelling_of
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
@@ -96,9 +96,10 @@ class SftConfig:
         if not self.sft:
             return self._without_sft(run)
         found = [
-            f"`{_spelled(run, section, name)}` does not go with `--sft`: {reason}; leave it out."
+            f"`{spelling_of(getattr(run, section), name)}` does not go with `--sft`: {reason}; "
+            "leave it out."
             for section, name, reason in _NOT_WITH_SFT
-            if _changed(getattr(run, section), name)
+            if name in changed_fields(getattr(run, section))
         ]
         if run.data.data_path is not None:
             found += [
@@ -129,7 +130,7 @@ class SftConfig:
         return found
 
     def _without_sft(self, run: RunConfig) -> list[str]:
-        names = [f.name for f in dataclasses.fields(self) if _changed(self, f.name)]
+        names = changed_fields(self)
         found = [
             f"`{_dashed(name)}` has an effect only with `--sft`; add it, or leave this out."
             for name in names
@@ -169,16 +170,5 @@ class SftConfig:
         return found
 
 
-def _changed(section: Any, name: str) -> bool:
-    default = next(f.default for f in dataclasses.fields(section) if f.name == name)
-    return bool(getattr(section, name) != default)
-
-
 def _dashed(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _spelled(run: RunConfig, section: str, name: str) -> str:
-    """The spelling that changes the default."""
-    value = getattr(getattr(run, section), name)
-    return _dashed(f"no_{name}" if value is False else name)

@@ -6,7 +6,6 @@ refused with them.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from megatron_ext.config.flags import flag
+from megatron_ext.config.flags import changed_fields, flag
 from megatron_ext.config.fp8_rules import TORCH_RECIPES
 from megatron_ext.config.te_versions import version_errors
 from megatron_ext.errors import ConfigError
@@ -103,11 +102,9 @@ class TransformerEngineConfig:
 
     def _overlap_errors(self, run: RunConfig) -> list[str]:
         changed = [
-            field.name
-            for field in dataclasses.fields(self)
-            if field.name.startswith("tp_comm_")
-            and field.name != "tp_comm_overlap"
-            and getattr(self, field.name) != field.default
+            name
+            for name in changed_fields(self)
+            if name.startswith("tp_comm_") and name != "tp_comm_overlap"
         ]
         if not self.tp_comm_overlap:
             return [
