@@ -82,9 +82,7 @@ def _mend_part(part: Any, param_state: dict[int, dict[str, Any]]) -> None:
 
 def _states_of(optimizer: MegatronOptimizer | None, state: dict[str, Any]) -> list[dict[str, Any]]:
     """The state of each optimizer of a chain."""
-    if len(parts_of(optimizer)) == 1:
-        return [state]
-    return [value for _, value in sorted(state.items())]
+    return [state] if len(parts_of(optimizer)) == 1 else _numbered(state)
 
 
 def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
@@ -96,13 +94,13 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     """
     parts = parts_of(optimizer)
     regroups = _saved_otherwise(parts, state)
-    if regroups and not is_distributed(optimizer):
-        raise CheckpointError(
-            "The checkpoint's optimizer state has experts grouped otherwise than by this "
-            "`--expert-model-parallel-size`, which only `--use-distributed-optimizer` can regroup; "
-            "give the size of the run that saved it, or `--no-load-optim`."
-        )
     if not is_distributed(optimizer):
+        if regroups:
+            raise CheckpointError(
+                "The checkpoint's optimizer state has experts grouped otherwise than by this "
+                "`--expert-model-parallel-size`, which only `--use-distributed-optimizer` can "
+                "regroup; give the size of the run that saved it, or `--no-load-optim`."
+            )
         optimizer.load_state_dict(state)
         return
     states = _regrouped(parts, state) if regroups else _states_of(optimizer, state)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from megatron.core.utils import unwrap_model
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.layout import Placement
@@ -46,9 +47,7 @@ def graphable_layers(chunk: torch.nn.Module) -> list[TransformerLayer]:
     Raises:
         ConfigError: the model has none, since its layers are its own.
     """
-    while isinstance(getattr(chunk, "module", None), torch.nn.Module):
-        chunk = chunk.module  # type: ignore[assignment]
-    layers = getattr(getattr(chunk, "decoder", None), "layers", None)
+    layers = getattr(getattr(unwrap_model(chunk), "decoder", None), "layers", None)
     if layers is None or not all(isinstance(layer, TransformerLayer) for layer in layers):
         raise ConfigError(
             "`--cuda-graph-impl` (local) records the TransformerLayers of a model's `decoder`, "

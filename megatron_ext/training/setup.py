@@ -16,6 +16,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.checkpoint import CheckpointManager
 from megatron_ext.checkpoint.frozen import FrozenBase
+from megatron_ext.checkpoint.loaded import LoadedCheckpoint
 from megatron_ext.data.gpt import Datasets
 from megatron_ext.data.loader import BatchSource, reads_dataset
 from megatron_ext.models.chunks import build_chunks, wrap_chunks
@@ -155,13 +156,6 @@ def build_run(
         ema=ema,
         companion=runner.companion,
     )
-    progress = Progress()
-    if loaded is not None:
-        progress = Progress.from_dict({**loaded.progress, "iteration": loaded.iteration})
-        if context.rank == 0:
-            print(f"> loaded {loaded.path} (iteration {loaded.iteration})", flush=True)
-            for note in loaded.notes:
-                print(f"> {note}", flush=True)
     run = Run(
         config=config,
         context=context,
@@ -175,7 +169,7 @@ def build_run(
         runner=runner,
         parameter_gather=_parameter_gather(config, core, chunks),
         checkpoints=checkpoints,
-        progress=progress,
+        progress=_progress_after(loaded, context),
         ema=ema,
         stop_requests=StopRequests(config, started),
         flops_per_sample=flops_per_sample(config),
@@ -190,6 +184,17 @@ def build_run(
         attach_data(run, task, tokenizer)
     _note_changed_data(run)
     return run
+
+
+def _progress_after(loaded: LoadedCheckpoint | None, context: ParallelContext) -> Progress:
+    """Where the run goes on, which it says with what the checkpoint did not have."""
+    if loaded is None:
+        return Progress()
+    if context.rank == 0:
+        print(f"> loaded {loaded.path} (iteration {loaded.iteration})", flush=True)
+        for note in loaded.notes:
+            print(f"> {note}", flush=True)
+    return Progress.from_dict({**loaded.progress, "iteration": loaded.iteration})
 
 
 def _note_changed_data(run: Run) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -161,9 +160,3 @@ def dealt(config: RunConfig, blocks: Sequence[range]) -> list[Stage]:
 def num_stages(config: RunConfig) -> int:
     """Pipeline stages, virtual ones included."""
     return Layout.from_config(config).placement.num_stages
-
-
-def with_clip(config: RunConfig, clip: Clip) -> RunConfig:
-    """The run as if all of its clips were of one bucket."""
-    training = dataclasses.replace(config.training, micro_batch_size=clip.micro_batch_size)
-    return dataclasses.replace(config, training=training)
