@@ -1,0 +1,147 @@
+"""Conversion: public weights are imported, loaded in a layout, exported, and are the same bits."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import runpy
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tests.combinations import layouts
+from tests.combinations.execute import ROOT, Ended, execute, side_by_side, workplace
+from tests.combinations.layouts import Layout
+
+MODELS = ("llama", "llama 3.1 tied", "mistral without groups", "qwen2 tied", "qwen3")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A round trip.
+
+    Attributes:
+        model: name of a tiny model.
+        stored: type of the public weights.
+        imported: ``--dtype`` of the import, None for the source's.
+        pad: flags about the vocabulary.
+        layout: of the run that goes through between.
+        run: flags of that run.
+        shards: ``--max-shard-size`` of the export.
+    """
+
+    model: str
+    stored: str
+    imported: str | None
+    pad: str
+    layout: Layout
+    run: str
+    shards: str
+
+
+def draw(dice: random.Random) -> Case:
+    """Draw a round trip."""
+    pads = ("", "--target-tensor-parallel-size 2", "--make-vocab-size-divisible-by 1")
+    runs = ("", "", "--use-distributed-optimizer", "--bf16", "--ckpt-fully-parallel-load")
+    # Two layers and heads for two groups are what the models have.
+    layout = layouts.draw(dice, ranks=(1, 2, 2, 4), limits=(2, 2, 2), stages=("plain", "zb-h1"))
+    return Case(
+        dice.choice(MODELS),
+        dice.choice(DTYPES),
+        dice.choice((None, None, *DTYPES)),
+        dice.choice(pads),
+        Layout(layout.ranks, layout.pieces),
+        dice.choice(runs),
+        dice.choice(("5GB", "100KB")),
+    )
+
+
+def judge(case: Case, data: Path, limit: float) -> tuple[str, str]:
+    """What came out: "equal", "refused" or a failure, with the commands."""
+    from megatron_ext.training.pretrain import main as train
+    from pretrain_gpt import task_of
+    from tests.checkpoint.huggingface.models import make
+
+    commands: list[str] = []
+    with workplace(data) as folder:
+
+        def tool(name: str, words: str) -> Ended:
+            commands.append(f"python tools/convert_checkpoint.py {words}")
+            main = runpy.run_path(str(ROOT / "tools" / "convert_checkpoint.py"))["main"]
+            return execute(lambda: main(shlex.split(words)), folder, name=name, limit=limit)
+
+        make(case.model, folder / "hf", getattr(torch, case.stored))
+        dtype = f"--dtype {case.imported}" if case.imported else ""
+        first = tool("import", f"import --hf hf --save ours --seq-length 32 {dtype} {case.pad}")
+        if first.code != 0:
+            return _ended(first, commands)
+        words = first.out.strip().splitlines()[-1]
+        words += (
+            " --mock-data --tokenizer-type NullTokenizer --vocab-size 299 --micro-batch-size 1 "
+            "--global-batch-size 4 --train-iters 1 --lr 0 --weight-decay 0 --save trained "
+            f"--save-interval 1 --eval-iters 0 --num-workers 0 --log-interval 1 {case.run} "
+        )
+        given = [*shlex.split(words), *case.layout.words]
+        commands.append(f"python pretrain_gpt.py {shlex.join(given)}")
+        second = execute(lambda: train(task_of, given), folder, name="run", limit=2 * limit)
+        if second.code != 0:
+            return _ended(second, commands)
+        third = tool(
+            "export",
+            f"export --load trained --hf back --vocab-size 300 --max-shard-size {case.shards}",
+        )
+        if third.code != 0:
+            return _ended(third, commands)
+        if name := _difference(folder, case):
+            return "differs", "\n".join([*commands, name])
+        return "equal", ""
+
+
+def _ended(ended: Ended, commands: list[str]) -> tuple[str, str]:
+    if ended.code == 2 and "Traceback" not in ended.err and "error: " in ended.err:
+        if not ended.started:
+            return "refused", ended.err.strip()
+    return f"exit code {ended.code}", "\n".join([*commands, ended.err[-1500:]])
+
+
+def _difference(folder: Path, case: Case) -> str | None:
+    """The first tensor that has not come back, in the narrowest type that it passed through."""
+    before, after = _tensors(folder / "hf"), _tensors(folder / "back")
+    if before.keys() != after.keys():
+        return f"names differ: {sorted(before.keys() ^ after.keys())}"
+    for name, tensor in before.items():
+        wanted, got = tensor, after[name]
+        if case.imported:
+            wanted = wanted.to(getattr(torch, case.imported))
+        if "--bf16" in case.run:
+            wanted, got = wanted.bfloat16(), got.bfloat16()
+        if not torch.equal(wanted.double(), got.double()):
+            return f"{name} differs by {float((wanted.double() - got.double()).abs().max()):.1e}"
+    return None
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def search(arguments: argparse.Namespace, data: Path) -> int:
+    """Draw round trips, judge them, and print what fails."""
+    dice, counts = random.Random(arguments.seed), dict[str, int]()
+    cases = [draw(dice) for _ in range(arguments.cases or 100)]
+    work = ((judge, (case, data, arguments.limit)) for case in cases)
+    for number, (kind, text) in enumerate(side_by_side(work, arguments.jobs)):
+        counts[kind] = counts.get(kind, 0) + 1
+        if kind not in ("equal", "refused"):
+            print(f"FAILED: {kind}\n{text}\n", flush=True)
+        elif arguments.verbose:
+            print(f"{number}: {kind} {text}", flush=True)
+    print(f"\n{counts}")
+    return int(bool(counts.keys() - {"equal", "refused"}))

@@ -1,0 +1,155 @@
+"""Drawing combinations: pairs that no case has had come first, and anything may meet anything."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from tests.combinations.layouts import ONE, Layout
+from tests.combinations.options import Option, joined, settings_of
+from tests.combinations.programs import PROGRAMS, Program
+from tests.combinations.values import words_of
+
+CANDIDATES = 16
+"""Options that are looked at for the next place of a case."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination.
+
+    Attributes:
+        number: of the draw.
+        kind: name of the program.
+        options: texts of the options.
+        layout: of the run.
+        judges: names of what is compared beside that the run trains; see `judge.py`.
+        other: layout that the checkpoint is continued in.
+    """
+
+    number: int
+    kind: str
+    options: tuple[str, ...] = ()
+    layout: Layout = ONE
+    judges: tuple[str, ...] = ()
+    other: Layout | None = None
+
+    @property
+    def program(self) -> Program:
+        """The program that is run."""
+        return PROGRAMS[self.kind]
+
+    def words(self, data: str, layout: Layout | None = None) -> list[str]:
+        """The command line, in the case's own layout or another one; the model stays the same."""
+        options = [words_of(text, data) for text in self.options]
+        base, model = words_of(self.program.base, data), self.layout.model.split()
+        # The layout's model comes before the options: an option about layers is what is tried.
+        return joined([base, model, *options, (layout or self.layout).words])
+
+
+@dataclass
+class Draws:
+    """Draws cases of a program.
+
+    Attributes:
+        program: whose flags are combined.
+        dice: decides everything.
+        max_ranks: of a layout.
+        seen: pairs that an earlier case had.
+    """
+
+    program: Program
+    dice: random.Random
+    max_ranks: int = 8
+    seen: set[tuple[str, str]] = field(default_factory=set)
+
+    def case(self, number: int) -> Case:
+        """The next case: six options that bring new pairs, or two to five at random."""
+        dice = self.dice
+        wide = dice.random() < 0.6
+        first = dice.choice(self._pool())
+        chosen, settings = [first], dict(first.settings)
+        count = 6 if wide else dice.randint(2, 5)
+        experts = "num_experts" in settings or dice.random() < 0.15
+        while len(chosen) < count:
+            candidates = [dice.choice(self._pool()) for _ in range(CANDIDATES if wide else 1)]
+            fitting = [
+                option
+                for option in candidates
+                if option.agrees_with(settings) and not option.settings.keys() <= settings.keys()
+            ]
+            if not fitting:
+                count -= 1
+                continue
+            best = max(fitting, key=lambda option: self._new(option, chosen))
+            chosen.append(best)
+            settings |= best.settings
+        experts = experts or "num_experts" in settings
+        if "moe" not in (*self.program.sections, *self.program.others):
+            experts = False
+        layout = self.layout(experts)
+        if experts:
+            layout = replace(layout, model=f"{layout.model} --num-experts 4".strip())
+        case = Case(number, self.program.name, tuple(o.text for o in chosen), layout)
+        names = [*case.options, *layout.pieces, f"{layout.ranks} ranks"]
+        self.seen |= {(a, b) for a in names for b in names if a < b}
+        return case
+
+    def layout(self, experts: bool) -> Layout:
+        """Draw a layout, with one for experts or without."""
+        while True:
+            layout = self.program.layout(self.dice, experts)
+            if layout.ranks <= self.max_ranks:
+                return layout
+
+    def other_layout(self, case: Case) -> Layout:
+        """Draw a layout that a checkpoint of the case fits, which has its layers and experts."""
+        given = settings_of(case.words(""))
+        for _ in range(50):
+            layout = self.layout("num_experts" in given)
+            wanted = settings_of(layout.model.split()).items()
+            if all(given.get(name) == value for name, value in wanted):
+                return replace(layout, model="")
+        return ONE
+
+    def _pool(self) -> Sequence[Option]:
+        """Options of the program's own sections three times out of four."""
+        options = self.program.options
+        own = [option for option in options if option.section in self.program.sections]
+        return own if self.dice.random() < 0.75 else options
+
+    def _new(self, option: Option, chosen: Sequence[Option]) -> int:
+        pairs = {tuple(sorted((option.text, other.text))) for other in chosen}
+        return len(pairs - self.seen)
+
+
+def has(words: Sequence[str], *fields: str) -> bool:
+    """Whether the words set one of these fields, and not to its negative."""
+    settings = settings_of(words)
+    return any(settings.get(name, (False, ()))[0] for name in fields)
+
+
+def cases_of(
+    kind: str, seed: int, count: int, judged: Mapping[str, int], max_ranks: int = 8
+) -> list[Case]:
+    """All cases of a search, each with what it is compared with.
+
+    Args:
+        kind: name of the program.
+        seed: decides everything.
+        count: of cases.
+        judged: how many of them are compared, by the judge's name; see `judge.py`.
+        max_ranks: of a layout.
+    """
+    dice = random.Random(seed)
+    draws = Draws(PROGRAMS[kind], dice, max_ranks=max_ranks)
+    wanted, cases = dict(judged), []
+    for number in range(count):
+        case = draws.case(number)
+        names = [name for name in wanted if dice.random() < wanted[name] / (count - number)]
+        for name in names:
+            wanted[name] -= 1
+        other = draws.other_layout(case) if "relayout" in names else None
+        cases.append(replace(case, judges=tuple(names), other=other))
+    return cases

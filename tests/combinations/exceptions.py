@@ -1,0 +1,111 @@
+"""Where documentation says that runs differ, and by how much they may differ elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tests.combinations.layouts import Layout
+from tests.combinations.options import Settings, settings_of
+
+NOT_IN_LOGS = ("second", "throughput", "time", "memory", "tokens_per", "samples_per", "mfu", "ETA")
+"""Parts of names of what the clock or the machine decides."""
+
+_Rule = Callable[[Settings], bool]
+
+
+def _on(name: str) -> _Rule:
+    return lambda settings: settings.get(name, (False, ()))[0]
+
+
+def _dropout(settings: Settings) -> bool:
+    names = ("hidden_dropout", "attention_dropout", "lora_dropout")
+    drops = any(float((settings.get(n, (True, ("0",)))[1] or ("0",))[0]) > 0 for n in names)
+    return drops and not settings.get("deterministic_dropout", (False, ()))[0]
+
+
+def _balances(*names: str) -> _Rule:
+    return lambda settings: any(
+        name in settings.get("moe_router_load_balancing_type", (True, ()))[1] for name in names
+    )
+
+
+def _masks(settings: Settings) -> bool:
+    """Whether some targets weigh nothing."""
+    return any(_on(x)(settings) for x in ("eod_mask_loss", "mtp_num_layers", "ignore_index", "sft"))
+
+
+LAYOUTS_DIFFER: tuple[tuple[str, _Rule], ...] = (
+    ("dropout draws from a generator of each rank without --deterministic-dropout", _dropout),
+    ("who shares a batch decides which tokens a capacity drops", _on("moe_expert_capacity_factor")),
+    (
+        "jitter is drawn on each rank without --deterministic-dropout",
+        lambda s: _on("moe_input_jitter_eps")(s) and not _on("deterministic_dropout")(s),
+    ),
+    ("random logits are drawn on each rank", _on("moe_router_force_load_balancing")),
+    ("each replica starts from weights of its own", _on("data_parallel_random_init")),
+    ("sinkhorn balances the tokens that a rank holds", _balances("sinkhorn")),
+    ("global load balancing counts the tokens of all replicas", _balances("global_aux_loss")),
+    (
+        "each replica shuffles a share of its own",
+        lambda s: (
+            "cyclic" in s.get("dataloader_type", (True, ()))[1]
+            and s.get("data_sharding", (True, ()))[0]
+        ),
+    ),
+    (
+        "a mean of micro-batches' means depends on which targets a rank holds",
+        lambda s: s.get("calculate_per_token_loss", (True, ()))[0] is False and _masks(s),
+    ),
+)
+"""Why layouts differ by more than rounding; docs/numerics.md, "What is not invariant"."""
+
+RESUME_DIFFERS: tuple[tuple[str, _Rule], ...] = (
+    ("the optimizer is not kept", _on("no_save_optim")),
+    ("the optimizer is not loaded", _on("no_load_optim")),
+    ("--finetune starts at step 0", _on("finetune")),
+    ("random numbers are not kept", lambda s: _on("no_save_rng")(s) and _dropout(s)),
+    ("random numbers are not loaded", lambda s: _on("no_load_rng")(s) and _dropout(s)),
+    ("each --exit-interval ends a run", _on("exit_interval")),
+)
+"""Why a run that is continued differs from one that was not interrupted."""
+
+
+def reason_layouts_differ(words: Sequence[str], layouts: Sequence[Layout]) -> str | None:
+    """What the documentation says about these flags in several layouts, None if they agree."""
+    if all(layout == layouts[0] for layout in layouts):
+        return None
+    settings = settings_of(words)
+    return next((text for text, rule in LAYOUTS_DIFFER if rule(settings)), None)
+
+
+def reason_resume_differs(words: Sequence[str]) -> str | None:
+    """What the documentation says about these flags on resume, None if no bit may differ."""
+    settings = settings_of(words)
+    return next((text for text, rule in RESUME_DIFFERS if rule(settings)), None)
+
+
+def reason_restarts(kind: str, layouts: Sequence[Layout]) -> str | None:
+    """What the documentation says about going on in another layout, None if nothing is lost."""
+    if kind == "streaming" and len({layout.replicas for layout in layouts}) > 1:
+        return "with another number of replicas new sequences are begun"
+    return None
+
+
+def tolerance_of(words: Sequence[str], key: str, steps: int) -> float:
+    """Largest relative difference of a logged value between layouts.
+
+    In fp32 the first step is compared to 1e-6. Each update multiplies what rounding has left, since
+    Adam divides a small gradient by its own size; a norm sums squares of small numbers.
+
+    Args:
+        words: of the run.
+        key: what is logged.
+        steps: updates since the runs were the same.
+    """
+    settings = settings_of(words)
+    if any(_on(name)(settings) for name in ("fp8_format",)):
+        return 0.2
+    if any(_on(name)(settings) for name in ("bf16", "fp16")):
+        return 0.05
+    loose = 10.0 if "norm" in key or "num_zeros" in key else 1.0
+    return 1e-6 * loose * (1 + 3 * steps)

@@ -1,0 +1,256 @@
+"""Running one program in a process of its own, forked after one import of torch and megatron.
+
+The process leads a group, works in a folder of its own, and keeps its temporary files there, so
+that what it leaves behind is seen: processes, and files.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from megatron_ext.training.reporting import plot
+from megatron_ext.training.reporting.metrics_file import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+STARTED = "> the resolved configuration"
+"""What a program prints right before its ranks start."""
+BUSY = 20.0
+"""Seconds of computing after which a process of a tiny run counts as hanging, however late its wall
+clock is on a busy machine."""
+PATIENCE = 2.0
+"""Seconds that processes of a program that has ended are given to end."""
+
+
+@dataclass
+class Ended:
+    """How a program ended.
+
+    Attributes:
+        code: exit code; None of a program that was stopped after its time.
+        seconds: wall clock.
+        out, err: what it printed.
+        left: sentences about processes and files that it left behind.
+        rows: of ``metrics.jsonl``.
+    """
+
+    code: int | None
+    seconds: float
+    out: str
+    err: str
+    left: list[str] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def started(self) -> bool:
+        """Whether ranks were started."""
+        return STARTED in self.out
+
+
+def load() -> None:
+    """Import what every run needs, once; draw a picture, which loads fonts."""
+    import megatron.core.dist_checkpointing
+    import megatron.core.models.gpt
+    import megatron.core.optimizer
+    import megatron.core.pipeline_parallel  # noqa: F401 - all four, for their side effects
+
+    import pretrain_gpt  # noqa: F401
+    import pretrain_video  # noqa: F401
+    from tests.training_runs import _load_matplotlib
+
+    torch.set_num_threads(1)
+    _load_matplotlib()
+
+
+@contextmanager
+def workplace(data: Path) -> Any:
+    """A folder for one case, beside the inputs, removed with all that is in it."""
+    folder = Path(tempfile.mkdtemp(prefix="case_", dir=data))
+    try:
+        (folder / "examples").symlink_to(ROOT / "examples")
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def side_by_side(
+    work: Iterable[tuple[Callable[..., Any], tuple[Any, ...]]], jobs: int
+) -> Iterator[Any]:
+    """Yield the results of functions as they come, so many at a time, in forked processes.
+
+    Args:
+        work: functions and their arguments; the next is asked for when a process is free.
+        jobs: processes.
+    """
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        running: set[Future[Any]] = set()
+        for function, arguments in work:
+            running.add(pool.submit(function, *arguments))
+            if len(running) == jobs:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        for future in as_completed(running):
+            yield future.result()
+
+
+def execute(
+    main: Callable[[], int],
+    folder: Path,
+    *,
+    name: str,
+    limit: float,
+    pictures: bool = False,
+    stdin: Path | None = None,
+) -> Ended:
+    """Run ``main`` in a process of its own.
+
+    Args:
+        main: the program; its return value is the exit code.
+        folder: to work in.
+        name: of the run, for its files in the folder; ``metrics.jsonl`` is read from there.
+        limit: seconds after which it counts as hanging.
+        pictures: draw ``loss.png``, a third of the time of a short run.
+        stdin: a file to read as standard input; None is an empty one.
+    """
+    temporary = folder / f"{name}.tmp"
+    temporary.mkdir()
+    out, err = folder / f"{name}.out", folder / f"{name}.err"
+    begin = time.monotonic()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        _child(main, folder, temporary, (stdin or Path(os.devnull), out, err), pictures)
+    code = _wait(pid, begin + limit)
+    seconds = time.monotonic() - begin
+    ended = Ended(code, seconds, "", "")
+    if code is None:
+        _stacks(pid)
+    ended.left += _end_group(pid, ended=code is not None)
+    if code is not None:
+        files = sorted(x.name for x in temporary.iterdir() if not x.name.startswith("torch_"))
+        ended.left += [f"{x} is left in the temporary folder" for x in files]
+    shutil.rmtree(temporary, ignore_errors=True)
+    ended.out = out.read_text(errors="replace")
+    ended.err = err.read_text(errors="replace")
+    metrics = folder / name / "metrics.jsonl"
+    ended.rows = read_metrics(metrics) if metrics.exists() else []
+    return ended
+
+
+def _child(
+    main: Callable[[], int], folder: Path, temporary: Path, streams: Sequence[Path], pictures: bool
+) -> None:
+    """Be the program; never returns."""
+    code = 99
+    try:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.dup2(os.open(streams[0], os.O_RDONLY), 0)
+        for number in (1, 2):
+            target = os.open(streams[number], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(target, number)
+        sys.stdin = os.fdopen(0, closefd=False)
+        sys.stdout, sys.stderr = _stream(1), _stream(2)
+        # Shows where a run hangs, and is inherited by its ranks.
+        faulthandler.register(signal.SIGXCPU, all_threads=True, file=2)
+        os.chdir(folder)
+        os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+        if not pictures:
+            plot.LossPlot._draw = lambda self: None  # type: ignore[method-assign]
+        code = main() or 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        code = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _stream(number: int) -> IO[str]:
+    return os.fdopen(number, "w", buffering=1, closefd=False, encoding="utf-8")
+
+
+def _wait(pid: int, end: float) -> int | None:
+    """The exit code, or None of a process that is not done in time."""
+    pause, look = 0.005, time.monotonic() + 10
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > look:
+            if any(seconds > BUSY for _, _, seconds in _members(pid)):
+                return None
+            look += 2
+        time.sleep(pause)
+        pause = min(pause * 1.2, 0.05)
+    return None
+
+
+def _stacks(pid: int) -> None:
+    """Have the processes of the group print where they are, one after the other."""
+    for member in sorted(number for number, _, _ in _members(pid)):
+        try:
+            os.kill(member, signal.SIGXCPU)
+        except ProcessLookupError:
+            continue
+        time.sleep(0.2)
+
+
+def _end_group(pid: int, *, ended: bool) -> list[str]:
+    """End what is left of the group; say so if the program had ended by itself."""
+    end = time.monotonic() + PATIENCE
+    while ended and _lives(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    left = _lives(pid)
+    if left:
+        _signal(pid, signal.SIGKILL)
+    if not ended:
+        os.waitpid(pid, 0)
+    return ["processes are left behind"] if left and ended else []
+
+
+def _lives(group: int) -> bool:
+    """Whether the group has a process that is more than an entry of one that has ended."""
+    return _signal(group, 0) and any(state != "Z" for _, state, _ in _members(group))
+
+
+def _members(group: int) -> Iterator[tuple[int, str, float]]:
+    """Yield number, state and seconds of computing of each process of a group."""
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            words = entry.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(words[2]) == group:
+            ticks = int(words[11]) + int(words[12])
+            yield int(entry.parent.name), words[0], ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _signal(group: int, number: int) -> bool:
+    try:
+        os.killpg(group, number)
+        return True
+    except (ProcessLookupError, PermissionError):
+        return False

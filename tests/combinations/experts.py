@@ -1,0 +1,124 @@
+"""Every layout of experts against one rank: losses, norms, and the gradient of each parameter."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_ext.device import select
+from megatron_ext.training.parity.compare import Parity, Tolerances, compare
+from megatron_ext.training.parity.layouts import NamedLayout, parse_layout
+from megatron_ext.training.parity.run import Recording, record
+from tests.combinations.execute import execute, workplace
+
+STEPS = 2
+SIZES = (1, 2, 4, 8)
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 8 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --lr 1 --adam-eps 1 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 16 "
+    "--attention-dropout 0 --hidden-dropout 0 --init-method-std 0.1 --num-workers 0 "
+    "--num-experts 8 --disable-bias-linear --untie-embeddings-and-output-weights"
+)
+KINDS = {
+    "plain": "",
+    "alltoall": "--moe-token-dispatcher-type alltoall",
+    "balanced": "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 "
+    "--moe-z-loss-coeff 0.001",
+    "shared": "--moe-shared-expert-intermediate-size 24 --moe-token-dispatcher-type alltoall",
+    "swiglu": "--swiglu --use-distributed-optimizer --moe-router-score-function sigmoid",
+}
+"""Kinds of experts; each has every layout."""
+
+
+def layouts(max_ranks: int) -> Iterator[str]:
+    """Yield the names of all layouts of experts up to a number of ranks."""
+    for ranks in SIZES:
+        if ranks > max_ranks:
+            return
+        for tp in SIZES:
+            for cp in SIZES:
+                for pp in SIZES[:3]:
+                    if ranks % (tp * cp * pp):
+                        continue
+                    stage = ranks // pp
+                    for ep in SIZES:
+                        for etp in SIZES:
+                            if stage % (ep * etp) == 0:
+                                dp = stage // (tp * cp)
+                                sp = "sp" if tp > 1 else ""
+                                yield f"tp{tp}{sp}etp{etp}ep{ep}cp{cp}pp{pp}dp{dp}"
+
+
+def check(layout: NamedLayout, words: list[str], truth: Recording, folder: Path) -> Parity:
+    """Compare a layout with one rank; it runs in this process's forks."""
+    mine = record(_task(), words, layout, STEPS, folder, select())
+    return compare(mine, truth, Tolerances(loss=1e-5, gradient=1e-5))
+
+
+def _task() -> object:
+    from pretrain_gpt import task_of
+
+    return task_of
+
+
+def search(arguments: argparse.Namespace, data: Path) -> int:
+    """Compare every layout of each kind, or as many as are asked for; print what differs."""
+    names = [(kind, name) for kind in KINDS for name in layouts(arguments.max_ranks)]
+    if arguments.cases is not None and arguments.cases < len(names):
+        names = random.Random(arguments.seed).sample(names, arguments.cases)
+    failures = refused = 0
+    for kind in KINDS:
+        mine = [name for of, name in names if of == kind]
+        if not mine:
+            continue
+        words = f"{MODEL} {KINDS[kind]}".split()
+        with workplace(data) as folder:
+            truth = record(_task(), words, parse_layout("dp1"), STEPS, folder / "one", select())
+            for number, name in enumerate(mine):
+                verdict = _in_a_process(name, words, truth, folder, number, arguments.limit)
+                failures += verdict not in ("right", "refused")
+                refused += verdict == "refused"
+                if verdict not in ("right", "refused"):
+                    print(f"FAILED {kind} {name}: {verdict}\n  {command(name, words)}", flush=True)
+                elif arguments.verbose:
+                    print(f"{kind} {name}: {verdict}", flush=True)
+    print(f"\n{len(names)} layouts of experts: {failures} failed, {refused} refused")
+    return int(failures > 0)
+
+
+def _in_a_process(
+    name: str, words: list[str], truth: Recording, folder: Path, number: int, limit: float
+) -> str:
+    layout, answer = parse_layout(name), folder / f"answer_{number}"
+
+    def main() -> int:
+        parity = check(layout, words, truth, folder / f"run_{number}")
+        answer.write_text(_sentence(parity))
+        return 0
+
+    ended = execute(main, folder, name=f"r{number}", limit=limit * (1 + layout.ranks))
+    if ended.code is None:
+        return "hang"
+    if not answer.exists():
+        return f"exit code {ended.code}: {ended.err.strip().splitlines()[-1:]}"
+    return answer.read_text()
+
+
+def _sentence(parity: Parity) -> str:
+    if parity.recording.failure is not None and "rank ended" not in parity.recording.failure:
+        return "refused"
+    if parity.problem is not None:
+        return parity.problem
+    if parity.first is not None:
+        first = parity.first
+        return f"step {first.step}: {first.name} differs by {first.size:.1e}"
+    return "right"
+
+
+def command(name: str, words: list[str]) -> str:
+    """What shows the same by the tool of users."""
+    return f"python tools/parity.py --steps {STEPS} --layouts {name} -- {shlex.join(words)}"

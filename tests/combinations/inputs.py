@@ -1,0 +1,120 @@
+"""Small data for every kind of run, made once in a folder that the commands name."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from megatron_ext.data.indexed_writer import IndexedWriter
+from tests.data import tiny
+from tests.data.sft import tiny as chats
+from tests.training.streaming.tiny import write_prompts
+from tests.training.video.clips import (
+    CHANNELS,
+    IMAGE,
+    LONG,
+    POOLED,
+    SHORT,
+    TEXT,
+    WIDTH,
+    write_clips,
+)
+
+VOCABULARY = 127
+USUAL_PLACE = Path(tempfile.gettempdir()) / "megatron_ext_combinations_6"
+"""Its number changes when the inputs do."""
+
+
+def make(folder: Path = USUAL_PLACE) -> Path:
+    """Write the inputs, where they are not there yet, and return their folder."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            fresh = Path(tempfile.mkdtemp(prefix=".combinations_", dir=folder.parent))
+            _write_text(fresh, folder)
+            _write_documents(fresh)
+            _write_chats(fresh)
+            _write_video(fresh)
+            os.rename(fresh, folder)
+    return folder
+
+
+def _write_text(folder: Path, final: Path) -> None:
+    """Write two indexed datasets of short documents, and the files that name them."""
+    dice = random.Random(3)
+    lengths = {}
+    for name, documents in (("text", 800), ("other", 700)):
+        with IndexedWriter(folder / name, np.dtype(np.uint16)) as writer:
+            for _ in range(documents):
+                tokens = [dice.randrange(VOCABULARY) for _ in range(dice.randint(3, 50))]
+                tokens.append(VOCABULARY)  # the end of a document
+                writer.add_document(np.asarray(tokens, np.int64), [len(tokens)])
+        lengths[str(final / name)] = [documents, documents + 1]
+    (folder / "blend.txt").write_text(f"0.5 {final / 'text'}\n0.5 {final / 'other'}\n")
+    splits = {"train": [str(final / "text")], "valid": [str(final / "other")]}
+    (folder / "splits.json").write_text(json.dumps({**splits, "test": [str(final / "other")]}))
+    (folder / "sequences.json").write_text(json.dumps(lengths))
+
+
+def _write_documents(folder: Path) -> None:
+    """Write texts to preprocess, and tokenizers for them."""
+    documents = tiny.corpus(90)
+    dice = random.Random(4)
+    for document in documents:
+        document["numbers"] = " ".join(str(dice.randrange(500)) for _ in range(5))
+    tiny.write_jsonl(folder / "documents.jsonl", documents)
+    shutil.copy(tiny.sentencepiece_model(), folder / "sentencepiece.model")
+    shutil.copy(tiny.tiktoken_file(), folder / "tiktoken.json")
+    for name, path in zip(("vocab.json", "merges.txt"), tiny.gpt2_files(), strict=True):
+        shutil.copy(path, folder / name)
+
+
+def _write_chats(folder: Path) -> None:
+    """Write conversations in each format of rows, and a tokenizer with a chat template."""
+    chats.save(folder / "tokenizer")
+    for name, count, seed in (("chats", 40, 0), ("more_chats", 12, 1)):
+        rows = chats.chats(count, turns=2, words=3, seed=seed)
+        chats.write_jsonl(folder / f"{name}.jsonl", rows)
+        asked = [
+            {"question": row["messages"][0]["content"], "answer": row["messages"][1]["content"]}
+            for row in rows
+        ]
+        chats.write_jsonl(folder / f"{name}_questions.jsonl", asked)
+        kinds = {"user": "human", "assistant": "gpt"}
+        shared = [
+            {
+                "conversations": [
+                    {"from": kinds[message["role"]], "value": message["content"]}
+                    for message in row["messages"]
+                ]
+            }
+            for row in rows
+        ]
+        chats.write_jsonl(folder / f"{name}_shared.jsonl", shared)
+    (folder / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": f"line {i} " + "ab " * (i % 7)}) + "\n" for i in range(60))
+    )
+
+    for name in ("chatml_generation", "zephyr"):
+        shutil.copy(chats.TEMPLATES / f"{name}.jinja", folder)
+
+
+def _write_video(folder: Path) -> None:
+    """Write clips of three sizes and prompts."""
+    # What sampling while training asks of the manifest, as tools/preprocess_video.py writes it.
+    sizes = {"length": TEXT, "width": WIDTH, "pooled_width": POOLED}
+    more = {"fps": 24, "text_encoder": {"text_encoder": "hashed", **sizes}}
+    more["codec"] = {"codec": "patch", "codec_spatial": 8, "codec_channels": CHANNELS}
+    more["codec"] |= {"codec_temporal": 4, "codec_shift": 0.0, "codec_scale": 1.0}
+    write_clips(folder / "clips", {IMAGE: 9, SHORT: 19, LONG: 17}, **more)
+    write_clips(folder / "one_bucket", {SHORT: 24}, **more)
+    write_clips(folder / "valid_clips", {SHORT: 8, LONG: 9}, **more)
+    write_prompts(folder)

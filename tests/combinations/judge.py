@@ -1,0 +1,363 @@
+"""What a combination must do: train, resume to the same bits, load elsewhere, or be refused."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tests.combinations.draw import Case
+from tests.combinations.exceptions import (
+    NOT_IN_LOGS,
+    reason_layouts_differ,
+    reason_restarts,
+    reason_resume_differs,
+    tolerance_of,
+)
+from tests.combinations.execute import Ended, execute
+from tests.combinations.layouts import ONE, Layout
+from tests.combinations.options import settings_of
+
+
+@dataclass
+class Verdict:
+    """What came out.
+
+    Attributes:
+        kind: "trained", "refused", or that of a failure.
+        text: last lines of the output of a failure, or what differs; the sentence of a refusal.
+        commands: one for each program that was run.
+        excused: judges that were left out, with the reason from the documentation.
+        compared: judges that were passed.
+        largest: the largest relative difference of a loss that a judge passed in fp32.
+        seconds: wall clock.
+    """
+
+    kind: str
+    text: str = ""
+    commands: list[str] = field(default_factory=list)
+    excused: dict[str, str] = field(default_factory=dict)
+    compared: list[str] = field(default_factory=list)
+    largest: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        return self.kind not in ("trained", "refused")
+
+    @property
+    def signature(self) -> tuple[str, str]:
+        """The same for failures of one cause, as far as their last line tells."""
+        last = self.text.strip().splitlines()[-1:] or [""]
+        return self.kind, re.sub(r"[\d.e+-]+|0x\w+", "#", last[0])[:160]
+
+
+class _Failed(Exception):
+    """A judge's finding: its kind and its text."""
+
+
+@dataclass
+class Bench:
+    """Where the runs of one case take place.
+
+    Attributes:
+        case: what is run.
+        data: folder of the inputs.
+        folder: to work in.
+        limit: seconds after which a run counts as hanging.
+    """
+
+    case: Case
+    data: Path
+    folder: Path
+    limit: float
+    verdict: Verdict = field(default_factory=lambda: Verdict("trained"))
+
+    def run(self, name: str, more: Sequence[str] = (), layout: Layout | None = None) -> Ended:
+        """Run the program, saving into a folder of the run's name."""
+        words = self.case.words(str(self.data), layout)
+        saved = "--save-interval" in words
+        interval = [] if saved else ["--save-interval", str(self.case.program.saved_at)]
+        words = [*words, "--save", name, *interval, *more]
+        self.verdict.commands.append(shown(self.case, words))
+        ranks = (layout or self.case.layout).ranks
+        busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+        limit = self.limit * (1 + ranks / 4) * min(busy, 3.0)
+        return execute(
+            lambda: self.case.program.main(words), self.folder, name=name, limit=limit,
+            pictures=self.case.number % 16 == 0,
+        )  # fmt: skip
+
+    def trained(self, ended: Ended) -> bool:
+        """Whether the run trained; False if it was refused as it should be.
+
+        Raises:
+            _Failed: it did neither.
+        """
+        if ended.code == 2 and not ended.started:
+            check_sentences(ended)
+            return False
+        check_end(ended)
+        words = self.case.words(str(self.data))
+        if not _trains(words):
+            return True
+        rows = steps(ended)
+        if not rows and "early stop: " not in ended.out:
+            raise _Failed("no rows", "metrics.jsonl holds no step")
+        for row in rows:
+            check_finite(row)
+        return True
+
+
+def judge(case: Case, data: Path, folder: Path, limit: float = 30.0) -> Verdict:
+    """Run a case and everything that it is compared with."""
+    bench = Bench(case, data, folder, limit)
+    begin = time.monotonic()
+    try:
+        first = bench.run("a")
+        if not bench.trained(first):
+            bench.verdict.kind, bench.verdict.text = "refused", first.err.strip()
+        elif _trains(case.words(str(data))):
+            for name in case.judges:
+                _JUDGES[name](bench, first)
+    except _Failed as found:
+        bench.verdict.kind, bench.verdict.text = found.args
+    bench.verdict.seconds = time.monotonic() - begin
+    return bench.verdict
+
+
+def check_sentences(ended: Ended) -> None:
+    """A refusal is one sentence for each error, and nothing else."""
+    lines = [x for x in ended.err.strip().splitlines() if not x.startswith(("WARNING:", "> "))]
+    if "Traceback" in ended.err:
+        raise _Failed("traceback", tail(ended))
+    odd = [x for x in lines if not x.startswith("error: ") or not x.rstrip().endswith((".", "."))]
+    if odd or not lines:
+        raise _Failed("refused without a sentence", "\n".join(odd[:5]) or "nothing is printed")
+    if ended.left:
+        raise _Failed("left behind", "; ".join(ended.left))
+
+
+def check_end(ended: Ended) -> None:
+    """The end of a run that has started must be 0."""
+    if ended.code is None:
+        raise _Failed("hang", stacks(ended))
+    if "Traceback" in ended.err:
+        raise _Failed("traceback", tail(ended))
+    if ended.code == 2 and ended.started:
+        raise _Failed("refused late", tail(ended))
+    if ended.code != 0:
+        raise _Failed(f"exit code {ended.code}", tail(ended))
+    if ended.left:
+        raise _Failed("left behind", "; ".join(ended.left))
+
+
+def check_finite(row: dict[str, Any]) -> None:
+    """Losses and norms are numbers, but where fp16 skips a step."""
+    if row.get("skipped_iterations"):
+        return
+    for name, value in row.items():
+        if ("loss" in name or "norm" in name) and isinstance(value, float):
+            if not math.isfinite(value):
+                raise _Failed("not finite", f"step {row['iteration']}: {name} is {value}")
+
+
+def tail(ended: Ended, lines: int = 12) -> str:
+    """The last lines that say something; the exception's own line comes last."""
+    text = [x for x in ended.err.splitlines() if x.strip() and "Warning" not in x]
+    errors = [x for x in text if re.match(r"^(\[rank \d+\] )?[\w.]*(Error|Exception|Exit)\b", x)]
+    return "\n".join([*text[-lines:], *errors[:1]])
+
+
+def stacks(ended: Ended) -> str:
+    """Where each process was when it was stopped."""
+    blocks = re.split(r"(?:Current thread|Thread) 0x\w+ \(most recent call first\):", ended.err)
+    found = {"\n".join(block.strip().splitlines()[:5]) for block in blocks[1:]}
+    return "\n--\n".join(sorted(found)) + "\nhang"
+
+
+def steps(ended: Ended) -> list[dict[str, Any]]:
+    """The rows of the training steps."""
+    return [row for row in ended.rows if row["kind"] == "train"]
+
+
+def _trains(words: Sequence[str]) -> bool:
+    settings = settings_of(words)
+    return not any(
+        settings.get(name, (False, ()))[0] for name in ("dry_run", "skip_train", "print_config")
+    )
+
+
+def logged(row: dict[str, Any]) -> dict[str, Any]:
+    """What a step logs that the clock does not decide."""
+    return {k: v for k, v in row.items() if not any(word in k for word in NOT_IN_LOGS)}
+
+
+def goes_on(bench: Bench, step: int) -> list[str]:
+    """Flags that continue the first run; of two modes the one that takes a step."""
+    mode = "resume_mode" in settings_of(bench.case.words(str(bench.data)))
+    return [*["--resume-mode", "path"] * mode, "--load", "a", "--ckpt-step", str(step)]
+
+
+def _resume(bench: Bench, first: Ended) -> None:
+    """Continue from the middle; the rows and the last checkpoint must not differ in a bit."""
+    at = bench.case.program.saved_at
+    if not (bench.folder / "a" / f"iter_{at:07d}").is_dir():
+        bench.verdict.excused["resume"] = "the flags keep no checkpoint of that step"
+        return
+    second = bench.run("b", goes_on(bench, at))
+    if not bench.trained(second):
+        raise _Failed("resume refused", second.err.strip())
+    if reason := reason_resume_differs(bench.case.words(str(bench.data))):
+        bench.verdict.excused["resume"] = reason
+        return
+    wanted = {row["iteration"]: logged(row) for row in steps(first) if row["iteration"] > at}
+    got = {row["iteration"]: logged(row) for row in steps(second)}
+    if wanted != got:
+        raise _Failed("resume differs", _first_difference(got, wanted))
+    last = f"iter_{bench.case.program.iterations:07d}"
+    folders = [bench.folder / name / last for name in ("a", "b")]
+    if all(folder.is_dir() for folder in folders):
+        if names := differing_tensors(*folders):
+            raise _Failed("resume differs", f"in the last checkpoint: {', '.join(names[:5])}")
+    bench.verdict.compared.append("resume")
+
+
+def _relayout(bench: Bench, first: Ended) -> None:
+    """Continue in another layout."""
+    at = bench.case.program.saved_at
+    if not (bench.folder / "a" / f"iter_{at:07d}").is_dir():
+        bench.verdict.excused["relayout"] = "the flags keep no checkpoint of that step"
+        return
+    other = bench.case.other or ONE
+    second = bench.run("c", goes_on(bench, at), other)
+    if not bench.trained(second):
+        bench.verdict.excused["relayout"] = f"refused: {second.err.strip()}"
+        return
+    words = bench.case.words(str(bench.data))
+    pair = [bench.case.layout, other]
+    reason = reason_resume_differs(words) or reason_layouts_differ(words, pair)
+    reason = reason or reason_restarts(bench.case.kind, pair)
+    if reason:
+        bench.verdict.excused["relayout"] = reason
+        return
+    if _vocabularies_differ(bench, "relayout", first, second):
+        return
+    wanted = {row["iteration"]: logged(row) for row in steps(first) if row["iteration"] > at}
+    _close(bench, "relayout", {r["iteration"]: logged(r) for r in steps(second)}, wanted)
+
+
+def _one_rank(bench: Bench, first: Ended) -> None:
+    """The same run on one rank."""
+    if bench.case.layout.ranks == 1:
+        return
+    words = bench.case.words(str(bench.data))
+    if reason := reason_layouts_differ(words, [bench.case.layout, ONE]):
+        bench.verdict.excused["one rank"] = reason
+        return
+    second = bench.run("d", layout=ONE)
+    if not bench.trained(second):
+        bench.verdict.excused["one rank"] = f"refused: {second.err.strip()}"
+        return
+    if _vocabularies_differ(bench, "one rank", first, second):
+        return
+    _close(
+        bench,
+        "one rank",
+        {row["iteration"]: logged(row) for row in steps(first)},
+        {row["iteration"]: logged(row) for row in steps(second)},
+    )
+
+
+_JUDGES: dict[str, Callable[[Bench, Ended], None]] = {
+    "resume": _resume,
+    "relayout": _relayout,
+    "one rank": _one_rank,
+}
+
+
+def _vocabularies_differ(bench: Bench, name: str, a: Ended, b: Ended) -> bool:
+    """Whether two layouts pad the vocabulary to two sizes, which the judge then excuses."""
+    sizes = [re.findall(r"padded_vocab_size: (\d+)", x.out)[:1] for x in (a, b)]
+    if sizes[0] != sizes[1]:
+        bench.verdict.excused[name] = "the padding of the vocabulary takes part in the softmax"
+    return sizes[0] != sizes[1]
+
+
+def _close(bench: Bench, name: str, got: dict[int, Any], wanted: dict[int, Any]) -> None:
+    """Losses and gradient norms agree to the tolerance of their precision and step."""
+    if got.keys() != wanted.keys():
+        raise _Failed(f"{name} differs", f"steps {sorted(got)} instead of {sorted(wanted)}")
+    words = bench.case.words(str(bench.data))
+    start = min(wanted, default=0)
+    for step in sorted(wanted):
+        for key, want in wanted[step].items():
+            if not isinstance(want, float) or "loss_scale" in key:
+                continue
+            have = got[step].get(key, math.nan)
+            if not math.isfinite(want) and not math.isfinite(have):
+                continue  # a step of fp16 that is skipped
+            limit = tolerance_of(words, key, step - start)
+            if "loss" in key and limit < 1e-4:
+                size = abs(have - want) / max(abs(want), 1e-3)
+                bench.verdict.largest[name] = max(size, bench.verdict.largest.get(name, 0.0))
+            if not abs(have - want) <= limit * max(abs(want), 1e-3):
+                size = abs(have - want) / max(abs(want), 1e-30)
+                text = f"step {step}: {key} is {have!r} for {want!r} ({size:.1e} > {limit:.0e})"
+                raise _Failed(f"{name} differs", text)
+    bench.verdict.compared.append(name)
+
+
+def _first_difference(got: dict[int, Any], wanted: dict[int, Any]) -> str:
+    if got.keys() != wanted.keys():
+        return f"steps {sorted(got)} instead of {sorted(wanted)}"
+    for step in sorted(wanted):
+        for key in sorted(wanted[step].keys() | got[step].keys()):
+            have, want = got[step].get(key), wanted[step].get(key)
+            if have != want:
+                return f"step {step}: {key} is {have!r} for {want!r}"
+    return ""
+
+
+def differing_tensors(a: Path, b: Path) -> list[str]:
+    """Names of tensors that two checkpoints do not share, or share with other bits."""
+    mine, theirs = _tensors(a), _tensors(b)
+    names = sorted(mine.keys() | theirs.keys())
+    return [
+        name
+        for name in names
+        if name not in mine or name not in theirs or not _same(mine[name], theirs[name])
+    ]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    reader = FileSystemReader(folder)
+    entries = reader.read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def shown(case: Case, words: Sequence[str]) -> str:
+    """The command as a user would type it in the repository's root."""
+    import shlex
+
+    return f"python {case.program.script} {shlex.join(words)}"

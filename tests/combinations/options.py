@@ -1,0 +1,113 @@
+"""What may vary in a run: an option for each value of each flag, read from the flags."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron_ext.config.cli import all_flags, spellings
+from megatron_ext.config.flags import Flag
+from tests.combinations.values import FIXED, NEEDS, SECTION_NEEDS, VALUES, WHOLES, whole, words_of
+
+Settings = dict[str, tuple[bool, tuple[str, ...]]]
+"""Fields, each with its sign and its values."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """Flags that are drawn together.
+
+    Attributes:
+        text: the flags, as on a command line, with ``{data}`` for the folder of inputs.
+        section: of the flag that the option is about; "whole" of flags usually given together.
+    """
+
+    text: str
+    section: str
+
+    @functools.cached_property
+    def settings(self) -> Settings:
+        """What it sets."""
+        return settings_of(words_of(self.text, "{data}"))
+
+    def agrees_with(self, settings: Settings) -> bool:
+        """Whether no field is set to two values."""
+        return all(settings.get(name, value) == value for name, value in self.settings.items())
+
+
+@functools.cache
+def _table() -> dict[str, tuple[Flag, bool]]:
+    return spellings(all_flags())
+
+
+_INSTEAD = {"train_samples": "train_iters", "train_epochs": "train_iters"}
+"""Fields that say the same as another one, of which a run takes only one."""
+
+
+def settings_of(words: Sequence[str]) -> Settings:
+    """What the words of a command line set, the last word on each field."""
+    found: Settings = {}
+    name, values = "", []
+    for word in [*words, "--"]:
+        if word.startswith("--"):
+            if name:
+                flag, sign = _table().get(name, (None, True))
+                found[flag.field if flag else name] = (sign, tuple(values))
+            name, values = word, []
+        else:
+            values.append(word)
+    return found
+
+
+def joined(parts: Iterable[Sequence[str]]) -> list[str]:
+    """One command line from several, of which a later one wins over an earlier one."""
+    last: dict[str, list[str]] = {}
+    for words in parts:
+        group: list[str] = []
+        for word in [*words, "--"]:
+            if word.startswith("--"):
+                if group:
+                    flag, _ = _table().get(group[0], (None, True))
+                    name = flag.field if flag else group[0]
+                    last[_INSTEAD.get(name, name)] = group
+                group = []
+            group.append(word)
+    return [word for group in last.values() for word in group]
+
+
+def name_of(flag: Flag) -> str:
+    """The name by which the tables know a flag: its field, dashed."""
+    return flag.field.replace("_", "-")
+
+
+def values_of(flag: Flag) -> list[str] | None:
+    """The flag with each of its values; None where nothing says what they are."""
+    name = name_of(flag)
+    first = flag.positive[0]
+    if flag.type is bool:
+        return [flag.shown, flag.positive[0] if flag.default is True else flag.negative[-1]]
+    if name in VALUES:
+        return [f"{first} {value}" for value in VALUES[name]]
+    if flag.choices:
+        return [f"{first} {choice}" for choice in flag.choices]
+    return None
+
+
+@functools.cache
+def options_of(sections: tuple[str, ...]) -> tuple[Option, ...]:
+    """Every option of these sections, and of "whole" the flags that are usually given together."""
+    found = {}
+    for flag in all_flags():
+        name = name_of(flag)
+        if flag.section not in sections or name in FIXED:
+            continue
+        needs = [SECTION_NEEDS.get(flag.section, ""), *NEEDS.get(name, [])]
+        for value in values_of(flag) or []:
+            words = joined([" ".join(needs).split(), value.split()])
+            text = " ".join(words) if "'" not in value else f"{' '.join(needs)} {value}".strip()
+            found[text] = Option(text, flag.section)
+    for name in sections:
+        if name in WHOLES:
+            found.update({text: Option(text, name) for text in whole(name)})
+    return tuple(found.values())

@@ -1,0 +1,240 @@
+"""Preprocessing: whatever the flags of a run are, its files are those of one plain process."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import random
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from tests.combinations.execute import Ended, execute, side_by_side, workplace
+
+CONTENT = """
+--append-eod
+--json-keys text title
+--json-keys title
+--split-sentences
+--split-sentences --keep-newlines
+--split-sentences --lang german
+--split-sentences --append-eod
+--on-bad-line quarantine
+--tokenizer-type GPT2BPETokenizer --vocab-file {data}/vocab.json --merge-file {data}/merges.txt
+--tokenizer-type SentencePieceTokenizer --tokenizer-model {data}/sentencepiece.model
+--tokenizer-type SentencePieceTokenizer --tokenizer-model {data}/sentencepiece.model \
+--tokenizer-sentencepiece-legacy
+--tokenizer-type TikTokenizer --tokenizer-model {data}/tiktoken.json --vocab-size 1300
+--tokenizer-type HuggingFaceTokenizer --tokenizer-model {data}/tokenizer
+--tokenizer-type HuggingFaceTokenizer --tokenizer-model {data}/tokenizer \
+--tokenizer-hf-include-special-tokens
+--tokenizer-type NullTokenizer --vocab-size 500 --json-keys numbers
+--sft --tokenizer-type HuggingFaceTokenizer --tokenizer-model {data}/tokenizer
+--sft --tokenizer-type HuggingFaceTokenizer --tokenizer-model {data}/tokenizer \
+--sft-on-mismatch realign
+--sft --tokenizer-type HuggingFaceTokenizer --tokenizer-model {data}/tokenizer \
+--sft-row-format prompt-response
+--sft --tokenizer-type HuggingFaceTokenizer --tokenizer-model {data}/tokenizer \
+--sft-row-format sharegpt
+--sft --tokenizer-type HuggingFaceTokenizer --tokenizer-model {data}/tokenizer \
+--sft-chat-template {data}/chatml_generation.jinja
+--padded-vocab-size 128
+"""
+"""What decides the files."""
+
+HOW = """
+--workers 2
+--workers 3
+--partitions 2
+--partitions 3 --keep-sequential-samples
+--keep-sequential-samples
+--log-interval 1
+--log-interval 1000000
+--engine native
+--engine auto
+--part-megabytes 0.001
+--part-megabytes 0.01
+--part-megabytes 1000
+"""
+"""What must not change them."""
+
+FORMS = ("plain", "gzip", "zstd", "several", "glob", "stdin", "parquet", "no last newline")
+USUAL = "--tokenizer-type SentencePieceTokenizer --tokenizer-model {data}/sentencepiece.model"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Flags that decide the files, flags that must not, and the form of the input."""
+
+    content: tuple[str, ...]
+    how: tuple[str, ...]
+    form: str
+
+    @property
+    def source(self) -> str:
+        """Name of the input among the files of `inputs.py`."""
+        words = " ".join(self.content)
+        if "--sft" not in words:
+            return "documents"
+        kinds = {"prompt-response": "chats_questions", "sharegpt": "chats_shared"}
+        return next((name for kind, name in kinds.items() if kind in words), "chats")
+
+    def words(self, data: Path, how: Iterable[str]) -> list[str]:
+        """Flags without input and output; the usual tokenizer where none is drawn."""
+        parts = [*self.content, *how]
+        if not any("--tokenizer-type" in part for part in parts):
+            parts.insert(0, USUAL)
+        return [word for part in parts for word in part.format(data=data).split()]
+
+
+def lines(text: str) -> list[str]:
+    """The lines of a table."""
+    return [line for line in text.replace("\\\n", "").splitlines() if line]
+
+
+def draw(dice: random.Random) -> Case:
+    """Draw up to three flags about the files and up to four that must not change them."""
+
+    def few(table: str, most: int) -> tuple[str, ...]:
+        chosen: dict[str, str] = {}
+        for text in dice.sample(lines(table), dice.randint(0, most)):
+            names = {word for word in text.split() if word.startswith("--")}
+            if not names & chosen.keys():
+                chosen |= dict.fromkeys(names, text)
+        return tuple(dict.fromkeys(chosen.values()))
+
+    return Case(few(CONTENT, 3), few(HOW, 4), dice.choice(FORMS))
+
+
+def given(source: Path, form: str, folder: Path) -> list[str]:
+    """The input in a form, as words of the command line."""
+    text = source.read_bytes()
+    rows = text.splitlines(keepends=True)
+    if form == "gzip":
+        import gzip
+
+        (folder / "in.jsonl.gz").write_bytes(gzip.compress(text))
+        return ["in.jsonl.gz"]
+    if form == "zstd":
+        import zstandard
+
+        (folder / "in.jsonl.zst").write_bytes(zstandard.compress(text))
+        return ["in.jsonl.zst"]
+    if form in ("several", "glob"):
+        for number in range(3):
+            part = rows[number * len(rows) // 3 : (number + 1) * len(rows) // 3]
+            (folder / f"part_{number}.jsonl").write_bytes(b"".join(part))
+        return ["part_*.jsonl"] if form == "glob" else [f"part_{i}.jsonl" for i in range(3)]
+    if form == "parquet":
+        import json
+
+        import pyarrow
+        import pyarrow.parquet
+
+        table = pyarrow.Table.from_pylist([json.loads(row) for row in rows])
+        pyarrow.parquet.write_table(table, folder / "in.parquet")
+        return ["in.parquet"]
+    name = "input" if form == "stdin" else "in.jsonl"
+    (folder / name).write_bytes(text.rstrip(b"\n") if form == "no last newline" else text)
+    return ["-"] if form == "stdin" else [name]
+
+
+def run(words: list[str], folder: Path, name: str, limit: float) -> Ended:
+    """Run the tool in a process of its own."""
+    from megatron_ext.data.preprocess.cli import main
+
+    stdin = folder / "input"
+    return execute(
+        lambda: main(words), folder, name=name, limit=limit, stdin=stdin if stdin.exists() else None
+    )
+
+
+def judge(case: Case, data: Path, limit: float) -> tuple[str, str]:
+    """What came out: "equal", "refused" or a failure, and the command or what differs."""
+    source = data / f"{case.source}.jsonl"
+    with workplace(data) as folder:
+        inputs = given(source, case.form, folder)
+        mine = [*case.words(data, case.how), "--input", *inputs, "--output-prefix", "mine"]
+        engine = [] if case.source != "documents" else ["--engine native"]
+        plain = [*case.words(data, engine), "--input", str(source)]
+        command = "python tools/preprocess_data.py " + shlex.join(mine)
+        first = run(mine, folder, "a", limit)
+        if problem := _problem(first):
+            return problem, f"{command}\n{first.err[-1500:]}"
+        second = run([*plain, "--output-prefix", "plain"], folder, "b", limit)
+        if problem := _problem(second):
+            return f"plain: {problem}", f"{command}\n{second.err[-1500:]}"
+        if first.code != 0:
+            return "refused", first.err.strip()
+        if second.code != 0:
+            return "only plain is refused", f"{command}\n{second.err[-1500:]}"
+        if differs := _difference(folder, sequential=not _deals(case)):
+            return "differs", f"{command}\n{differs}"
+        left = list(folder.glob("*.parts*")) + [x for x in folder.glob("*.tmp*") if x.is_file()]
+        return ("left behind", f"{command}\n{left}") if left else ("equal", "")
+
+
+def _deals(case: Case) -> bool:
+    how = " ".join(case.how)
+    return "--partitions" in how and "--keep-sequential" not in how
+
+
+def _problem(ended: Ended) -> str | None:
+    if ended.code is None:
+        return "hang"
+    if "Traceback" in ended.err:
+        return "traceback"
+    if ended.code not in (0, 1, 2):
+        return f"exit code {ended.code}"
+    if ended.left:
+        return "; ".join(ended.left)
+    if ended.code and "error: " not in ended.err:
+        return "refused without a sentence"
+    return None
+
+
+def _difference(folder: Path, *, sequential: bool) -> str | None:
+    """How the files of the two runs differ; documents that are dealt out may change places."""
+    pairs = {
+        kind: {Path(x).name.removeprefix(kind) for x in glob.glob(f"{folder}/{kind}_*.*")}
+        for kind in ("mine", "plain")
+    }
+    wanted = {name for name in pairs["plain"] if name.endswith((".bin", ".idx", ".jsonl"))}
+    missing = wanted - pairs["mine"]
+    if missing:
+        return f"there is no {sorted(missing)}"
+    for name in sorted(wanted):
+        if sequential:
+            if (folder / f"mine{name}").read_bytes() != (folder / f"plain{name}").read_bytes():
+                return f"{name} has other bytes"
+        elif name.endswith(".idx"):
+            prefix = name.removesuffix(".idx")
+            if _documents(folder / f"mine{prefix}") != _documents(folder / f"plain{prefix}"):
+                return f"{prefix} has other documents"
+    return None
+
+
+def _documents(prefix: Path) -> list[bytes]:
+    if not Path(f"{prefix}.idx").stat().st_size:
+        return []
+    dataset = IndexedDataset(str(prefix))
+    return sorted(np.asarray(dataset[i]).tobytes() for i in range(len(dataset)))
+
+
+def search(arguments: argparse.Namespace, data: Path) -> int:
+    """Draw cases, judge them, and print what fails."""
+    dice, counts = random.Random(arguments.seed), dict[str, int]()
+    cases = [draw(dice) for _ in range(arguments.cases or 100)]
+    work = ((judge, (case, data, arguments.limit)) for case in cases)
+    for number, (kind, text) in enumerate(side_by_side(work, arguments.jobs)):
+        counts[kind] = counts.get(kind, 0) + 1
+        if kind not in ("equal", "refused"):
+            print(f"FAILED: {kind}\n{text}\n", flush=True)
+        elif arguments.verbose:
+            print(f"{number}: {kind} {text}", flush=True)
+    print(f"\n{counts}")
+    return int(bool(counts.keys() - {"equal", "refused"}))

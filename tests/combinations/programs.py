@@ -1,0 +1,143 @@
+"""The programs whose flags are combined: what a run starts from, and which options it may take."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_ext.training.pretrain import main
+from tests.combinations import layouts
+from tests.combinations.layouts import Layout
+from tests.combinations.options import Option, joined, options_of
+
+ENGINE = (
+    "precision fp8 cuda_graphs engine training optimizer ema checkpoint logging planning parallel"
+).split()
+"""Sections that every program shares."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One kind of run.
+
+    Attributes:
+        name: as ``--kind`` names it.
+        script: that a user would start.
+        base: flags of the smallest run; ``{data}`` is the folder of inputs.
+        main: what the script does, from the words to the exit code.
+        sections: whose flags are its own, drawn more often than those of ``others``.
+        others: sections whose flags it takes as well.
+        layout: draws a layout; its second argument says whether experts are drawn.
+        iterations, saved_at: length of a run, and the step that it is continued from.
+    """
+
+    name: str
+    script: str
+    base: str
+    main: Callable[[list[str]], int]
+    sections: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    layout: Callable[[random.Random, bool], Layout] = lambda dice, experts: layouts.draw(
+        dice, experts=experts
+    )
+    iterations: int = 4
+    saved_at: int = 2
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """Everything that may be combined."""
+        return options_of((*self.sections, *self.others))
+
+
+def _gpt(words: list[str]) -> int:
+    from pretrain_gpt import task_of
+
+    return main(task_of, words)
+
+
+def _video(words: list[str]) -> int:
+    from pretrain_video import defaults_of, task_of
+
+    return main(task_of, words, defaults=defaults_of(words))
+
+
+def joined_text(*texts: str) -> str:
+    """One text of flags, of which a later one wins."""
+    return " ".join(joined([text.split() for text in texts]))
+
+
+_MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 "
+    "--log-interval 1 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0 "
+    "--init-method-std 0.1 --num-workers 0 "
+)
+
+GPT = Program(
+    "gpt",
+    "pretrain_gpt.py",
+    _MODEL + "--train-iters 4 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
+    "--make-vocab-size-divisible-by 16",
+    _gpt,
+    ("whole", "model", "moe", "lora", "loss", "data", "tokenizer", *ENGINE),
+)
+
+SFT = Program(
+    "sft",
+    "pretrain_gpt.py",
+    joined_text(
+        GPT.base,
+        "--no-mock-data --sft --train-data-path {data}/chats.jsonl --tokenizer-type "
+        "HuggingFaceTokenizer --tokenizer-model {data}/tokenizer --seq-length 128 "
+        "--max-position-embeddings 128 --position-embedding-type rope --padded-vocab-size 272",
+    ),
+    _gpt,
+    ("whole sft", "sft", "lora", "loss"),
+    ("model", "moe", "data", "tokenizer", *ENGINE),
+)
+
+
+def _flow_layout(dice: random.Random, experts: bool) -> Layout:
+    """Blocks are dealt to stages by their cost, so that only few flags share them out."""
+    return _without_experts(layouts.draw(dice, limits=(2, 2, 2), stages=("plain", "vpp", "zb-h1")))
+
+
+def _streaming_layout(dice: random.Random, experts: bool) -> Layout:
+    return _without_experts(layouts.draw(dice, ranks=(1, 2, 2, 4), limits=(2, 1, 2)))
+
+
+def _without_experts(layout: Layout) -> Layout:
+    """The layout of a video model, whose layers its size decides."""
+    return dataclasses.replace(layout, model="")
+
+
+FLOW = Program(
+    "flow",
+    "pretrain_video.py",
+    "--mmdit-size tiny --no-adaln-zero --train-iters 4 --lr 1e-3 --lr-warmup-iters 1 "
+    "--micro-batch-size 1 --global-batch-size 4 --log-interval 1 --num-workers 0 "
+    "--video-data-path {data}/clips --eval-iters 0",
+    _video,
+    ("whole flow", "video", "mmdit", "video_dit", "flow", "conditions", "text_dropout", "sample"),
+    ("codec", "text_encoder", "encode", *ENGINE),
+    _flow_layout,
+)
+
+STREAMING = Program(
+    "streaming",
+    "pretrain_video.py",
+    "--task streaming --generator-size tiny --no-zero-head --latent-size 4 4 --frame-block 3 "
+    "--window-frames 6 --sink-frames 3 --chunk-frames 9 --min-new-frames 6 --max-new-frames 6 "
+    "--sequence-lengths 21 --recache-frames 9 --generator-interval 2 --micro-batch-size 1 "
+    "--text-length 8 --text-width 32 --lr 1e-3 --critic-lr 2e-3 --ema-decay 0.8 --ema-start 1 "
+    "--log-interval 1 --seed 7 --codec-spatial 2 --codec-channels 4 --global-batch-size 2 "
+    "--prompts-path {data}/prompts.txt --train-iters 4",
+    _video,
+    ("whole streaming", "streaming", "streaming_sample", "lora"),
+    ("sample", "codec", "text_encoder", *ENGINE),
+    _streaming_layout,
+)
+
+PROGRAMS = {program.name: program for program in (GPT, SFT, FLOW, STREAMING)}

@@ -1,0 +1,240 @@
+"""Draws combinations of flags, runs them, and shrinks what fails to one command.
+
+python tests/combinations/run.py --seed 7 --cases 100
+python tests/combinations/run.py --seed 7 --cases 1000 --resume 200 --relayout 200 --jobs 2
+python tests/combinations/run.py --replay 'CASE'    # as a failure prints it
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.combinations import conversion, experts, inputs, preprocess
+from tests.combinations.draw import Case, cases_of
+from tests.combinations.execute import load, side_by_side, workplace
+from tests.combinations.judge import Verdict, judge
+from tests.combinations.layouts import Layout
+from tests.combinations.programs import PROGRAMS
+from tests.combinations.shrink import shrink
+
+OTHERS = {
+    "experts": experts.search,
+    "preprocess": preprocess.search,
+    "conversion": conversion.search,
+}
+"""Kinds of searches that are no training runs of drawn flags."""
+
+
+@dataclasses.dataclass
+class Result:
+    """What came out of one draw: its verdicts, the last one of what was left to run."""
+
+    case: Case
+    verdicts: list[Verdict]
+    shrunk: Case | None = None
+
+
+def settle(
+    case: Case,
+    data: Path,
+    limit: float,
+    known: list[dict[str, object]],
+    *,
+    shrinks: bool = True,
+) -> Result:
+    """Judge a case; of one that is refused, drop an option after the other until it trains."""
+    dice = random.Random(case.number)
+    verdicts = []
+    while True:
+        with workplace(data) as folder:
+            verdict = judge(case, data, folder, limit)
+        verdicts.append(verdict)
+        if verdict.failed:
+            if not shrinks or is_known(case, verdict, known):
+                return Result(case, verdicts)
+            print(f"{case.number}: {verdict.kind}, is shrunk:\n{verdict.text}", flush=True)
+            small, final = shrink(case, verdict, data, limit)
+            verdicts[-1] = final
+            return Result(case, verdicts, small)
+        if verdict.kind == "trained" or not case.options:
+            return Result(case, verdicts)
+        drop = dice.choice(blamed(case, verdict.text))
+        case = dataclasses.replace(case, options=tuple(x for x in case.options if x != drop))
+
+
+def blamed(case: Case, sentences: str) -> list[str]:
+    """The options that a refusal names the most flags of."""
+    named = set(re.findall(r"--[\w-]+", sentences))
+    hits = {text: len(named & set(text.split())) for text in case.options}
+    return [text for text in case.options if hits[text] == max(hits.values())]
+
+
+def is_known(case: Case, verdict: Verdict, known: list[dict[str, object]]) -> bool:
+    """Whether an earlier failure of the same kind needs no more than what this case has."""
+    return any(
+        entry["signature"] == list(verdict.signature) and set(entry["options"]) <= set(case.options)  # type: ignore[call-overload]
+        for entry in known
+    )
+
+
+def search(cases: list[Case], arguments: argparse.Namespace) -> int:
+    """Run the cases side by side, print what fails, and count."""
+    data = inputs.make(arguments.data)
+    load()
+    counts: Counter[str] = Counter()
+    largest: dict[str, float] = {}
+    known: list[dict[str, object]] = []
+    begin = time.monotonic()
+    output = arguments.output.open("a") if arguments.output else None
+
+    def work() -> Iterator[Any]:
+        for case in cases:
+            if arguments.minutes and time.monotonic() - begin > 60 * arguments.minutes:
+                return
+            yield settle, (case, data, arguments.limit, list(known))
+
+    done = 0
+    for result in side_by_side(work(), arguments.jobs):
+        done += 1
+        if arguments.verbose:
+            print(line_of(result), flush=True)
+        entry = count(result, counts, known)
+        for name, size in result.verdicts[-1].largest.items():
+            largest[name] = max(size, largest.get(name, 0.0))
+        if entry is not None:
+            if output:
+                print(json.dumps(entry), file=output, flush=True)
+            report(entry)
+        if done % 25 == 0:
+            print(f"{done}/{len(cases)} in {time.monotonic() - begin:.0f} s", flush=True)
+    print_table(counts, largest, done, time.monotonic() - begin)
+    return int(any(name.startswith("failed") for name in counts))
+
+
+def count(
+    result: Result, counts: Counter[str], known: list[dict[str, object]]
+) -> dict[str, object] | None:
+    """Count the verdicts of a case; of a failure return what is known of it."""
+    for verdict in result.verdicts:
+        counts[verdict.kind if not verdict.failed else f"failed: {verdict.kind}"] += 1
+        counts.update(f"compared: {name}" for name in verdict.compared)
+        counts.update(f"excused: {name}: {text[:90]}" for name, text in verdict.excused.items())
+    last = result.verdicts[-1]
+    if not last.failed or result.shrunk is None:
+        return None
+    entry = {
+        "number": len(known) + 1,
+        "kind": last.kind,
+        "signature": list(last.signature),
+        "options": list(result.shrunk.options),
+        "layout": str(result.shrunk.layout),
+        "other": str(result.shrunk.other or ""),
+        "replay": replay_text(result.shrunk),
+        "commands": last.commands,
+        "text": last.text,
+    }
+    again = any(e["signature"] == entry["signature"] and e["options"] == entry["options"]
+                for e in known)  # fmt: skip
+    known.append(entry)
+    return None if again else entry
+
+
+def line_of(result: Result) -> str:
+    """A case on one line."""
+    refusals = "".join(f"\n    {x.text}" for x in result.verdicts if x.kind == "refused")
+    last = result.verdicts[-1]
+    passed = ", ".join(last.compared)
+    shown = f"{last.kind} {last.seconds:.1f} s [{passed}] {result.case.layout}"
+    return f"{result.case.number}: {shown}{refusals}"
+
+
+def report(entry: dict[str, object]) -> None:
+    """Print a failure as one command."""
+    print(f"\nFAILED {entry['number']}: {entry['kind']}: {entry['options']} {entry['layout']}")
+    for command in entry["commands"]:  # type: ignore[attr-defined]
+        print(f"  {command}")
+    print("  | " + "\n  | ".join(str(entry["text"]).splitlines()[-14:]))
+    print(f"  replay: python tests/combinations/run.py --replay '{entry['replay']}'\n", flush=True)
+
+
+def print_table(counts: Counter[str], largest: dict[str, float], done: int, seconds: float) -> None:
+    """What came out, counted."""
+    print(f"\n{done} cases in {seconds:.0f} s")
+    for name, size in largest.items():
+        print(f"{name}: losses in fp32 differ by {size:.1e} at most")
+    for name, number in sorted(counts.items()):
+        print(f"{number:7d}  {name}")
+
+
+def replay_text(case: Case) -> str:
+    """A case as one word of a command line."""
+    return json.dumps(dataclasses.asdict(case))
+
+
+def replayed(text: str) -> Case:
+    """The case of `replay_text`."""
+    entry = json.loads(text)
+    for name in ("layout", "other"):
+        if entry[name] is not None:
+            entry[name] = Layout(**{**entry[name], "pieces": tuple(entry[name]["pieces"])})
+    lists = {name: tuple(entry[name]) for name in ("options", "judges")}
+    return Case(**{**entry, **lists})
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kind", choices=[*PROGRAMS, *OTHERS], default="gpt")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cases", type=int, help="default: 100, of experts every layout")
+    parser.add_argument("--start", type=int, default=0, help="cases of the seed to leave out")
+    parser.add_argument("--resume", type=int, help="cases that are resumed; default: a fifth")
+    parser.add_argument("--relayout", type=int, help="cases continued in another layout")
+    parser.add_argument("--one", type=int, help="cases compared with one rank; default: half")
+    parser.add_argument("--max-ranks", type=int, default=8, help="of a layout")
+    parser.add_argument("--jobs", type=int, default=1, help="cases side by side")
+    parser.add_argument("--minutes", type=float, help="start no case after this")
+    parser.add_argument("--limit", type=float, default=30, help="seconds of a run that hangs")
+    parser.add_argument("--output", type=Path, help="a file that failures are appended to")
+    parser.add_argument("--data", type=Path, default=inputs.USUAL_PLACE, help="folder of inputs")
+    parser.add_argument("--verbose", action="store_true", help="a line for each case")
+    parser.add_argument("--replay", help="one case, as a failure prints it")
+    arguments = parser.parse_args(argv)
+    if arguments.kind in OTHERS:
+        load()
+        return OTHERS[arguments.kind](arguments, inputs.make(arguments.data))
+    arguments.cases = 100 if arguments.cases is None else arguments.cases
+    for name, share in (("resume", 5), ("relayout", 5), ("one", 2)):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, arguments.cases // share)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    cases = (
+        cases_of(
+            arguments.kind,
+            arguments.seed,
+            arguments.start + arguments.cases,
+            {"resume": arguments.resume, "relayout": arguments.relayout, "one rank": arguments.one},
+            arguments.max_ranks,
+        )[arguments.start :]
+        if arguments.replay is None
+        else [replayed(arguments.replay)]
+    )
+    return search(cases, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
