@@ -102,8 +102,6 @@ def _uneven_errors(run: RunConfig) -> list[str]:
 def _recompute_errors(run: RunConfig) -> list[str]:
     model, found = run.model, list[str]()
     count = model.recompute_num_layers
-    if count is not None and count < 1:
-        found.append(f"`--recompute-num-layers` ({count}) must be at least 1; use 1.")
     if model.recompute_granularity == "selective" and count is not None:
         found.append(
             f"`--recompute-num-layers` ({count}) goes with `--recompute-granularity full`; leave "
@@ -154,10 +152,6 @@ def _expert_errors(run: RunConfig) -> list[str]:
     found += _must_divide(
         "--moe-shared-expert-intermediate-size", shared, "--tensor-model-parallel-size", tp
     )
-    if shared is not None and shared < 1:
-        found.append(
-            f"`--moe-shared-expert-intermediate-size` ({shared}) must be at least 1; leave it out."
-        )
     if model.add_bias_linear and (shared or etp > 1):
         what = "a shared expert" if shared else f"`--expert-tensor-parallel-size` ({etp})"
         found.append(f"Experts with biases do not go with {what}; give `--disable-bias-linear`.")
@@ -226,18 +220,11 @@ def _group_errors(run: RunConfig) -> list[str]:
 def _dispatch_errors(run: RunConfig) -> list[str]:
     """How tokens reach their experts."""
     moe, parallel, found = run.moe, run.parallel, list[str]()
-    tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
-    etp = parallel.expert_tensor_parallel_size or tp
+    tp = parallel.tensor_model_parallel_size
     if tp > 1 and not parallel.sequence_parallel and not run.training.skip_train:
         found.append(
             f"Training `--num-experts` with `--tensor-model-parallel-size` ({tp}) needs "
             "`--sequence-parallel`; give it."
-        )
-    alltoall = moe.moe_token_dispatcher_type == "alltoall"
-    if alltoall and etp > 1 and ep > 1 and run.device == "cpu":
-        found.append(
-            f"`--moe-token-dispatcher-type alltoall` with `--expert-tensor-parallel-size` ({etp}) "
-            f"and `--expert-model-parallel-size` ({ep}) both above 1 needs GPUs; use allgather."
         )
     if moe.moe_expert_capacity_factor is not None:
         wrong = [x for x in moe.moe_router_load_balancing_type if x not in CAPACITY_BALANCING]

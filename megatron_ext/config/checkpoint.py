@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from megatron_ext.config.flags import flag
+from megatron_ext.config.ranges import COUNT, NATURAL
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Names and defaults are Megatron-LM's, but checkpoints reshard by default."""
+    """Names and defaults are Megatron-LM's, but checkpoints reshard by default.
+
+    Attributes:
+        usual_save_interval: of a run that saves and does not say how often.
+    """
 
     save: str | None = flag(None, "folder for checkpoints, metrics and the loss plot")
     save_interval: int | None = flag(
         None,
-        "save after each multiple of this",
+        "save after each multiple of this; default: at the end only, in pretrain_video.py 1000",
         unit="steps",
         names=("--persistent-save-interval",),
+        bounds=COUNT,
     )
     save_retain_interval: int | None = flag(
-        None, "of older checkpoints keep each multiple of this", unit="steps"
+        None, "of older checkpoints keep each multiple of this", unit="steps", bounds=COUNT
     )
-    keep_last: int | None = flag(None, "of the checkpoints keep only the newest of this number")
+    keep_last: int | None = flag(
+        None, "of the checkpoints keep only the newest of this number", bounds=COUNT
+    )
     keep_best: int | None = flag(
-        None, "besides, save and keep so many of the lowest validation loss seen"
+        None, "besides, save and keep so many of the lowest validation loss seen", bounds=COUNT
     )
     load: str | None = flag(None, "folder to continue from")
     resume_mode: str | None = flag(
@@ -33,7 +42,9 @@ class CheckpointConfig:
         "default: from --load, where it holds one",
         choices=("auto", "disable", "path"),
     )
-    ckpt_step: int | None = flag(None, "iteration to load; default: the latest", unit="steps")
+    ckpt_step: int | None = flag(
+        None, "iteration to load; default: the latest", unit="steps", bounds=NATURAL
+    )
     finetune: bool = flag(False, "load the weights only, and start at iteration 0")
     pretrained_checkpoint: str | None = flag(None, "weights to start from, without --load")
     pretrained_average: bool = flag(
@@ -66,6 +77,14 @@ class CheckpointConfig:
         True, "optimizer state that loads in any layout (the default here)"
     )
 
+    usual_save_interval: int | None = None
+
+    def resolved(self) -> CheckpointConfig:
+        """With the interval settled, where a folder is given."""
+        if self.save is None or self.save_interval is not None:
+            return self
+        return dataclasses.replace(self, save_interval=self.usual_save_interval)
+
     def errors(self, *, evaluates: bool, starts_others: bool = False) -> list[str]:
         """What cannot be run, one sentence each.
 
@@ -73,16 +92,12 @@ class CheckpointConfig:
             evaluates: the run has evaluations.
             starts_others: networks besides the model of the run take weights of checkpoints.
         """
-        found = [
-            f"`--{name.replace('_', '-')}` ({value}) must be at least 1."
-            for name in ("save_interval", "save_retain_interval", "keep_last", "keep_best")
-            if (value := getattr(self, name)) is not None and value < 1
-        ]
+        found = []
         for name in ("save_interval", "save_retain_interval", "keep_best"):
             if getattr(self, name) is not None and self.save is None:
                 found.append(f"`--{name.replace('_', '-')}` needs `--save`; give a folder.")
         interval, retain = self.save_interval, self.save_retain_interval
-        if interval and retain and interval > 0 and retain % interval:
+        if interval and retain and retain % interval:
             found.append(
                 f"`--save-retain-interval` ({retain}) must be divisible by `--save-interval` "
                 f"({interval}); use {-(-retain // interval) * interval}."

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.config.flags import Flag, flags_of
+from megatron_ext.config.own import OWN_FLAGS, check_sections, named
 from megatron_ext.config.run import RunConfig
-from megatron_ext.config.spelling import ALWAYS_ON, NO_EFFECT, RENAMED
-from megatron_ext.config.streaming import stored_streaming
+from megatron_ext.config.spelling import ALWAYS_ON, NEEDS, NO_EFFECT, OF_ENGINE, RENAMED
+from megatron_ext.config.stored import model_of
 from megatron_ext.config.unsupported import UNSUPPORTED
-from megatron_ext.config.video_dit import stored_dit
 from megatron_ext.errors import ConfigError
-
-OWN_FLAGS = ("--help", "-h", "--config", "--print-config", "--no-position-embedding")
 
 
 @dataclass(frozen=True)
@@ -57,14 +55,19 @@ class _Reading:
         self.given.append(flag)
 
 
-def all_flags() -> list[Flag]:
-    """Every supported flag, by section."""
-    found: list[Flag] = []
-    for section in dataclasses.fields(RunConfig):
-        kind: Any = section.default_factory
-        if dataclasses.is_dataclass(kind):
-            found.extend(flags_of(section.name, kind))  # type: ignore[arg-type]
-    return found
+def _sections(own: Sequence[type] = ()) -> dict[str, Any]:
+    """Return the sections of a configuration by name, the user's own last."""
+    found: dict[str, Any] = {
+        section.name: section.default_factory
+        for section in dataclasses.fields(RunConfig)
+        if dataclasses.is_dataclass(section.default_factory)
+    }
+    return found | named(own)
+
+
+def all_flags(own: Sequence[type] = ()) -> list[Flag]:
+    """Every supported flag, by section; those of the user's own sections come last."""
+    return [flag for name, kind in _sections(own).items() for flag in flags_of(name, kind)]
 
 
 def spellings(flags: Sequence[Flag]) -> dict[str, tuple[Flag, bool]]:
@@ -87,6 +90,7 @@ def parse_args(
     device: str,
     checkpoint_config: Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
+    sections: Sequence[type] = (),
 ) -> ParsedArgs:
     """Understand a command line.
 
@@ -94,46 +98,54 @@ def parse_args(
         argv: the words after the program's name.
         world_size: ranks that torchrun started; 0 lets ``--nproc-per-node`` decide.
         device: ``"cuda"`` or ``"cpu"``.
-        checkpoint_config: the stored configuration whose model is to be used
-            (``--use-checkpoint-args``); the command line wins over it.
+        checkpoint_config: the stored configuration whose model, and whose values of the user's
+            own flags, are to be used (``--use-checkpoint-args``); the command line wins over it.
         defaults: values of fields in the place of their own defaults.
+        sections: the user's own, see `config.own`.
 
     Raises:
         ConfigError: with one sentence for every error.
         SystemExit: after ``--help``.
     """
+    check_sections(sections, _sections())
     if "--help" in argv or "-h" in argv:
         from megatron_ext.config.help import print_help
 
-        print_help(all_flags())
+        print_help(all_flags(sections))
         raise SystemExit(0)
-    reading = read_words(argv)
-    layers = [_by_section(defaults or {})]
-    layers += [_read_yaml(path, reading) for path in reading.config_files]
+    reading = read_words(argv, sections)
+    layers = [_by_section(defaults or {}, sections)]
+    layers += [_read_yaml(path, reading, sections) for path in reading.config_files]
     if checkpoint_config is not None:
-        layers.append(_model_of(checkpoint_config))
+        asked = {k: v for x in (*layers, reading.values) for k, v in x.get("video", {}).items()}
+        layers.append(model_of(checkpoint_config, asked))
+        layers.append({name: checkpoint_config.get(name, {}) for name in named(sections)})
     values: dict[str, dict[str, Any]] = {}
     for layer in [*layers, reading.values]:
         for section, entries in layer.items():
             values.setdefault(section, {}).update(entries)
+    precision = values.get("precision", {})
+    if "bf16" in precision or precision.get("fp16"):
+        precision["bf16_on_gpu"] = False
     if reading.no_position_embedding:
         _no_position_embedding(values.get("model", {}), reading)
     try:
-        config = RunConfig.from_dict(values).finalize(world_size, device)
+        config = RunConfig.from_dict(values, sections).finalize(world_size, device)
     except ConfigError as error:
         raise ConfigError([*reading.errors, *error.messages]) from None
     if reading.errors:
         raise ConfigError(reading.errors)
     notes = [
         *reading.notes,
-        *_inert(reading, config.device),
+        *_inert(reading, config),
+        *(() if "lr_warmup_iters" in values["optimizer"] else config.optimizer.warmup_notes()),
     ]
     return ParsedArgs(config, notes, reading.print_config)
 
 
-def read_words(argv: Sequence[str]) -> _Reading:
+def read_words(argv: Sequence[str], sections: Sequence[type] = ()) -> _Reading:
     """Turn words into values of fields, collecting errors on the way."""
-    reading, table = _Reading(), spellings(all_flags())
+    reading, table = _Reading(), spellings(all_flags(sections))
     words = _expand_old_spellings(_split_equals(argv), reading)
     position = 0
     while position < len(words):
@@ -181,6 +193,8 @@ def _read_flag(
         reading.print_config = True
     elif name == "--config":
         reading.config_files.extend(values)
+        if not values:
+            reading.errors.append(f"`{word}` takes a file, but got none.")
     elif name == "--no-position-embedding":
         reading.no_position_embedding = True
     elif name in table:
@@ -213,23 +227,32 @@ def _read_value(
             )
         reading.put(flag, positive)
         return
-    wanted = flag.nargs or 1
-    if (wanted == "+" and not values) or (isinstance(wanted, int) and len(values) != wanted):
-        number = "at least one value" if wanted == "+" else f"{wanted} value(s)"
-        reading.errors.append(f"`{word}` takes {number}, but got {len(values)}.")
-        return
     try:
-        converted = [_convert(flag, value) for value in values]
+        reading.put(flag, _value(flag, word, values))
+    except ConfigError as error:
+        reading.errors += error.messages
+
+
+def _value(flag: Flag, named: str, words: Sequence[str]) -> Any:
+    """Return what words say for a flag that is no switch.
+
+    Raises:
+        ConfigError: too many words or too few, no numbers, or none of the choices.
+    """
+    wanted = flag.nargs or 1
+    if (wanted == "+" and not words) or (isinstance(wanted, int) and len(words) != wanted):
+        number = "at least one value" if wanted == "+" else f"{wanted} value(s)"
+        raise ConfigError(f"`{named}` takes {number}, but got {len(words)}.")
+    try:
+        converted = [_convert(flag, word) for word in words]
     except ValueError:
         kind = {int: "an integer", float: "a number"}[flag.type]
-        reading.errors.append(f"`{word}` ({' '.join(values)}) must be {kind}.")
-        return
+        raise ConfigError(f"`{named}` ({' '.join(words)}) must be {kind}.") from None
     wrong = [value for value in converted if flag.choices and value not in flag.choices]
     if wrong:
         allowed = ", ".join(str(choice) for choice in flag.choices or ())
-        reading.errors.append(f"`{word}` ({wrong[0]}) must be one of {allowed}.")
-        return
-    reading.put(flag, converted if flag.nargs else converted[0])
+        raise ConfigError(f"`{named}` ({wrong[0]}) must be one of {allowed}.")
+    return converted if flag.nargs else converted[0]
 
 
 def _convert(flag: Flag, text: str) -> Any:
@@ -239,19 +262,19 @@ def _convert(flag: Flag, text: str) -> Any:
     return flag.type(text)
 
 
-def _read_yaml(path: str, reading: _Reading) -> dict[str, dict[str, Any]]:
+def _read_yaml(path: str, reading: _Reading, own: Sequence[type] = ()) -> dict[str, dict[str, Any]]:
     """Sections of a file whose entries may be nested by section or flat."""
     import yaml
 
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reading.errors.append(f"`--config` ({path}) cannot be read: {error}.")
         return {}
     if not isinstance(content, dict):
         reading.errors.append(f"`--config` ({path}) must hold names and values.")
         return {}
-    fields = {flag.field: flag for flag in all_flags()}
+    fields = {flag.field: flag for flag in all_flags(own)}
     sections: dict[str, dict[str, Any]] = {}
     flat = {}
     for key, value in content.items():
@@ -262,7 +285,12 @@ def _read_yaml(path: str, reading: _Reading) -> dict[str, dict[str, Any]]:
     for key, value in flat.items():
         name = str(key).lstrip("-").replace("-", "_")
         if name in fields:
-            sections.setdefault(fields[name].section, {})[name] = value
+            try:
+                read = _yaml_value(fields[name], f"{key}` in `{path}", value)
+            except ConfigError as error:
+                reading.errors += error.messages
+                continue
+            sections.setdefault(fields[name].section, {})[name] = read
         elif name not in _derived():
             near = difflib.get_close_matches(name, list(fields), n=2)
             advice = f"did you mean {' or '.join(near)}?" if near else "see --help."
@@ -270,25 +298,41 @@ def _read_yaml(path: str, reading: _Reading) -> dict[str, dict[str, Any]]:
     return sections
 
 
-def _by_section(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _yaml_value(flag: Flag, named: str, value: Any) -> Any:
+    """Return an entry of a file as the flag's type; YAML reads 1e-4 as text, and any name as any.
+
+    Raises:
+        ConfigError: an entry of another type, or see `_value`.
+    """
+    if value == flag.default or (value is None and flag.optional):
+        return value
+    if flag.type is bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"`{named}` ({value}) must be true or false.")
+        return value
+    if value is None or isinstance(value, Mapping):
+        raise ConfigError(f"`{named}` ({value}) must be a value or a list of values.")
+    words = value if isinstance(value, (list, tuple)) else [value]
+    return _value(flag, named, [str(word) for word in words])
+
+
+def _by_section(values: Mapping[str, Any], own: Sequence[type] = ()) -> dict[str, dict[str, Any]]:
     """Values of fields, each in the section that has it."""
     found: dict[str, dict[str, Any]] = {}
-    for section in dataclasses.fields(RunConfig):
-        kind: Any = section.default_factory
-        if dataclasses.is_dataclass(kind):
-            names = {f.name for f in dataclasses.fields(kind)}
-            found[section.name] = {k: v for k, v in values.items() if k in names}
+    for name, kind in _sections(own).items():
+        fields = {field.name for field in dataclasses.fields(kind)}
+        found[name] = {k: v for k, v in values.items() if k in fields}
     return found
 
 
 def _derived() -> set[str]:
     """Fields that follow from others; a printed configuration holds them too."""
-    names: set[str] = set()
-    for section in dataclasses.fields(RunConfig):
-        kind: Any = section.default_factory
-        if dataclasses.is_dataclass(kind):
-            names |= {f.name for f in dataclasses.fields(kind) if "help" not in f.metadata}
-    return names
+    return {
+        field.name
+        for kind in _sections().values()
+        for field in dataclasses.fields(kind)
+        if "help" not in field.metadata
+    }
 
 
 def _no_position_embedding(model: Mapping[str, Any], reading: _Reading) -> None:
@@ -306,38 +350,27 @@ def _no_position_embedding(model: Mapping[str, Any], reading: _Reading) -> None:
         )
 
 
-def _model_of(stored: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The sections of a stored configuration that describe the weights."""
-    of_dits = stored_streaming(stored) or stored_dit(stored)
-    if of_dits is not None:
-        return of_dits
-    if stored.get("video", {}).get("video"):
-        # What else its model's section holds follows from these.
-        names = ("hidden_size", "num_attention_heads")
-        model = {name: stored["model"][name] for name in names}
-        return {"model": model, "mmdit": dict(stored["mmdit"])}
-    return {"model": _shape(stored), "moe": stored["moe"], "lora": stored.get("lora", {})}
-
-
-def _shape(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a stored model section describes the weights rather than how they are computed."""
-    keep = (
-        "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
-        "group_query_attention max_position_embeddings position_embedding_type rotary_base "
-        "rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling "
-        "rope_scaling_factor normalization "
-        "norm_epsilon apply_layernorm_1p swiglu squared_relu quick_geglu add_bias_linear "
-        "add_qkv_bias qk_layernorm untie_embeddings_and_output_weights padded_vocab_size "
-        "mtp_num_layers seq_length"
-    ).split()
-    return {name: value for name, value in stored["model"].items() if name in keep}
-
-
-def _inert(reading: _Reading, device: str) -> list[str]:
-    """Notes on flags that were given and do nothing, or only on a GPU."""
-    reasons = [(flag.shown, ALWAYS_ON.get(flag.field), "") for flag in reading.given]
-    if device == "cpu":
-        reasons += [(flag.shown, flag.gpu_only, " on a CPU") for flag in reading.given]
-    return [
-        f"`{shown}` has no effect{where}: {reason}." for shown, reason, where in reasons if reason
+def _inert(reading: _Reading, config: RunConfig) -> list[str]:
+    """Notes on flags that were given and do nothing, at all or on this device or in its layers."""
+    given = reading.given
+    reasons = [(flag, ALWAYS_ON.get(flag.field), "") for flag in given]
+    if config.device == "cpu":
+        reasons += [(flag, flag.gpu_only, " on a CPU") for flag in given]
+    if not config.model.group_query_attention:
+        alone = " without `--group-query-attention`"
+        each = "each head has keys and values of its own"
+        reasons += [(flag, each, alone) for flag in given if flag.field == "num_query_groups"]
+    if config.model.transformer_impl != "transformer_engine":
+        without = " without Transformer Engine"
+        told = [flag for flag in given if config.device != "cpu" or flag.gpu_only is None]
+        reasons += [(flag, OF_ENGINE.get(flag.field), without) for flag in told]
+    notes = [
+        f"`{flag.shown}` has no effect{where}: {reason}."
+        for flag, reason, where in reasons
+        if reason
     ]
+    for names, needed, has in NEEDS:
+        idle = [flag for flag in given if flag.field in names.split()]
+        if idle and not has(config):
+            notes += [f"`{flag.shown}` has no effect without `{needed}`." for flag in idle]
+    return notes

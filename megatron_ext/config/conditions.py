@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_ext.config.flags import flag
+from megatron_ext.config.flags import check_ranges, flag, range_errors
+from megatron_ext.config.ranges import COUNT, SHARE, WEIGHT
 from megatron_ext.errors import ConfigError
 
 MODES = (
@@ -34,16 +35,22 @@ class ConditionConfig:
             ``reference_loss``.
     """
 
-    t2v_weight: float = flag(1.0, "relative frequency of clips without references")
-    i2v_head_weight: float = flag(5.0, "of clips whose first latent frame is given")
-    i2v_tail_weight: float = flag(1.0, "of clips whose last latent frame is given")
-    i2v_loop_weight: float = flag(1.0, "of clips whose first and last latent frame are given")
-    v2v_head_weight: float = flag(0.0, "of clips whose first --v2v-frames are given")
-    v2v_tail_weight: float = flag(0.0, "of clips whose last --v2v-frames are given")
-    v2v_head_easy_weight: float = flag(0.0, "of clips whose first --v2v-easy-frames are given")
-    v2v_tail_easy_weight: float = flag(0.0, "of clips whose last --v2v-easy-frames are given")
-    v2v_frames: int = flag(9, "length of the references of v2v", unit="latent frames")
-    v2v_easy_frames: int = flag(17, "of the easy ones", unit="latent frames")
+    t2v_weight: float = flag(1.0, "relative frequency of clips without references", bounds=WEIGHT)
+    i2v_head_weight: float = flag(5.0, "of clips whose first latent frame is given", bounds=WEIGHT)
+    i2v_tail_weight: float = flag(1.0, "of clips whose last latent frame is given", bounds=WEIGHT)
+    i2v_loop_weight: float = flag(
+        1.0, "of clips whose first and last latent frame are given", bounds=WEIGHT
+    )
+    v2v_head_weight: float = flag(0.0, "of clips whose first --v2v-frames are given", bounds=WEIGHT)
+    v2v_tail_weight: float = flag(0.0, "of clips whose last --v2v-frames are given", bounds=WEIGHT)
+    v2v_head_easy_weight: float = flag(
+        0.0, "of clips whose first --v2v-easy-frames are given", bounds=WEIGHT
+    )
+    v2v_tail_easy_weight: float = flag(
+        0.0, "of clips whose last --v2v-easy-frames are given", bounds=WEIGHT
+    )
+    v2v_frames: int = flag(9, "length of the references of v2v", unit="latent frames", bounds=COUNT)
+    v2v_easy_frames: int = flag(17, "of the easy ones", unit="latent frames", bounds=COUNT)
     reference_loss: str = flag(
         "masked",
         "masked: no reference frame counts in the loss; all: they count as any other; trimmed: "
@@ -52,23 +59,12 @@ class ConditionConfig:
     )
 
     def __post_init__(self) -> None:
-        messages = [
-            f"`{_dashed(mode)}-weight` ({self.weight(mode)}) must be a finite number of 0 or more; "
-            "0 turns the mode off."
-            for mode in MODES
-            if not 0 <= self.weight(mode) < math.inf
-        ]
+        messages = list(range_errors(self).values())
         if not messages and not self.modes:
             messages.append(
                 "The weights of all condition modes are 0, but one must be drawn; give "
                 "`--t2v-weight 1` to train without references."
             )
-        for name in ("v2v_frames", "v2v_easy_frames"):
-            if getattr(self, name) < 1:
-                messages.append(
-                    f"`{_dashed(name)}` ({getattr(self, name)}) must be 1 latent frame or more; "
-                    "the usual values are 9 and 17."
-                )
         if self.reference_loss not in REFERENCE_LOSSES:
             messages.append(
                 f"`--reference-loss` ({self.reference_loss}) must be one of "
@@ -96,22 +92,13 @@ class TextDropoutConfig:
     """
 
     text_dropout: float = flag(
-        math.sqrt(0.1), "how often the sequence of text embeddings is the empty caption's"
+        math.sqrt(0.1),
+        "how often the sequence of text embeddings is the empty caption's",
+        bounds=SHARE,
     )
     pooled_dropout: float = flag(
-        math.sqrt(0.1), "how often, independently, the pooled text embedding is"
+        math.sqrt(0.1), "how often, independently, the pooled text embedding is", bounds=SHARE
     )
 
     def __post_init__(self) -> None:
-        messages = [
-            f"`{_dashed(name)}` ({getattr(self, name)}) must be a probability between 0 and 1; 0 "
-            "keeps every caption."
-            for name in ("text_dropout", "pooled_dropout")
-            if not 0 <= getattr(self, name) <= 1
-        ]
-        if messages:
-            raise ConfigError(messages)
-
-
-def _dashed(name: str) -> str:
-    return "--" + name.replace("_", "-")
+        check_ranges(self)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.flags import flag
+from megatron_ext.config.ranges import SIZE
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
@@ -29,7 +30,11 @@ class CudaGraphConfig:
         gpu_only=LAUNCHES,
     )
     cuda_graph_warmup_steps: int = flag(
-        WARMUP_STEPS, "runs of a layer before it is recorded", unit="runs", gpu_only=LAUNCHES
+        WARMUP_STEPS,
+        "runs of a layer before it is recorded",
+        unit="runs",
+        gpu_only=LAUNCHES,
+        bounds=SIZE,
     )
 
     def errors(self, run: RunConfig) -> list[str]:
@@ -48,11 +53,6 @@ class CudaGraphConfig:
                 "supported; use local with `--transformer-impl torch`."
             ]
         found = [f"`--cuda-graph-impl local` {text}." for text in _obstacles(run)]
-        if steps < 1:
-            found.append(
-                f"`--cuda-graph-warmup-steps` ({steps}) must be at least 1, since what a kernel "
-                "sets up when it first runs cannot be recorded."
-            )
         if run.device == "cuda":
             found += _environment_errors(os.environ)
         return found
@@ -61,7 +61,7 @@ class CudaGraphConfig:
 def _obstacles(run: RunConfig) -> Iterator[str]:
     """Why graphs cannot stand for the layers of a run."""
     if run.video.video:
-        yield "does not go with `--video`, whose buckets differ in shape; leave it out"
+        yield "does not go with video models, whose buckets differ in shape; leave it out"
         return
     if run.training.skip_train:
         yield "has no effect with `--skip-train`, since evaluation uses none; leave it out"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from megatron_ext.config.flags import flag
+from megatron_ext.config.ranges import PROCESSES, Range
 
 DEFAULT_SPLIT = "969, 30, 1"
 
@@ -30,7 +32,7 @@ class DataConfig:
     mmap_bin_files: bool = flag(True, "map .bin files into memory")
     mock_data: bool = flag(False, "train on made-up samples")
     multiple_validation_sets: bool = flag(False, "report each validation prefix by itself")
-    num_workers: int = flag(2, "processes that load data", unit="processes")
+    num_workers: int = flag(2, "processes that load data", unit="processes", bounds=Range(0, 256))
     dataloader_type: str = flag(
         "single", "in order, or shuffled anew each epoch", choices=("single", "cyclic")
     )
@@ -38,8 +40,10 @@ class DataConfig:
     reset_position_ids: bool = flag(False, "positions start again after each document")
     reset_attention_mask: bool = flag(False, "attention stays within a document")
     eod_mask_loss: bool = flag(False, "no loss where the input is end-of-document")
-    num_dataset_builder_threads: int = flag(1, "threads that build a blend")
-    mid_level_dataset_surplus: float = flag(0.005, "spare samples of each part of a blend")
+    num_dataset_builder_threads: int = flag(1, "threads that build a blend", bounds=PROCESSES)
+    mid_level_dataset_surplus: float = flag(
+        0.005, "spare samples of each part of a blend", bounds=Range(0, 100)
+    )
     allow_ambiguous_pad_tokens: bool = flag(False, "let padding share the id of another token")
 
     def resolved(self) -> DataConfig:
@@ -64,10 +68,16 @@ class DataConfig:
         found = []
         if len(given) > 1:
             found.append(f"{' and '.join(given)} exclude each other; give one source of data.")
+        own = {"--valid-data-path": self.valid_data_path, "--test-data-path": self.test_data_path}
+        beside = [f"`{name}`" for name, value in own.items() if value]
+        shared = [name for name in given if name != "`--train-data-path`"]
+        if beside and shared and len(given) == 1:
+            found.append(
+                f"{shared[0]} and {' and '.join(beside)} exclude each other, since `--split` cuts "
+                "all splits from the former; give the data of training as `--train-data-path`."
+            )
         if self.split is not None:
             found.extend(self._split_errors(self.split))
-        if self.num_workers < 0:
-            found.append(f"`--num-workers` ({self.num_workers}) must be at least 0.")
         if self.multiple_validation_sets and not full_validation:
             found.append("`--multiple-validation-sets` needs `--full-validation`; give both.")
         return found
@@ -78,9 +88,9 @@ class DataConfig:
             shares = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
         except ValueError:
             shares = []
-        if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) <= 0:
+        if not 1 <= len(shares) <= 3 or not (min(shares) >= 0 and 0 < sum(shares) < math.inf):
             return [
-                f"`--split` ({split}) must be one to three shares that are not negative; use "
-                "99,1,0."
+                f"`--split` ({split}) must be one to three shares that are finite and not "
+                "negative; use 99,1,0."
             ]
         return []

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.flags import flag
+from megatron_ext.config.ranges import BELOW_ONE, COUNT
 
 if TYPE_CHECKING:
     from megatron_ext.config.training import TrainingConfig
@@ -21,12 +22,23 @@ class EmaConfig:
     """Exponential moving average: ``average = decay * average + (1 - decay) * weights``."""
 
     ema_decay: float | None = flag(
-        None, "keep an average of the weights that retains this share at each update, 0 for none"
+        None,
+        "keep an average of the weights that retains this share at each update, 0 for none",
+        bounds=BELOW_ONE,
+        advice="use 0.9999",
     )
     ema_start: int | None = flag(
         None,
         "first step that is averaged, until then it is the weights; default: 1, with --task "
         "streaming 200",
+        bounds=COUNT,
+    )
+    ema_update_every: int = flag(
+        1,
+        "average only after each so-manyth training step of the model, with the same decay; with "
+        "--task streaming steps of the generator",
+        unit="steps",
+        bounds=COUNT,
     )
     eval_ema: bool = flag(False, "evaluate with the averaged weights too")
     for_sampling: bool = False
@@ -45,16 +57,14 @@ class EmaConfig:
     def errors(self, training: TrainingConfig) -> list[str]:
         """What cannot be run, one sentence each."""
         found = []
-        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
-            found.append(
-                f"`--ema-decay` ({self.ema_decay:g}) must be at least 0, which keeps none, and "
-                "below 1; use 0.9999."
-            )
-        if self.ema_start is not None and self.ema_start < 1:
-            found.append(f"`--ema-start` ({self.ema_start}) must be at least 1, the first step.")
         if not self.ema_decay and self.ema_start not in (None, 1):
             found.append(
                 f"`--ema-start` ({self.ema_start}) needs `--ema-decay`; give one such as 0.9999."
+            )
+        every = self.ema_update_every
+        if every > 1 and not self.ema_decay:
+            found.append(
+                f"`--ema-update-every` ({every}) needs `--ema-decay`; give one such as 0.9999."
             )
         if self.eval_ema and not self.keeps_average(trains=not training.skip_train):
             found.append("`--eval-ema` needs `--ema-decay`; give one such as 0.9999.")

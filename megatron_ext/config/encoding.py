@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
-from megatron_ext.config.flags import flag
+from megatron_ext.config.flags import check_ranges, flag
+from megatron_ext.config.ranges import FINITE, NATURAL, SIZE
 from megatron_ext.errors import ConfigError
 
 PATCH = "patch"
@@ -28,35 +28,34 @@ class CodecConfig:
     """
 
     codec: str = flag(PATCH, f"{PATCH}, or the folder of a diffusers video VAE")
-    codec_spatial: int = flag(8, "pixels of a latent cell on each side (patch)", unit="pixels")
-    codec_temporal: int = flag(4, "frames of a latent frame after the first (patch)", unit="frames")
-    codec_channels: int | None = flag(
-        None, "latent channels, the lowest space-time frequencies; default: all, no loss (patch)"
+    codec_spatial: int = flag(
+        8, "pixels of a latent cell on each side (patch)", unit="pixels", bounds=SIZE
     )
-    codec_shift: float = flag(0.0, "pixel value that becomes zero (patch)")
-    codec_scale: float = flag(1.0, "factor on the latents, best 1 / their deviation (patch)")
+    codec_temporal: int = flag(
+        4, "frames of a latent frame after the first (patch)", unit="frames", bounds=SIZE
+    )
+    codec_channels: int | None = flag(
+        None,
+        "latent channels, the lowest space-time frequencies; default: all, no loss (patch)",
+        bounds=SIZE,
+    )
+    codec_shift: float = flag(0.0, "pixel value that becomes zero (patch)", bounds=FINITE)
+    codec_scale: float = flag(
+        1.0, "factor on the latents, best 1 / their deviation (patch)", bounds=FINITE
+    )
 
     def __post_init__(self) -> None:
-        for name in ("codec_spatial", "codec_temporal"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"`{name}` ({getattr(self, name)}) must be at least 1; 1 leaves this side "
-                    "as it is."
-                )
+        check_ranges(self)
         whole = 3 * self.codec_temporal * self.codec_spatial**2
-        if self.codec_channels is not None and not 1 <= self.codec_channels <= whole:
+        if self.codec_channels is not None and self.codec_channels > whole:
             raise ConfigError(
                 f"`codec_channels` ({self.codec_channels}) must lie between 1 and 3 × temporal × "
                 f"spatial² = {whole}; leave it out to keep everything."
             )
-        if self.codec_scale == 0 or not math.isfinite(self.codec_scale):
+        if self.codec_scale == 0:
             raise ConfigError(
-                f"`codec_scale` ({self.codec_scale}) must be finite and differ from 0; use 1 / "
-                "standard deviation of the latents."
-            )
-        if not math.isfinite(self.codec_shift):
-            raise ConfigError(
-                f"`codec_shift` ({self.codec_shift}) must be finite; 0 is the middle of the range."
+                f"`codec_scale` ({self.codec_scale}) must differ from 0; use 1 / standard "
+                "deviation of the latents."
             )
         self._refuse_sizes_of_a_vae()
 
@@ -85,9 +84,11 @@ class TextEncoderConfig:
     text_encoder: str = flag(HASHED, "how captions are encoded", choices=tuple(FOLDERS))
     t5_path: str | None = flag(None, f"local folder of T5 ({T5_CLIP}) or UMT5 ({UMT5})")
     clip_path: str | None = flag(None, f"local folder of CLIP ({T5_CLIP})")
-    text_length: int = flag(512, "rows of an encoded caption; longer ones are cut", unit="tokens")
-    text_width: int = flag(HASHED_WIDTH, f"width of the rows ({HASHED})")
-    pooled_width: int = flag(HASHED_WIDTH, f"width of the pooled vector ({HASHED})")
+    text_length: int = flag(
+        512, "rows of an encoded caption; longer ones are cut", unit="tokens", bounds=SIZE
+    )
+    text_width: int = flag(HASHED_WIDTH, f"width of the rows ({HASHED})", bounds=SIZE)
+    pooled_width: int = flag(HASHED_WIDTH, f"width of the pooled vector ({HASHED})", bounds=SIZE)
 
     def __post_init__(self) -> None:
         if self.text_encoder not in FOLDERS:
@@ -95,9 +96,7 @@ class TextEncoderConfig:
                 f"`text_encoder` ({self.text_encoder}) must be {HASHED}, {T5_CLIP} or {UMT5}; "
                 "choose one."
             )
-        for name in ("text_length", "text_width", "pooled_width"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"`{name}` ({getattr(self, name)}) must be at least 1; raise it.")
+        check_ranges(self)
         for name in ("text_width", "pooled_width"):
             if self.text_encoder != HASHED and getattr(self, name) != HASHED_WIDTH:
                 raise ConfigError(
@@ -131,7 +130,7 @@ class EncodeConfig:
     """
 
     fps_cap: int = flag(
-        24, "faster clips lose every other frame and so on", unit="frames per second"
+        24, "faster clips lose every other frame and so on", unit="frames per second", bounds=SIZE
     )
     temporal_crop: str = flag(
         "random", "which part of clips longer than their bucket", choices=("random", "start")
@@ -141,22 +140,20 @@ class EncodeConfig:
         "pieces at both ends that are encoded by themselves: 1 for i2v, 9 and 17 for v2v",
         nargs="+",
         unit="latent frames",
+        bounds=SIZE,
     )
-    clip_seed: int = flag(1234, "of buckets and crops")
+    clip_seed: int = flag(1234, "of buckets and crops", bounds=NATURAL)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reference_lengths", tuple(self.reference_lengths))
-        if self.fps_cap < 1:
-            raise ConfigError(f"`fps_cap` ({self.fps_cap}) must be at least 1; the usual is 24.")
+        check_ranges(self)
         if self.temporal_crop not in ("random", "start"):
             raise ConfigError(
                 f"`temporal_crop` ({self.temporal_crop}) must be random or start; choose one."
             )
-        if self.clip_seed < 0:
-            raise ConfigError(f"`clip_seed` ({self.clip_seed}) must be at least 0; raise it.")
         lengths = self.reference_lengths
-        if any(length < 1 for length in lengths) or len(set(lengths)) < len(lengths):
+        if len(set(lengths)) < len(lengths):
             raise ConfigError(
-                f"`reference_lengths` ({list(lengths)}) must be different numbers of latent frames "
-                "of at least 1; 1 serves the i2v modes."
+                f"`reference_lengths` ({list(lengths)}) must be different numbers of latent "
+                "frames; 1 serves the i2v modes."
             )

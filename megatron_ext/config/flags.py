@@ -10,6 +10,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.config.ranges import Range
+from megatron_ext.errors import ConfigError
+
 
 def flag(
     default: Any,
@@ -21,6 +24,8 @@ def flag(
     names: Sequence[str] = (),
     negative: Sequence[str] = (),
     gpu_only: str | None = None,
+    bounds: Range | None = None,
+    advice: str | None = None,
 ) -> Any:
     """A field that is also a flag.
 
@@ -33,6 +38,8 @@ def flag(
         names: further spellings; the field's own name, dashed, is always one.
         negative: spellings that set a boolean to False, besides ``--no-<name>``.
         gpu_only: why the flag has no effect on a CPU.
+        bounds: the numbers that a numeric flag takes; each of them has some.
+        advice: what to do about a number outside of them, where the default is none.
     """
     metadata = {
         "help": help,
@@ -42,6 +49,8 @@ def flag(
         "names": tuple(names),
         "negative": tuple(negative),
         "gpu_only": gpu_only,
+        "bounds": bounds,
+        "advice": advice,
     }
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
@@ -58,7 +67,7 @@ class Flag:
         type: type of one value.
         optional: whether None is allowed.
         default: value without the flag.
-        help, unit, choices, nargs, gpu_only: see `flag`.
+        help, unit, choices, nargs, gpu_only, bounds, advice: see `flag`.
         positive: spellings that set the value (or True), the first is shown.
         negative: spellings that set False.
     """
@@ -73,6 +82,8 @@ class Flag:
     choices: Sequence[Any] | None
     nargs: int | str | None
     gpu_only: str | None
+    bounds: Range | None
+    advice: str | None
     positive: tuple[str, ...]
     negative: tuple[str, ...]
 
@@ -116,6 +127,8 @@ def _flag_of(section: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
         choices=meta["choices"],
         nargs=meta["nargs"],
         gpu_only=meta["gpu_only"],
+        bounds=meta["bounds"],
+        advice=meta["advice"],
         positive=(f"--{dashed}", *meta["names"]),
         negative=negative,
     )
@@ -131,6 +144,45 @@ def _value_type(hint: Any) -> tuple[type, bool]:
     if typing.get_origin(hint) in (list, tuple):
         hint = typing.get_args(hint)[0]
     return hint, optional
+
+
+def range_errors(section: Any) -> dict[str, str]:
+    """Return a sentence for each number of a section outside of its flag's range, by field."""
+    found = {}
+    for flag in flags_of("", type(section)):  # type: ignore[arg-type]
+        value = getattr(section, flag.field)
+        if flag.bounds is None or value is None:
+            continue
+        given = value if isinstance(value, (list, tuple)) else (value,)
+        rule = next(filter(None, map(flag.bounds.broken_rule, given)), None)
+        if rule is not None:
+            shown = " ".join(map(str, given))
+            found[flag.field] = f"`{flag.positive[0]}` ({shown}) {rule}; {_advice(flag)}."
+    return found
+
+
+def check_ranges(section: Any) -> None:
+    """Check the numbers of a section that is also made without a run.
+
+    Raises:
+        ConfigError: with one sentence for each number outside of its range.
+    """
+    errors = range_errors(section)
+    if errors:
+        raise ConfigError(list(errors.values()))
+
+
+def _advice(flag: Flag) -> str:
+    """What to do about a number outside of the range."""
+    if flag.advice is not None:
+        return flag.advice
+    if flag.default is not None:
+        default = flag.default
+        shown = " ".join(map(str, default)) if isinstance(default, (list, tuple)) else default
+        return f"{shown} is the default"
+    if flag.type is int and flag.bounds is not None:
+        return f"use {flag.bounds.low}"
+    return "give another, or leave it out"
 
 
 def changed(run: Any, sections: Sequence[str], only: Collection[str] | None = None) -> list[str]:

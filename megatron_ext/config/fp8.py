@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.flags import flag
 from megatron_ext.config.fp8_rules import TE_RECIPES, TORCH_RECIPES, fp8_errors
+from megatron_ext.config.ranges import NATURAL, SIZE, Range
 from megatron_ext.config.transformer_engine import needs_torch_layers
 
 if TYPE_CHECKING:
@@ -29,9 +31,11 @@ class Fp8Config:
         "Engine only)",
         choices=("delayed", "tensorwise", *TORCH_RECIPES, *TE_RECIPES),
     )
-    fp8_margin: int = flag(0, "headroom: a scale of the delayed recipe is divided by 2^margin")
+    fp8_margin: int = flag(
+        0, "headroom: a scale of the delayed recipe is divided by 2^margin", bounds=Range(0, 64)
+    )
     fp8_amax_history_len: int = flag(
-        1, "steps whose largest magnitudes the delayed recipe remembers", unit="steps"
+        1, "steps whose largest magnitudes the delayed recipe remembers", unit="steps", bounds=SIZE
     )
     fp8_amax_compute_algo: str = flag(
         "most_recent",
@@ -60,11 +64,17 @@ class Fp8Config:
     )
     first_last_layers_bf16: bool = flag(False, "keep the first and the last layers in bf16")
     num_layers_at_start_in_bf16: int = flag(
-        1, "first layers to keep with --first-last-layers-bf16", unit="layers"
+        1, "first layers to keep with --first-last-layers-bf16", unit="layers", bounds=NATURAL
     )
     num_layers_at_end_in_bf16: int = flag(
-        1, "last layers to keep with --first-last-layers-bf16", unit="layers"
+        1, "last layers to keep with --first-last-layers-bf16", unit="layers", bounds=NATURAL
     )
+
+    def resolved(self, *, te: bool) -> Fp8Config:
+        """Without weights in 8 bits where the layers are not Transformer Engine's."""
+        if te or self.fp8_format is None:
+            return self
+        return dataclasses.replace(self, fp8_param_gather=False)
 
     def keeps_bf16(self, layer_number: int, num_layers: int) -> bool:
         """Whether a layer is computed in bf16.

@@ -74,13 +74,6 @@ def _recipe_errors(fp8: Fp8Config, *, te: bool, may_use_te: bool) -> list[str]:
             for name in changed_fields(fp8)
             if name in OF_DELAYED
         ]
-    if fp8.fp8_amax_history_len < 1:
-        found.append(f"`--fp8-amax-history-len` ({fp8.fp8_amax_history_len}) must be at least 1.")
-    if fp8.fp8_margin < 0:
-        found.append(
-            f"`--fp8-margin` ({fp8.fp8_margin}) must be at least 0: below it values would be cut "
-            "off."
-        )
     return found
 
 
@@ -93,11 +86,7 @@ def _layer_errors(fp8: Fp8Config, run: RunConfig, *, te: bool) -> list[str]:
             if name in OF_BF16_LAYERS
         ]
     num_layers = run.model.num_layers or 0
-    found = [
-        f"`{spelling_of(fp8, name)}` ({getattr(fp8, name)}) must be at least 0."
-        for name in OF_BF16_LAYERS
-        if getattr(fp8, name) < 0
-    ]
+    found = list[str]()
     if fp8.fp8_recipe == "delayed":
         found.append(
             "`--first-last-layers-bf16` does not go with `--fp8-recipe delayed`, whose state is "

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.flags import flag
+from megatron_ext.config.ranges import BELOW_ONE, FACTOR, SIZE
 
 if TYPE_CHECKING:
     from megatron_ext.config.model import ModelConfig
@@ -28,11 +29,16 @@ DEFAULT_ALPHA = 32.0
 class LoraConfig:
     """Low-rank adapters: ``y = W x + (alpha / rank) * B A dropout(x)`` with a frozen W."""
 
-    lora_rank: int | None = flag(None, "rank of the adapters; without it all parameters train")
-    lora_alpha: float | None = flag(
-        None, f"adapters are scaled by this over the rank; default {DEFAULT_ALPHA:g}"
+    lora_rank: int | None = flag(
+        None, "rank of the adapters; without it all parameters train", bounds=SIZE
     )
-    lora_dropout: float = flag(0.0, "dropout of the inputs of adapters")
+    lora_alpha: float | None = flag(
+        None,
+        f"adapters are scaled by this over the rank; default {DEFAULT_ALPHA:g}",
+        bounds=FACTOR,
+        advice="use 32",
+    )
+    lora_dropout: float = flag(0.0, "dropout of the inputs of adapters", bounds=BELOW_ONE)
     lora_target_modules: list[str] | None = flag(
         None, "linear layers that get an adapter; default: all of a block", nargs="+"
     )
@@ -85,17 +91,6 @@ class LoraConfig:
 
     def _own_errors(self, known: Sequence[str]) -> list[str]:
         found = []
-        if self.lora_rank is not None and self.lora_rank < 1:
-            found.append(
-                f"`--lora-rank` ({self.lora_rank}) must be at least 1; leave it out to train all "
-                "parameters."
-            )
-        if self.lora_alpha is not None and self.lora_alpha <= 0:
-            found.append(f"`--lora-alpha` ({self.lora_alpha:g}) must be above 0; use 32.")
-        if not 0 <= self.lora_dropout < 1:
-            found.append(
-                f"`--lora-dropout` ({self.lora_dropout:g}) must be at least 0 and below 1."
-            )
         targets = self.lora_target_modules
         unknown = [name for name in targets or () if name not in known]
         if unknown or targets == []:

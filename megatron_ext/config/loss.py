@@ -6,8 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 
 from megatron_ext.config.flags import flag
+from megatron_ext.config.ranges import BELOW_ONE, COUNT, WEIGHT, Range
 
 REDUCTIONS = ("token", "sample", "square")
+CROSS_ENTROPY = "cross-entropy"
+"""What ``--loss`` says for no loss of the user's own."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,16 @@ class LossConfig:
         choices=("chunked", "eager", "te"),
     )
     cross_entropy_chunk_size: int | None = flag(
-        None, "of chunked; default: an eighth of a micro-batch's, 1024 at most", unit="tokens"
+        None,
+        "tokens of a chunk; by default an eighth of a micro-batch's, 1024 at most, and for "
+        "cross-entropy of 16-bit logits on a GPU a quarter, 4096 or twice the hidden size at most",
+        unit="tokens",
+        bounds=COUNT,
+    )
+    ignore_index: int = flag(
+        -100,
+        "labels that equal this id weigh nothing in the loss, in training and evaluation",
+        bounds=Range(-100),
     )
     loss_reduction: str = flag(
         "token",
@@ -29,36 +41,35 @@ class LossConfig:
         "square root of its tokens",
         choices=REDUCTIONS,
     )
-    label_smoothing: float = flag(0.0, "share of each target spread over the vocabulary")
+    label_smoothing: float = flag(
+        0.0, "share of each target spread over the vocabulary", bounds=BELOW_ONE
+    )
     z_loss_coeff: float = flag(
-        0.0, "weight of the squared log-sum-exp of the logits (PaLM's z-loss)"
+        0.0, "weight of the squared log-sum-exp of the logits (PaLM's z-loss)", bounds=WEIGHT
     )
     loss: str | None = flag(
-        None, "a loss of your own: module:LossConfigClass or file.py:LossConfigClass"
+        None,
+        "a loss of your own: module:LossConfigClass or file.py:LossConfigClass; cross-entropy in a "
+        "program that has another by default",
     )
     loss_args: list[str] = flag([], "fields of --loss, such as gamma=2.0", nargs="+")
 
     def resolved(self, *, fused: bool, fusion_impl: str) -> LossConfig:
         """With the implementation settled; --cross-entropy-loss-fusion asks for whole logits."""
-        if self.cross_entropy_impl is not None:
-            return self
-        impl = "chunked"
-        if fused and self.loss is None:
+        loss = None if self.loss == CROSS_ENTROPY else self.loss
+        impl = self.cross_entropy_impl or "chunked"
+        if self.cross_entropy_impl is None and fused and loss is None:
             impl = "te" if fusion_impl == "te" else "eager"
-        return dataclasses.replace(self, cross_entropy_impl=impl)
+        return dataclasses.replace(self, cross_entropy_impl=impl, loss=loss)
 
     def errors(self, *, per_token: bool, has_te: bool) -> list[str]:
         """What cannot be run, one sentence each."""
         found = []
-        size = self.cross_entropy_chunk_size
-        if size is not None and size < 1:
-            found.append(f"`--cross-entropy-chunk-size` ({size}) must be at least 1; use 1024.")
-        if not 0 <= self.label_smoothing < 1:
+        if self.ignore_index < 0 and self.ignore_index != -100:
             found.append(
-                f"`--label-smoothing` ({self.label_smoothing}) must be in [0, 1); use 0.1."
+                f"`--ignore-index` ({self.ignore_index}) must be a token id, 0 or more, or -100 "
+                "for none; give the id whose labels are to weigh nothing."
             )
-        if self.z_loss_coeff < 0:
-            found.append(f"`--z-loss-coeff` ({self.z_loss_coeff}) must be 0 or more; use 1e-4.")
         if self.loss_reduction != "token" and not per_token:
             found.append(
                 f"`--loss-reduction {self.loss_reduction}` is calibrated over the global batch, "
@@ -66,6 +77,15 @@ class LossConfig:
             )
         if self.loss_args and self.loss is None:
             found.append("`--loss-args` needs `--loss`; name the loss that takes them.")
+        for name, value in (
+            ("--label-smoothing", self.label_smoothing),
+            ("--z-loss-coeff", self.z_loss_coeff),
+        ):
+            if value and self.loss is not None:
+                found.append(
+                    f"`{name}` ({value}) is a part of cross-entropy, which `--loss` ({self.loss}) "
+                    f"replaces; leave it out, or give `--loss {CROSS_ENTROPY}`."
+                )
         return [*found, *self._whole_logits_errors(has_te)]
 
     def _whole_logits_errors(self, has_te: bool) -> list[str]:
@@ -84,8 +104,9 @@ class LossConfig:
             ("--loss", self.loss is not None),
         ):
             if given:
+                other = f", or give `--loss {CROSS_ENTROPY}`" if name == "--loss" else ""
                 found.append(
                     f"`{name}` needs `--cross-entropy-impl chunked`, but it is {impl}; leave out "
-                    "`--cross-entropy-impl` and `--cross-entropy-loss-fusion`."
+                    f"`--cross-entropy-impl` and `--cross-entropy-loss-fusion`{other}."
                 )
         return found

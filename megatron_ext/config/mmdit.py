@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.flags import flag
 from megatron_ext.config.mmdit_sizes import EPSILON, SIZES, MMDiTSizes
+from megatron_ext.config.ranges import FACTOR, NATURAL, SIZE, WEIGHT, Range
 
 if TYPE_CHECKING:
     from megatron_ext.config.model import ModelConfig
@@ -30,24 +31,36 @@ class MMDiTConfig:
     mmdit_size: str = flag(
         "tiny", "named size; --hidden-size and the flags below change it", choices=tuple(SIZES)
     )
-    num_double_blocks: int | None = flag(None, "blocks with weights of their own for the text")
-    num_single_blocks: int | None = flag(None, "blocks on the joint sequence")
-    axes_dim: tuple[int, int, int] | None = flag(
-        None, "parts of a head that rotate with frame, row and column", nargs=3
+    num_double_blocks: int | None = flag(
+        None, "blocks with weights of their own for the text", bounds=Range(0, 10**6)
     )
-    patch_size: int | None = flag(None, "a token is a square of so many latent cells a side")
-    mlp_ratio: int | None = flag(None, "width of the MLPs over the hidden size")
+    num_single_blocks: int | None = flag(
+        None, "blocks on the joint sequence", bounds=Range(0, 10**6)
+    )
+    axes_dim: tuple[int, int, int] | None = flag(
+        None, "parts of a head that rotate with frame, row and column", nargs=3, bounds=SIZE
+    )
+    patch_size: int | None = flag(
+        None, "a token is a square of so many latent cells a side", bounds=SIZE
+    )
+    mlp_ratio: int | None = flag(None, "width of the MLPs over the hidden size", bounds=SIZE)
     guidance_embed: bool = flag(False, "the model is told the strength of --guidance")
-    guidance: float = flag(4.0, "what a model with --guidance-embed is told")
+    guidance: float = flag(4.0, "what a model with --guidance-embed is told", bounds=WEIGHT)
     adaln_zero: bool = flag(
         True, "modulations and the last layer start at zero; off as in Open-Sora's code"
     )
     recompute_double_blocks: int | None = flag(
-        None, "first double blocks that keep only their inputs for the backward pass; default: all"
+        None,
+        "first double blocks that keep only their inputs for the backward pass; default: all",
+        bounds=NATURAL,
     )
-    recompute_single_blocks: int | None = flag(None, "of single blocks; default: all")
+    recompute_single_blocks: int | None = flag(
+        None, "of single blocks; default: all", bounds=NATURAL
+    )
     double_block_cost: float = flag(
-        1.0, "time of a double block over that of a single one, for the cut into stages"
+        1.0,
+        "time of a double block over that of a single one, for the cut into stages",
+        bounds=FACTOR,
     )
     channels: int | None = None
     caption_width: int | None = None
@@ -95,18 +108,3 @@ class MMDiTConfig:
             untie_embeddings_and_output_weights=True,
             blocks_dealt_by_cost=True,
         )
-
-    def errors(self) -> list[str]:
-        """What cannot be computed, one sentence each."""
-        found = [
-            f"`--{name.replace('_', '-')}` ({getattr(self, name)}) must be 0 or more; 0 "
-            "recomputes nothing."
-            for name in ("recompute_double_blocks", "recompute_single_blocks")
-            if (getattr(self, name) or 0) < 0
-        ]
-        if not 0 < self.double_block_cost < float("inf"):
-            found.append(
-                f"`--double-block-cost` ({self.double_block_cost}) must be a positive number; 1 "
-                "if it was not measured."
-            )
-        return found

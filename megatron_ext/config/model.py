@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from megatron_ext.config.flags import flag
+from megatron_ext.config.ranges import BELOW_ONE, COUNT, FACTOR, RATE, SIZE, WEIGHT, Range
 
 FUSED = "a fused kernel of a GPU"
 
@@ -14,38 +15,54 @@ FUSED = "a fused kernel of a GPU"
 class ModelConfig:
     """Architecture of a GPT model; names and defaults are Megatron-LM's."""
 
-    num_layers: int | None = flag(None, "transformer layers", names=("--encoder-num-layers",))
-    hidden_size: int | None = flag(None, "width of the residual stream h")
+    num_layers: int | None = flag(
+        None, "transformer layers", names=("--encoder-num-layers",), bounds=Range(1, 10_000)
+    )
+    hidden_size: int | None = flag(None, "width of the residual stream h", bounds=SIZE)
     ffn_hidden_size: int | None = flag(
-        None, "width of the MLP; default 4 h, or 8/3 h rounded down to 64 with --swiglu"
+        None,
+        "width of the MLP; default 4 h, or 8/3 h rounded down to 64 with --swiglu",
+        bounds=SIZE,
     )
-    num_attention_heads: int | None = flag(None, "attention heads n")
-    kv_channels: int | None = flag(None, "size of one head d; default h / n")
+    num_attention_heads: int | None = flag(None, "attention heads n", bounds=SIZE)
+    kv_channels: int | None = flag(None, "size of one head d; default h / n", bounds=SIZE)
     group_query_attention: bool = flag(False, "let groups of heads share keys and values")
-    num_query_groups: int | None = flag(None, "groups with --group-query-attention; default 1")
-    seq_length: int | None = flag(
-        None, "sequence length s", unit="tokens", names=("--encoder-seq-length",)
+    num_query_groups: int | None = flag(
+        None, "groups with --group-query-attention; default 1", bounds=SIZE
     )
-    max_position_embeddings: int | None = flag(None, "longest position", unit="tokens")
+    seq_length: int | None = flag(
+        None, "sequence length s", unit="tokens", names=("--encoder-seq-length",), bounds=COUNT
+    )
+    max_position_embeddings: int | None = flag(
+        None, "longest position", unit="tokens", bounds=COUNT
+    )
     position_embedding_type: str = flag(
         "learned_absolute",
         "how positions enter",
         choices=("learned_absolute", "rope", "none"),
     )
-    rotary_base: int = flag(10000, "base of the rotary frequencies")
-    rotary_percent: float = flag(1.0, "share of each head that is rotated")
+    rotary_base: int = flag(10000, "base of the rotary frequencies", bounds=Range(1, 10**12))
+    rotary_percent: float = flag(
+        1.0, "share of each head that is rotated", bounds=Range(0, 1, above=True)
+    )
     rotary_interleaved: bool = flag(False, "rotate neighbouring channels instead of halves")
     rotary_seq_len_interpolation_factor: int | None = flag(
-        None, "divide rotary positions by this factor"
+        None, "divide rotary positions by this factor", bounds=SIZE
     )
     use_rope_scaling: bool = flag(False, "scale rotary frequencies as Llama 3.1 does")
-    rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling")
+    rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling", bounds=FACTOR)
     make_vocab_size_divisible_by: int = flag(
-        128, "round the vocabulary up to a multiple of this times the tensor-parallel size"
+        128,
+        "round the vocabulary up to a multiple of this times the tensor-parallel size",
+        bounds=SIZE,
     )
-    padded_vocab_size: int | None = flag(None, "the padded vocabulary itself", unit="entries")
+    padded_vocab_size: int | None = flag(
+        None, "the padded vocabulary itself", unit="entries", bounds=COUNT
+    )
     normalization: str = flag("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
-    norm_epsilon: float = flag(1e-5, "epsilon of the norms", names=("--layernorm-epsilon",))
+    norm_epsilon: float = flag(
+        1e-5, "epsilon of the norms", names=("--layernorm-epsilon",), bounds=Range(0, 1, above=True)
+    )
     apply_layernorm_1p: bool = flag(False, "store the gain of a norm minus one")
     swiglu: bool = flag(False, "gated SiLU in the MLP")
     squared_relu: bool = flag(False, "squared ReLU in the MLP")
@@ -56,20 +73,25 @@ class ModelConfig:
     add_qkv_bias: bool = flag(False, "a bias in the QKV projection alone")
     qk_layernorm: bool = flag(False, "norm queries and keys")
     untie_embeddings_and_output_weights: bool = flag(False, "give the output its own weight")
-    attention_dropout: float = flag(0.1, "dropout of attention probabilities")
-    hidden_dropout: float = flag(0.1, "dropout of hidden states")
+    attention_dropout: float = flag(0.1, "dropout of attention probabilities", bounds=BELOW_ONE)
+    hidden_dropout: float = flag(0.1, "dropout of hidden states", bounds=BELOW_ONE)
     deterministic_dropout: bool = flag(
         False, "masks that no layout changes, slower: drawn in full for each sample, then cut"
     )
-    init_method_std: float = flag(0.02, "standard deviation of initial weights")
+    init_method_std: float = flag(0.02, "standard deviation of initial weights", bounds=RATE)
     embedding_init_method_std: float | None = flag(
-        None, "that of the embedding; default: --init-method-std"
+        None, "that of the embedding; default: --init-method-std", bounds=RATE
     )
     init_method_xavier_uniform: bool = flag(False, "Xavier uniform initial weights")
     window_size: tuple[int, int] | None = flag(
-        None, "sliding window: tokens to the left and right, -1 unlimited", nargs=2
+        None,
+        "sliding window: tokens to the left and right, -1 unlimited",
+        nargs=2,
+        bounds=Range(-1),
     )
-    window_attn_skip_freq: int | None = flag(None, "full attention in every n-th layer")
+    window_attn_skip_freq: int | None = flag(
+        None, "full attention in every n-th layer", bounds=SIZE
+    )
     softmax_type: str = flag(
         "vanilla",
         "kind of softmax in attention",
@@ -95,8 +117,10 @@ class ModelConfig:
         False, "take the residual after the norm, as BERT does"
     )
     fp32_residual_connection: bool = flag(False, "keep the residual stream in fp32")
-    mtp_num_layers: int | None = flag(None, "depths of multi-token prediction")
-    mtp_loss_scaling_factor: float = flag(0.1, "weight of all depths together")
+    mtp_num_layers: int | None = flag(
+        None, "depths of multi-token prediction", bounds=Range(0, 1000)
+    )
+    mtp_loss_scaling_factor: float = flag(0.1, "weight of all depths together", bounds=WEIGHT)
     use_cpu_initialization: bool = flag(False, "draw whole weights on the CPU, then cut them")
     perform_initialization: bool = flag(
         True, "draw initial weights", negative=("--no-initialization",)
@@ -107,14 +131,16 @@ class ModelConfig:
     recompute_method: str | None = flag(
         None, "which layers with full granularity", choices=("uniform", "block")
     )
-    recompute_num_layers: int | None = flag(None, "layers of a unit, or layers to recompute")
+    recompute_num_layers: int | None = flag(
+        None, "layers of a unit, or layers to recompute", bounds=SIZE
+    )
     recompute_modules: list[str] | None = flag(
         None, "what to recompute with selective granularity; default core_attn", nargs="+"
     )
     distribute_saved_activations: bool = flag(
         False, "share saved activations over tensor-parallel ranks"
     )
-    masked_softmax_fusion: bool = flag(True, "fused mask and softmax", gpu_only=FUSED)
+    masked_softmax_fusion: bool = flag(True, "fused mask and softmax")
     bias_gelu_fusion: bool = flag(
         True, "fused bias and activation, of others than SwiGLU", gpu_only=FUSED
     )
@@ -126,9 +152,7 @@ class ModelConfig:
     gradient_accumulation_fusion: bool = flag(
         True, "products add weight gradients to the gradient buffer", gpu_only=FUSED
     )
-    persist_layer_norm: bool = flag(
-        True, "compiled norms, or apex's persistent one", gpu_only=FUSED
-    )
+    persist_layer_norm: bool = flag(True, "compile the norms of the torch layers", gpu_only=FUSED)
     cross_entropy_loss_fusion: bool = flag(False, "fused cross-entropy", gpu_only=FUSED)
     cross_entropy_fusion_impl: str = flag(
         "native", "which fused cross-entropy", choices=("native", "te"), gpu_only=FUSED
@@ -184,20 +208,8 @@ class ModelConfig:
         ]
         if found:
             return found
-        found = [
-            f"`--{name.replace('_', '-')}` ({getattr(self, name)}) must be at least 1."
-            for name in (
-                "num_layers",
-                "hidden_size",
-                "num_attention_heads",
-                "seq_length",
-                "ffn_hidden_size",
-                "make_vocab_size_divisible_by",
-            )
-            if (getattr(self, name) or 0) < 1 and getattr(self, name) is not None
-        ]
         h, n = self.hidden_size or 1, self.num_attention_heads or 1
-        if not found and h % n and self.kv_channels == h // n:
+        if h % n and self.kv_channels == h // n:
             found.append(
                 f"`--hidden-size` ({h}) must be divisible by `--num-attention-heads` ({n}); use "
                 f"{-(-h // n) * n}, or give `--kv-channels`."
@@ -207,7 +219,24 @@ class ModelConfig:
                 f"`--max-position-embeddings` ({self.max_position_embeddings}) must be at least "
                 f"`--seq-length` ({self.seq_length}); use {self.seq_length}."
             )
-        return [*found, *self._layer_errors(n)]
+        return [*found, *self._rotary_errors(), *self._layer_errors(n)]
+
+    def _rotary_errors(self) -> list[str]:
+        """Channels of a head that cannot be rotated in pairs."""
+        size = self.kv_channels or 0
+        if self.position_embedding_type != "rope" or not size:
+            return []
+        if self.rotary_percent == 1 and size % 2:
+            return [
+                f"`--kv-channels` ({size}) must be even with `--position-embedding-type rope`, "
+                f"which rotates channels in pairs; use {size + 1}."
+            ]
+        if int(size * self.rotary_percent) < 1:
+            return [
+                f"`--rotary-percent` ({self.rotary_percent}) leaves no channel of a head of "
+                f"{size} to rotate; use {2 / size:g} or more."
+            ]
+        return []
 
     def _layer_errors(self, heads: int) -> list[str]:
         found = []
@@ -221,12 +250,6 @@ class ModelConfig:
         if len(activations) > 1:
             flags = " and ".join(f"`--{x.replace('_', '-')}`" for x in activations)
             found.append(f"{flags} exclude each other; give one.")
-        for name in ("attention_dropout", "hidden_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                found.append(
-                    f"`--{name.replace('_', '-')}` ({getattr(self, name)}) must be at least 0 and "
-                    "below 1."
-                )
         if self.deterministic_dropout and self.transformer_impl == "transformer_engine":
             found.append(
                 "`--deterministic-dropout` needs our own layers, which `--transformer-impl "

@@ -5,42 +5,57 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.config.flags import flag
+from megatron_ext.config.ranges import FACTOR, RATE, SHARE, SIZE, WEIGHT
 
 
 @dataclass(frozen=True)
 class MoEConfig:
     """Experts and their router; names and defaults are Megatron-LM's."""
 
-    num_experts: int | None = flag(None, "experts of a layer; none makes a dense model")
+    num_experts: int | None = flag(
+        None, "experts of a layer; none makes a dense model", bounds=SIZE
+    )
     moe_layer_freq: str = flag("1", "every n-th layer holds experts, or a list such as [1,0,1]")
-    moe_ffn_hidden_size: int | None = flag(None, "width of an expert; default --ffn-hidden-size")
-    moe_shared_expert_intermediate_size: int | None = flag(None, "width of the shared expert")
+    moe_ffn_hidden_size: int | None = flag(
+        None, "width of an expert; default --ffn-hidden-size", bounds=SIZE
+    )
+    moe_shared_expert_intermediate_size: int | None = flag(
+        None, "width of the shared expert", bounds=SIZE
+    )
     moe_shared_expert_gate: bool = flag(False, "gate the shared expert")
-    moe_router_topk: int = flag(2, "experts of each token")
+    moe_router_topk: int = flag(2, "experts of each token", bounds=SIZE)
     moe_router_load_balancing_type: list[str] = flag(
         ["aux_loss"],
         "how load is balanced",
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
         nargs="+",
     )
-    moe_aux_loss_coeff: list[float] = flag([0.0], "weight of the load-balancing loss", nargs="+")
-    moe_z_loss_coeff: float | None = flag(None, "weight of the router z-loss")
-    moe_input_jitter_eps: float | None = flag(None, "noise on the router's input")
+    moe_aux_loss_coeff: list[float] = flag(
+        [0.0], "weight of the load-balancing loss", nargs="+", bounds=WEIGHT
+    )
+    moe_z_loss_coeff: float | None = flag(None, "weight of the router z-loss", bounds=WEIGHT)
+    moe_input_jitter_eps: float | None = flag(None, "noise on the router's input", bounds=SHARE)
     moe_router_dtype: str | None = flag(None, "dtype of the router", choices=("fp32", "fp64"))
     moe_router_score_function: str = flag(
         "softmax", "from logits to scores", choices=("softmax", "sigmoid")
     )
     moe_router_pre_softmax: bool = flag(False, "softmax before the top-k")
-    moe_router_num_groups: int | None = flag(None, "groups of experts")
-    moe_router_group_topk: int | None = flag(None, "groups that a token may choose from")
-    moe_router_topk_scaling_factor: float | None = flag(None, "factor on the chosen scores")
+    moe_router_num_groups: int | None = flag(None, "groups of experts", bounds=SIZE)
+    moe_router_group_topk: int | None = flag(
+        None, "groups that a token may choose from", bounds=SIZE
+    )
+    moe_router_topk_scaling_factor: float | None = flag(
+        None, "factor on the chosen scores", bounds=FACTOR
+    )
     moe_router_enable_expert_bias: bool = flag(False, "balance with a bias instead of a loss")
-    moe_router_bias_update_rate: float = flag(1e-3, "step of that bias")
+    moe_router_bias_update_rate: float = flag(1e-3, "step of that bias", bounds=RATE)
     moe_router_force_load_balancing: bool = flag(False, "random routing, for benchmarks")
     moe_token_dispatcher_type: str = flag(
         "allgather", "how tokens reach their experts", choices=("allgather", "alltoall")
     )
-    moe_expert_capacity_factor: float | None = flag(None, "drop tokens beyond this share")
+    moe_expert_capacity_factor: float | None = flag(
+        None, "drop tokens beyond this share", bounds=FACTOR
+    )
     moe_pad_expert_input_to_capacity: bool = flag(False, "pad experts to their capacity")
     moe_token_drop_policy: str = flag(
         "probs", "which tokens are dropped", choices=("probs", "position")
@@ -106,5 +121,7 @@ def _expand(text: str) -> list[int]:
     for term in text.strip("() ").split("+"):
         body, _, times = term.strip().partition("*")
         numbers = [int(part) for part in body.strip("[] ").split(",")]
+        if not 0 < int(times or 1) <= SIZE.high:
+            raise ValueError(text)
         pattern += numbers * int(times or 1)
     return pattern

@@ -6,57 +6,86 @@ import dataclasses
 from dataclasses import dataclass
 
 from megatron_ext.config.flags import flag
+from megatron_ext.config.ranges import (
+    BELOW_ONE,
+    COUNT,
+    LONG_COUNT,
+    LONG_NATURAL,
+    NATURAL,
+    NORM,
+    RATE,
+    Range,
+)
 from megatron_ext.config.training import TrainingConfig
 
+DECAY = Range(0, 100)
 OVERLAP = "communication on a CPU does not run beside computation"
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Update rule and schedule; names and defaults are Megatron-LM's."""
+    """Update rule and schedule; names and defaults are Megatron-LM's.
+
+    Attributes:
+        usual_warmup_iters: warm-up of a run that does not give one.
+    """
 
     optimizer: str = flag("adam", "update rule", choices=("adam", "sgd"))
-    lr: float | None = flag(None, "largest learning rate")
-    min_lr: float = flag(0.0, "smallest learning rate after the warm-up")
+    lr: float | None = flag(None, "largest learning rate", bounds=RATE)
+    min_lr: float = flag(0.0, "smallest learning rate after the warm-up", bounds=RATE)
     lr_decay_style: str = flag(
         "linear",
         "shape of the decay",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
-    lr_decay_iters: int | None = flag(None, "end of the decay; default: of the run", unit="steps")
-    lr_decay_samples: int | None = flag(None, "the same", unit="samples")
+    lr_decay_iters: int | None = flag(
+        None, "end of the decay; default: of the run", unit="steps", bounds=COUNT
+    )
+    lr_decay_samples: int | None = flag(None, "the same", unit="samples", bounds=LONG_COUNT)
     lr_wsd_decay_style: str = flag(
         "exponential",
         "shape of the last phase of WSD",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
-    lr_wsd_decay_iters: int | None = flag(None, "length of that phase", unit="steps")
-    lr_wsd_decay_samples: int | None = flag(None, "the same", unit="samples")
-    lr_warmup_fraction: float | None = flag(None, "share of the decay that is warm-up")
-    lr_warmup_iters: int = flag(0, "length of the warm-up", unit="steps", names=("--warmup",))
-    lr_warmup_samples: int = flag(0, "the same", unit="samples")
-    lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up")
-    decoupled_lr: float | None = flag(None, "learning rate of embedding and output layer")
-    decoupled_min_lr: float | None = flag(None, "its smallest value")
-    weight_decay: float = flag(0.01, "decoupled weight decay")
-    start_weight_decay: float | None = flag(None, "weight decay at the start")
-    end_weight_decay: float | None = flag(None, "weight decay at the end")
+    lr_wsd_decay_iters: int | None = flag(None, "length of that phase", unit="steps", bounds=COUNT)
+    lr_wsd_decay_samples: int | None = flag(None, "the same", unit="samples", bounds=LONG_COUNT)
+    lr_warmup_fraction: float | None = flag(
+        None, "share of the decay that is warm-up", bounds=BELOW_ONE
+    )
+    lr_warmup_iters: int | None = flag(
+        None,
+        "length of the warm-up; default: 0, in pretrain_video.py 1000, or a tenth of a shorter run",
+        unit="steps",
+        names=("--warmup",),
+        bounds=NATURAL,
+    )
+    lr_warmup_samples: int = flag(0, "the same", unit="samples", bounds=LONG_NATURAL)
+    lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up", bounds=RATE)
+    decoupled_lr: float | None = flag(
+        None, "learning rate of embedding and output layer", bounds=RATE
+    )
+    decoupled_min_lr: float | None = flag(None, "its smallest value", bounds=RATE)
+    weight_decay: float = flag(0.01, "decoupled weight decay", bounds=DECAY)
+    start_weight_decay: float | None = flag(None, "weight decay at the start", bounds=DECAY)
+    end_weight_decay: float | None = flag(None, "weight decay at the end", bounds=DECAY)
     weight_decay_incr_style: str = flag(
         "constant", "shape in between", choices=("constant", "linear", "cosine")
     )
-    clip_grad: float = flag(1.0, "largest global gradient norm, 0 for no clipping")
-    adam_beta1: float = flag(0.9, "decay of Adam's first moment")
-    adam_beta2: float = flag(0.999, "decay of Adam's second moment")
-    adam_eps: float = flag(1e-8, "epsilon of Adam")
-    sgd_momentum: float = flag(0.9, "momentum of SGD")
+    clip_grad: float = flag(1.0, "largest global gradient norm, 0 for no clipping", bounds=NORM)
+    adam_beta1: float = flag(0.9, "decay of Adam's first moment", bounds=BELOW_ONE)
+    adam_beta2: float = flag(0.999, "decay of Adam's second moment", bounds=BELOW_ONE)
+    adam_eps: float = flag(1e-8, "epsilon of Adam", bounds=Range(1e-30, 1))
+    sgd_momentum: float = flag(0.9, "momentum of SGD", bounds=BELOW_ONE)
     apply_wd_to_qk_layernorm: bool = flag(False, "decay the norms of queries and keys too")
     use_distributed_optimizer: bool = flag(False, "share optimizer state over replicas")
     overlap_grad_reduce: bool = flag(False, "reduce while backward runs", gpu_only=OVERLAP)
     overlap_param_gather: bool = flag(False, "gather while forward runs", gpu_only=OVERLAP)
     align_grad_reduce: bool = flag(True, "all stages reduce together", gpu_only=OVERLAP)
     align_param_gather: bool = flag(True, "all stages gather together", gpu_only=OVERLAP)
-    ddp_bucket_size: int | None = flag(None, "parameters of a bucket", gpu_only=OVERLAP)
-    ddp_num_buckets: int | None = flag(None, "number of buckets", gpu_only=OVERLAP)
+    ddp_bucket_size: int | None = flag(
+        None, "parameters of a bucket", gpu_only=OVERLAP, bounds=COUNT
+    )
+    ddp_num_buckets: int | None = flag(None, "number of buckets", gpu_only=OVERLAP, bounds=COUNT)
     ddp_average_in_collective: bool = flag(
         False, "average inside of the collective", gpu_only="gloo cannot average"
     )
@@ -69,33 +98,57 @@ class OptimizerConfig:
         "schedule from checkpoint, not flags",
         names=("--use-checkpoint-opt_param-scheduler",),
     )
+    usual_warmup_iters: int = 0
 
-    def resolved(self, device: str) -> OptimizerConfig:
-        """With weight decay settled, and without what a CPU cannot do."""
+    def with_warmup(self, training: TrainingConfig) -> OptimizerConfig:
+        """Settle the warm-up of a run whose length is known in steps, where none is given.
+
+        The usual one is shortened to a tenth of a decay that has no room for it.
+        """
+        usual, decay = self.usual_warmup_iters, self.lr_decay_iters or training.train_iters
+        if self.lr_warmup_iters is not None:
+            return self
+        if self.lr_warmup_fraction is not None or not usual:
+            return dataclasses.replace(self, lr_warmup_iters=0)
+        if decay is None:
+            return self  # epochs are not counted in steps yet
+        warmup = usual if usual < decay else decay // 10
+        return dataclasses.replace(self, lr_warmup_iters=warmup)
+
+    def warmup_notes(self) -> list[str]:
+        """Say that the usual warm-up was shortened; for runs that give none."""
+        usual, warmup = self.usual_warmup_iters, self.lr_warmup_iters
+        if warmup is None or warmup >= usual or self.lr_warmup_fraction is not None:
+            return []
+        return [
+            f"The usual warm-up of {usual} steps is shortened to {warmup}, a tenth of the learning "
+            "rate's decay; `--lr-warmup-iters` decides otherwise."
+        ]
+
+    def resolved(self, device: str, training: TrainingConfig) -> OptimizerConfig:
+        """With warm-up and weight decay settled, and without what a CPU cannot do."""
         changes: dict[str, object] = {}
         if self.weight_decay_incr_style == "constant":
-            changes.update(start_weight_decay=self.weight_decay, end_weight_decay=self.weight_decay)
+            # Others are refused.
+            for name in ("start_weight_decay", "end_weight_decay"):
+                if getattr(self, name) is None:
+                    changes[name] = self.weight_decay
         if device == "cpu":
             changes.update(
                 overlap_grad_reduce=False,
                 overlap_param_gather=False,
                 ddp_average_in_collective=False,
             )
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+        return dataclasses.replace(self.with_warmup(training), **changes)  # type: ignore[arg-type]
 
     def errors(self, training: TrainingConfig) -> list[str]:
         """What cannot be run, one sentence each."""
-        found = [*self._rate_errors(training), *self._unit_errors(training)]
-        if self.clip_grad < 0:
-            found.append(f"`--clip-grad` ({self.clip_grad}) must be at least 0; 0 means none.")
-        if self.weight_decay_incr_style != "constant" and None in (
-            self.start_weight_decay,
-            self.end_weight_decay,
-        ):
-            found.append(
-                f"`--weight-decay-incr-style` ({self.weight_decay_incr_style}) needs "
-                "`--start-weight-decay` and `--end-weight-decay`; give both."
-            )
+        found = [
+            *self._rate_errors(training),
+            *self._decoupled_errors(),
+            *self._decay_errors(),
+            *self._unit_errors(training),
+        ]
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             found.append("`--overlap-param-gather` needs `--use-distributed-optimizer`; give both.")
         if self.overlap_param_gather and not self.overlap_grad_reduce:
@@ -116,13 +169,51 @@ class OptimizerConfig:
             )
         return found
 
+    def _decoupled_errors(self) -> list[str]:
+        if self.decoupled_lr is None:
+            if self.decoupled_min_lr is None:
+                return []
+            return [
+                f"`--decoupled-min-lr` ({self.decoupled_min_lr}) needs `--decoupled-lr`; give both."
+            ]
+        own = self.decoupled_min_lr is not None
+        name = "--decoupled-min-lr" if own else "--min-lr"
+        smallest = self.decoupled_min_lr if own else self.min_lr
+        if (smallest or 0.0) <= self.decoupled_lr:
+            return []
+        return [
+            f"`--decoupled-lr` ({self.decoupled_lr}) must be at least `{name}` ({smallest}); give "
+            "a smaller `--decoupled-min-lr`."
+        ]
+
+    def _decay_errors(self) -> list[str]:
+        start, end = self.start_weight_decay, self.end_weight_decay
+        if self.weight_decay_incr_style == "constant":
+            return [
+                f"`--{name}-weight-decay` ({value}) needs `--weight-decay-incr-style` linear or "
+                "cosine; give one, or `--weight-decay` alone."
+                for name, value in (("start", start), ("end", end))
+                if value not in (None, self.weight_decay)
+            ]
+        if start is None or end is None:
+            return [
+                f"`--weight-decay-incr-style` ({self.weight_decay_incr_style}) needs "
+                "`--start-weight-decay` and `--end-weight-decay`; give both."
+            ]
+        if end < start:
+            return [
+                f"`--end-weight-decay` ({end}) must be at least `--start-weight-decay` ({start}), "
+                "since it only grows; swap them, or use `--weight-decay` alone."
+            ]
+        return []
+
     def _rate_errors(self, training: TrainingConfig) -> list[str]:
         if training.skip_train:
             return []
         if self.lr is None:
             return ["`--lr` is missing; give the learning rate."]
         found = []
-        if not 0 <= self.min_lr <= self.lr:
+        if self.min_lr > self.lr:
             found.append(
                 f"`--min-lr` ({self.min_lr}) must be between 0 and `--lr` ({self.lr}); use "
                 f"{self.lr / 10:g}."
@@ -145,18 +236,13 @@ class OptimizerConfig:
                     f"`--{name}-{wrong[0]}` does not go with `--train-{wrong[1]}`; use "
                     f"`--{name}-{wrong[1]}`."
                 )
-        warmup = self.lr_warmup_samples if by_samples else self.lr_warmup_iters
+        warmup = self.lr_warmup_samples if by_samples else self.lr_warmup_iters or 0
         total = training.train_samples if by_samples else training.train_iters
         decay = (self.lr_decay_samples if by_samples else self.lr_decay_iters) or total or 0
         if self.lr_warmup_fraction is not None and warmup:
             found.append(
                 f"`--lr-warmup-fraction` ({self.lr_warmup_fraction}) and "
                 f"`--lr-warmup-{wrong[1]}` ({warmup}) exclude each other; give one."
-            )
-        if self.lr_warmup_fraction is not None and not 0 <= self.lr_warmup_fraction < 1:
-            found.append(
-                f"`--lr-warmup-fraction` ({self.lr_warmup_fraction}) must be at least 0 and below "
-                "1; use 0.01."
             )
         if decay and warmup >= decay:
             found.append(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config.flags import flag
 from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.ranges import PROCESSES, SIZE, Range
 from megatron_ext.config.sizes import rank_errors
 from megatron_ext.config.stages import SCHEDULES, default_schedule, stage_errors, virtual_size
 
@@ -16,18 +17,32 @@ from megatron_ext.config.stages import SCHEDULES, default_schedule, stage_errors
 class ParallelConfig:
     """Parallel sizes; the data-parallel size is what is left of the ranks."""
 
-    tensor_model_parallel_size: int = flag(1, "share each matrix over this many", unit="ranks")
-    pipeline_model_parallel_size: int = flag(1, "cut the layers into this many", unit="stages")
-    context_parallel_size: int = flag(1, "share each sequence over this many", unit="ranks")
-    expert_model_parallel_size: int = flag(1, "share the experts over this many", unit="ranks")
+    tensor_model_parallel_size: int = flag(
+        1, "share each matrix over this many", unit="ranks", bounds=SIZE
+    )
+    pipeline_model_parallel_size: int = flag(
+        1, "cut the layers into this many", unit="stages", bounds=SIZE
+    )
+    context_parallel_size: int = flag(
+        1, "share each sequence over this many", unit="ranks", bounds=SIZE
+    )
+    expert_model_parallel_size: int = flag(
+        1, "share the experts over this many", unit="ranks", bounds=SIZE
+    )
     expert_tensor_parallel_size: int | None = flag(
-        None, "share each expert over this many; default: the tensor-parallel size", unit="ranks"
+        None,
+        "share each expert over this many; default: the tensor-parallel size",
+        unit="ranks",
+        bounds=SIZE,
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "interleave chunks of this many layers on each pipeline stage", unit="layers"
+        None,
+        "interleave chunks of this many layers on each pipeline stage",
+        unit="layers",
+        bounds=SIZE,
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, "interleave this many chunks on each pipeline stage", unit="chunks"
+        None, "interleave this many chunks on each pipeline stage", unit="chunks", bounds=SIZE
     )
     pipeline_schedule: str | None = flag(
         None,
@@ -44,6 +59,7 @@ class ParallelConfig:
         None,
         "micro-batches that a chunk handles before the next; default: the pipeline size",
         names=("--microbatch-group-size-per-virtual-pipeline-stage",),
+        bounds=SIZE,
     )
     sequence_parallel: bool = flag(False, "share norms and dropout along the sequence too")
     cp_comm_type: list[str] = flag(
@@ -53,8 +69,12 @@ class ParallelConfig:
         choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
         nargs="+",
     )
-    decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first stage")
-    decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last stage")
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None, "layers of the first stage", bounds=SIZE
+    )
+    decoder_last_pipeline_num_layers: int | None = flag(
+        None, "layers of the last stage", bounds=SIZE
+    )
     account_for_embedding_in_pipeline_split: bool = flag(
         False, "count the embedding as a layer when the stages are cut"
     )
@@ -65,8 +85,12 @@ class ParallelConfig:
     distributed_backend: str | None = flag(
         None, "collective library; default: the one that fits the device", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: float = flag(10, "how long a collective may take", unit="minutes")
-    nproc_per_node: int = flag(1, "ranks to start here, when torchrun did not", unit="ranks")
+    distributed_timeout_minutes: float = flag(
+        10, "how long a collective may take", unit="minutes", bounds=Range(0.01, 1e6)
+    )
+    nproc_per_node: int = flag(
+        1, "ranks to start here, when torchrun did not", unit="ranks", bounds=PROCESSES
+    )
     virtual_pipeline_model_parallel_size: int | None = None
     world_size: int = 1
     data_parallel_size: int = 1
@@ -104,6 +128,8 @@ class ParallelConfig:
             expert=self.expert_model_parallel_size,
             expert_tensor=expert_tensor or self.tensor_model_parallel_size,
         )
+        if not found:
+            found.extend(self._mapping_errors())
         found.extend(stage_errors(self, model))
         found.extend(self._share_errors(model))
         layers = 1 if model.blocks_dealt_by_cost else model.num_layers
@@ -119,6 +145,21 @@ class ParallelConfig:
                 f"has started {started} ranks; give it to torchrun instead."
             )
         return found
+
+    def _mapping_errors(self) -> list[str]:
+        """Replicas that megatron-core's groups cannot number after the stages."""
+        tp, cp = self.tensor_model_parallel_size, self.context_parallel_size
+        etp = self.expert_tensor_parallel_size or tp
+        ep = self.expert_model_parallel_size
+        staged = self.use_tp_pp_dp_mapping and self.pipeline_model_parallel_size > 1
+        if not staged or tp * cp == etp * ep:
+            return []
+        return [
+            "`--use-tp-pp-dp-mapping` with pipeline stages needs as many replicas of the experts "
+            f"as of the other layers, but tensor × context parallel size is {tp} × {cp} and "
+            f"expert-tensor × expert parallel size is {etp} × {ep}, also in a model without "
+            "experts; leave the flag out, or make the products equal."
+        ]
 
     def _share_errors(self, model: ModelConfig) -> list[str]:
         """Heads and sequences that the ranks cannot share."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.config.flags import flag
+from megatron_ext.config.ranges import SIZE
 
 GPU_NAMES = ("A100-40GB", "A100", "L40S", "H100", "H200", "B200")
 """GPUs whose rates are known; see `planning.hardware`."""
@@ -18,7 +19,10 @@ class PlanningConfig:
         False, "check everything, print what memory and time a step would take, start nothing"
     )
     dry_run_nodes: int | None = flag(
-        None, "machines of the planned run, each with --nproc-per-node ranks", unit="machines"
+        None,
+        "machines of the planned run, each with --nproc-per-node ranks",
+        unit="machines",
+        bounds=SIZE,
     )
     dry_run_gpu: str | None = flag(
         None,
@@ -33,8 +37,6 @@ class PlanningConfig:
             for name in ("dry_run_nodes", "dry_run_gpu")
             if getattr(self, name) is not None and not self.dry_run
         ]
-        if self.dry_run_nodes is not None and self.dry_run_nodes < 1:
-            found.append(f"`--dry-run-nodes` ({self.dry_run_nodes}) must be at least 1.")
         if self.dry_run_gpu is not None and not is_gpu(self.dry_run_gpu):
             found.append(
                 f"`--dry-run-gpu` ({self.dry_run_gpu}) must be one of {', '.join(GPU_NAMES)}, or a "

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_ext.config.build_rules import build_errors
 from megatron_ext.config.checkpoint import CheckpointConfig
@@ -16,6 +16,7 @@ from megatron_ext.config.cuda_graphs import CudaGraphConfig
 from megatron_ext.config.data import DataConfig
 from megatron_ext.config.ema import EmaConfig
 from megatron_ext.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
+from megatron_ext.config.flags import default_of, range_errors
 from megatron_ext.config.flow import FlowConfig
 from megatron_ext.config.fp8 import Fp8Config
 from megatron_ext.config.logs import LoggingConfig
@@ -25,6 +26,7 @@ from megatron_ext.config.mmdit import MMDiTConfig
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.optimizer import OptimizerConfig
+from megatron_ext.config.own import named, section_name
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.planning import PlanningConfig
 from megatron_ext.config.precision import PrecisionConfig
@@ -42,10 +44,16 @@ from megatron_ext.config.video_dit import VideoDiTConfig, described_by
 from megatron_ext.config.video_rules import video_errors
 from megatron_ext.errors import ConfigError
 
+Section = TypeVar("Section")
+
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that decides what a run does, by concern."""
+    """Everything that decides what a run does, by concern.
+
+    Attributes:
+        own: sections of the user's, see `config.own`.
+    """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -78,6 +86,21 @@ class RunConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     planning: PlanningConfig = field(default_factory=PlanningConfig)
     device: str = "cpu"
+    own: tuple[Any, ...] = ()
+
+    def section(self, kind: type[Section]) -> Section:
+        """Return one of the user's own sections.
+
+        Raises:
+            ConfigError: the task did not name the section.
+        """
+        for section in self.own:
+            if isinstance(section, kind):
+                return section
+        raise ConfigError(
+            f"The section `{kind.__name__}` is not in this configuration; name it in the task: "
+            f"`Task(sections=({kind.__name__},), ...)`."
+        )
 
     def finalize(self, world_size: int, device: str) -> RunConfig:
         """Fill in what follows from other values, and check that all of it can be run.
@@ -89,13 +112,38 @@ class RunConfig:
         Raises:
             ConfigError: with one sentence for every error.
         """
-        run = self.resolved(world_size, device)
+        in_range, wrong = self._within_ranges()
+        run = in_range.resolved(world_size, device)
         device = run.device
-        ignored = video_errors(self, lambda bare: bare.resolved(world_size, device))
-        errors = [*ignored, *run.errors(has_te=self._has_transformer_engine(device))]
-        if errors:
-            raise ConfigError(errors)
+        errors = video_errors(in_range, lambda bare: bare.resolved(world_size, device))
+        errors += run.errors(has_te=self._has_transformer_engine(device))
+        # What follows from a number that is already refused would be told as an error of its own.
+        errors = [
+            text
+            for text in errors
+            if not any(f"{name}`" in text or f"{name} " in text for name in wrong)
+        ]
+        if wrong or errors:
+            raise ConfigError([*wrong.values(), *errors])
         return run
+
+    def _within_ranges(self) -> tuple[RunConfig, dict[str, str]]:
+        """Return the run with defaults in the place of numbers outside of their flags' ranges.
+
+        With it comes a sentence for each of them, by the flag's name as sentences quote it.
+        """
+        errors: dict[str, str] = {}
+
+        def within(section: Any) -> Any:
+            wrong = range_errors(section)
+            errors.update({f"`--{name.replace('_', '-')}": wrong[name] for name in wrong})
+            defaults = {name: default_of(section, name) for name in wrong}
+            return dataclasses.replace(section, **defaults) if wrong else section
+
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        sections = {k: within(v) for k, v in values.items() if dataclasses.is_dataclass(v)}
+        own = tuple(within(section) for section in self.own)
+        return dataclasses.replace(self, **sections, own=own), errors
 
     def resolved(self, world_size: int, device: str) -> RunConfig:
         """With what follows from other values, not checked yet; see `finalize`.
@@ -110,21 +158,24 @@ class RunConfig:
         has_te = self._has_transformer_engine(device) and not needs_torch_layers(self)
         model = model.resolved(has_te=has_te)
         parallel = self.parallel.resolved(model, world_size)
+        training = self.training.resolved(parallel.data_parallel_size)
         return dataclasses.replace(
             self,
             device=device,
             model=model,
             parallel=parallel,
             lora=self.lora.resolved(streams=self.video.streams),
-            precision=self.precision.resolved(),
+            precision=self.precision.resolved(device),
+            fp8=self.fp8.resolved(te=model.transformer_impl == "transformer_engine"),
             ema=self.ema.resolved(streams=self.video.streams),
-            training=self.training.resolved(parallel.data_parallel_size),
+            training=training,
             loss=self.loss.resolved(
                 fused=model.cross_entropy_loss_fusion and device == "cuda",
                 fusion_impl=model.cross_entropy_fusion_impl,
             ),
-            optimizer=self.optimizer.resolved(device),
+            optimizer=self.optimizer.resolved(device, training),
             data=self.data.resolved(),
+            checkpoint=self.checkpoint.resolved(),
             sft=self.sft.resolved(model.seq_length),
         )
 
@@ -165,6 +216,7 @@ class RunConfig:
             *self.logging.errors(),
             *self.planning.errors(),
             *build_errors(self),
+            *(text for own in self.own if hasattr(own, "errors") for text in own.errors(self)),
         ]
         if self.model.transformer_impl == "transformer_engine" and not has_te:
             found.append(
@@ -196,31 +248,38 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values that YAML and JSON can hold."""
         values: dict[str, Any] = dataclasses.asdict(self)
+        own = values.pop("own")
+        values |= {section_name(type(x)): of_it for x, of_it in zip(self.own, own, strict=True)}
         return _plain(values)  # type: ignore[no-any-return]
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
+    def from_dict(cls, values: Mapping[str, Any], own: Sequence[type] = ()) -> RunConfig:
         """Read back what `to_dict` gave; fields that this version lacks are left out.
+
+        Args:
+            values: of each section.
+            own: the user's sections.
 
         Raises:
             ConfigError: a section whose values are out of their range.
         """
         sections: dict[str, Any] = {}
         errors: list[str] = []
-        for section in dataclasses.fields(cls):
-            given = values.get(section.name)
+        kinds: dict[str, Any] = {x.name: x.default_factory for x in dataclasses.fields(cls)}
+        for name, kind in (kinds | named(own)).items():
+            given = values.get(name)
             if isinstance(given, Mapping):
-                kind: Any = section.default_factory
                 names = {f.name for f in dataclasses.fields(kind)}
                 try:
-                    sections[section.name] = kind(**{k: v for k, v in given.items() if k in names})
+                    sections[name] = kind(**{k: v for k, v in given.items() if k in names})
                 except ConfigError as error:
                     errors += error.messages
             elif given is not None:
-                sections[section.name] = given
+                sections[name] = given
         if errors:
             raise ConfigError(errors)
-        return cls(**sections)
+        mine = [sections.pop(name, None) or kind() for name, kind in named(own).items()]
+        return cls(**sections, own=tuple(mine))
 
 
 def _has_transformer_engine(device: str) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.flags import changed_fields, flag, spelling_of
+from megatron_ext.config.ranges import Range
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
@@ -66,7 +67,7 @@ class SftConfig:
         choices=("error", "realign"),
     )
     sft_max_length: int | None = flag(
-        None, "longest conversation; default: --seq-length", unit="tokens"
+        None, "longest conversation; default: --seq-length", unit="tokens", bounds=Range(2)
     )
     sft_truncation: str = flag(
         "error",
@@ -101,13 +102,6 @@ class SftConfig:
             for section, name, reason in _NOT_WITH_SFT
             if name in changed_fields(getattr(run, section))
         ]
-        if run.data.data_path is not None:
-            found += [
-                f"`{_dashed(name)}` goes with `--train-data-path`, not with `--data-path`, which "
-                "`--split` shares out; give one of the two."
-                for name in ("valid_data_path", "test_data_path")
-                if getattr(run.data, name) is not None
-            ]
         return [*found, *self.row_errors(), *self._length_errors(run), *self._batch_errors(run)]
 
     def row_errors(self) -> list[str]:
@@ -135,7 +129,7 @@ class SftConfig:
             f"`{_dashed(name)}` has an effect only with `--sft`; add it, or leave this out."
             for name in names
         ]
-        if run.training.train_epochs is not None:
+        if run.training.train_epochs is not None and not run.video.video:
             found.append("`--train-epochs` needs `--sft`; give `--train-iters`.")
         return found
 

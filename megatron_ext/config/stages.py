@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,12 +23,18 @@ SCHEDULES = (
 )
 
 
+MOST_REPETITIONS = 10_000
+"""Of a part of a layout; without a bound it would be written out before it is looked at."""
+
+
 def stages_of(layout: str) -> list[str]:
     """The stages of ``--pipeline-model-parallel-layout``, each as the letters of its layers.
 
     Raises:
-        ValueError: a letter that is not known.
+        ValueError: a letter that is not known, or more repetitions than any model has layers.
     """
+    if any(int(times) > MOST_REPETITIONS for times in re.findall(r"\*(\d+)", layout)):
+        raise ValueError(f"no part can be repeated more than {MOST_REPETITIONS} times")
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.flags import flag
+from megatron_ext.config.ranges import COUNT, FACTOR, NATURAL, NORM, RATE, SIZE, Range
 from megatron_ext.config.video_dit import WINDOW, described_by
 from megatron_ext.config.video_dit_sizes import SIZES, VideoDiTSizes
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from megatron_ext.config.model import ModelConfig
 
+DISTRIBUTION_LOSSES = ("dmd", "sid")
+DENOISING_LOSSES = ("flow", "x0", "noise", "v")
 _FRAMES = "latent frames"
 _NETWORKS = ("generator_size", "critic_size", "teacher_size", "latent_channels", *WINDOW)
 """Flags that decide the three networks, besides codec, text encoder and adapters."""
@@ -48,14 +50,16 @@ class StreamingConfig:
         "share each matrix of the teacher over this many, and its sequences over none; default: "
         "both as the run",
         unit="ranks",
+        bounds=SIZE,
     )
     teacher_pipeline_model_parallel_size: int = flag(
         1,
         "cut the blocks of the teacher into this many; its sequences are then shared over none",
         unit="stages",
+        bounds=SIZE,
     )
     zero_head: bool = flag(True, "the last layers of new networks start at zero")
-    recompute_blocks: int = flag(0, "first blocks that keep only their inputs")
+    recompute_blocks: int = flag(0, "first blocks that keep only their inputs", bounds=NATURAL)
     prompts_path: str | None = flag(
         None,
         "file of prompts, one a line, or jsonl with text and perhaps second_text, and image or "
@@ -66,23 +70,44 @@ class StreamingConfig:
     )
     negative_prompt: str = flag("", "what the teacher's guidance leads away from")
     latent_channels: int | None = flag(
-        None, "channels of the latents; default: of the named size of the generator"
+        None, "channels of the latents; default: of the named size of the generator", bounds=SIZE
     )
-    latent_size: tuple[int, int] = flag((60, 104), "height and width of the latents", nargs=2)
-    frame_block: int = flag(3, "frames that are denoised together", unit=_FRAMES)
-    window_frames: int = flag(12, "frames that a frame sees, sinks included", unit=_FRAMES)
-    sink_frames: int = flag(3, "first frames of a video, which are always seen", unit=_FRAMES)
-    chunk_frames: int = flag(21, "of the chunks that critic and teacher see", unit=_FRAMES)
-    min_new_frames: int = flag(18, "of a chunk but the first", unit=_FRAMES)
-    max_new_frames: int = flag(18, "of a chunk but the first", unit=_FRAMES)
+    latent_size: tuple[int, int] = flag(
+        (60, 104), "height and width of the latents", nargs=2, bounds=SIZE
+    )
+    frame_block: int = flag(3, "frames that are denoised together", unit=_FRAMES, bounds=SIZE)
+    window_frames: int = flag(
+        12, "frames that a frame sees, sinks included", unit=_FRAMES, bounds=SIZE
+    )
+    sink_frames: int = flag(
+        3, "first frames of a video, which are always seen", unit=_FRAMES, bounds=NATURAL
+    )
+    chunk_frames: int = flag(
+        21, "of the chunks that critic and teacher see", unit=_FRAMES, bounds=SIZE
+    )
+    min_new_frames: int = flag(18, "of a chunk but the first", unit=_FRAMES, bounds=SIZE)
+    max_new_frames: int = flag(
+        18,
+        "of a chunk but the first; above --min-new-frames the number is drawn in whole blocks",
+        unit=_FRAMES,
+        bounds=SIZE,
+    )
     sequence_lengths: tuple[int, ...] = flag(
-        (240,), "at which sequences end at the latest; one is drawn", nargs="+", unit=_FRAMES
+        (240,),
+        "at which sequences end at the latest; one is drawn",
+        nargs="+",
+        unit=_FRAMES,
+        bounds=SIZE,
     )
     train_first_chunk: bool = flag(True, "else it is generated without a loss")
     switch_frames: tuple[int, ...] | None = flag(
-        None, "where prompts may switch; default: where chunks begin", nargs="+", unit=_FRAMES
+        None,
+        "where prompts may switch; default: where chunks begin",
+        nargs="+",
+        unit=_FRAMES,
+        bounds=SIZE,
     )
-    recache_frames: int = flag(21, "that are encoded anew at a switch", unit=_FRAMES)
+    recache_frames: int = flag(21, "that are encoded anew at a switch", unit=_FRAMES, bounds=SIZE)
     sink_at_switch: str = flag(
         "rebuild", "sinks under the new prompt, or as they are", choices=("rebuild", "keep")
     )
@@ -91,21 +116,56 @@ class StreamingConfig:
     two_phase: bool = flag(True, "run exit steps again with gradient, one block at a time")
     encode_first_frame: bool = flag(True, "the codec makes an image of a chunk's first frame")
     decode_history: bool = flag(True, "the codec then decodes all of the previous chunk")
-    generator_interval: int = flag(5, "the generator is trained in one of so many", unit="steps")
-    timestep_shift: float = flag(5.0, "shift of noise levels towards the noise")
+    generator_interval: int = flag(
+        5, "the generator is trained in one of so many", unit="steps", bounds=COUNT
+    )
+    timestep_shift: float = flag(5.0, "shift of noise levels towards the noise", bounds=FACTOR)
     denoising_steps: tuple[int, ...] = flag(
-        (1000, 750, 500, 250), "of the generator, before the shift", nargs="+"
+        (1000, 750, 500, 250),
+        "of the generator, before the shift",
+        nargs="+",
+        bounds=Range(1, 1000),
     )
     warp_denoising_steps: bool = flag(True, "else the denoising steps are timesteps")
-    min_timestep: float = flag(20.0, "at which critic and teacher look at chunks")
-    max_timestep: float = flag(980.0, "at which critic and teacher look at chunks")
-    context_noise: float = flag(0.0, "timestep of frames that the generator sees as its past")
+    min_timestep: float = flag(
+        20.0, "at which critic and teacher look at chunks", bounds=Range(0, 1000, above=True)
+    )
+    max_timestep: float = flag(
+        980.0, "at which critic and teacher look at chunks", bounds=Range(0, 1000, above=True)
+    )
+    ts_schedule: bool = flag(
+        False, "look at chunks at no less noise than the denoising step after their exit step"
+    )
+    ts_schedule_max: bool = flag(False, "look at chunks at no more noise than their exit step")
+    context_noise: float = flag(
+        0.0,
+        "timestep of frames that the generator sees as its past",
+        bounds=Range(0, 1000, below=True),
+    )
     context_noise_from_table: bool = flag(
         False, "frames of the past get the noise of the table, 0.5% at timestep 0, as in LongLive"
     )
-    guidance_scale: float = flag(4.0, "of the teacher, u + w * (c - u)")
-    critic_lr: float | None = flag(None, "learning rate of the critic; default: --lr / 5")
-    critic_clip_grad: float = flag(10.0, "largest gradient norm of the critic, 0 for no clipping")
+    distribution_loss: str = flag(
+        "dmd",
+        "how critic and teacher train the generator: by their difference (dmd), or by the gradient "
+        "of score identity distillation through both (sid)",
+        choices=DISTRIBUTION_LOSSES,
+    )
+    sid_alpha: float = flag(
+        1.0, "weight of the squared difference that sid takes off", bounds=Range(0, 1000)
+    )
+    denoising_loss: str = flag(
+        "flow", "what the critic is to predict of chunks", choices=DENOISING_LOSSES
+    )
+    guidance_scale: float = flag(4.0, "of the teacher, u + w * (c - u)", bounds=Range(0, 1000))
+    critic_lr: float | None = flag(
+        None,
+        "learning rate of the critic; default: --lr / 5",
+        bounds=Range(0, RATE.high, above=True),
+    )
+    critic_clip_grad: float = flag(
+        10.0, "largest gradient norm of the critic, 0 for no clipping", bounds=NORM
+    )
     text_features: int | None = None
     switches: bool = False
     given_frames: int = 0
@@ -135,31 +195,15 @@ class StreamingConfig:
 
     def errors(self) -> list[str]:
         """What cannot be run, one sentence each."""
-        found = [
-            f"`--{field.name.replace('_', '-')}` ({value}) must be a finite number; leave it out "
-            "to get the default."
-            for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), float) and not math.isfinite(value)
-        ]
+        found = []
         if self.prompts_path is None:
             found.append("`--prompts-path` is missing; give a file with one prompt a line.")
-        if self.critic_lr is not None and self.critic_lr <= 0:
-            found.append(f"`--critic-lr` ({self.critic_lr}) must be above 0; 2e-6 is LongLive's.")
-        if self.critic_clip_grad < 0:
-            found.append(
-                f"`--critic-clip-grad` ({self.critic_clip_grad}) must be 0 or more; 0 means none."
-            )
-        if self.recompute_blocks < 0:
-            found.append(
-                f"`--recompute-blocks` ({self.recompute_blocks}) must be 0 or more; 0 recomputes "
-                "nothing."
-            )
         if self.encode_first_frame and self.chunk_frames == 1:
             found.append(
                 "`--chunk-frames` (1) leaves no frame to train, since the codec makes a chunk's "
                 "first; give longer chunks, or `--no-encode-first-frame`."
             )
-        return found + self._ignored()
+        return [*found, *self._ignored(), *self._sid_errors()]
 
     def _ignored(self) -> list[str]:
         """Flags that others leave without effect."""
@@ -170,12 +214,31 @@ class StreamingConfig:
              self.last_step_only),
             ("negative_prompt", self.negative_prompt != "", "guidance_scale 1",
              self.guidance_scale == 1),
+            ("sid_alpha", self.sid_alpha != 1, "distribution_loss dmd",
+             self.distribution_loss == "dmd"),
+            ("ts_schedule", self.ts_schedule, "no_same_exit_across_blocks",
+             not self.same_exit_across_blocks),
+            ("ts_schedule_max", self.ts_schedule_max, "no_same_exit_across_blocks",
+             not self.same_exit_across_blocks),
         )  # fmt: skip
         return [
             f"`--{name.replace('_', '-')}` has no effect with `--{other.replace('_', '-')}`; leave "
             "one of them out."
             for name, given, other, works in rules
             if given and works
+        ]
+
+    def _sid_errors(self) -> list[str]:
+        """What gradients through critic and teacher do not go with."""
+        own = self.teacher_tensor_model_parallel_size is not None
+        if self.distribution_loss != "sid" or not (
+            own or self.teacher_pipeline_model_parallel_size > 1
+        ):
+            return []
+        return [
+            "`--distribution-loss sid` needs gradients through the teacher, which has none in a "
+            "layout of its own; leave out `--teacher-tensor-model-parallel-size` and "
+            "`--teacher-pipeline-model-parallel-size`."
         ]
 
 

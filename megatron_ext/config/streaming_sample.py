@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.flags import flag
+from megatron_ext.config.ranges import SIZE
 
 if TYPE_CHECKING:
     from megatron_ext.config.streaming import StreamingConfig
@@ -24,13 +25,19 @@ class StreamingSampleConfig:
     """
 
     sample_latent_frames: int | None = flag(
-        None, "length; default: the longest of --sequence-lengths", unit="latent frames"
+        None,
+        "length; default: the longest of --sequence-lengths",
+        unit="latent frames",
+        bounds=SIZE,
     )
     sample_second_texts: list[str] | None = flag(
         None, "captions after the switch, one for each of --sample-texts", nargs="+"
     )
     sample_switch_frame: int | None = flag(
-        None, "where --sample-second-texts begin; default: in the middle", unit="latent frame"
+        None,
+        "where --sample-second-texts begin; default: in the middle",
+        unit="latent frame",
+        bounds=SIZE,
     )
     only_samples: bool = False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.config.flags import flag
+from megatron_ext.config.ranges import COUNT, NATURAL
 
 
 @dataclass(frozen=True)
@@ -17,10 +18,10 @@ class TokenizerConfig:
     tokenizer_special_tokens: list[str] | None = flag(None, "further special tokens", nargs="+")
     vocab_file: str | None = flag(None, "vocabulary of GPT2BPETokenizer")
     merge_file: str | None = flag(None, "merges of GPT2BPETokenizer")
-    vocab_size: int | None = flag(None, "entries of NullTokenizer or TikTokenizer")
-    vocab_extra_ids: int = flag(0, "further special tokens")
+    vocab_size: int | None = flag(None, "entries of NullTokenizer or TikTokenizer", bounds=COUNT)
+    vocab_extra_ids: int = flag(0, "further special tokens", bounds=NATURAL)
     tiktoken_pattern: str | None = flag(None, "how TikTokenizer cuts words")
-    tiktoken_num_special_tokens: int = flag(1000, "special tokens of TikTokenizer")
+    tiktoken_num_special_tokens: int = flag(1000, "special tokens of TikTokenizer", bounds=NATURAL)
     tiktoken_special_tokens: list[str] | None = flag(None, "the first of them by name", nargs="+")
     tokenizer_sentencepiece_legacy: bool = flag(False, "SentencePiece with its legacy wrapper")
     tokenizer_hf_use_fast: bool = flag(False, "the fast tokenizer of transformers")

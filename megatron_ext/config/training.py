@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import signal
 from dataclasses import dataclass
 from itertools import pairwise
 
 from megatron_ext.config.flags import flag
+from megatron_ext.config.ranges import COUNT, LONG_COUNT, LONG_NATURAL, NATURAL, SIZE, Range
 
 
 @dataclass(frozen=True)
@@ -16,13 +16,13 @@ class TrainingConfig:
     """The training loop; names and defaults are Megatron-LM's unless said."""
 
     micro_batch_size: int | None = flag(
-        None, "sequences of one forward pass on one rank", names=("--batch-size",)
+        None, "sequences of one forward pass on one rank", names=("--batch-size",), bounds=SIZE
     )
     global_batch_size: int | None = flag(
-        None, "sequences of one step; default: micro-batch size × data-parallel size"
+        None, "sequences of one step; default: micro-batch size × data-parallel size", bounds=SIZE
     )
     rampup_batch_size: list[int] | None = flag(
-        None, "start, increment and samples of a growing global batch", nargs=3
+        None, "start, increment and samples of a growing global batch", nargs=3, bounds=LONG_NATURAL
     )
     step_batch_size_schedule: str | None = flag(
         None, 'batch sizes from token counts on, such as "0:768 250B:1536"'
@@ -30,15 +30,24 @@ class TrainingConfig:
     decrease_batch_size_if_needed: bool = flag(
         False, "round a batch down to what the ranks can share"
     )
-    train_iters: int | None = flag(None, "length of the run", unit="steps")
-    train_samples: int | None = flag(None, "length of the run", unit="samples")
-    train_epochs: int | None = flag(None, "length of the run, with --sft", unit="epochs")
-    exit_interval: int | None = flag(None, "stop after each multiple of this", unit="steps")
-    exit_duration_in_mins: float | None = flag(None, "save and stop after this", unit="minutes")
+    train_iters: int | None = flag(None, "length of the run", unit="steps", bounds=COUNT)
+    train_samples: int | None = flag(None, "length of the run", unit="samples", bounds=LONG_COUNT)
+    train_epochs: int | None = flag(
+        None,
+        "length of the run, with --sft and of clips in pretrain_video.py",
+        unit="epochs",
+        bounds=COUNT,
+    )
+    exit_interval: int | None = flag(
+        None, "stop after each multiple of this", unit="steps", bounds=COUNT
+    )
+    exit_duration_in_mins: float | None = flag(
+        None, "save and stop after this", unit="minutes", bounds=Range(0, 1e9, above=True)
+    )
     exit_signal_handler: bool = flag(False, "save and stop at the exit signal")
     exit_signal: str = flag("SIGTERM", "the signal of --exit-signal-handler")
     skip_train: bool = flag(False, "only evaluate")
-    seed: int = flag(1234, "of weights, dropout and data order")
+    seed: int = flag(1234, "of weights, dropout and data order", bounds=COUNT)
     data_parallel_random_init: bool = flag(False, "draw different weights on each replica")
     deterministic_mode: bool = flag(False, "refuse operations that are not repeatable")
     calculate_per_token_loss: bool = flag(
@@ -51,29 +60,38 @@ class TrainingConfig:
         "compare what ranks must share, and look for stale gradients, each time after this many",
         unit="iterations",
         names=("--check-weight-hash-across-dp-replicas-interval",),
+        bounds=COUNT,
     )
     manual_gc: bool = flag(False, "collect Python's garbage at the same steps on all ranks")
-    manual_gc_interval: int = flag(0, "steps between collections, 0 never", unit="steps")
+    manual_gc_interval: int = flag(
+        0, "steps between collections, 0 never", unit="steps", bounds=NATURAL
+    )
     manual_gc_eval: bool = flag(True, "with --manual-gc, also collect around each evaluation")
     empty_unused_memory_level: int = flag(
         0,
         "give cached memory back: 1 after each step, 2 also before the update",
         choices=(0, 1, 2),
         gpu_only="a CPU keeps no memory cache",
+        bounds=NATURAL,
     )
-    eval_iters: int = flag(100, "batches of one evaluation", unit="steps")
-    eval_interval: int = flag(1000, "evaluate after each multiple of this", unit="steps")
+    eval_iters: int = flag(100, "batches of one evaluation", unit="steps", bounds=NATURAL)
+    eval_interval: int = flag(
+        1000, "evaluate after each multiple of this", unit="steps", bounds=COUNT
+    )
     full_validation: bool = flag(False, "evaluate the whole validation split")
     early_stop_patience: int | None = flag(
         None,
         "stop after so many evaluations in a row whose validation loss is no lower",
         unit="evaluations",
+        bounds=COUNT,
     )
-    early_stop_min_delta: float = flag(0.0, "by how much the loss must be lower to count")
+    early_stop_min_delta: float = flag(
+        0.0, "by how much the loss must be lower to count", bounds=Range(0, 1e9)
+    )
     profile: bool = flag(False, "record some steps with torch's profiler")
-    profile_step_start: int = flag(10, "first recorded step")
-    profile_step_end: int = flag(12, "step after the last recorded one")
-    profile_ranks: list[int] = flag([0], "ranks that record", nargs="+")
+    profile_step_start: int = flag(10, "first recorded step", bounds=NATURAL)
+    profile_step_end: int = flag(12, "step after the last recorded one", bounds=COUNT)
+    profile_ranks: list[int] = flag([0], "ranks that record", nargs="+", bounds=NATURAL)
 
     @property
     def exit_signal_number(self) -> int:
@@ -102,25 +120,28 @@ class TrainingConfig:
             batch = self.micro_batch_size * data_parallel_size
         return dataclasses.replace(self, global_batch_size=batch)
 
+    def in_steps(self, steps_per_epoch: int) -> TrainingConfig:
+        """Give the length of the run in steps, where it is given in epochs of so many steps."""
+        if self.train_epochs is None:
+            return self
+        steps = self.train_epochs * steps_per_epoch
+        return dataclasses.replace(self, train_iters=steps, train_epochs=None)
+
     def errors(self, data_parallel_size: int) -> list[str]:
         """What cannot be run, one sentence each."""
         found = [*self._length_errors(), *self._batch_errors(data_parallel_size)]
         found += [*self._early_stop_errors(), *self._garbage_errors()]
-        if self.seed < 1:
-            found.append(f"`--seed` ({self.seed}) must be at least 1; 1234 is the default.")
         if self.exit_signal not in signal.Signals.__members__:
             found.append(f"`--exit-signal` ({self.exit_signal}) is no signal; use SIGTERM.")
-        if self.eval_interval < 1:
+        elif self.exit_signal in ("SIGKILL", "SIGSTOP"):
             found.append(
-                f"`--eval-interval` ({self.eval_interval}) must be at least 1; to switch "
-                "evaluation off use `--eval-iters 0`."
+                f"`--exit-signal` ({self.exit_signal}) must be one that a process can catch; use "
+                "SIGTERM."
             )
         return found
 
     def _garbage_errors(self) -> list[str]:
         interval = self.manual_gc_interval
-        if interval < 0:
-            return [f"`--manual-gc-interval` ({interval}) must be at least 0; 0 means never."]
         if self.manual_gc:
             return []
         found = []
@@ -139,10 +160,6 @@ class TrainingConfig:
                 ]
             return []
         found = []
-        if patience < 1:
-            found.append(f"`--early-stop-patience` ({patience}) must be at least 1; leave it out.")
-        if not 0 <= delta < math.inf:
-            found.append(f"`--early-stop-min-delta` ({delta}) must be at least 0; use 0.001.")
         if not self.evaluates:
             found.append(
                 f"`--early-stop-patience` ({patience}) needs evaluation, but `--eval-iters` is 0; "
@@ -159,8 +176,6 @@ class TrainingConfig:
         given = [f"`{name}` ({value})" for name, value in lengths.items() if value is not None]
         if len(given) > 1:
             return [f"{' and '.join(given)} exclude each other; give one."]
-        if self.train_epochs is not None and self.train_epochs < 1:
-            return [f"`--train-epochs` ({self.train_epochs}) must be at least 1."]
         if not given and not self.skip_train:
             return ["`--train-iters` is missing; give it or `--train-samples`."]
         return []
@@ -169,11 +184,6 @@ class TrainingConfig:
         micro, batch = self.micro_batch_size, self.global_batch_size
         if micro is None:
             return ["`--micro-batch-size` is missing; 1 always works."]
-        if micro < 1 or (batch is not None and batch < 1):
-            return [
-                f"`--micro-batch-size` ({micro}) and `--global-batch-size` ({batch}) must be at "
-                "least 1."
-            ]
         share = micro * replicas
         if batch is not None and batch % share and not self.decrease_batch_size_if_needed:
             lower, upper = batch // share * share, -(-batch // share) * share
@@ -253,5 +263,5 @@ def parse_batch_schedule(text: str) -> list[tuple[int, int]]:
 def _schedule_or_none(text: str | None) -> list[tuple[int, int]] | None:
     try:
         return None if text is None else parse_batch_schedule(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None

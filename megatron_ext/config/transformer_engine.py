@@ -17,6 +17,7 @@ import yaml
 
 from megatron_ext.config.flags import changed_fields, flag
 from megatron_ext.config.fp8_rules import TORCH_RECIPES
+from megatron_ext.config.ranges import SIZE
 from megatron_ext.config.te_versions import version_errors
 from megatron_ext.errors import ConfigError
 
@@ -86,6 +87,7 @@ class TransformerEngineConfig:
         "--context-parallel-size as a product, for --cp-comm-type a2a+p2p: ranks that exchange "
         "heads, and groups of them that pass keys and values on",
         nargs="+",
+        bounds=SIZE,
     )
 
     def errors(self, run: RunConfig, *, found_version: str | None) -> list[str]:
@@ -174,6 +176,8 @@ def needs_torch_layers(run: RunConfig) -> bool:
         run.video.video
         or run.lora.lora_rank is not None
         or run.model.deterministic_dropout
+        or run.model.fp32_residual_connection
+        or _recomputes_biases(run)
         or run.model.attention_backend == "local"
         or run.data.reset_attention_mask
         or (run.sft.sft and run.sft.sft_batching != "padded")
@@ -182,6 +186,16 @@ def needs_torch_layers(run: RunConfig) -> bool:
         or not run.fp8.fp8_wgrad
         or run.cuda_graphs.cuda_graph_impl == "local"
     )
+
+
+def _recomputes_biases(run: RunConfig) -> bool:
+    """Whether an MLP with biases is recomputed, which megatron-core's would do for ever.
+
+    Core returns the bias, a parameter, from what is recomputed; our MLP adds it within.
+    """
+    model = run.model
+    selective = model.recompute_granularity == "selective"
+    return selective and "mlp" in (model.recompute_modules or ()) and model.add_bias_linear
 
 
 def _spelled(config: TransformerEngineConfig, name: str) -> str:
@@ -243,6 +257,16 @@ def _layer_errors(run: RunConfig) -> list[str]:
             run.model.attention_backend == "local",
             "`--attention-backend` (local) leaves Transformer Engine's layers without any "
             "attention; use auto, or `--transformer-impl torch`.",
+        ),
+        (
+            run.model.fp32_residual_connection,
+            "`--fp32-residual-connection` needs our torch layers, since Transformer Engine's take "
+            "a residual stream in the dtype of their weights only; use `--transformer-impl torch`.",
+        ),
+        (
+            _recomputes_biases(run),
+            "`--recompute-modules` (mlp) with Transformer Engine's layers needs an MLP without "
+            "biases; give `--disable-bias-linear`, or `--transformer-impl torch`.",
         ),
         (
             run.data.reset_attention_mask,

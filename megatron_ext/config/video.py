@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.config.flags import flag
+from megatron_ext.config.ranges import COUNT, NATURAL, SIZE, Range
 from megatron_ext.config.video_dit import CAUSAL, VIDEO_MODELS
 
 
@@ -79,7 +80,7 @@ class SampleConfig:
     """Clips sampled from captions, during training and by tools/sample_video.py."""
 
     sample_interval: int | None = flag(
-        None, "sample clips after each multiple of this", unit="steps"
+        None, "sample clips after each multiple of this", unit="steps", bounds=COUNT
     )
     sample_prompts: str | None = flag(
         None,
@@ -90,32 +91,39 @@ class SampleConfig:
         None, "captions themselves, in the place of a file", nargs="+"
     )
     sample_dir: str | None = flag(None, "folder of the clips; default: samples in --save")
-    sample_steps: int = flag(50, "of Euler's method", unit="steps")
-    sample_text_scale: float = flag(7.5, "guidance by the caption; 1 is none")
-    sample_image_scale: float = flag(3.0, "guidance by the references; 1 is none")
+    sample_steps: int = flag(50, "of Euler's method", unit="steps", bounds=SIZE)
+    sample_text_scale: float = flag(
+        7.5, "guidance by the caption; 1 is none", bounds=Range(0, 1000)
+    )
+    sample_image_scale: float = flag(
+        3.0, "guidance by the references; 1 is none", bounds=Range(0, 1000)
+    )
     sample_oscillation: bool = flag(True, "rest the guidance in odd steps from the tenth on")
     sample_scale_by_frame: bool = flag(
         True, "let the guidance by the references rise over the frames"
     )
     sample_size: tuple[int, int] | None = flag(
-        None, "height and width; default: of the largest bucket of the data", nargs=2, unit="pixels"
+        None,
+        "height and width; default: of the largest bucket of the data",
+        nargs=2,
+        unit="pixels",
+        bounds=SIZE,
     )
-    sample_frames: int | None = flag(None, "length; default: of the largest bucket", unit="frames")
+    sample_frames: int | None = flag(
+        None, "length; default: of the largest bucket", unit="frames", bounds=SIZE
+    )
     sample_fps: int | None = flag(
-        None, "frames per second; default: of the data, 16 with --task streaming"
+        None, "frames per second; default: of the data, 16 with --task streaming", bounds=SIZE
     )
-    sample_seed: int = flag(42, "of the noise that sampling starts from")
-    sample_batch_size: int = flag(4, "clips that a replica samples at once", unit="clips")
+    sample_seed: int = flag(42, "of the noise that sampling starts from", bounds=NATURAL)
+    sample_batch_size: int = flag(
+        4, "clips that a replica samples at once", unit="clips", bounds=SIZE
+    )
     sample_ema: bool = flag(True, "sample with the averaged weights, where they are kept")
 
     def errors(self, save: str | None) -> list[str]:
         """What cannot be sampled, one sentence each."""
         found = []
-        counts = "sample_steps sample_batch_size sample_interval sample_frames sample_fps".split()
-        for name in counts:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                found.append(f"`--{name.replace('_', '-')}` ({value}) must be at least 1.")
         if self.sample_prompts is not None and self.sample_texts is not None:
             found.append(
                 "`--sample-prompts` and `--sample-texts` exclude each other; give a file or "

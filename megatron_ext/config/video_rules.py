@@ -26,10 +26,13 @@ VIDEO_DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 1,
     "lr": 1e-4,
     "lr_decay_style": "constant",
-    "lr_warmup_iters": 1000,
+    "usual_warmup_iters": 1000,
     "adam_beta2": 0.95,
     "adam_eps": 1e-15,
     "ema_decay": 0.9999,
+    "bf16_on_gpu": True,
+    "log_interval": 10,
+    "usual_save_interval": 1000,
 }
 """What pretrain_video.py starts from where it differs from Megatron-LM: linear warm-up to a
 constant rate, and an epsilon that is meant to be that small: with normed queries and keys it is
@@ -47,7 +50,7 @@ VIDEO_DIT_DEFAULTS: Mapping[str, Any] = {
 STREAMING_DEFAULTS: Mapping[str, Any] = {
     **VIDEO_DEFAULTS,
     "lr": 1e-5,
-    "lr_warmup_iters": 0,
+    "usual_warmup_iters": 0,
     "adam_beta1": 0.0,
     "adam_beta2": 0.999,
     "adam_eps": 1e-8,
@@ -84,7 +87,6 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
     ("training", "step_batch_size_schedule", "a step is as large as its bucket says"),
     ("training", "decrease_batch_size_if_needed", "a step is as large as its bucket says"),
     ("training", "train_samples", "steps differ in their number of clips; give --train-iters"),
-    ("training", "train_epochs", "give --train-iters"),
     ("training", "full_validation", "evaluation always goes through the whole validation data"),
     ("logging", "log_validation_ppl_to_tensorboard", "its loss has no perplexity"),
     ("optimizer", "decoupled_lr", "there is no vocabulary whose embedding could have it"),
@@ -134,7 +136,7 @@ def video_errors(given: RunConfig, resolve: Callable[[RunConfig], RunConfig]) ->
         return [*found, *given.streaming.errors(), *sampling]
     found += _dit_errors(given) if given.video.uses_dit else _mmdit_errors(given)
     found += [*_without_their_switch(given), *_encoding_errors(given), *_sample_errors(given)]
-    return [*found, *given.video.errors(), *given.mmdit.errors()]
+    return [*found, *given.video.errors()]
 
 
 def _streaming_errors(run: RunConfig) -> list[str]:
@@ -161,10 +163,12 @@ def _streaming_errors(run: RunConfig) -> list[str]:
          "that pipeline stages would wait for one another; use tensor parallelism"),
         ("optimizer", "overlap_grad_reduce", "blocks are trained one by one; leave it out"),
         ("optimizer", "overlap_param_gather", "blocks are generated one by one; leave it out"),
+        ("optimizer", "apply_wd_to_qk_layernorm", _QK_NORMS),
         ("precision", "fp16", "three networks have no common loss scale; use --bf16"),
         ("fp8", "fp8_format", "a step changes several networks, each of which would need scales "
          "of its own; leave it out"),
         ("training", "skip_train", "there is nothing to evaluate; leave it out"),
+        ("training", "train_epochs", "prompts follow one another without end; give --train-iters"),
         ("training", "eval_iters", "there is nothing to evaluate; use 0"),
         ("data", "num_workers", "no clips are read; leave it out"),
         ("text_encoder", "pooled_width", "its networks take no pooled text; leave it out"),
@@ -201,6 +205,7 @@ def _mmdit_errors(run: RunConfig) -> list[str]:
     return found
 
 
+_QK_NORMS = "the norms of its queries and keys never decay; leave it out"
 _OF_DIT = {"zero_head", "recompute_blocks"}
 """Flags of streaming that a video DiT follows, besides those of its window."""
 
@@ -230,6 +235,8 @@ def _dit_errors(run: RunConfig) -> list[str]:
         for name in ("hidden_size", "num_attention_heads")
         if getattr(run.model, name) is not None
     ]
+    if run.optimizer.apply_wd_to_qk_layernorm:
+        found.append(f"`--apply-wd-to-qk-layernorm` has no effect with {model}: {_QK_NORMS}.")
     if run.text_dropout.pooled_dropout != default_of(run.text_dropout, "pooled_dropout"):
         found.append(
             f"`--pooled-dropout` ({run.text_dropout.pooled_dropout}) has no effect with {model}, "

@@ -101,10 +101,57 @@ def test_llama3_script_with_fp8(device: str) -> None:
     assert parsed.config.fp8.fp8_amax_history_len == 1024
 
 
-def test_llama3_script_with_parameters_in_fp8_is_refused() -> None:
-    errors = _errors(f"{LLAMA3} {FP8} --fp8-param-gather", 8)
-    assert len(errors) == 1
-    assert "`--fp8-param-gather` is an option of Transformer Engine's layers" in errors[0]
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_llama3_script_gathers_parameters_in_bf16_without_transformer_engine(device: str) -> None:
+    words = f"{LLAMA3} {FP8} --fp8-param-gather".split()
+    parsed = parse_args(words, world_size=8, device=device)
+    assert not parsed.config.fp8.fp8_param_gather
+    assert (
+        "`--fp8-param-gather` has no effect without Transformer Engine: the torch layers keep and "
+        "gather their weights in bf16." in parsed.notes
+    )
+
+
+def test_groups_of_queries_without_grouped_attention_get_a_note() -> None:
+    notes = parse_args(f"{TINY} --num-query-groups 2".split(), world_size=1, device="cpu").notes
+    assert (
+        "`--num-query-groups` has no effect without `--group-query-attention`: each head has keys "
+        "and values of its own." in notes
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--decoupled-min-lr 1e-5", "`--decoupled-min-lr` (1e-05) needs `--decoupled-lr`; give"),
+        (
+            "--min-lr 1e-4 --decoupled-lr 1e-5",
+            "`--decoupled-lr` (1e-05) must be at least `--min-lr` (0.0001)",
+        ),
+        (
+            "--decoupled-lr 1e-5 --decoupled-min-lr 1e-3",
+            "`--decoupled-lr` (1e-05) must be at least `--decoupled-min-lr` (0.001)",
+        ),
+        (
+            "--start-weight-decay 0.2",
+            "`--start-weight-decay` (0.2) needs `--weight-decay-incr-style` linear or cosine",
+        ),
+        (
+            "--weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1",
+            "`--end-weight-decay` (0.1) must be at least `--start-weight-decay` (0.2)",
+        ),
+    ],
+)
+def test_a_flag_that_would_be_ignored_alone_gets_a_sentence(flags: str, sentence: str) -> None:
+    assert sentence in "\n".join(_errors(TINY + flags))
+
+
+def test_kernels_of_experts_get_one_note_on_any_device() -> None:
+    for device in ("cpu", "cuda"):
+        words = f"{MIXTRAL} --moe-permute-fusion --moe-router-fusion".split()
+        notes = parse_args(words, world_size=32, device=device).notes
+        for flag in ("--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-fusion"):
+            assert len([note for note in notes if f"`{flag}` has no effect" in note]) == 1
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -135,7 +182,10 @@ BAD = [
     ("--bf16 --fp16", "`--bf16` and `--fp16` exclude each other; give one."),
     ("--split 1,2,3,4", "`--split` (1,2,3,4) must be one to three shares"),
     ("--data-path d", "`--data-path` and `--mock-data` exclude each other"),
-    ("--num-workers -1", "`--num-workers` (-1) must be at least 0."),
+    (
+        "--num-workers -1",
+        "`--num-workers` (-1) must be at least 0 and at most 256; 2 is the default.",
+    ),
     ("--seed 0", "`--seed` (0) must be at least 1; 1234 is the default."),
     ("--exit-signal SIGNONE", "`--exit-signal` (SIGNONE) is no signal; use SIGTERM."),
     ("--train-samples 9", "`--train-iters` (12) and `--train-samples` (9) exclude each other"),
@@ -145,15 +195,18 @@ BAD = [
         "`--use-checkpoint-args` needs `--load` or `--pretrained-checkpoint`",
     ),
     ("--keep-best 2", "`--keep-best` needs `--save`; give a folder."),
-    ("--save s --keep-best 0", "`--keep-best` (0) must be at least 1."),
+    ("--save s --keep-best 0", "`--keep-best` (0) must be at least 1; use 1."),
     ("--save s --keep-best 2 --eval-iters 0", "`--keep-best` (2) needs evaluation, but"),
     ("--manual-gc --manual-gc-interval -1", "`--manual-gc-interval` (-1) must be at least 0"),
     ("--manual-gc-interval 5", "`--manual-gc-interval` (5) needs `--manual-gc`; give both."),
     ("--no-manual-gc-eval", "`--no-manual-gc-eval` needs `--manual-gc`; give both."),
     ("--early-stop-patience 0", "`--early-stop-patience` (0) must be at least 1"),
     ("--early-stop-patience 2 --eval-iters 0", "`--early-stop-patience` (2) needs evaluation"),
-    ("--early-stop-patience 2 --early-stop-min-delta -1", "(-1.0) must be at least 0; use 0.001."),
-    ("--early-stop-patience 2 --early-stop-min-delta nan", "(nan) must be at least 0; use 0.001."),
+    ("--early-stop-patience 2 --early-stop-min-delta -1", "(-1.0) must be at least 0; 0.0 is the"),
+    (
+        "--early-stop-patience 2 --early-stop-min-delta nan",
+        "(nan) must be a finite number, at least",
+    ),
     ("--early-stop-min-delta 1", "`--early-stop-min-delta` (1.0) needs `--early-stop-patience`"),
     ("--resume-mode never", "`--resume-mode` (never) must be one of"),
     ("--resume-mode disable --load l", "`--resume-mode disable` starts anew and contradicts `--lo"),
@@ -169,7 +222,7 @@ BAD = [
     ("--step-batch-size-schedule 5:8", "must list TOKENS:BATCH_SIZE with rising tokens from 0"),
     ("--optimizer sgd --use-distributed-optimizer", "keeps Adam's state only; leave the latter"),
     ("--pipeline-model-parallel-size 3", "The number of ranks (1) must be divisible by"),
-    ("--tensor-model-parallel-size 0", "(0) must be at least 1."),
+    ("--tensor-model-parallel-size 0", "(0) must be at least 1; 1 is the default."),
 ]
 
 
@@ -209,3 +262,36 @@ def test_a_switch_that_is_always_on_says_so(device: str) -> None:
         parse_args(MIXTRAL.split(), world_size=32, device=device).notes
     )
     assert note.startswith("`--tokenizer-hf-use-fast` has no effect: Hugging Face tokenizers are")
+
+
+IDLE = {
+    "--rotary-base 500000": "--position-embedding-type rope",
+    "--rope-scaling-factor 4": "--use-rope-scaling",
+    "--mtp-loss-scaling-factor 0.3": "--mtp-num-layers",
+    "--moe-router-topk 1": "--num-experts",
+    "--loss-scale 8": "--fp16",
+    "--exit-signal SIGUSR1": "--exit-signal-handler",
+    "--profile-step-start 3": "--profile",
+    "--sgd-momentum 0.5": "--optimizer sgd",
+    "--lr-wsd-decay-iters 3": "--lr-decay-style WSD",
+    "--no-data-sharding": "--dataloader-type cyclic",
+}
+
+
+@pytest.mark.parametrize("flags", IDLE)
+def test_a_flag_that_does_nothing_without_another_says_so(flags: str) -> None:
+    name, needed = flags.split()[0], IDLE[flags]
+    notes = parse_args((TINY + flags).split(), world_size=1, device="cpu").notes
+    assert notes == [f"`{name}` has no effect without `{needed}`."]
+    value = {"--mtp-num-layers": " 1", "--num-experts": " 2 --moe-router-pre-softmax"}.get(needed)
+    if needed == "--use-rope-scaling":
+        value = " --position-embedding-type rope"
+    both = f"{TINY}{flags} {needed}{value or ''}"
+    assert not parse_args(both.split(), world_size=1, device="cpu").notes
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_kernel_that_no_attention_here_takes_is_named(device: str) -> None:
+    words = [*TINY.split(), "--no-masked-softmax-fusion"]
+    (note,) = parse_args(words, world_size=1, device=device).notes
+    assert note.startswith("`--no-masked-softmax-fusion` has no effect: attention is computed by")

@@ -15,13 +15,18 @@ WORDS = [*TINY, *mock_data(), "--train-iters", "1"]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--ema-decay 1", r"`--ema-decay` \(1\) must be at least 0, .* and below 1; use 0.9999"),
-        ("--ema-decay -0.1", r"`--ema-decay` \(-0.1\) must be at least 0, which keeps none"),
+        ("--ema-decay 1", r"`--ema-decay` \(1.0\) must be at least 0 and below 1; use 0.9999"),
+        ("--ema-decay -0.1", r"`--ema-decay` \(-0.1\) must be at least 0 and below 1"),
         ("--ema-decay 0 --ema-start 5", r"`--ema-start` \(5\) needs `--ema-decay`"),
         ("--ema-decay 0 --eval-ema --eval-iters 1", "`--eval-ema` needs `--ema-decay`"),
-        ("--ema-decay 0.9 --ema-start 0", r"`--ema-start` \(0\) must be at least 1, the first"),
+        ("--ema-decay 0.9 --ema-start 0", r"`--ema-start` \(0\) must be at least 1; use 1"),
         ("--ema-start 5", r"`--ema-start` \(5\) needs `--ema-decay`; give one"),
         ("--eval-ema --eval-iters 1", "`--eval-ema` needs `--ema-decay`; give one"),
+        ("--ema-update-every 2", r"`--ema-update-every` \(2\) needs `--ema-decay`; give one"),
+        (
+            "--ema-decay 0.9 --ema-update-every 0",
+            r"`--ema-update-every` \(0\) must be at least 1; 1 is the default",
+        ),
         ("--ema-decay 0.9 --eval-ema", "`--eval-ema` needs evaluation, but `--eval-iters` is 0"),
     ],
 )

@@ -82,11 +82,14 @@ def test_the_checkpoints_adapters_are_taken_with_its_shape() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--lora-rank 0", r"`--lora-rank` \(0\) must be at least 1; leave it out"),
+        ("--lora-rank 0", r"`--lora-rank` \(0\) must be at least 1; use 1"),
         ("--lora-alpha 4", "`--lora-alpha` needs `--lora-rank`; give a rank"),
         ("--lora-dropout 0.1", "`--lora-dropout` needs `--lora-rank`"),
-        ("--lora-rank 2 --lora-alpha -1", r"`--lora-alpha` \(-1\) must be above 0"),
-        ("--lora-rank 2 --lora-dropout 1", r"`--lora-dropout` \(1\) must be at least 0 and below"),
+        ("--lora-rank 2 --lora-alpha -1", r"`--lora-alpha` \(-1.0\) must be above 0"),
+        (
+            "--lora-rank 2 --lora-dropout 1",
+            r"`--lora-dropout` \(1.0\) must be at least 0 and below",
+        ),
         (
             "--lora-rank 2 --lora-target-modules linear_qkv q_proj",
             r"`--lora-target-modules` \(q_proj\) must be names among linear_qkv, linear_proj",

@@ -32,11 +32,11 @@ BAD = [
     ("--sft --dataloader-type cyclic", "`--dataloader-type` does not go with `--sft`: every epoch"),
     ("--sft --reset-position-ids", "`--reset-position-ids` does not go with `--sft`: positions"),
     ("--sft --no-mmap-bin-files", "`--no-mmap-bin-files` does not go with `--sft`: tokens are"),
-    ("--sft --valid-data-path v", "`--valid-data-path` goes with `--train-data-path`, not with"),
+    ("--sft --valid-data-path v", "`--data-path` and `--valid-data-path` exclude each other"),
     ("--sft --sft-max-length 18", "`--sft-max-length` (18) must be from 2 to `--seq-length` + 1"),
     (
         "--sft --sft-max-length 1",
-        "`--sft-max-length` (1) must be from 2 to `--seq-length` + 1 (17)",
+        "`--sft-max-length` (1) must be at least 2; use 2.",
     ),
     ("--sft --sft-template-kwargs [", "`--sft-template-kwargs` ([) must be a JSON object; use"),
     ("--sft --sft-batching x", "`--sft-batching` (x) must be one of packed, padded, token-budget."),

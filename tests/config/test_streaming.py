@@ -45,16 +45,16 @@ def test_a_run_that_is_whole_starts(refused: Printed) -> None:
 
 
 WRONG = {
-    "--frame-block 0": "`--frame-block` (0) must be 1 or more",
-    "--frame-block -3": "`--frame-block` (-3) must be 1 or more",
+    "--frame-block 0": "`--frame-block` (0) must be at least 1",
+    "--frame-block -3": "`--frame-block` (-3) must be at least 1",
     "--frame-block 4": "`--chunk-frames` (9) must be a positive multiple of block (4)",
     "--window-frames 5": "`--window-frames` (5) must be at least `--sink-frames` + `--frame-block`",
     "--window-frames -1": "`--window-frames` (-1) must be at least",
-    "--sink-frames -1": "`--sink-frames` (-1) must be 0 frames or more",
+    "--sink-frames -1": "`--sink-frames` (-1) must be at least 0",
     "--chunk-frames 10": "`--chunk-frames` (10) must be a positive multiple",
-    "--chunk-frames -9": "`--chunk-frames` (-9) must be a positive multiple",
+    "--chunk-frames -9": "`--chunk-frames` (-9) must be at least 1",
     "--chunk-frames 1": "`--chunk-frames` (1) leaves no frame to train",
-    "--min-new-frames 0": "`--min-new-frames` (0) must be a positive multiple",
+    "--min-new-frames 0": "`--min-new-frames` (0) must be at least 1",
     "--min-new-frames 9": "`--max-new-frames` (6) must be 9 (min_new_frames) to 9",
     "--max-new-frames 12": "`--max-new-frames` (12) must be 6 (min_new_frames) to 9",
     "--max-new-frames 7": "`--max-new-frames` (7) must be a positive multiple",
@@ -62,41 +62,48 @@ WRONG = {
     "--sequence-lengths 9": "no sequence of `--sequence-lengths` (9) is long enough to switch",
     "--switch-frames 30": "no sequence of `--sequence-lengths` (27) is long enough to switch at 30",
     "--switch-frames 26": "no sequence of `--sequence-lengths` (27) is long enough to switch at 26",
-    "--switch-frames 0": "`--switch-frames` ((0,)) must be above 0",
-    "--recache-frames 0": "`--recache-frames` (0) must be a positive multiple",
+    "--switch-frames 0": "`--switch-frames` (0) must be at least 1",
+    "--recache-frames 0": "`--recache-frames` (0) must be at least 1",
     "--recache-frames 12": "`--recache-frames` (12) must be at most chunk_frames (9)",
     "--sink-at-switch drop": "--sink-at-switch",
-    "--generator-interval 0": "`--generator-interval` (0) must be 1 or more",
+    "--generator-interval 0": "`--generator-interval` (0) must be at least 1",
+    "--apply-wd-to-qk-layernorm": "(True) does not go with `--task streaming`: the norms of its",
     "--generator-size huge": "--generator-size",
     "--critic-size huge": "--critic-size",
     "--teacher-size huge": "--teacher-size",
-    "--recompute-blocks -1": "`--recompute-blocks` (-1) must be 0 or more",
+    "--recompute-blocks -1": "`--recompute-blocks` (-1) must be at least 0",
     "--latent-size 3 4": "`--latent-size` (3 4) must be positive multiples of the patch size (2)",
-    "--latent-size 0 4": "`--latent-size` (0 4) must be positive",
-    "--latent-size -2 4": "`--latent-size` (-2 4) must be positive",
-    "--timestep-shift 0": "`--timestep-shift` (0.0) must be finite and above 0",
+    "--latent-size 0 4": "`--latent-size` (0 4) must be at least 1",
+    "--latent-size -2 4": "`--latent-size` (-2 4) must be at least 1",
+    "--timestep-shift 0": "`--timestep-shift` (0.0) must be above 0",
     "--timestep-shift nan": "`--timestep-shift` (nan) must be a finite number",
     "--denoising-steps 250 500": "`--denoising-steps` ((250, 500)) must be falling numbers",
-    "--denoising-steps 1001": "`--denoising-steps` ((1001,)) must be falling numbers from 1000",
-    "--denoising-steps 0": "`--denoising-steps` ((0,)) must be falling numbers",
-    "--min-timestep 0": "`--min-timestep` (0.0) must be above 0 and at most",
+    "--denoising-steps 1001": "`--denoising-steps` (1001) must be at least 1 and at most 1000",
+    "--denoising-steps 0": "`--denoising-steps` (0) must be at least 1",
+    "--min-timestep 0": "`--min-timestep` (0.0) must be above 0",
     "--min-timestep nan": "`--min-timestep` (nan) must be a finite number",
     "--max-timestep nan": "`--max-timestep` (nan) must be a finite number",
-    "--max-timestep 1001": "`--max-timestep` (1001.0) must be at most",
+    "--max-timestep 1001": "`--max-timestep` (1001.0) must be above 0 and at most",
     "--max-timestep 10": "`--min-timestep` (20.0) must be above 0 and at most max_timestep",
-    "--context-noise -1": "`--context-noise` (-1.0) must be 0 or more",
-    "--context-noise 1000": "`--context-noise` (1000.0) must be 0 or more and below",
+    "--context-noise -1": "`--context-noise` (-1.0) must be at least 0",
+    "--context-noise 1000": "`--context-noise` (1000.0) must be at least 0 and below 1000",
     "--context-noise inf": "`--context-noise` (inf) must be a finite number",
     "--guidance-scale nan": "`--guidance-scale` (nan) must be a finite number",
     "--critic-lr 0": "`--critic-lr` (0.0) must be above 0",
     "--critic-lr nan": "`--critic-lr` (nan) must be a finite number",
-    "--critic-clip-grad -1": "`--critic-clip-grad` (-1.0) must be 0 or more",
+    "--critic-clip-grad -1": "`--critic-clip-grad` (-1.0) must be at least 0",
     "--critic-clip-grad inf": "`--critic-clip-grad` (inf) must be a finite number",
     "--no-train-first-chunk --sequence-lengths 9 27": "`--train-first-chunk` (False) must be on",
     "--no-decode-history --no-encode-first-frame": "`--no-decode-history` has no effect with",
     "--no-encode-first-frame --codec-channels 4": "`--no-encode-first-frame` leaves nothing",
     "--last-step-only --no-same-exit-across-blocks": "`--no-same-exit-across-blocks` has no",
     "--guidance-scale 1 --negative-prompt bad": "`--negative-prompt` has no effect with",
+    "--sid-alpha 2": "`--sid-alpha` has no effect with `--distribution-loss dmd`; leave one of",
+    "--sid-alpha nan --distribution-loss sid": "`--sid-alpha` (nan) must be a finite number",
+    "--ts-schedule --no-same-exit-across-blocks": "`--ts-schedule` has no effect with",
+    "--distribution-loss kl": "--distribution-loss",
+    "--distribution-loss sid --teacher-tensor-model-parallel-size 1":
+        "`--distribution-loss sid` needs gradients through the teacher, which has none in a layout",
     "--num-workers 1": "`--num-workers` (1) does not go with `--task streaming`: no clips",
     "--pooled-width 8": "`--pooled-width` (8) does not go with `--task streaming`: its networks",
     "--pipeline-model-parallel-size 2 --nproc-per-node 2": "`--pipeline-model-parallel-size` (2)",
@@ -123,6 +130,20 @@ def test_a_wrong_value_is_refused_in_a_sentence(refused: Printed, words: str) ->
     errors = refused(words)
     assert len(errors) == 1 and WRONG[words] in errors[0], errors
     assert errors[0].endswith(".")
+
+
+@pytest.mark.parametrize("flag", ["teacher-checkpoint", "critic-checkpoint", "load --finetune"])
+def test_weights_must_be_there_before_ranks_start(
+    refused: Printed, tmp_path: Path, flag: str
+) -> None:
+    name, *more = flag.split()
+    (error,) = refused(f"--{name} {tmp_path / 'none'} {' '.join(more)}")
+    assert error.startswith(f"`--{name}` ({tmp_path / 'none'}) holds no checkpoint")
+
+
+def test_a_run_has_no_epochs(refused: Printed) -> None:
+    errors = refused("--train-epochs 2")
+    assert errors[0].startswith("`--train-epochs` (2) does not go with `--task streaming`: prompts")
 
 
 def test_prompts_must_be_there_and_in_pairs(refused: Printed, tmp_path: Path) -> None:

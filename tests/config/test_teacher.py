@@ -32,8 +32,8 @@ def errors(words: str, ranks: int) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "ranks", "sentence"),
     [
-        (f"{TENSOR} 0", 1, f"`{TENSOR}` (0) must be at least 1."),
-        (f"{STAGES} 0", 1, f"`{STAGES}` (0) must be at least 1."),
+        (f"{TENSOR} 0", 1, f"`{TENSOR}` (0) must be at least 1; use 1."),
+        (f"{STAGES} 0", 1, f"`{STAGES}` (0) must be at least 1; 1 is the default."),
         (
             f"{TENSOR} 2",
             1,

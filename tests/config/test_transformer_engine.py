@@ -223,14 +223,7 @@ def test_the_torch_layers_refuse_what_they_lack(words: str) -> None:
         configured(f"--transformer-impl torch {SP} {words}")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--tp-comm-overlap",
-        f"{FP8} --fp8-recipe mxfp8",
-        f"{FP8} --fp8-param-gather --use-distributed-optimizer",
-    ],
-)
+@pytest.mark.parametrize("words", ["--tp-comm-overlap", f"{FP8} --fp8-recipe mxfp8"])
 def test_no_sentence_names_layers_that_other_flags_would_refuse(words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         configured(f"--lora-rank 2 {SP} {words}")

@@ -1,0 +1,154 @@
+"""Flags of a user's own stand in --help, files, configurations and checkpoints as ours do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.config.flags import flag
+from megatron_ext.errors import ConfigError
+from megatron_ext.training.pretrain import main
+from megatron_ext.training.task import choose
+from pretrain_gpt import GPT
+
+RUN = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --train-iters 2 "
+    "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 127"
+).split()
+
+
+@dataclass(frozen=True)
+class CapFlags:
+    hidden_cap: float | None = flag(None, "bound of the hidden states", unit="units")
+    cap_layers: list[int] = flag([1], "layers that it holds for", nargs="+")
+    cap_kind: str = flag("soft", "how it bends", choices=("soft", "hard"))
+    cap_embedding: bool = flag(False, "holds for the embedding too")
+
+    def errors(self, config: RunConfig) -> list[str]:
+        if self.hidden_cap is None or self.hidden_cap > 0:
+            return []
+        return [f"`--hidden-cap` ({self.hidden_cap}) must be above 0; use 30."]
+
+
+def parsed(*words: str, **options: Any) -> RunConfig:
+    options = {"sections": (CapFlags,), **options}
+    return parse_args([*RUN, *words], world_size=1, device="cpu", **options).config
+
+
+def test_own_flags_are_read_from_the_command_line() -> None:
+    config = parsed("--hidden-cap", "3", "--cap_layers", "1", "2", "--cap-embedding")
+    assert config.section(CapFlags) == CapFlags(3.0, [1, 2], "soft", True)
+    assert parsed().section(CapFlags) == CapFlags()
+
+
+def test_own_flags_are_listed_in_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--help"], world_size=1, device="cpu", sections=(CapFlags,))
+    shown = capsys.readouterr().out
+    assert "cap_flags:\n  --hidden-cap UNITS\n        bound of the hidden states\n" in shown
+
+
+def test_own_flags_are_printed_and_read_from_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = GPT.__class__(GPT.datasets, GPT.model_chunk, GPT.forward_step, sections=(CapFlags,))
+    words = [*RUN, "--hidden-cap", "3", "--cap-kind", "hard", "--print-config"]
+    assert main(task, words) == 0
+    printed = capsys.readouterr().out
+    cap = {"hidden_cap": 3.0, "cap_layers": [1], "cap_kind": "hard", "cap_embedding": False}
+    assert yaml.safe_load(printed)["cap_flags"] == cap
+    file = tmp_path / "run.yaml"
+    file.write_text(printed)
+    again = parse_args(
+        ["--config", str(file), "--cap-kind", "soft"],
+        world_size=1,
+        device="cpu",
+        sections=(CapFlags,),
+    ).config
+    assert again.section(CapFlags) == CapFlags(3.0, [1], "soft")
+
+
+def test_own_flags_come_with_the_arguments_of_a_checkpoint() -> None:
+    stored = parsed("--hidden-cap", "3", "--cap-kind", "hard").to_dict()
+    config = parsed("--cap-kind", "soft", checkpoint_config=stored)
+    assert config.section(CapFlags) == CapFlags(3.0, [1], "soft")
+    # One that was saved by a program without them.
+    stored.pop("cap_flags")
+    assert parsed(checkpoint_config=stored).section(CapFlags) == CapFlags()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--hidden-cap -1", "`--hidden-cap` (-1.0) must be above 0; use 30."),
+        ("--hidden-cap much", "`--hidden-cap` (much) must be a number."),
+        ("--cap-kind no", "`--cap-kind` (no) must be one of soft, hard."),
+        ("--hidden-kap 1", "`--hidden-kap` is not a flag of this program; did you mean "
+         "`--hidden-cap`"),
+    ],
+)  # fmt: skip
+def test_wrong_values_of_own_flags_are_refused_with_all_others(words: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(*words.split(), "--seq-len", "3")
+    assert any(text.startswith(sentence) for text in caught.value.messages)
+    assert any("`--seq-len`" in text for text in caught.value.messages)
+
+
+@dataclass
+class NotFrozen:
+    width: int = flag(1, "of it")
+
+
+@dataclass(frozen=True)
+class NotFlags:
+    width: int = 1
+    place: Path = flag(Path(), "of it")
+
+
+@dataclass(frozen=True)
+class Taken:
+    hidden_size: int = flag(1, "of it")
+    model_parallel_size: int = flag(1, "of it")
+
+
+@pytest.mark.parametrize(
+    ("section", "sentences"),
+    [
+        (NotFrozen, ["The section `NotFrozen` must be a frozen dataclass"]),
+        (
+            NotFlags,
+            [
+                "The field `width` of the section `NotFlags` must be a flag",
+                "The field `place` of the section `NotFlags` is of type <class 'pathlib.Path'>",
+            ],
+        ),
+        (
+            Taken,
+            [
+                "The section `Taken` has the name `hidden_size`, which is that of the section "
+                "`model`; choose another.",
+                "The section `Taken` has the name `--model-parallel-size`, which is that of the "
+                "parser; choose another.",
+            ],
+        ),
+    ],
+)
+def test_sections_that_cannot_stand_beside_the_others_are_refused(
+    section: type, sentences: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parsed(sections=(section,))
+    for sentence in sentences:
+        assert any(text.startswith(sentence) for text in caught.value.messages)
+
+
+def test_a_task_whose_section_the_parser_did_not_know_is_refused() -> None:
+    task = GPT.__class__(GPT.datasets, GPT.model_chunk, GPT.forward_step, sections=(CapFlags,))
+    with pytest.raises(ConfigError, match=r"`Task\(sections=\(CapFlags,\), ...\)`"):
+        choose(lambda config: task, parsed(sections=()))
