@@ -8,10 +8,10 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_ext.checkpoint.ema import PREFIX
 from megatron_ext.checkpoint.fit import LENIENT, is_new_branch
+from megatron_ext.checkpoint.unpickling import stored_entries
 from megatron_ext.errors import CheckpointError
 from megatron_ext.models.fp8.scaling import HISTORY
 
@@ -26,7 +26,7 @@ def adapters_among(names: Iterable[str]) -> list[str]:
 
 def stored_adapters(path: Path) -> list[str]:
     """Global names of the adapters in a checkpoint."""
-    return adapters_among(FileSystemReader(str(path)).read_metadata().state_dict_metadata)
+    return adapters_among(stored_entries(path))
 
 
 def leave_out_new(
@@ -41,7 +41,7 @@ def leave_out_new(
     Returns:
         Present values of what was taken out, by chunk and name.
     """
-    stored = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    stored = stored_entries(path)
     new: dict[str, dict[str, Tensor]] = {}
     for chunk in chunks:
         for name, entry in list(state.get(chunk, {}).items()):

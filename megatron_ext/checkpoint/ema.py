@@ -14,10 +14,10 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.nn import Parameter
 
 from megatron_ext.checkpoint.agreement import together
+from megatron_ext.checkpoint.unpickling import stored_entries
 from megatron_ext.optim.ema import ShardedEMA
 
 EMA = "ema"
@@ -26,7 +26,7 @@ PREFIX = f"{EMA}."
 
 def holds_averages(path: Path) -> bool:
     """Whether a checkpoint holds averaged weights."""
-    stored = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    stored = stored_entries(path)
     return any(name.startswith(PREFIX) for name in stored)
 
 
@@ -59,7 +59,7 @@ def take_named(
         chunks: keys of the model chunks in it.
         prefixes: of the names, such as `PREFIX` for averaged weights; the first that fits is taken.
     """
-    stored = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    stored = stored_entries(path)
     for chunk in chunks:
         sharded, _ = extract_sharded_tensors_and_factories(state[chunk])
         for entry in nested_values(sharded):

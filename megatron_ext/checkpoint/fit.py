@@ -10,10 +10,10 @@ from typing import Any
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_ext.checkpoint.state import SHARDING
+from megatron_ext.checkpoint.unpickling import stored_entries
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layout import Layout
 
@@ -50,7 +50,7 @@ def check_model(
     Raises:
         CheckpointError: a weight that is not there, or has another shape.
     """
-    stored = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    stored = stored_entries(path)
     for tensor in tensors_in(model_state):
         known = stored.get(tensor.key)
         if not isinstance(known, TensorStorageMetadata):
@@ -97,12 +97,14 @@ def check_optimizer(
     layout: Layout,
     *,
     distributed: bool,
+    has_main_weights: bool = False,
 ) -> None:
     """Whether the saved optimizer state can be cut for this run.
 
     Args:
         stored: content metadata of the checkpoint.
         distributed: this run uses the distributed optimizer.
+        has_main_weights: this run keeps fp32 weights beside those of the model.
 
     Raises:
         CheckpointError: saved with the other kind of optimizer, or for one layout only.
@@ -113,6 +115,14 @@ def check_optimizer(
         raise CheckpointError(
             f"{path} was saved {there} `--use-distributed-optimizer`, but this run is {here} it; "
             "use the same, or give `--no-load-optim`."
+        )
+    held_them = any(getattr(arguments, name, False) for name in ("bf16", "fp16"))
+    if not distributed and held_them != has_main_weights:
+        there, here = ("bf16 or fp16", "fp32") if held_them else ("fp32", "bf16 or fp16")
+        raise CheckpointError(
+            f"{path} was saved in {there}, but this run is in {here}, whose optimizer state only "
+            "`--use-distributed-optimizer` can take over; use the same precision, or give "
+            "`--no-load-optim`."
         )
     if kind == "dp_reshardable" and not same_model_ranks(arguments, layout):
         raise CheckpointError(

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.utils import unwrap_model
 
@@ -24,6 +23,7 @@ from megatron_ext.checkpoint.paths import standing_folder_of
 from megatron_ext.checkpoint.reading import read_state, verify
 from megatron_ext.checkpoint.state import Chunks, apply_state, chunk_keys, sharded_state
 from megatron_ext.checkpoint.stored import Found, choose, find
+from megatron_ext.checkpoint.unpickling import common_state_of
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.errors import CheckpointError
 
@@ -87,7 +87,7 @@ class FrozenBase:
         """
         iteration = choose(root, step)
         assert iteration is not None
-        return cls.recorded(load_common_state_dict(str(standing_folder_of(root, iteration))))
+        return cls.recorded(common_state_of(standing_folder_of(root, iteration)))
 
     @classmethod
     def of_run(cls, config: RunConfig) -> FrozenBase | None:
@@ -187,7 +187,7 @@ def load_adapters(
         CheckpointError: a damaged checkpoint, or adapters of another network or of other weights.
     """
     verify(found, context)
-    common = load_common_state_dict(str(found.path))
+    common = common_state_of(found.path)
     recorded = FrozenBase.recorded(common[section])
     assert recorded is not None
     base.check(found.path, recorded, "--pretrained-checkpoint")

@@ -10,10 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from megatron_ext.checkpoint.adapters import stored_adapters
 from megatron_ext.checkpoint.huggingface import RowShape, split_rows
@@ -24,6 +21,7 @@ from megatron_ext.checkpoint.lora_wan import wan_parts, wan_target
 from megatron_ext.checkpoint.manifest import checksum_fault, read_manifest
 from megatron_ext.checkpoint.paths import standing_folder_of
 from megatron_ext.checkpoint.stored import choose, read_run_config, refusal
+from megatron_ext.checkpoint.unpickling import read_tensors
 from megatron_ext.config import RunConfig
 from megatron_ext.errors import CheckpointError
 
@@ -97,7 +95,7 @@ def export_adapters(
     _check(run, names, root, output, network)
     twin = _twin(run, network)
     tensors, modules = {}, set()
-    for name, matrix in _read(path, [name for name in names if twin.name.match(name)]).items():
+    for name, matrix in read_tensors(path, [x for x in names if twin.name.match(x)]).items():
         for module, kind, values in twin.parts(name, matrix):
             modules.add(twin.target(module))
             tensors[f"{PREFIX}.{module}.lora_{kind}.weight"] = values.contiguous()
@@ -150,16 +148,6 @@ def check_network(run: RunConfig, root: Path, network: str | None) -> None:
             f"`--network` ({network}) is for runs of `pretrain_video.py --task streaming`, but "
             f"`--load` ({root}) holds one model; leave it out."
         )
-
-
-def _read(path: Path, names: Sequence[str]) -> dict[str, Tensor]:
-    """Whole matrices by name, with a leading dimension of layers where these are stacked."""
-    stored: Any = FileSystemReader(str(path)).read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names
-    }
-    load(state, storage_reader=FileSystemReader(str(path)), no_dist=True)
-    return state
 
 
 def _twin(run: RunConfig, network: str | None) -> _Twin:

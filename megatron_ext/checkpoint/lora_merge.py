@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,14 +93,13 @@ def merge_checkpoint(
         )
     config = network.described(config)
     torch_device = device.activate(0)
-    with tempfile.TemporaryDirectory(prefix="megatron_ext_") as folder:
-        context = init_groups(Layout(world_size=1), device, init_method=f"file://{folder}/store")
-        try:
-            seed_everything(context, config.training.seed)
-            chunks = _chunks(config, context, network.build, torch_device)
-            return _merge(config, context, chunks, network.section)
-        finally:
-            context.destroy()
+    context = init_groups(Layout(world_size=1), device)
+    try:
+        seed_everything(context, config.training.seed)
+        chunks = _chunks(config, context, network.build, torch_device)
+        return _merge(config, context, chunks, network.section)
+    finally:
+        context.destroy()
 
 
 def _on_one_rank(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from argparse import Namespace
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_ext.checkpoint.adapters import check_adapters, leave_out_new, new_branches
 from megatron_ext.checkpoint.agreement import together
 from megatron_ext.checkpoint.best import BEST_TRACKER, BestCheckpoint, write_best
+from megatron_ext.checkpoint.changes import check_changes
 from megatron_ext.checkpoint.companion import Companion
 from megatron_ext.checkpoint.ema import (
     EMA,
@@ -37,7 +38,7 @@ from megatron_ext.checkpoint.frozen import (
     refuse_adapters_alone,
 )
 from megatron_ext.checkpoint.loaded import LoadedCheckpoint
-from megatron_ext.checkpoint.optimizer_state import is_distributed
+from megatron_ext.checkpoint.optimizer_state import has_main_weights, is_distributed
 from megatron_ext.checkpoint.paths import folder_of
 from megatron_ext.checkpoint.publish import prepare, publish, remove_old, temporary_folder_of
 from megatron_ext.checkpoint.random_state import random_state, restore_random_state
@@ -58,6 +59,7 @@ from megatron_ext.checkpoint.stored import (
     stored_progress,
 )
 from megatron_ext.checkpoint.strategies import save_strategy
+from megatron_ext.checkpoint.unpickling import common_state_of
 from megatron_ext.checkpoint.unwanted import check_unwanted, weights_in
 from megatron_ext.checkpoint.wanted import loads_optimizer, loads_random
 from megatron_ext.checkpoint.writing import (
@@ -143,6 +145,9 @@ class CheckpointManager:
             files = describe_written(temporary, progress, run_config)
             on_first_rank(lambda: publish(root, iteration, files), f"{temporary} not published")
         except CheckpointError as error:
+            if self._context.rank == 0:
+                # What is written so far may be what fills the disk.
+                shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
                 f"The checkpoint of iteration {iteration} could not be saved: "
                 f"{one_line(error)}; free some space or give another `--save`."
@@ -205,12 +210,17 @@ class CheckpointManager:
         scheduler: OptimizerParamScheduler | None,
         ema: ShardedEMA | None = None,
         companion: Companion | None = None,
+        run_config: dict[str, Any] | None = None,
     ) -> LoadedCheckpoint | None:
         """Load what ``--load`` (or ``--pretrained-checkpoint``) asks for.
 
         Nothing of the model is changed before the checkpoint has been verified and found to fit.
         Averaged weights start from the loaded ones where the checkpoint has none, or only its
         weights are wanted.
+
+        Args:
+            run_config: as of `save`, to compare with that of the run that saved; None compares
+                nothing but weights.
 
         Returns:
             None when there is nothing to load.
@@ -225,12 +235,17 @@ class CheckpointManager:
         path, notes = found.path, list[str]()
         if self._config.pretrained_average and found.weights_only and not holds_averages(path):
             notes.append(f"{path} holds no averaged weights, so its weights are taken.")
-        common = dict(dist_checkpointing.load_common_state_dict(str(path)))
+        common = common_state_of(path)
         arguments = common.get("args", Namespace())
         recorded = FrozenBase.recorded(common)
         if found.weights_only:
             refuse_adapters_alone(path, recorded)
         with_optimizer = loads_optimizer(found, self._config, arguments, notes)
+        if run_config is not None:
+            used = optimizer is not None and with_optimizer
+            notes += self._changes(
+                found, run_config, run_config["optimizer"]["optimizer"] if used else None
+            )
         with_averages = not found.weights_only and goes_on_averaging(path, ema, notes)
         kept_optimizer = optimizer if with_optimizer else None
         kept_ema = ema if with_averages else None
@@ -280,6 +295,23 @@ class CheckpointManager:
         CheckpointManager(asked, self._context).load(model=model, optimizer=None, scheduler=None)
         self._base = own
 
+    def _changes(
+        self, found: Found, run_config: dict[str, Any], optimizer: str | None
+    ) -> list[str]:
+        """Sentences about flags that differ from those of a checkpoint."""
+
+        def compare() -> list[str]:
+            stored = read_json(found.path / RUN_CONFIG)
+            return check_changes(
+                found.path,
+                run_config,
+                stored,
+                weights_only=found.weights_only,
+                optimizer=optimizer,
+            )
+
+        return together(compare, f"{found.path} cannot be compared with the run")[0]
+
     def _find(self) -> Found | None:
         """What to load; rank 0 looks, all agree."""
         return together(
@@ -324,7 +356,12 @@ class CheckpointManager:
             check_model(path, bare, arguments, layout, strictness)
             if optimizer is not None:
                 check_optimizer(
-                    path, stored, arguments, layout, distributed=is_distributed(optimizer)
+                    path,
+                    stored,
+                    arguments,
+                    layout,
+                    distributed=is_distributed(optimizer),
+                    has_main_weights=has_main_weights(optimizer),
                 )
             return weights_in(bare)
 

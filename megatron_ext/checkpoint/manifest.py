@@ -50,11 +50,18 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]] | None:
         return None
     try:
         files: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["files"]
-        for known in files.values():
+        for name, known in files.items():
             int(known["bytes"]), str(known["blake2b"])
+            if not is_plain_name(name):
+                raise ValueError(f"it names {name}, which does not lie in this folder")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged ({error!r}); load another checkpoint.") from error
     return files
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a file that another file names lies beside it, rather than wherever a path leads."""
+    return Path(name).name == name
 
 
 def size_fault(folder: Path, files: dict[str, dict[str, Any]]) -> str | None:

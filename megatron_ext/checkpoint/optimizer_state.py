@@ -1,20 +1,27 @@
-"""Four things that megatron-core's distributed optimizer lacks.
+"""Five things that megatron-core's optimizers lack when their state is saved and loaded.
 
-With torch's own Adam it cannot list its state before the first update, and reading the state trips
-over the step count that torch keeps for each parameter, or resets it. It writes wrong values where
-a gradient buffer has padding between its buckets. And it cannot read what a run with another kind
-of expert parallelism saved: experts have an optimizer of their own only where ranks share them out.
+With torch's own Adam the distributed one cannot list its state before the first update, and reading
+the state trips over the step count that torch keeps for each parameter, or resets it. It writes
+wrong values where a gradient buffer has padding between its buckets. And it cannot read what a run
+with another kind of expert parallelism saved: experts have an optimizer of their own only where
+ranks share them out.
+Where a pipeline stage has no experts, this optimizer has no parameters there, so that it cannot be
+saved, or is saved without the count of its updates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 from megatron_ext.errors import CheckpointError
+from megatron_ext.optim.builder import start_state
 from megatron_ext.optim.update import parts_of
 
 KIND_OF_GROUP = ("wd_mult", "lr_mult", "is_decoupled_lr")
@@ -26,20 +33,53 @@ def is_distributed(optimizer: MegatronOptimizer | None) -> bool:
     return any(isinstance(part, DistributedOptimizer) for part in parts_of(optimizer))
 
 
+def has_main_weights(optimizer: MegatronOptimizer | None) -> bool:
+    """Whether whole fp32 weights are updated, of which those of the model are copies."""
+    return any(isinstance(part, Float16OptimizerWithFloat16Params) for part in parts_of(optimizer))
+
+
 def prime(optimizer: MegatronOptimizer) -> None:
-    """Give an Adam that has made no update the state of step 0, which is all zeros."""
+    """Give an optimizer that has made no update the state of step 0, which is all zeros."""
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)
-        if not isinstance(part, DistributedOptimizer) or not isinstance(inner, torch.optim.Adam):
-            continue
-        for group, parameter in ((g, p) for g in inner.param_groups for p in g["params"]):
-            if not inner.state[parameter]:
-                place = parameter.device if group["fused"] else "cpu"
-                inner.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=place),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+        if isinstance(inner, (torch.optim.Adam, torch.optim.SGD)):
+            start_state(inner)
+
+
+@contextmanager
+def counted(optimizer: MegatronOptimizer) -> Iterator[None]:
+    """Let an optimizer without parameters count the updates of the others of its chain within.
+
+    What all ranks have in common is saved by one of them, which may be such a stage.
+    """
+    inners = [getattr(part, "optimizer", None) for part in parts_of(optimizer)]
+    adams = [inner for inner in inners if isinstance(inner, torch.optim.Adam)]
+    counts = [entry["step"] for inner in adams for entry in inner.state.values() if "step" in entry]
+    empty = [inner for inner in adams if counts and not inner.state]
+    for inner in empty:
+        inner.state[_NOTHING] = {"step": counts[0]}
+    try:
+        yield
+    finally:
+        for inner in empty:
+            del inner.state[_NOTHING]
+
+
+_NOTHING: Any = "no parameter"
+
+
+def leave_out_nothing(state: dict[Any, Any]) -> None:
+    """Leave out what only optimizers without parameters save, so that all ranks save alike.
+
+    Args:
+        state: of one optimizer or of a chain; changed in place.
+    """
+    for part in (state, *_numbered(state)):
+        inner = part.get("optimizer", part)
+        if isinstance(inner, dict):  # else one object, which a single layout reads whole
+            inner.get("state", {}).pop(_NOTHING, None)
+        if part.get("param_state") == {}:
+            del part["param_state"]
 
 
 def mend_padded_buckets(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
@@ -85,27 +125,42 @@ def _states_of(optimizer: MegatronOptimizer | None, state: dict[str, Any]) -> li
     return [state] if len(parts_of(optimizer)) == 1 else _numbered(state)
 
 
+# The shards of fp32 weights are views of parameters, into which values are copied.
+@torch.no_grad()
 def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Load each optimizer of a chain.
+    """Load each optimizer of a chain, also where experts were shared out in another way.
 
     Raises:
-        CheckpointError: experts were shared out over ranks and are not any more, or the other way
-            round, and the optimizer is not distributed.
+        CheckpointError: the saved groups of parameters are not those of this run.
     """
     parts = parts_of(optimizer)
     regroups = _saved_otherwise(parts, state)
+    for group in saved_groups(state):
+        group["is_decoupled_lr"] = is_decoupled(group)
     if not is_distributed(optimizer):
-        if regroups:
-            raise CheckpointError(
-                "The checkpoint's optimizer state has experts grouped otherwise than by this "
-                "`--expert-model-parallel-size`, which only `--use-distributed-optimizer` can "
-                "regroup; give the size of the run that saved it, or `--no-load-optim`."
-            )
-        optimizer.load_state_dict(state)
+        states = _regrouped_whole(parts, state) if regroups else _states_of(optimizer, state)
+        inner = [each.get("optimizer", each).setdefault("state", {}) for each in states]
+        # megatron-core leaves the count out of a checkpoint where it is 0; all have the same.
+        count = next((x["common_step"] for x in inner if "common_step" in x), torch.zeros(()))
+        for part, part_state in zip(parts, inner, strict=True):
+            if isinstance(getattr(part, "optimizer", None), torch.optim.Adam):
+                part_state.setdefault("common_step", count)
+        optimizer.load_state_dict(states[0] if len(parts) == 1 else dict(enumerate(states)))
         return
     states = _regrouped(parts, state) if regroups else _states_of(optimizer, state)
     for part, part_state in zip(parts, states, strict=True):
         _load_part(part, part_state)
+
+
+def saved_groups(state: dict[Any, Any]) -> list[dict[str, Any]]:
+    """The settings of all groups of parameters in the state of one optimizer or of a chain."""
+    inner = [each.get("optimizer", each) for each in (state, *_numbered(state))]
+    return [group for each in inner for group in each.get("param_groups", ())]
+
+
+def is_decoupled(group: dict[str, Any]) -> bool:
+    """Whether a group has a learning rate of its own, also where only its rates say so."""
+    return bool(group.get("is_decoupled_lr")) or not group.get("default_config", True)
 
 
 def _numbered(state: dict[Any, Any]) -> list[dict[str, Any]]:
@@ -136,6 +191,30 @@ def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
     return states
 
 
+def _regrouped_whole(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
+    """The same as `_regrouped` for optimizers that are not distributed.
+
+    Their state lies under "optimizer" where fp32 weights stand beside it, else at the top.
+    """
+    alone = {key: value for key, value in state.items() if not isinstance(key, int)}
+    numbered = _numbered(state)
+    own, theirs = (numbered, [alone]) if len(parts) > 1 else ([alone], numbered)
+    saved = [{"optimizer": each.get("optimizer", each)} for each in theirs]
+    counts = [each["optimizer"].get("state", {}) for each in saved]
+    count = {key: each[key] for each in counts for key in ("common_step",) if key in each}
+    states = []
+    for part, mine in zip(parts, own, strict=True):
+        inner = mine.get("optimizer", mine)
+        groups = [
+            {**_group_like(group, saved), "params": named["params"]}
+            for group, named in zip(part.optimizer.param_groups, inner["param_groups"], strict=True)
+        ]
+        filled = {"state": {**inner.get("state", {}), **count}, "param_groups": groups}
+        beside = {key: value for key, value in theirs[0].items() if key == "grad_scaler"}
+        states.append({**beside, **mine, "optimizer": filled} if inner is not mine else filled)
+    return states
+
+
 def _group_like(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
     """The saved settings of such parameters, whether or not they were experts."""
     wanted = [group.get(key) for key in KIND_OF_GROUP]
@@ -163,6 +242,6 @@ def _load_part(part: Any, state: dict[str, Any]) -> None:
     # Core copies every entry of the state, but the checkpoint holds the step for all at once: one
     # format lacks the entry, the other has this rank's own step from before the load.
     steps = {p: entry.pop("step") for p, entry in inner.items() if "step" in entry}
-    load(state["param_state"])
+    load(state.get("param_state", {}))
     for parameter, step in steps.items():
         inner[parameter]["step"] = step.clone()

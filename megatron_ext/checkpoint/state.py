@@ -11,7 +11,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
 from megatron_ext.checkpoint.optimizer_state import (
+    counted,
+    is_decoupled,
     is_distributed,
+    leave_out_nothing,
     load_optimizer,
     mend_padded_buckets,
     prime,
@@ -20,6 +23,10 @@ from megatron_ext.errors import CheckpointError
 
 Chunks = list[DistributedDataParallel]
 SHARDING = "distrib_optim_sharding_type"
+_SCHEDULES = (
+    "give the flags of the run that saved it, or `--override-opt-param-scheduler` or "
+    "`--use-checkpoint-opt-param-scheduler`"
+)
 
 
 def content_metadata(optimizer: MegatronOptimizer | None, *, reshardable: bool) -> dict[str, Any]:
@@ -55,9 +62,11 @@ def sharded_state(
     }
     if optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False):
         prime(optimizer)
-        state["optimizer"] = optimizer.sharded_state_dict(
-            state, is_loading=is_loading, metadata=metadata
-        )
+        with counted(optimizer):
+            state["optimizer"] = optimizer.sharded_state_dict(
+                state, is_loading=is_loading, metadata=metadata
+            )
+        leave_out_nothing(state["optimizer"])
         if is_distributed(optimizer) and not is_loading:
             mend_padded_buckets(optimizer, state["optimizer"])
     return state
@@ -100,9 +109,45 @@ def apply_state(
         optimizer.reload_model_params()
         return
     if not getattr(optimizer, "is_stub_optimizer", False):
+        rates = [
+            {key: group[key] for key in ("max_lr", "min_lr")} for group in optimizer.param_groups
+        ]
         load_optimizer(optimizer, loaded["optimizer"])
+        if scheduler is not None:
+            _settle_rates(optimizer.param_groups, rates, scheduler)
     if scheduler is not None and "opt_param_scheduler" in loaded:
         _load_schedule(scheduler, loaded["opt_param_scheduler"])
+
+
+def _settle_rates(
+    groups: list[dict[str, Any]],
+    rates: list[dict[str, float]],
+    scheduler: OptimizerParamScheduler,
+) -> None:
+    """Decide between the learning rates of the flags and those that groups bring with them.
+
+    megatron-core's schedule reads a group's own rates first, so that those of a checkpoint would
+    win over `--override-opt-param-scheduler`.
+
+    Args:
+        groups: as they were loaded.
+        rates: of the flags, for each group.
+        scheduler: whose flags decide.
+
+    Raises:
+        CheckpointError: rates of their own differ, and no flag says which ones count.
+    """
+    for group, own in zip(groups, rates, strict=True):
+        if scheduler.override_opt_param_scheduler:
+            group.update(own)
+        theirs = {key: group.setdefault(key, rate) for key, rate in own.items()}
+        if scheduler.use_checkpoint_opt_param_scheduler or not is_decoupled(group):
+            continue
+        for key, name in (("max_lr", "--decoupled-lr"), ("min_lr", "--decoupled-min-lr")):
+            if theirs[key] != own[key]:
+                raise CheckpointError(
+                    f"`{name}` ({own[key]}) is not the checkpoint's ({theirs[key]}); {_SCHEDULES}."
+                )
 
 
 def _load_schedule(scheduler: OptimizerParamScheduler, state: dict[str, Any]) -> None:
@@ -110,7 +155,7 @@ def _load_schedule(scheduler: OptimizerParamScheduler, state: dict[str, Any]) ->
         scheduler.load_state_dict(state)
     except AssertionError as error:
         raise CheckpointError(
-            f"The learning-rate schedule is not the checkpoint's ({error}); give the flags of the "
-            "run that saved it, or `--override-opt-param-scheduler` or "
-            "`--use-checkpoint-opt-param-scheduler`."
+            f"The learning-rate schedule is not the checkpoint's ({error}); {_SCHEDULES}."
         ) from error
+    # megatron-core has set rates and decay before it read the decay of the checkpoint.
+    scheduler.step(0)

@@ -48,6 +48,13 @@ def find(config: CheckpointConfig) -> Found | None:
     """
     for folder, step, weights_only in _candidates(config):
         root = Path(folder)
+        if root.is_file():
+            names = ("load", "save", "pretrained_checkpoint")
+            flag = next(name for name in names if getattr(config, name) == folder)
+            raise CheckpointError(
+                f"`--{flag.replace('_', '-')}` ({folder}) is a file, but checkpoints are folders; "
+                "give the folder that holds them."
+            )
         iteration = choose(root, step) if root.is_dir() else None
         if iteration is not None:
             return Found(root, iteration, weights_only)
@@ -87,14 +94,37 @@ def _candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
     return found
 
 
-def check_resume_path(config: CheckpointConfig) -> None:
-    """Refuse a ``--resume-mode path`` without a checkpoint, before any process group exists.
+def check_weights(flag: str, folder: str | None) -> None:
+    """Refuse a flag that names weights where there are none, before any process group exists.
 
     Raises:
-        CheckpointError: see `find`.
+        CheckpointError: see `find`; in the words of the flag.
     """
-    if config.resume_mode == "path":
-        find(config)
+    if folder is None:
+        return
+    try:
+        find(CheckpointConfig(pretrained_checkpoint=folder))
+    except CheckpointError as error:
+        messages = [text.replace("--pretrained-checkpoint", flag) for text in error.messages]
+        raise CheckpointError(messages) from error
+
+
+def check_start(config: CheckpointConfig, *, initializes: bool) -> None:
+    """Check that the checkpoint that a run starts from is there, before any process group exists.
+
+    Args:
+        config: what to load.
+        initializes: weights are drawn where none are loaded.
+
+    Raises:
+        CheckpointError: see `find`; or nothing gives the weights.
+    """
+    if find(config) is None and not initializes:
+        raise CheckpointError(
+            "`--no-initialization` leaves the weights to a checkpoint, but there is none to load; "
+            "give `--load` or `--pretrained-checkpoint` with a folder that holds one, or leave it "
+            "out."
+        )
 
 
 def fault_of(folder: Path) -> str | None:

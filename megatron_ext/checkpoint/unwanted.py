@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_ext.checkpoint.companion import CRITIC
 from megatron_ext.checkpoint.ema import PREFIX
 from megatron_ext.checkpoint.fit import LENIENT, tensors_in
+from megatron_ext.checkpoint.unpickling import stored_entries
 from megatron_ext.errors import CheckpointError
 
 _OF_A_BLOCK = re.compile(r"((?:.*\.)?(?:\w*blocks|layers))\.(\d+)\.")
@@ -61,7 +61,7 @@ def check_unwanted(path: Path, wanted: Collection[str], strictness: str = "") ->
 
 def _of_network(path: Path, *, critic: bool) -> set[str]:
     """Names of the weights of the critic or of the model in a checkpoint."""
-    stored = FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    stored = stored_entries(path)
     return {
         name
         for name, entry in stored.items()

@@ -12,12 +12,12 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_ext.checkpoint.agreement import together
 from megatron_ext.checkpoint.manifest import describe_file, make_durable
 from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG
 from megatron_ext.checkpoint.strategies import BACKEND, VERSION
+from megatron_ext.checkpoint.unpickling import MetadataReader
 from megatron_ext.errors import CheckpointError
 
 Files = dict[str, dict[str, Any]]
@@ -71,7 +71,7 @@ def describe_written(folder: Path, progress: dict[str, Any], run_config: dict[st
 
 
 def _check_index(folder: Path, files: Files) -> None:
-    metadata = FileSystemReader(str(folder)).read_metadata()
+    metadata = MetadataReader(str(folder)).read_metadata()
     for index, place in metadata.storage_data.items():
         size = files.get(place.relative_path, {"bytes": -1})["bytes"]
         if size < place.offset + place.length:
@@ -98,4 +98,11 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         return first_failure(error)[1]
     lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__).rstrip(".")
+    return (lines[0] if lines else type(error).__name__).rstrip(". ")
+
+
+def refusal_within(error: BaseException) -> str | None:
+    """The sentence of a rank that refused a file, None where something else failed."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = min(error.failures.items(), key=lambda item: item[0])[1][0]
+    return str(error) if isinstance(error, CheckpointError) else None

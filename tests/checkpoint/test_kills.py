@@ -87,6 +87,8 @@ def test_a_full_disk_ends_every_rank_with_a_sentence(context: Any, tmp_path: Pat
     assert time.monotonic() - started < 10
     assert "The checkpoint of iteration 2 could not be saved" in str(caught.value)
     assert "by rank 1" in str(caught.value)
+    if context.rank == 0:
+        assert not (tmp_path / "iter_0000002.tmp").exists()
     assert (tmp_path / TRACKER).read_text() == "1"
     assert load(checkpoints, tiny).iteration == 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,8 +123,7 @@ def test_what_is_not_of_the_model_is_let_alone(
 ) -> None:
     stored = dict.fromkeys((*MODEL, *more), TENSOR)
     stored |= {name: BytesStorageMetadata() for name in ("states", "blocks.7._extra_state/shard_0")}
-    found = SimpleNamespace(read_metadata=lambda: SimpleNamespace(state_dict_metadata=stored))
-    monkeypatch.setattr(unwanted, "FileSystemReader", lambda _: found)
+    monkeypatch.setattr(unwanted, "stored_entries", lambda _: stored)
     notes = check_unwanted(tmp_path, MODEL, "assume_ok_unexpected")
     assert len(notes) == (note is not None)
     for said in notes:
@@ -138,7 +136,6 @@ def test_what_is_not_of_the_model_is_let_alone(
 
 def test_one_of_two_heads_may_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = dict.fromkeys(("mtp.layers.0.w", "mtp.layers.1.w"), TENSOR)
-    found = SimpleNamespace(read_metadata=lambda: SimpleNamespace(state_dict_metadata=stored))
-    monkeypatch.setattr(unwanted, "FileSystemReader", lambda _: found)
+    monkeypatch.setattr(unwanted, "stored_entries", lambda _: stored)
     (note,) = check_unwanted(tmp_path, ["mtp.layers.0.w"], "assume_ok_unexpected")
     assert "holds 1 weight(s) that the model does not take, such as `mtp.layers.1.w`;" in note

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_ext.checkpoint.ema import PREFIX, holds_averages
@@ -33,6 +32,7 @@ from megatron_ext.checkpoint.huggingface.write import Exported, check_target, wr
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.paths import standing_folder_of
 from megatron_ext.checkpoint.stored import choose, read_run_config
+from megatron_ext.checkpoint.unpickling import stored_entries
 from megatron_ext.config import RunConfig, parse_args
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layout import ParallelContext
@@ -170,7 +170,7 @@ def _check_nothing_is_lost(order: Export, chunk: Any) -> None:
             "out `--ema`."
         )
     known = {shard.name.split("[")[0] for shard in shards_of(chunk)}
-    for name, entry in FileSystemReader(str(path)).read_metadata().state_dict_metadata.items():
+    for name, entry in stored_entries(path).items():
         is_weight = isinstance(entry, TensorStorageMetadata) and not name.startswith(_NOT_WEIGHTS)
         if is_weight and name not in known and not name.endswith(HISTORY):
             raise CheckpointError(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from megatron_ext.checkpoint.huggingface.config import HuggingFaceModel, read_model, words_of
 from megatron_ext.checkpoint.huggingface.names import (
@@ -143,7 +144,10 @@ def fill(chunk: Any, tensors: TensorFolder, shape: RowShape, *, vocab_size: int)
     parameters: dict[str, Tensor] = dict(chunk.named_parameters())
     _check_names(tensors, {full for name in parameters for full in hf_names(name).values()})
     with torch.no_grad():
-        for name, parameter in parameters.items():
+        bar = tqdm(
+            parameters.items(), "Importing", unit="tensor", delay=1.0, leave=False, disable=None
+        )
+        for name, parameter in bar:
             names = list(hf_names(name).values())
             theirs = {full: tensors.tensor(full) for full in names}
             value = from_hf(name, theirs, shape)

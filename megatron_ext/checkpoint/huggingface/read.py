@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_ext.checkpoint.manifest import is_plain_name
 from megatron_ext.errors import CheckpointError
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -151,6 +152,9 @@ def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
     if path.is_file():
         try:
             files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            for file in files.values():
+                if not is_plain_name(file):
+                    raise ValueError(f"it names {file}, which does not lie in this folder")
             return {str(name): str(file) for name, file in files.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged ({error!r}); copy it again.") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,13 +47,12 @@ def one_rank(config: RunConfig) -> Iterator[ParallelContext]:
         )
     device = select("gloo")
     device.activate(0)
-    with tempfile.TemporaryDirectory(prefix="megatron_ext_") as folder:
-        context = init_groups(Layout(1), device, init_method=f"file://{folder}/rendezvous")
-        try:
-            seed_everything(context, config.training.seed)
-            yield context
-        finally:
-            context.destroy()
+    context = init_groups(Layout(1), device)
+    try:
+        seed_everything(context, config.training.seed)
+        yield context
+    finally:
+        context.destroy()
 
 
 def build_bare(config: RunConfig, context: ParallelContext) -> Any:

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from tqdm import tqdm
 
 from megatron_ext.checkpoint.huggingface.names import VOCABULARY, RowShape, to_hf
 from megatron_ext.checkpoint.huggingface.read import index_of
@@ -167,7 +168,8 @@ def _write_weights(folder: Path, tensors: Writable, max_shard_size: int | str, s
         max_shard_size=max_shard_size,
         filename_pattern=f"{stem}{{suffix}}.safetensors",
     )
-    for file, names in plan.filename_to_tensors.items():
+    files = plan.filename_to_tensors.items()
+    for file, names in tqdm(files, "Exporting", unit="file", delay=1.0, leave=False, disable=None):
         # transformers refuses files that do not say which framework wrote them.
         save_file(tensors.some(list(names)), folder / file, metadata={"format": "pt"})
     if plan.is_sharded:

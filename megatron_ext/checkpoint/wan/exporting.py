@@ -5,7 +5,6 @@ Tensors are read from the checkpoint as they are written: in memory are those of
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from megatron_ext.checkpoint.ema import PREFIX
 from megatron_ext.checkpoint.huggingface.read import torch_dtype
@@ -23,6 +20,7 @@ from megatron_ext.checkpoint.huggingface.write import check_target, write_folder
 from megatron_ext.checkpoint.manifest import checksum_fault, read_manifest
 from megatron_ext.checkpoint.paths import standing_folder_of
 from megatron_ext.checkpoint.stored import choose, read_run_config, refusal
+from megatron_ext.checkpoint.unpickling import read_tensors, stored_entries
 from megatron_ext.checkpoint.wan.config import config_json
 from megatron_ext.checkpoint.wan.names import Naming, shapes, to_wan, wan_names
 from megatron_ext.checkpoint.wan.read import STEM
@@ -151,7 +149,7 @@ class StoredWeights:
 
     def _checked(self) -> dict[str, TensorStorageMetadata]:
         """What the checkpoint holds of each parameter, by our names without the prefix."""
-        metadata = FileSystemReader(str(self._path)).read_metadata().state_dict_metadata
+        metadata = stored_entries(self._path)
         held = {
             name.removeprefix(self._prefix): entry
             for name, entry in metadata.items()
@@ -195,14 +193,5 @@ class StoredWeights:
         return found
 
     def _read(self, ours: set[str]) -> dict[str, Tensor]:
-        state = {
-            self._prefix + name: torch.empty(
-                self._stored[name].size, dtype=self._stored[name].properties.dtype
-            )
-            for name in ours
-        }
-        with warnings.catch_warnings():
-            # One process without groups is what is meant.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            load(state, storage_reader=FileSystemReader(str(self._path)), no_dist=True)
+        state = read_tensors(self._path, [self._prefix + name for name in ours])
         return {name.removeprefix(self._prefix): tensor for name, tensor in state.items()}

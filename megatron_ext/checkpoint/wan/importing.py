@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from megatron.core.transformer import TransformerConfig
+from tqdm import tqdm
 
 from megatron_ext.checkpoint.huggingface.importing import only_dtype
 from megatron_ext.checkpoint.huggingface.read import TensorSource, torch_dtype
@@ -111,7 +112,9 @@ def build_bare(sizes: VideoDiTSizes, dtype: str, context: ParallelContext) -> Vi
 @torch.no_grad()
 def fill(chunk: VideoDiT, naming: Naming, tensors: TensorSource) -> None:
     """Copy tensors of Wan into the whole model, one parameter at a time."""
-    for name, parameter in chunk.named_parameters():
+    parameters = list(chunk.named_parameters())
+    bar = tqdm(parameters, "Importing", unit="tensor", delay=1.0, leave=False, disable=None)
+    for name, parameter in bar:
         found = [tensors.tensor(full) for full in wan_names(name, naming)]
         parameter.copy_(from_wan(name, found, chunk.sizes))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.checkpoint.huggingface.read import DTYPES, TensorFolder, TensorSource
+from megatron_ext.checkpoint.unpickling import plain_content
 from megatron_ext.checkpoint.wan.config import (
     CLASS,
     WanModel,
@@ -160,17 +160,8 @@ def _content(path: Path) -> Mapping[str, Any]:
     Raises:
         CheckpointError: a file that cannot be read so.
     """
-    try:
-        # The form before torch 1.6 is no archive, and cannot be mapped.
-        content = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
-    except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(
-            f"{path} cannot be read as tensors alone ({reason[0].rstrip('.:')}); copy it again, or "
-            "save its weights by themselves."
-        ) from error
+    # The form before torch 1.6 is no archive, and cannot be mapped.
+    content = plain_content(path, path, mmap=zipfile.is_zipfile(path))
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} must hold names and tensors; give another file.")
     return content

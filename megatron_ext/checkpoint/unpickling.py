@@ -1,0 +1,220 @@
+"""Reads the pickled parts of a checkpoint, which may be a stranger's, without running their code.
+
+A pickle names classes and functions, and an ordinary reader calls whatever it names. Three parts of
+a checkpoint are pickles: the index of the shards (``.metadata``), the common state (``common.pt``),
+and the objects among the shards. The readers here know only the few classes that belong there.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.strategies.common import (
+    COMMON_STATE_FNAME,
+    TorchCommonLoadStrategy,
+)
+from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
+from torch import Tensor
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from megatron_ext.checkpoint.manifest import is_plain_name
+from megatron_ext.errors import CheckpointError
+
+_OF_METADATA = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata MetadataIndex StorageMeta ChunkStorageMetadata TensorStorageMetadata "
+        "BytesStorageMetadata TensorProperties _MEM_FORMAT_ENCODING"
+    ),
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    # megatron-core keeps its plans beside the metadata, to write the next checkpoint sooner.
+    "torch.distributed.checkpoint.planner": (
+        "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData"
+    ),
+    "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
+    "torch.serialization": "_get_layout",
+    "torch": "Size",
+    "collections": "OrderedDict",
+    "pathlib": "Path PosixPath PurePosixPath WindowsPath PureWindowsPath",
+    "pathlib._local": "PosixPath PurePosixPath WindowsPath PureWindowsPath",
+}
+_ALLOWED = {(module, name) for module, names in _OF_METADATA.items() for name in names.split()}
+_FOREIGN = re.compile(r"GLOBAL (\S+) w")
+"""How torch's own restricted reader names a class that it refuses."""
+
+
+def refused(path: Path | str, name: str) -> CheckpointError:
+    """The error about a file that names a class which does not belong there."""
+    return CheckpointError(
+        f"{path} names `{name}`, which does not belong into a checkpoint and could run code, so "
+        "nothing of the file is used; load a checkpoint from a source that you trust."
+    )
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows the classes of `Metadata` and torch's dtypes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of the list.
+
+        Raises:
+            pickle.UnpicklingError: with the name of another one.
+        """
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        raise _UnknownClass(f"{module}.{name}")
+
+
+class _UnknownClass(pickle.UnpicklingError):
+    """A pickle names a class that is not in the list."""
+
+
+class MetadataReader(FileSystemReader):
+    """torch's reader of shards, whose index cannot run code or lead out of the folder.
+
+    ``read_metadata`` takes no rank, so that torch does not look for an index of each rank, and
+    keeps what it has read.
+    """
+
+    _known: Metadata | None = None
+
+    def read_metadata(self) -> Metadata:
+        """Read ``.metadata`` once.
+
+        Raises:
+            CheckpointError: a damaged file, or one that names a foreign class or another folder.
+        """
+        if self._known is None:
+            self._known = _read_metadata(Path(self.path) / ".metadata")
+            self._known.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._known
+
+
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"it holds a {type(metadata).__name__}")
+        files = {str(place.relative_path) for place in (metadata.storage_data or {}).values()}
+    except _UnknownClass as error:
+        raise refused(path, str(error)) from None
+    # Damaged pickles raise errors of any class.
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({_first_line(error)}); load another checkpoint."
+        ) from error
+    for name in files:
+        if not is_plain_name(name):
+            raise CheckpointError(
+                f"{path} names the file {name}, but shards lie in the folder of the checkpoint; "
+                "load a checkpoint from a source that you trust."
+            )
+    return metadata
+
+
+def stored_entries(path: Path) -> dict[str, Any]:
+    """Return the description of each stored tensor or object of a checkpoint by its name.
+
+    Raises:
+        CheckpointError: see `MetadataReader`.
+    """
+    entries: dict[str, Any] = MetadataReader(str(path)).read_metadata().state_dict_metadata
+    return entries
+
+
+def plain_content(file: Path | BytesIO, place: Path | str, *, mmap: bool = False) -> Any:
+    """Return what ``torch.save`` wrote: tensors, plain values and megatron-core's enumerations.
+
+    Args:
+        file: a path, or the bytes of one object.
+        place: the name of the file, for messages.
+        mmap: leave tensors in the file until they are used.
+
+    Raises:
+        CheckpointError: a damaged file, or one that names a foreign class.
+    """
+    try:
+        # Said outright, so that no variable of the environment changes it.
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    # Damaged archives and pickles raise errors of any class.
+    except Exception as error:
+        found = _FOREIGN.search(str(error))
+        if found is not None:
+            raise refused(place, found[1]) from None
+        raise CheckpointError(
+            f"{place} cannot be read ({_first_line(error)}); load another checkpoint."
+        ) from error
+
+
+class PlainObjectsPlanner(MCoreLoadPlanner):  # type: ignore[misc]
+    """megatron-core's plan of a load, whose objects are read without running code."""
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        """Read one object among the shards into its place.
+
+        Raises:
+            CheckpointError: see `plain_content`.
+        """
+        name = read_item.dest_index.fqn
+        content = plain_content(value, f"the object `{name}` of the checkpoint")
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], content)
+        else:
+            self.state_dict[name] = content
+
+
+class PlainCommonStrategy(TorchCommonLoadStrategy):  # type: ignore[misc]
+    """megatron-core's reader of the common state, without running code."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """Read ``common.pt``.
+
+        Raises:
+            CheckpointError: a damaged file, or one that names a foreign class.
+        """
+        path = Path(checkpoint_dir) / COMMON_STATE_FNAME
+        content = plain_content(path, path)
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path} must hold names and values; load another checkpoint.")
+        return content
+
+
+def common_state_of(path: Path) -> dict[str, Any]:
+    """Return the common state of a checkpoint; see `PlainCommonStrategy`."""
+    return PlainCommonStrategy().load_common(path)
+
+
+def read_tensors(path: Path, names: list[str]) -> dict[str, Tensor]:
+    """Read whole tensors in one process; needs no process group.
+
+    Raises:
+        CheckpointError: a checkpoint that lacks one, or that `MetadataReader` refuses.
+    """
+    reader = MetadataReader(str(path))
+    stored = reader.read_metadata().state_dict_metadata
+    state = {}
+    for name in names:
+        entry = stored.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{path} holds no tensor `{name}`; load another checkpoint.")
+        state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    load(state, storage_reader=reader, planner=PlainObjectsPlanner(), no_dist=True)
+    return state
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, pickle.UnpicklingError):
+        # torch's text advises to run the code of the file.
+        return "it is no plain pickle"
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(".")

@@ -1,0 +1,156 @@
+"""The optimizer of a run that goes on is that of a run that was never interrupted."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ext.checkpoint.paths import folder_of
+from tests.checkpoint.tiny import whole_tensors
+from tests.training_runs import train_on_ranks, training_rows
+
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4 --train-iters 4 "
+    "--lr 1e-2 --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.1 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 63 --make-vocab-size-divisible-by 32 "
+    "--num-workers 0 --log-interval 1 --eval-iters 0 --save-interval 2"
+).split()
+SHARED = "--use-distributed-optimizer"
+STAGES = "--pipeline-model-parallel-size 2"
+EXPERTS = "--num-experts 2 --expert-model-parallel-size 2"
+
+
+def train(flags: str, save: Path, ranks: int = 1) -> list[dict[str, Any]]:
+    """Train four steps, or from step 2 on with --load; returns the rows of the steps."""
+    code, rows = train_on_ranks([*TINY, *flags.split()], ranks=ranks, save=save)
+    assert code == 0
+    return training_rows(rows)
+
+
+def check_that_it_goes_on(flags: str, folder: Path, ranks: int = 1) -> list[dict[str, Any]]:
+    """Save at 2 of 4 steps and go on: the rows and the tensors are the same, bit for bit."""
+    whole = train(flags, folder / "whole", ranks)
+    again = train(f"{flags} --load {folder / 'whole'} --ckpt-step 2", folder / "again", ranks)
+    assert [row["iteration"] for row in again] == [3, 4]
+    for row, want in zip(again, whole[2:], strict=True):
+        for key in ("lm loss", "grad_norm", "learning_rate", "loss_scale", "skipped_iterations"):
+            assert repr(row[key]) == repr(want[key]), (row["iteration"], key)
+    mine, theirs = (
+        whole_tensors(folder_of(folder / name, 4), folder / f"{name}.pt")
+        for name in ("again", "whole")
+    )
+    # One format keeps the padding of buffers, which is whatever memory held before.
+    names = {name for name in theirs if "dp_group_idx" not in name}
+    assert names and names == {name for name in mine if "dp_group_idx" not in name}
+    assert [name for name in names if not torch.equal(mine[name], theirs[name])] == []
+    return whole
+
+
+@pytest.mark.parametrize(("flags", "ranks"), [("", 1), (SHARED, 1), (f"{STAGES} {SHARED}", 2)])
+def test_each_group_of_parameters_keeps_its_learning_rate(
+    flags: str, ranks: int, tmp_path: Path
+) -> None:
+    check_that_it_goes_on(f"--decoupled-lr 1e-3 --decoupled-min-lr 1e-4 {flags}", tmp_path, ranks)
+
+
+@pytest.mark.parametrize("shared", ["", SHARED])
+def test_each_group_keeps_its_learning_rate_in_another_layout(shared: str, tmp_path: Path) -> None:
+    """Two stages, of which one has no embedding of its own, from one rank."""
+    flags = f"--decoupled-lr 1e-3 --disable-bias-linear {shared}"
+    whole = train(flags, tmp_path / "whole")
+    load = f"--load {tmp_path / 'whole'} --ckpt-step 2"
+    again = train(f"{flags} {STAGES} {load}", tmp_path / "again", ranks=2)
+    for row, want in zip(again, whole[2:], strict=True):
+        for key in ("lm loss", "grad_norm"):
+            assert math.isclose(row[key], want[key], rel_tol=1e-6), (row["iteration"], key)
+
+
+def test_learning_rates_of_the_flags_or_of_the_checkpoint(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train("--decoupled-lr 1e-3 --lr-decay-style constant", tmp_path / "whole")
+    load = f"--lr-decay-style constant --load {tmp_path / 'whole'} --ckpt-step 2"
+    other = [*TINY, *f"{load} --decoupled-lr 5e-3".split()]
+    assert train_on_ranks(other, save=tmp_path / "refused")[0] != 0
+    assert "`--decoupled-lr` (0.005) is not the checkpoint's (0.001)" in capfd.readouterr().err
+    # The rate of the line is that of the groups without one of their own.
+    flags = f"{load} --decoupled-lr 5e-3 --lr 3e-2"
+    (*_, last) = train(f"{flags} --override-opt-param-scheduler", tmp_path / "flags")
+    assert math.isclose(last["learning_rate"], 3e-2, rel_tol=1e-6)
+    (*_, last) = train(f"{flags} --use-checkpoint-opt-param-scheduler", tmp_path / "checkpoint")
+    assert math.isclose(last["learning_rate"], 1e-2, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["", "--bf16", "--fp16 --initial-loss-scale 1024", "--bf16 --fp8-format hybrid"],
+)
+def test_sgd_goes_on_with_its_momentum(flags: str, tmp_path: Path) -> None:
+    check_that_it_goes_on(f"--optimizer sgd {flags}", tmp_path)
+
+
+def test_sgd_without_momentum_goes_on(tmp_path: Path) -> None:
+    check_that_it_goes_on("--optimizer sgd --sgd-momentum 0 --bf16", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [("", 1), (SHARED, 1), ("--optimizer sgd", 1), (EXPERTS, 2), (f"{EXPERTS} {SHARED}", 2)],
+)
+def test_a_run_goes_on_from_before_its_first_update(flags: str, ranks: int, tmp_path: Path) -> None:
+    """The first scale of fp16 is so large that no step before the checkpoint is applied."""
+    fp16 = "--fp16 --hysteresis 1 --initial-loss-scale 32768"
+    rows = check_that_it_goes_on(f"{fp16} {flags}", tmp_path, ranks)
+    assert [math.isfinite(row["grad_norm"]) for row in rows] == [False, False, False, True]
+    assert [row["loss_scale"] for row in rows] == [16384.0, 8192.0, 4096.0, 4096.0]
+    # Gradients have overflown, not losses.
+    assert all(math.isfinite(row["lm loss"]) and row["nan_iterations"] == 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"), [("--bf16", ""), ("", "--bf16"), ("--fp16 --loss-scale 256", "")]
+)
+def test_shared_state_goes_on_in_another_precision(before: str, now: str, tmp_path: Path) -> None:
+    """The fp32 weights go on: saved at once, they are the checkpoint's."""
+    train(f"{SHARED} {before}", tmp_path / "whole")
+    load = f"--load {tmp_path / 'whole'} --ckpt-step 2 --lr 1e-30 --override-opt-param-scheduler"
+    train(f"{SHARED} {now} {load}", tmp_path / "again")
+    mine, theirs = (
+        whole_tensors(folder_of(tmp_path / name, step), tmp_path / f"{name}.pt")
+        for name, step in (("again", 4), ("whole", 2))
+    )
+    for name in (name for name in theirs if name.startswith("optimizer.state.param.")):
+        torch.testing.assert_close(mine[name], theirs[name], rtol=0, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "sentence"),
+    [
+        ("--bf16", "", "was saved in bf16 or fp16, but this run is in fp32"),
+        ("", "--fp16", "was saved in fp32, but this run is in bf16 or fp16"),
+    ],
+)
+def test_whole_state_in_another_precision_is_refused_in_one_sentence(
+    before: str, now: str, sentence: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(before, tmp_path / "whole")
+    words = [*TINY, *now.split(), "--load", str(tmp_path / "whole"), "--ckpt-step", "2"]
+    assert train_on_ranks(words, save=tmp_path / "refused")[0] != 0
+    shown = capfd.readouterr().err
+    assert sentence in shown and "give `--no-load-optim`" in shown
+    assert train_on_ranks([*words, "--no-load-optim"], save=tmp_path / "anew")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["", "--bf16 --grad-reduce-in-bf16 --overlap-grad-reduce --overlap-param-gather"],
+)
+def test_state_of_one_layout_goes_on(flags: str, tmp_path: Path) -> None:
+    """The format that needs the same tensor, pipeline and expert parallel sizes."""
+    flags = f"{SHARED} --no-dist-ckpt-optim-fully-reshardable --loss-reduction sample {flags}"
+    check_that_it_goes_on(flags, tmp_path)

@@ -1,0 +1,187 @@
+"""Checkpoints of strangers run no code: a pickle that would make a file makes none."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_ext
+from megatron_ext.checkpoint.manifest import MANIFEST, describe_file, read_manifest
+from megatron_ext.checkpoint.paths import folder_of
+from megatron_ext.checkpoint.unpickling import MetadataReader, read_tensors
+from megatron_ext.errors import CheckpointError
+from megatron_ext.training.launch import EXIT_CODE_USER_ERROR, fork_ranks
+from megatron_ext.training.pretrain import main
+from pretrain_gpt import GPT
+from tests.checkpoint.tiny import build, load, manager, save
+from tests.ranks import ranks
+from tests.training_runs import TINY, mock_data
+from tools.convert_checkpoint import main as convert
+
+
+class Trap:
+    """Makes a file when an ordinary reader unpickles it."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
+        return open, (str(self._marker), "w")
+
+
+def _into_metadata(path: Path, trap: Trap) -> None:
+    with (path / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    metadata.planner_data = trap
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _into_common(path: Path, trap: Trap) -> None:
+    content = torch.load(path / "common.pt", weights_only=False)
+    torch.save({**content, "trap": trap}, path / "common.pt")
+
+
+def _into_objects(path: Path, trap: Trap) -> None:
+    """Put the trap into the place of the random states, an object among the shards."""
+    with (path / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    index = next(i for i in metadata.storage_data if i.fqn.startswith("rng_state/"))
+    with (path / "strange.distcp").open("wb") as file:
+        torch.save([trap], file)
+    place = metadata.storage_data[index]
+    place.relative_path, place.offset = "strange.distcp", 0
+    place.length = (path / "strange.distcp").stat().st_size
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _sign(path: Path) -> None:
+    """Make the manifest match, as a stranger would."""
+    files = {file.name: describe_file(file) for file in path.iterdir() if file.name != MANIFEST}
+    (path / MANIFEST).write_text(json.dumps({"version": 1, "files": files}))
+
+
+TRAPS = {".metadata": _into_metadata, "common.pt": _into_common, "rng_state": _into_objects}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's checkpoint on two ranks."""
+    folder = tmp_path_factory.mktemp("stranger") / "run"
+    two = [*TINY, *mock_data(), "--nproc-per-node", "2", "--train-iters", "1"]
+    assert main(GPT, [*two, "--save", str(folder)]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("place", TRAPS)
+def test_a_prepared_pickle_is_refused_on_every_rank(
+    place: str, saved: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root, marker = tmp_path / "run", tmp_path / "marker"
+    shutil.copytree(saved, root)
+    TRAPS[place](folder_of(root, 1), Trap(marker))
+    _sign(folder_of(root, 1))
+    capfd.readouterr()
+    flags = [*TINY, *mock_data(), "--nproc-per-node", "2", "--train-iters", "2"]
+    assert main(GPT, [*flags, "--load", str(root)]) == EXIT_CODE_USER_ERROR
+    shown = capfd.readouterr().err
+    assert place in shown
+    assert "names `io.open`, which does not belong into a checkpoint" in shown
+    assert "Traceback" not in shown
+    assert {line.split("]")[0] for line in shown.splitlines()} <= {"[rank 0", "[rank 1"}
+    assert not marker.exists()
+
+
+def test_tools_refuse_a_prepared_pickle(
+    saved: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a process of its own, since ranks are forked from this one later."""
+    root, marker = tmp_path / "run", tmp_path / "marker"
+    shutil.copytree(saved, root)
+    _into_metadata(folder_of(root, 1), Trap(marker))
+    _sign(folder_of(root, 1))
+    target = tmp_path / "out"
+    words = ["export", "--load", str(root), "--hf", str(target)]
+    assert fork_ranks(lambda: convert(words), 1) == EXIT_CODE_USER_ERROR
+    assert "/.metadata names `io.open`, which does not belong" in capfd.readouterr().err
+    with pytest.raises(CheckpointError, match=r"\.metadata names `io.open`"):
+        read_tensors(folder_of(root, 1), ["a"])
+    assert not marker.exists()
+    assert not target.exists()
+
+
+def test_a_tensor_that_claims_to_be_an_object_is_not_unpickled(saved: Path, tmp_path: Path) -> None:
+    """The index decides how an entry is read; `read_tensors` asks for tensors alone."""
+    root = tmp_path / "run"
+    shutil.copytree(saved, root)
+    name = next(n for n in MetadataReader(str(folder_of(root, 1))).read_metadata()
+                .state_dict_metadata if n.startswith("rng_state/"))  # fmt: skip
+    with pytest.raises(CheckpointError, match="holds no tensor `rng_state/"):
+        read_tensors(folder_of(root, 1), [name])
+
+
+def test_files_outside_of_the_folder_are_refused(saved: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(saved, root)
+    path = folder_of(root, 1)
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest["files"]["../../secret"] = manifest["files"]["common.pt"]
+    (path / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="names ../../secret, which does not lie in"):
+        read_manifest(path)
+    with (path / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    next(iter(metadata.storage_data.values())).relative_path = "/etc/passwd"
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="names the file /etc/passwd, but shards lie in"):
+        MetadataReader(str(path)).read_metadata()
+
+
+@pytest.mark.parametrize("content", [b"", b"junk", pickle.dumps({"a": 1}), b"\x80\x04."])
+def test_a_damaged_index_is_one_sentence(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read \(.*\); load another"):
+        MetadataReader(str(tmp_path)).read_metadata()
+
+
+@ranks(dp=2)
+def test_strictness_that_lists_all_names_uses_the_same_reader(context: Any, tmp_path: Path) -> None:
+    """`raise_all` lets megatron-core read the index of its own accord."""
+    tiny = build(context)
+    tiny.step()
+    folder = tmp_path
+    save(manager(context, folder), tiny, 1, context)
+    assert load(manager(context, folder, dist_ckpt_strictness="raise_all"), tiny).iteration == 1
+    torch.distributed.barrier()
+    if context.rank == 0:
+        _into_metadata(folder_of(folder, 1), Trap(folder / "marker"))
+        _sign(folder_of(folder, 1))
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError, match=r"\.metadata names `io.open`"):
+        load(manager(context, folder, dist_ckpt_strictness="raise_all"), tiny)
+    assert not (folder / "marker").exists()
+
+
+UNSAFE = (
+    r"pickle\.load|FileSystemReader\(|load_common_state_dict\(|allow_pickle=T|"
+    r"\bnp\.load\(|yaml\.load\(|extractall"
+)
+
+
+def test_nothing_else_in_the_package_unpickles() -> None:
+    """What reads pickles goes through `checkpoint.unpickling`, or says ``weights_only=True``."""
+    package = Path(megatron_ext.__file__).parent
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.search(UNSAFE, line) or ("torch.load(" in line and "weights_only=True" not in line)
+    }
+    assert found <= {"checkpoint/unpickling.py"}
