@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.datasets.utils import get_blend_from_list
 
@@ -35,9 +36,10 @@ class BlendSpec:
 def _read_words(flag: str, path: str) -> list[str]:
     try:
         return Path(path).read_text(encoding="utf-8").split()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise DataError(
-            f"`{flag}` ({path}) cannot be read ({error.strerror}); give a file of dataset prefixes."
+            f"`{flag}` ({path}) cannot be read ({why}); give a file of dataset prefixes."
         ) from error
 
 
@@ -55,9 +57,9 @@ def _blend(flag: str, words: Sequence[str] | None) -> Blend | None:
             "weight before each prefix."
         )
     prefixes, weights = blend
-    if weights is not None and (min(weights) < 0 or sum(weights) <= 0):
+    if weights is not None and not (min(weights) >= 0 and 0 < sum(weights) < math.inf):
         raise DataError(
-            f"`{flag}` has the weights {weights}; they must be at least 0 and not all 0."
+            f"`{flag}` has the weights {weights}; they must be finite, at least 0 and not all 0."
         )
     return prefixes, weights
 
@@ -110,7 +112,7 @@ def _read_per_split(path: str) -> list[Blend | None]:
     flag = "--per-split-data-args-path"
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-        lists = [content[split] for split in SPLITS]
+        lists = [_words_of(content[split]) for split in SPLITS]
     except OSError as error:
         raise DataError(f"`{flag}` ({path}) cannot be read ({error.strerror}).") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -118,4 +120,17 @@ def _read_per_split(path: str) -> list[Blend | None]:
             f"`{flag}` ({path}) must be a JSON object with the keys train, valid and test, each "
             f"a list of prefixes or of weights and prefixes; reading it failed with: {error!r}."
         ) from error
-    return [_blend(flag, x.split() if isinstance(x, str) else x) for x in lists]
+    return [_blend(flag, words) for words in lists]
+
+
+def _words_of(entry: Any) -> list[str] | None:
+    """Return the words of a split, which JSON may hold as a string, a list or null.
+
+    Raises:
+        TypeError: something else.
+    """
+    if entry is None or isinstance(entry, str):
+        return entry.split() if entry else None
+    if not isinstance(entry, list):
+        raise TypeError(entry)
+    return [str(word) for word in entry]

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
@@ -27,6 +29,7 @@ from torch.utils.data import Dataset
 from megatron_ext.data.blend import SPLITS, BlendSpec, training_blend
 from megatron_ext.data.indexed import (
     CODE_OF_DTYPE,
+    check_ids,
     check_indexed_dataset,
     id_range,
     read_index,
@@ -56,6 +59,8 @@ class KeyedGPTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
 
     data_files: str = field(default="", kw_only=True)
     """Digest of the path, size and modification time of every data file."""
+    vocab_size: int = field(kw_only=True)
+    """Entries of the vocabulary that ids index."""
 
 
 class KeyedGPTDataset(GPTDataset):  # type: ignore[misc]
@@ -81,6 +86,25 @@ class KeyedGPTDataset(GPTDataset):  # type: ignore[misc]
             config = copy.copy(config)
             config.token_dtype_code = CODE_OF_DTYPE[read_index(dataset_path).dtype.name]
         return GPTDataset.build_low_level_dataset(dataset_path, config)
+
+    def _query_document_sample_shuffle_indices(
+        self, idx: int
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Return the ids and documents of a sample.
+
+        Before training only the first ids of a dataset were compared with the vocabulary, and an
+        embedding that is shared over ranks takes any id.
+
+        Raises:
+            DataError: an id outside of the vocabulary.
+        """
+        text, documents = super()._query_document_sample_shuffle_indices(idx)
+        if text.min() < 0 or text.max() >= self.config.vocab_size:
+            # A sample that is filled up ends with the padding, whose id need not be an entry.
+            content = np.flatnonzero(text != self._pad_token_id)
+            last = int(content[-1]) if len(content) else -1
+            check_ids(self.dataset_path, text[: last + 1], self.config.vocab_size)
+        return text, documents
 
 
 def split_bounds(split: str, num_sequences: int) -> list[tuple[int, int]]:
@@ -125,7 +149,7 @@ def check_inputs(
         for suffix in (".bin", ".idx"):
             stat = Path(prefix + suffix).stat()
             digest.update(f"{prefix}{suffix}:{stat.st_size}:{stat.st_mtime_ns};".encode())
-        _check_vocabulary(prefix, config.model.padded_vocab_size or tokenizer.vocab_size)
+        check_ids(prefix, id_range(prefix, VOCABULARY_SAMPLE), _entries(config, tokenizer))
         if spec.per_split is None and config.data.split is not None:
             ratios = parse_and_normalize_split(config.data.split)
             cut = split_bounds(config.data.split, info.num_sequences)
@@ -149,18 +173,20 @@ def _check_splits_of_their_own(spec: BlendSpec, sizes: Sequence[int | None]) -> 
                 )
 
 
-def _check_vocabulary(prefix: str, vocab_size: int) -> None:
-    """Compare the first ids of a dataset with the size of the vocabulary."""
-    ids = id_range(prefix, VOCABULARY_SAMPLE)
-    if ids is not None and ids[1] >= vocab_size:
-        raise DataError(
-            f"{prefix}.bin holds the token id {ids[1]}, but the vocabulary has {vocab_size} "
-            "entries; use the tokenizer that the data was preprocessed with."
-        )
+def _entries(config: RunConfig, tokenizer: Tokenizer) -> int:
+    """Return how many entries the vocabulary of the model has."""
+    return config.model.padded_vocab_size or tokenizer.vocab_size
 
 
-def _read_lengths(path: str, spec: BlendSpec) -> dict[str, list[int]]:
-    """Counts of sequences and documents by prefix (--per-dataset-sequences-path)."""
+def given_lengths(config: RunConfig, spec: BlendSpec) -> dict[str, list[int]] | None:
+    """Return counts of sequences and documents by prefix (--per-dataset-sequences-path), if given.
+
+    Raises:
+        DataError: a file that cannot be read, or lacks a prefix.
+    """
+    path = config.data.per_dataset_sequences_path
+    if path is None:
+        return None
     flag = f"`--per-dataset-sequences-path` ({path})"
     try:
         lengths: dict[str, list[int]] = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -184,9 +210,6 @@ def dataset_config(
 ) -> KeyedGPTDatasetConfig:
     """megatron-core's dataset configuration of a run."""
     data = config.data
-    per_dataset = None
-    if data.per_dataset_sequences_path is not None:
-        per_dataset = _read_lengths(data.per_dataset_sequences_path, spec)
     return KeyedGPTDatasetConfig(
         random_seed=config.training.seed,
         sequence_length=config.model.seq_length,
@@ -206,8 +229,9 @@ def dataset_config(
         reset_attention_mask=False,
         create_attention_mask=False,
         eod_mask_loss=data.eod_mask_loss,
-        sequences_per_dataset=per_dataset,
+        sequences_per_dataset=given_lengths(config, spec),
         data_files=data_files,
+        vocab_size=_entries(config, tokenizer),
     )
 
 
@@ -224,6 +248,32 @@ def _without_cache_warnings() -> Iterator[None]:
         yield
     finally:
         core_logger.removeFilter(wanted)
+
+
+@contextmanager
+def _told_in_a_sentence() -> Iterator[None]:
+    """Turn a failure to write indices, which preflight could not foresee, into a DataError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"The indices of samples cannot be written or read ({error}); free some space, or give "
+            "another folder with `--data-cache-path`."
+        ) from error
+
+
+def _leave_out_empty_splits(
+    core_config: KeyedGPTDatasetConfig, spec: BlendSpec, sizes: Sequence[int | None]
+) -> None:
+    """Leave out splits that hold nothing and need not: their epochs would be counted for ever."""
+    if spec.blend is None or core_config.split is None:
+        return
+    counts = [len(read_index(prefix).lengths) for prefix in spec.prefixes()]
+    cuts = [split_bounds(core_config.split, count) for count in counts]
+    core_config.split_matrix = [
+        None if size == 0 and any(cut[i][0] >= cut[i][1] for cut in cuts) else bounds
+        for i, (size, bounds) in enumerate(zip(sizes, core_config.split_matrix, strict=True))
+    ]
 
 
 def build_gpt_datasets(
@@ -249,7 +299,8 @@ def build_gpt_datasets(
         spec, cls = training_blend(config), KeyedGPTDataset
         data_files = check_inputs(config, spec, tokenizer, sizes)
     core_config = dataset_config(config, spec, tokenizer, data_files)
-    with warnings.catch_warnings(), _without_cache_warnings():
+    _leave_out_empty_splits(core_config, spec, sizes)
+    with _told_in_a_sentence(), warnings.catch_warnings(), _without_cache_warnings():
         # megatron-core warns once for each split of each prefix; the tools warn once per dataset.
         warnings.filterwarnings("ignore", message="The pad token id in the tokenizer collides")
         built = BlendedMegatronDatasetBuilder(

@@ -13,14 +13,19 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_ext.errors import DataError
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -91,14 +96,39 @@ class Index:
     modes: Array | None
 
 
+def byte_bar(what: str, total: int) -> tqdm[Any]:
+    """Returns a progress bar with the time left, which shows on a terminal only."""
+    from tqdm import tqdm
+
+    return tqdm(
+        desc=what, total=total, unit="B", unit_scale=True, delay=1.0, leave=False, disable=None
+    )
+
+
 def read_index(prefix: str | os.PathLike[str]) -> Index:
     """Maps `<prefix>.idx`.
 
     Raises:
-        DataError: the file is missing, is no index, has another version or dtype code, or its
-            size does not follow from its counts.
+        DataError: the file is missing, cannot be read, is no index, has another version or dtype
+            code, or its size does not follow from its counts.
     """
-    path = idx_path(prefix)
+    with readable(idx_path(prefix)):
+        return _read_index(idx_path(prefix))
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turns a failure to read a file into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror or error}); check its permissions and the "
+            "disk, or copy it again."
+        ) from None
+
+
+def _read_index(path: Path) -> Index:
     if not path.is_file():
         raise DataError(
             f"Dataset index {path} does not exist; give the path prefix without .bin/.idx, or make "
@@ -170,7 +200,8 @@ def check_indexed_dataset(prefix: str | os.PathLike[str]) -> IndexInfo:
         raise DataError(f"{data} does not exist beside its index {idx_path(prefix)}; copy both.")
     itemsize = index.dtype.itemsize
     tokens = _check_sequences(prefix, index)
-    size = data.stat().st_size
+    with readable(data), open(data, "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
     if size != tokens * itemsize:
         verb = "truncated" if size < tokens * itemsize else "longer than its index says"
         raise DataError(
@@ -226,6 +257,28 @@ def _check_documents(prefix: str | os.PathLike[str], index: Index) -> None:
         )
 
 
+def check_ids(prefix: str, ids: Array | tuple[int, int] | None, vocab_size: int) -> None:
+    """Check that token ids lie in the vocabulary.
+
+    Args:
+        prefix: path of the dataset without `.bin`/`.idx`, for the message.
+        ids: some of its ids, or the smallest and the largest; None where there are none.
+        vocab_size: entries of the vocabulary.
+
+    Raises:
+        DataError: an id below 0, or beyond the vocabulary.
+    """
+    if ids is None or len(ids) == 0:
+        return
+    low, high = int(np.min(ids)), int(np.max(ids))
+    if low < 0 or high >= vocab_size:
+        raise DataError(
+            f"{prefix}.bin holds the token id {low if low < 0 else high}, but the vocabulary has "
+            f"{vocab_size} entries, from 0 on; use the tokenizer that the data was preprocessed "
+            "with."
+        )
+
+
 def id_range(
     prefix: str | os.PathLike[str], max_tokens: int | None = None
 ) -> tuple[int, int] | None:
@@ -237,8 +290,14 @@ def id_range(
     """
     dtype = read_index(prefix).dtype
     low, high = [], []
-    with open(bin_path(prefix), "rb") as stream:
+    path = bin_path(prefix)
+    with (
+        readable(path),
+        open(path, "rb") as stream,
+        byte_bar("Reading ids", os.path.getsize(path)) as bar,
+    ):
         while len(piece := np.fromfile(stream, dtype, SCAN_ITEMS)):
+            bar.update(piece.nbytes)
             low.append(int(piece.min()))
             high.append(int(piece.max()))
             if max_tokens is not None and len(low) * SCAN_ITEMS >= max_tokens:

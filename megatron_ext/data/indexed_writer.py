@@ -18,6 +18,7 @@ from megatron_ext.data.indexed import (
     Array,
     IndexInfo,
     bin_path,
+    byte_bar,
     check_indexed_dataset,
     idx_path,
     read_index,
@@ -74,8 +75,18 @@ def _running(pieces: Iterable[Array], scale: int, *, inclusive: bool) -> Iterato
         yield (sums if inclusive else sums - scaled).astype("<i8", copy=False)
 
 
-def append_file(out: BinaryIO, source: Path, start: int = 0, end: int | None = None) -> None:
+def append_file(
+    out: BinaryIO,
+    source: Path,
+    start: int = 0,
+    end: int | None = None,
+    *,
+    advance: Callable[[int], object] = int,
+) -> None:
     """Appends bytes [start, end) of `source` to `out` inside the kernel where it can.
+
+    Args:
+        advance: called with the number of bytes that were just copied.
 
     Raises:
         DataError: the source ended early.
@@ -91,6 +102,7 @@ def append_file(out: BinaryIO, source: Path, start: int = 0, end: int | None = N
                     f"{source} ended {left} bytes early while it was joined; run again."
                 )
             at, left = at + done, left - done
+            advance(done)
 
 
 def _kernel_copy(source: int, target: int, at: int, count: int) -> int:
@@ -111,7 +123,13 @@ def publish(pairs: Sequence[tuple[Path, Path]]) -> None:
     """Renames finished temporary files into place, each `.idx` last.
 
     An old `.idx` is removed before its `.bin` is replaced, so that no moment shows a mixed pair.
+
+    Raises:
+        DataError: a folder lies where a file must go; nothing is touched then.
     """
+    for _, final in pairs:
+        if final.is_dir():
+            raise DataError(f"{final} is a folder, but a dataset must go there; move it away.")
     ordered = sorted(pairs, key=lambda pair: pair[1].suffix == ".idx")
     for _, final in ordered:
         if final.suffix == ".idx":
@@ -151,9 +169,13 @@ def merge_indexed(
     indices = [read_index(prefix) for prefix in prefixes]
     temporary = Path(f"{os.fspath(output_prefix)}.merging.{os.getpid()}")
     try:
-        with open(bin_path(temporary), "wb", buffering=0) as out:
+        total = sum(info.num_tokens * info.dtype.itemsize for info in infos)
+        with (
+            open(bin_path(temporary), "wb", buffering=0) as out,
+            byte_bar("Merging", total) as bar,
+        ):
             for prefix in prefixes:
-                append_file(out, bin_path(prefix))
+                append_file(out, bin_path(prefix), advance=bar.update)
             os.fsync(out.fileno())
         write_index(
             idx_path(temporary),
@@ -165,6 +187,11 @@ def merge_indexed(
             else None,
         )
         publish([(f(temporary), f(output_prefix)) for f in (bin_path, idx_path)])
+    except OSError as error:
+        raise DataError(
+            f"The merged dataset {os.fspath(output_prefix)} was not written ({error}); free space "
+            "or mend this, and merge again."
+        ) from error
     finally:
         for leftover in (bin_path(temporary), idx_path(temporary)):
             leftover.unlink(missing_ok=True)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from megatron_ext.data.batch import Batch
 from megatron_ext.data.samplers import RandomSampler, SequentialSampler
 from megatron_ext.data.sft.epochs import StepPlan, StepSampler
-from megatron_ext.data.step_loader import StepLoader
+from megatron_ext.data.step_loader import MappingLoader, StepLoader
+from megatron_ext.device.processes import loader_ends_with_parent
 from megatron_ext.errors import DataError
 from megatron_ext.layout import mtp_rank
 
@@ -58,7 +58,7 @@ class BatchSource:
 
     def __init__(
         self,
-        loader: StepLoader | None,
+        loader: StepLoader | MappingLoader | None,
         num_samples: int | None,
         plan: StepPlan | None = None,
         first_step: int = 0,
@@ -75,17 +75,20 @@ class BatchSource:
         """Micro-batches of the coming step; ``usual`` where the batch size alone decides."""
         return usual if self.plan is None else self.plan.num_microbatches(self._coming)
 
-    def next_step(self, num_microbatches: int) -> list[Batch] | None:
+    def next_step(self, num_microbatches: int) -> list[Any] | None:
         """Micro-batches of the next step; None on stages that read no data.
 
         Raises:
-            DataError: the data is at its end.
+            DataError: the data is at its end, or holds what cannot be trained on.
         """
         self._coming += 1
         if self.loader is None:
             return None
         try:
             return self.loader.next_step(num_microbatches)
+        except DataError as error:
+            # torch puts the traceback of a loader's process before the sentence.
+            raise DataError(str(error).rpartition(f"{DataError.__name__}: ")[2].strip()) from None
         except StopIteration:
             raise DataError(
                 f"The data ended in the middle of a step (the split holds {self.num_samples} "
@@ -102,6 +105,7 @@ def build_source(
     consumed_samples: int,
     eod: int,
     full_epoch: bool = False,
+    as_mappings: bool = False,
 ) -> BatchSource:
     """The steps of one split, from the sample after ``consumed_samples`` on.
 
@@ -114,6 +118,7 @@ def build_source(
         consumed_samples: samples used so far by all data-parallel ranks together.
         eod: end-of-document id.
         full_epoch: go through the whole split again and again, in order (full validation).
+        as_mappings: the micro-batches are what the dataset gives, see `MappingLoader`.
     """
     plan: StepPlan | None = getattr(dataset, "plan", None)
     first_step = 0 if plan is None else _steps_done(config, consumed_samples)
@@ -132,6 +137,9 @@ def build_source(
             samples = _samples(
                 dataset, length, config, context, device, consumed_samples, full_epoch
             )
+    if as_mappings:
+        mappings = MappingLoader(samples, context, device)
+        return BatchSource(mappings, length, plan, first_step, whole_epochs=full_epoch)
     micro_batch_size, _ = config.training.batch_sizes
     assert config.model.seq_length is not None
     loader = StepLoader(
@@ -143,6 +151,7 @@ def build_source(
         documents_by_position=packs_documents(config),
         mtp_depths=config.model.mtp_num_layers or 0,
         reduction=config.loss.loss_reduction,
+        ignore_index=config.loss.ignore_index,
         with_sample_ids=config.sft.sft,
     )
     return BatchSource(loader, length, plan, first_step, whole_epochs=full_epoch)
@@ -194,6 +203,12 @@ class FilledUp(Dataset[dict[str, Any]]):
             sample: dict[str, Any] = self._dataset[index]
             return sample
         sample = dict(self._dataset[0])
+        if "loss_mask" not in sample:
+            raise DataError(
+                "`--full-validation` fills up the last batch with samples whose `loss_mask` is 0, "
+                "but the samples of this dataset have none; give them one of ones, or use "
+                "`--eval-iters` alone."
+            )
         return {**sample, "loss_mask": sample["loss_mask"] * 0}
 
 
@@ -234,4 +249,5 @@ def _loader(
         pin_memory=device.type == "cuda",
         persistent_workers=workers > 0,
         generator=torch.Generator(),
+        worker_init_fn=loader_ends_with_parent(),
     )

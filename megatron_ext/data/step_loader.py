@@ -6,9 +6,9 @@ tensor-parallel peers receive them by one broadcast.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -60,6 +60,7 @@ class StepLoader:
         mtp_depths: int = 0,
         with_sample_ids: bool = False,
         reduction: str = "token",
+        ignore_index: int = -100,
     ) -> None:
         self.samples = samples
         self.context = context
@@ -69,6 +70,7 @@ class StepLoader:
         self.documents_by_position = documents_by_position
         self.mtp_depths = mtp_depths
         self.reduction = reduction
+        self.ignore_index = ignore_index
         self.keys = ("tokens", "labels", "position_ids", *(("sample_ids",) * with_sample_ids))
 
     def next_step(self, num_microbatches: int) -> list[Batch]:
@@ -84,7 +86,7 @@ class StepLoader:
             batch = Batch(
                 tokens=named["tokens"],
                 labels=named["labels"],
-                loss_mask=mask,
+                loss_mask=mask.masked_fill(named["labels"] == self.ignore_index, 0.0),
                 position_ids=named["position_ids"],
                 sample_ids=named.get("sample_ids"),
             )
@@ -107,10 +109,14 @@ class StepLoader:
     def _receive(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
         """Ids ``[m, keys, b, s]`` and loss masks ``[m, b, s]`` on the device, after broadcast."""
         if self.samples is not None:
-            drawn = [next(self.samples) for _ in range(num_microbatches)]
-            ids = torch.stack([torch.stack([sample[k] for k in self.keys]) for sample in drawn])
-            masks = torch.stack([sample["loss_mask"] for sample in drawn]).float()
-            ids, masks = sent(ids, self.device), sent(masks, self.device)
+            drawn: list[tuple[Tensor, Tensor]] = []
+            for _ in range(num_microbatches):
+                sample = next(self.samples)
+                # Copies, since what a loader's process has sent keeps a file open for each tensor.
+                parts = torch.stack([sample[key] for key in self.keys])
+                drawn.append((parts, sample["loss_mask"].clone()))
+            ids = sent(torch.stack([parts for parts, _ in drawn]), self.device)
+            masks = sent(torch.stack([mask for _, mask in drawn]).float(), self.device)
         else:
             ids = torch.empty(
                 (num_microbatches, len(self.keys), *self.shape),
@@ -123,6 +129,65 @@ class StepLoader:
             for tensor in (ids, masks):
                 torch.distributed.broadcast(tensor, group=group, group_src=0)
         return ids, masks
+
+
+class Sample(dict[str, Any]):
+    """A micro-batch under the names that its dataset gives, not cut for context parallelism."""
+
+    mtp_loss_masks: tuple[Tensor, ...] = ()
+
+    def __init__(self, values: Mapping[str, Any], context: ParallelContext) -> None:
+        super().__init__(values)
+        self._share = context.pgs.cp.size(), context.pgs.cp.rank()
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """What a step counts its targets by: ``loss_mask`` ``[b, s/c]``, or 1 for each row."""
+        mask = self.get("loss_mask")
+        if not isinstance(mask, Tensor):
+            first = next(x for x in self.values() if isinstance(x, Tensor))
+            return torch.ones(len(first), device=first.device)
+        parts, part = self._share
+        share: Tensor = mask.chunk(parts, dim=1)[part]
+        return share
+
+
+class MappingLoader:
+    """Gives the micro-batches of each step as a dataset's own mappings, the same on all
+    tensor-parallel ranks; see `StepLoader` for its arguments.
+    """
+
+    def __init__(
+        self,
+        samples: Iterator[dict[str, Any]] | None,
+        context: ParallelContext,
+        device: torch.device,
+    ) -> None:
+        self.samples = samples
+        self.context = context
+        self.device = device
+
+    def next_step(self, num_microbatches: int) -> list[Sample]:
+        """The micro-batches of the next step, in order.
+
+        Raises:
+            StopIteration: the data is at its end.
+        """
+        drawn: list[Any] = [None] * num_microbatches
+        if self.samples is not None:
+            drawn = [next(self.samples) for _ in range(num_microbatches)]
+        if self.context.pgs.tp.size() > 1:
+            torch.distributed.broadcast_object_list(drawn, group=self.context.pgs.tp, group_src=0)
+        return [
+            Sample(
+                {
+                    name: sent(value, self.device) if isinstance(value, Tensor) else value
+                    for name, value in sample.items()
+                },
+                self.context,
+            )
+            for sample in drawn
+        ]
 
 
 def iterators_per_chunk(

@@ -13,6 +13,7 @@ from megatron_ext.config import parse_args
 from megatron_ext.data.blend import BlendSpec, read_blend
 from megatron_ext.data.gpt import (
     KeyedGPTDataset,
+    build_gpt_datasets,
     check_inputs,
     dataset_config,
     split_bounds,
@@ -93,6 +94,17 @@ def test_an_empty_split_is_refused_only_when_it_is_asked_for(tmp_path: Path) -> 
     check_inputs(config, read_blend(config), tokenizer, [4, 0, 0])
     with pytest.raises(DataError, match=r"The valid split of .*docs is empty under `--split` 99,1"):
         check_inputs(config, read_blend(config), tokenizer, [4, 4, 0])
+
+
+def test_an_empty_split_that_nothing_is_asked_of_is_left_out(tmp_path: Path) -> None:
+    """The epochs of nothing are not counted for ever."""
+    prefix = str(tmp_path / "docs")
+    _write(prefix, 20)
+    config = _config("--data-path", prefix, "--data-cache-path", str(tmp_path / "cache"))
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, split="90,9,1"))
+    tokenizer = build_tokenizer(config.tokenizer)
+    built = build_gpt_datasets(config, tokenizer, [4, 0, 0], lambda: True)
+    assert built.train is not None and built.valid is not None and built.test is None
 
 
 @pytest.mark.parametrize(

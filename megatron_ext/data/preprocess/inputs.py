@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import glob
 import gzip
+import hashlib
 import os
+import select
 import shutil
-import sys
+import stat
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +23,8 @@ BLOCK_BYTES = 4 << 20
 _LARGEST_PART = 256_000_000
 _PARTS_PER_WORKER = 4
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
+_END_BYTES = 1 << 16
+_SECONDS_FOR_A_WRITER = 10.0
 _OTHER_MAGIC = {b"BZh": "bzip2", b"\xfd7zX": "xz", b"PK\x03\x04": "zip"}
 
 
@@ -28,7 +33,7 @@ class Part:
     """A piece of one input that one worker turns into one set of part files.
 
     Attributes:
-        path: the file to read; a spooled copy for standard input and lone packed files.
+        path: the file to read; a spooled copy for streams and lone packed files.
         source: the name to show to the user.
         start, end: byte range at line ends; the whole file when it is packed.
         packing: `plain`, `gzip`, `zstd` or `parquet`.
@@ -61,10 +66,44 @@ def expand(patterns: Sequence[str]) -> list[str]:
         if not found:
             raise DataError(f"`--input` ({pattern}) matches no file; give jsonl files or a glob.")
         files.extend(found)
+    streams: dict[tuple[int, int], str] = {}
     for path in files:
         if not os.access(path, os.R_OK):
             raise DataError(f"`--input` ({path}) cannot be read; check its permissions.")
+        about = os.stat(path)
+        other = streams.setdefault((about.st_dev, about.st_ino), path)
+        if is_stream(path) and files.count(path) + (other != path) > 1:
+            raise DataError(
+                f"`--input` ({path}) names twice what can be read only once; name it once."
+            )
     return files
+
+
+def is_stream(path: str) -> bool:
+    """Tells what can be read only once (a pipe, a device, a socket) from a regular file."""
+    return path == "-" or not stat.S_ISREG(os.stat(path).st_mode)
+
+
+def identities(files: Sequence[str]) -> list[list[Any]]:
+    """What tells each file from one that lay there before; a stream is never the same again.
+
+    Size and modification time can be kept over a change (`rsync -t`, `touch -r`), so the inode,
+    the time of its last change and both ends of the content count as well.
+    """
+    return [
+        [os.path.abspath(path), os.getpid(), time.time_ns()] if is_stream(path) else _identity(path)
+        for path in files
+    ]
+
+
+def _identity(path: str) -> list[Any]:
+    with open(path, "rb") as stream:
+        found = os.fstat(stream.fileno())
+        digest = hashlib.sha256(stream.read(_END_BYTES))
+        stream.seek(max(0, found.st_size - _END_BYTES))
+        digest.update(stream.read(_END_BYTES))
+    times = [found.st_mtime_ns, found.st_ctime_ns]
+    return [os.path.abspath(path), found.st_size, *times, found.st_ino, digest.hexdigest()]
 
 
 def packing_of(path: str) -> str:
@@ -85,23 +124,82 @@ def packing_of(path: str) -> str:
 
 
 def needs_spool(files: Sequence[str], workers: int) -> list[str]:
-    """Inputs to unpack first: standard input, and packed files too few to keep workers busy."""
-    if files == ["-"]:
-        return ["-"]
-    packed = [path for path in files if packing_of(path) != "plain"]
-    return packed if len(files) < workers else []
+    """Inputs to copy first: streams, and packed files too few to keep the workers busy."""
+    streams = [path for path in files if is_stream(path)]
+    packed = [path for path in files if path not in streams and packing_of(path) != "plain"]
+    return [*streams, *packed] if len(files) < workers else streams
 
 
 def spool(source: str, target: Path) -> None:
-    """Copies standard input or a packed file to a plain file, under a temporary name first."""
+    """Copies a stream, or a packed file unpacked, to a file, under a temporary name first.
+
+    Raises:
+        DataError: the source is damaged or cannot be read, or a FIFO has no writer.
+    """
     temporary = target.with_suffix(".unpacking")
     with open(temporary, "wb") as out:
-        if source == "-":
-            shutil.copyfileobj(sys.stdin.buffer, out, BLOCK_BYTES)
+        if is_stream(source):
+            _copy_stream(source, out)
         else:
             for piece, _ in _unpacked(source, packing_of(source)):
                 out.write(piece)
     os.replace(temporary, target)
+
+
+def _copy_stream(source: str, out: BinaryIO) -> None:
+    """Copies all that a stream gives.
+
+    Standard input is read by its descriptor, since a socket cannot be opened by its name.
+    """
+    standard = source == "-" or _is_standard_input(source)
+    try:
+        # A pipe without a name, such as a shell's `<(command)`, never makes its reader wait.
+        wait = not standard and _is_fifo(source) and os.path.exists(os.path.realpath(source))
+        number = 0 if standard else os.open(source, os.O_RDONLY | (os.O_NONBLOCK if wait else 0))
+        stream = os.fdopen(number, "rb", closefd=not standard)
+    except OSError as error:
+        raise DataError(
+            f"`--input` ({source}) cannot be read ({error.strerror}); give a file or a pipe."
+        ) from None
+    with stream:
+        if wait:
+            out.write(_await_writer(source, number))
+        shutil.copyfileobj(stream, out, BLOCK_BYTES)
+
+
+def _is_fifo(path: str) -> bool:
+    return stat.S_ISFIFO(os.stat(path).st_mode)
+
+
+def _is_standard_input(path: str) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(0))
+    except OSError:
+        return False
+
+
+def _await_writer(source: str, descriptor: int) -> bytes:
+    """Waits until a program has opened a FIFO for writing; returns what was read meanwhile.
+
+    Raises:
+        DataError: none does within a few seconds.
+    """
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    first = b""
+    if not poll.poll(_SECONDS_FOR_A_WRITER * 1000):
+        try:
+            first = os.read(descriptor, 1)
+        except BlockingIOError:  # a writer that has nothing to say yet
+            os.set_blocking(descriptor, True)
+            return b""
+        if not first:
+            raise DataError(
+                f"`--input` ({source}) is a FIFO that no program has opened for writing within "
+                f"{_SECONDS_FOR_A_WRITER:g} seconds; start the one that writes into it first."
+            )
+    os.set_blocking(descriptor, True)
+    return first
 
 
 def cut(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from megatron_ext.config.ranges import COUNT, FACTOR, PROCESSES
 from megatron_ext.data.preprocess.sentences import LANGUAGES
 from megatron_ext.data.tokenizers import TokenizerSettings
 from megatron_ext.errors import ConfigError
@@ -51,21 +52,23 @@ class PreprocessOptions:
     smallest_part: ClassVar[int] = 4_000_000
 
     def __post_init__(self) -> None:
-        wrong = [*self._wrong_numbers(), *self._wrong_names()]
+        # Names are made for each partition, so their number is checked first.
+        wrong = self._wrong_numbers() or self._wrong_names()
         if wrong:
             raise ConfigError(wrong)
 
     def _wrong_numbers(self) -> list[str]:
-        named = {
-            "--workers": self.workers,
-            "--partitions": self.partitions,
-            "--log-interval": self.log_interval,
-            "--part-megabytes": 1 if self.part_megabytes is None else self.part_megabytes,
-        }
+        megabytes = 1 if self.part_megabytes is None else self.part_megabytes
+        named = (
+            ("--workers", self.workers, PROCESSES),
+            ("--partitions", self.partitions, PROCESSES),
+            ("--log-interval", self.log_interval, COUNT),
+            ("--part-megabytes", megabytes, FACTOR),
+        )
         return [
-            f"`{flag}` ({value}) must be above 0; use 1 or more."
-            for flag, value in named.items()
-            if value <= 0
+            f"`{flag}` ({value}) {rule}; leave it out for the default."
+            for flag, value, range_ in named
+            if (rule := range_.broken_rule(value)) is not None
         ]
 
     def _wrong_names(self) -> list[str]:
@@ -76,9 +79,7 @@ class PreprocessOptions:
                 f"`--output-prefix` ({self.output_prefix}) lies in {folder}, which is not a "
                 "folder; make it first."
             )
-        repeated = sorted({key for key in self.json_keys if list(self.json_keys).count(key) > 1})
-        if repeated:
-            wrong.append(f"`--json-keys` names {repeated[0]} twice; name each key once.")
+        wrong += self._wrong_keys()
         if "-" in self.inputs and len(self.inputs) > 1:
             wrong.append("`--input -` (standard input) cannot be joined with files; give one.")
         if self.split_sentences and self.lang not in LANGUAGES:
@@ -88,6 +89,25 @@ class PreprocessOptions:
         if self.keep_newlines and not self.split_sentences:
             wrong.append("`--keep-newlines` has an effect only with `--split-sentences`; add it.")
         return wrong
+
+    def _wrong_keys(self) -> list[str]:
+        repeated = sorted({key for key in self.json_keys if list(self.json_keys).count(key) > 1})
+        if repeated:
+            return [f"`--json-keys` names {repeated[0]} twice; name each key once."]
+        wrong = [
+            f"`--json-keys` ({key}) names datasets, so it must not contain `/`; rename the key."
+            for key in self.json_keys
+            if "/" in key
+        ]
+        partitions = range(self.partitions if self.partitions > 1 else 0)
+        merged = {self.dataset_prefix(key): key for key in self.json_keys}
+        return wrong + [
+            f"`--json-keys` ({merged[prefix]}) gives its dataset the name of partition {p} of "
+            f"{key} ({prefix}); rename the key, or leave `--partitions` out."
+            for key in self.json_keys
+            for p in partitions
+            if (prefix := self.dataset_prefix(key, p)) in merged
+        ]
 
     @property
     def level(self) -> str:

@@ -193,14 +193,18 @@ def publish_rejected(
         return None
     temporary = Path(f"{path}.joining")
     before = 0
-    with open(temporary, "w", encoding="utf-8") as out:
-        for i, part in enumerate(parts):
-            if part.start == 0:  # a new file, maybe the same one again
-                before = 0
-            for record in read_rejected(folder, done[i]):
-                line = before + record["line"] + 1
-                fields = {"file": part.source, **record, "line": line}
-                out.write(json.dumps(fields, ensure_ascii=False) + "\n")
-            before += done[i].lines
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as out:
+            for i, part in enumerate(parts):
+                if part.start == 0:  # a new file, maybe the same one again
+                    before = 0
+                for record in read_rejected(folder, done[i]):
+                    line = before + record["line"] + 1
+                    fields = {"file": part.source, **record, "line": line}
+                    out.write(json.dumps(fields, ensure_ascii=False) + "\n")
+                before += done[i].lines
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     return path

@@ -23,7 +23,7 @@ import numpy as np
 from megatron_ext.data.indexed_writer import narrow
 from megatron_ext.data.preprocess.encode import Encoded
 from megatron_ext.data.preprocess.inputs import Part
-from megatron_ext.errors import DataError
+from megatron_ext.errors import ConfigError, DataError
 
 STREAM_FILES = ("bin", "len", "doc")
 _FORMAT = 1
@@ -113,6 +113,8 @@ def read_marker(folder: Path, number: int) -> Done | None:
     """The marker of a part whose files are all there in full size, else None."""
     try:
         done = Done(**json.loads(marker_path(folder, number).read_bytes()))
+        if any(Path(name).name != name for name in (done.stem, *done.sizes)):
+            return None
         whole = all(os.path.getsize(folder / name) == size for name, size in done.sizes.items())
     except (OSError, ValueError, TypeError):
         return None
@@ -139,14 +141,14 @@ class Workplace:
         resumable: whether a later run can read the same input again.
 
     Raises:
+        ConfigError: it cannot be made, or holds files that are no run's.
         DataError: another run holds it.
     """
 
     def __init__(self, output_prefix: str, *, resumable: bool = True) -> None:
         self.resumable = resumable
         self.folder = Path(f"{output_prefix}.parts")
-        self.folder.mkdir(exist_ok=True)
-        self.lock = os.open(self.folder / "lock", os.O_CREAT | os.O_RDWR, 0o644)
+        self.lock = self._make(output_prefix)
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -154,6 +156,24 @@ class Workplace:
             raise DataError(
                 f"Another run is writing {output_prefix} (it holds {self.folder}/lock); wait for "
                 "it, or give another `--output-prefix`."
+            ) from None
+
+    def _make(self, output_prefix: str) -> int:
+        """Makes the folder and opens its lock."""
+        lock = self.folder / "lock"
+        try:
+            self.folder.mkdir(exist_ok=True)
+            if not lock.exists() and any(self.folder.iterdir()):
+                raise ConfigError(
+                    f"`--output-prefix` ({output_prefix}) needs the folder {self.folder} for the "
+                    "work, but it holds other files; move them, or give another prefix."
+                )
+            return os.open(lock, os.O_CREAT | os.O_RDWR, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"`--output-prefix` ({output_prefix}) needs the folder {self.folder} for the work, "
+                f"which cannot be made or written ({error.strerror}); mend this, or give another "
+                "prefix."
             ) from None
 
     def __enter__(self) -> Workplace:
@@ -165,10 +185,21 @@ class Workplace:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Frees the folder, and removes it when nothing in it is worth resuming."""
-        if kind is None or not self.resumable or not any(self.folder.glob("p[0-9]*.json")):
+        """Frees the folder, and removes it when nothing in it is worth resuming.
+
+        Raises:
+            DataError: the file system failed, such as by a full disk.
+        """
+        keep = self.resumable and any(self.folder.glob("p[0-9]*.json"))
+        if kind is None or not keep:
             shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self.lock)
+        if isinstance(value, OSError):
+            kept = "finished parts are kept" if keep else "nothing is kept"
+            raise DataError(
+                f"{self.folder.with_suffix('')} was not written ({value}); {kept}, so free space "
+                "or mend this, and run the same command again."
+            ) from value
 
     def resumed_parts(self, fingerprint: dict[str, Any]) -> list[Part] | None:
         """The parts of an earlier run that did the same with the same input, else None."""

@@ -100,7 +100,8 @@ def preprocess(options: PreprocessOptions, say: Say = say_to_stderr) -> Report:
             f"({tokenizer.path}) names none; set eos_token in it, or leave the flag out."
         )
     files = inputs.expand(options.inputs)
-    with Workplace(options.output_prefix, resumable=files != ["-"]) as place:
+    resumable = not any(map(inputs.is_stream, files))
+    with Workplace(options.output_prefix, resumable=resumable) as place:
         fingerprint = _fingerprint(options, tokenizer, files)
         parts, done = plan_parts(options, place, files, fingerprint, say)
         resumed = len(done)
@@ -142,7 +143,8 @@ def plan_parts(
     named = [(path, path) for path in files]
     for i, source in enumerate(inputs.needs_spool(files, options.workers)):
         shown = "standard input" if source == "-" else source
-        say(f"Unpacking {shown} into {place.folder}, to share it among {options.workers} workers.")
+        verb = "Copying" if inputs.is_stream(source) else "Unpacking"
+        say(f"{verb} {shown} into {place.folder}, to share it among {options.workers} workers.")
         target = place.folder / f"unpacked{i}.jsonl"
         inputs.spool(source, target)
         named = [(str(target), shown) if path == source else (path, s) for path, s in named]
@@ -151,22 +153,12 @@ def plan_parts(
     return parts, {}
 
 
-def identities(files: Sequence[str]) -> list[list[Any]]:
-    """Path, size and modification time of each file; standard input is never the same again."""
-    return [
-        [os.path.abspath(path), os.path.getsize(path), os.stat(path).st_mtime_ns]
-        if path != "-"
-        else ["-", os.getpid(), time.time_ns()]
-        for path in files
-    ]
-
-
 def _fingerprint(
     options: PreprocessOptions, tokenizer: Tokenizer, files: list[str]
 ) -> dict[str, Any]:
     """All that decides the content of a part."""
     return {
-        "inputs": identities(files),
+        "inputs": inputs.identities(files),
         "keys": list(options.json_keys),
         "append_eod": options.append_eod,
         "streams": _streams(options),
@@ -188,7 +180,7 @@ def _samples(parts: Sequence[Part], keys: Sequence[str]) -> list[str]:
     chosen = [parts[i * len(parts) // _SAMPLE_PLACES] for i in range(_SAMPLE_PLACES) if parts]
     lines = [line for i, part in enumerate(chosen) for line in _lines_at(part, i)]
     if not lines and parts:  # documents longer than the samples: one of them will do
-        lines = next(inputs.blocks(parts[0]))[0].split(b"\n")[:1]
+        lines = next(inputs.blocks(parts[0]), (b"", 0))[0].split(b"\n")[:1]
     texts: list[str] = []
     for line in lines:
         try:
@@ -275,7 +267,7 @@ def run_or_explain(run: Callable[[], Report], say: Say = say_to_stderr) -> int:
     except MegatronExtError as error:
         for sentence in error.messages:
             say(f"error: {sentence}")
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         say("Interrupted; finished parts are kept, so run the same command again to go on.")
         return 130

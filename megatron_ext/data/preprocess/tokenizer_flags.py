@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from megatron_ext.config.ranges import COUNT, NATURAL
 from megatron_ext.data.tokenizers import TOKENIZER_TYPES
 
 
@@ -52,10 +53,16 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--vocab-file", help="GPT-2's vocab.json")
     group.add_argument("--merge-file", help="GPT-2's merges.txt")
-    group.add_argument("--vocab-size", type=int, help="ids of Null, byte-level and tiktoken")
-    group.add_argument("--vocab-extra-ids", type=int, default=0, help="0; others are refused")
+    group.add_argument(
+        "--vocab-size", type=COUNT.integer, help="ids of Null, byte-level and tiktoken"
+    )
+    group.add_argument(
+        "--vocab-extra-ids", type=NATURAL.integer, default=0, help="0; others are refused"
+    )
     group.add_argument("--tiktoken-pattern", help="v1 or v2 (v2)")
-    group.add_argument("--tiktoken-num-special-tokens", type=int, default=1000, help="(1000)")
+    group.add_argument(
+        "--tiktoken-num-special-tokens", type=NATURAL.integer, default=1000, help="(1000)"
+    )
     group.add_argument("--tiktoken-special-tokens", nargs="+", help="older name of the above")
 
 

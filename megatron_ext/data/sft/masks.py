@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple, NoReturn
 
+from megatron_ext.data.sft.beginnings import find_beginnings
 from megatron_ext.data.sft.conversation import ASSISTANT, Conversation
 from megatron_ext.data.sft.template import ChatTokenizer, Template, TemplateOptions
 from megatron_ext.errors import ConfigError, DataError
@@ -125,13 +126,14 @@ def _by_text(template: Template, conversation: Conversation) -> TokenizedConvers
     encoded = template.encode(whole)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
     mask = [0] * len(ids)
+    beginning = find_beginnings(template, count, whole)
     for turn in (i for i, trained in enumerate(conversation.trained) if trained):
-        before = template.text(turn, prompt=True) if turn else ""
-        upto = whole if turn == count - 1 else template.text(turn + 1)
-        if not before or not whole.startswith(before) or not whole.startswith(upto):
+        before = beginning(turn, True) if turn else None
+        upto = len(whole) if turn == count - 1 else beginning(turn + 1, False)
+        if not before or upto is None:
             return None
-        start = _edge(offsets, len(before))
-        end = len(ids) if turn == count - 1 else _edge(offsets, len(upto))
+        start = _edge(offsets, before)
+        end = len(ids) if turn == count - 1 else _edge(offsets, upto)
         if start is None or end is None or end <= start:
             return None
         mask[start:end] = [1] * (end - start)

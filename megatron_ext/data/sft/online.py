@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
-from megatron_ext.data.preprocess.run import Say, identities, say_to_stderr
+from megatron_ext.data.preprocess.inputs import identities
+from megatron_ext.data.preprocess.run import Say, say_to_stderr
 from megatron_ext.data.sft.chat import Chat, key_of
 from megatron_ext.data.sft.preprocess import SftPreprocessOptions, write_store
 from megatron_ext.data.sft.store import SftStore, about_path, prefix_of

@@ -21,7 +21,6 @@ from megatron_ext.data.preprocess.parts import Done, Workplace
 from megatron_ext.data.preprocess.run import (
     Report,
     Say,
-    identities,
     plan_parts,
     run_parts,
     say_to_stderr,
@@ -88,9 +87,10 @@ def write_store(options: SftPreprocessOptions, chat: Chat, say: Say) -> Report:
     """As `preprocess_sft`, with tokenizer and template at hand."""
     start = time.monotonic()
     files = inputs.expand(options.inputs)
-    with Workplace(options.output_prefix, resumable=files != ["-"]) as place:
+    resumable = not any(map(inputs.is_stream, files))
+    with Workplace(options.output_prefix, resumable=resumable) as place:
         fingerprint = {
-            "inputs": identities(files),
+            "inputs": inputs.identities(files),
             "sft": chat.identity,
             "on_bad_line": options.on_bad_line,
         }

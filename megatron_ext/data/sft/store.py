@@ -17,7 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.data.indexed import bin_path, check_indexed_dataset, id_range, read_index
+from megatron_ext.data.indexed import (
+    bin_path,
+    check_ids,
+    check_indexed_dataset,
+    id_range,
+    read_index,
+)
 from megatron_ext.errors import DataError
 
 FORMAT = 1
@@ -91,6 +97,7 @@ class SftStore:
         self.num_tokens = infos[0].num_tokens
         self.lengths: NDArray[np.int64] = indices[0].lengths.astype(np.int64)
         self._arrays: Arrays | None = None
+        self._vocab_size: int | None = None
 
     def __len__(self) -> int:
         """Number of conversations."""
@@ -117,10 +124,17 @@ class SftStore:
         return np.memmap(bin_path(prefix), dtype=dtype, mode="r")
 
     def conversation(self, number: int) -> tuple[NDArray[Any], NDArray[np.uint8]]:
-        """Ids and mask of one conversation, uncut, each ``[s]``."""
+        """Return ids and mask of one conversation, uncut, each ``[s]``.
+
+        Raises:
+            DataError: an id outside of the vocabulary that `check` was given.
+        """
         arrays = self.arrays
         kept = slice(arrays.begins[number], arrays.begins[number + 1])
-        return arrays.tokens[kept], arrays.mask[kept]
+        tokens = arrays.tokens[kept]
+        if self._vocab_size is not None:
+            check_ids(f"{self.prefix}{_SUFFIX}", tokens, self._vocab_size)
+        return tokens, arrays.mask[kept]
 
     def source_of(self, number: int) -> str:
         """The input file that a conversation came from."""
@@ -149,12 +163,9 @@ class SftStore:
                 f"({json.dumps(self.about.get('template_kwargs'))}), but this run has "
                 f"({json.dumps(given)}); leave it out, or preprocess the data again."
             )
-        ids = id_range(f"{self.prefix}{_SUFFIX}", _VOCABULARY_SAMPLE)
-        if ids is not None and ids[1] >= vocab_size:
-            raise DataError(
-                f"{self.prefix}{_SUFFIX}.bin holds the token id {ids[1]}, but the vocabulary has "
-                f"{vocab_size} entries; use the tokenizer that the data was preprocessed with."
-            )
+        self._vocab_size = vocab_size
+        prefix = f"{self.prefix}{_SUFFIX}"
+        check_ids(prefix, id_range(prefix, _VOCABULARY_SAMPLE), vocab_size)
 
 
 def _read_about(prefix: str) -> dict[str, Any]:

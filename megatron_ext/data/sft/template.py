@@ -86,7 +86,7 @@ class Template:
     def _apply(self, count: int, **kwargs: Any) -> Any:
         messages = [dict(message) for message in self._conversation.messages[:count]]
         try:
-            return self._tokenizer.apply_chat_template(messages, **kwargs, **self._kwargs)
+            return self._tokenizer.apply_chat_template(messages, **{**self._kwargs, **kwargs})
         except Exception as error:  # a template can raise anything
             reason = " ".join(str(error).split())[:200]
             raise DataError(
@@ -99,9 +99,14 @@ class Template:
         """Tokens of the first ``count`` messages; ``prompt``: with the generation prompt."""
         return list(self.apply(count, add_generation_prompt=prompt)["input_ids"])
 
-    def text(self, count: int, *, prompt: bool = False) -> str:
+    def text(self, count: int, *, prompt: bool = False, **kwargs: Any) -> str:
         """Text of the first ``count`` messages; ``prompt``: with the generation prompt."""
-        return str(self._apply(count, tokenize=False, add_generation_prompt=prompt))
+        return str(self._apply(count, tokenize=False, add_generation_prompt=prompt, **kwargs))
+
+    def source(self) -> str:
+        """The template itself, in Jinja's language."""
+        own = self._kwargs.get("chat_template")
+        return self._tokenizer.get_chat_template(own, self._kwargs.get("tools"))
 
     def encode(self, text: str) -> Any:
         """Token ids of a text that was templated, and where each lies in it."""

@@ -229,6 +229,11 @@ def load_pretrained(folder: Path, *, trust_remote_code: bool) -> Any:
         )
         loaded.backend_tokenizer  # noqa: B018 - a tokenizer in Python has none
     except Exception as error:  # any library or remote code may raise anything here
+        if "trust_remote_code" in str(error):
+            raise DataError(
+                f"`--tokenizer-model` ({folder}) is a tokenizer with code of its own, which is not "
+                "run; give `--trust-remote-code` if you trust its source."
+            ) from None
         reason = " ".join(str(error).split())[:160]
         raise DataError(
             f"`--tokenizer-model` ({folder}) could not be loaded by transformers "

@@ -87,7 +87,8 @@ def read_list(path: str | os.PathLike[str]) -> list[Clip]:
             clips = [_clip(row, source, line) for line, row in rows(source)]
         else:
             raise DataError(
-                f"`--input` ({source}) does not exist; give a jsonl, a csv or a folder."
+                f"`--input` ({source}) is neither a file nor a folder; give a jsonl, a csv or a "
+                "folder of clips."
             )
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(

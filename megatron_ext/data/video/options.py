@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_ext.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
+from megatron_ext.config.ranges import COUNT, PROCESSES
 from megatron_ext.data.video.geometry import BucketPlan
 from megatron_ext.data.video.shards import STORAGES
 from megatron_ext.errors import ConfigError
@@ -42,10 +43,13 @@ class VideoPreprocessOptions:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name in ("workers", "clips_per_shard"):
-            if getattr(self, name) < 1:
+        for name, range_ in (("workers", PROCESSES), ("clips_per_shard", COUNT)):
+            rule = range_.broken_rule(getattr(self, name))
+            if rule is not None:
                 flag = name.replace("_", "-")
-                raise ConfigError(f"`--{flag}` ({getattr(self, name)}) must be at least 1.")
+                raise ConfigError(
+                    f"`--{flag}` ({getattr(self, name)}) {rule}; leave it out for the default."
+                )
         if self.storage not in STORAGES:
             raise ConfigError(f"`--storage` ({self.storage}) must be one of {', '.join(STORAGES)}.")
         if self.device == "cuda" and not torch.cuda.is_available():

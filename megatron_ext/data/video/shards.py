@@ -80,6 +80,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     missing = [key for key in _KEYS if key not in manifest]
     if missing:
         raise DataError(f"{path} lacks {', '.join(missing)}; {_ADVICE} again.")
+    shards = [str(shard["name"]) for shard in manifest["shards"]]
+    for name in [*shards, *manifest["references"]]:
+        if Path(name).name != name:
+            raise DataError(
+                f"{path} names {name}, which leads out of the folder; get the data from a source "
+                "that you trust."
+            )
     if manifest["storage"] not in STORAGES:
         raise DataError(
             f"{path} has the storage {manifest['storage']}, which must be one of "

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Sampler
 from megatron_ext.data.video.dataset import VideoBatch, VideoClips, collate
 from megatron_ext.data.video.plan import VideoPlan
 from megatron_ext.data.video.text_dropout import Text
+from megatron_ext.device.processes import loader_ends_with_parent
 from megatron_ext.device.transfer import sent
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class VideoLoader:
                 # The loader would draw its seed from the generator that ranks share.
                 generator=torch.Generator().manual_seed(0),
                 multiprocessing_context="fork" if num_workers else None,
+                worker_init_fn=loader_ends_with_parent(),
             )
             self._batches = iter(loader)
 

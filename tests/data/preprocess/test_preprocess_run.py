@@ -8,6 +8,7 @@ import json
 import math
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ import numpy as np
 import pytest
 import zstandard
 
+from megatron_ext.data import indexed_writer
 from megatron_ext.data.indexed import check_indexed_dataset
 from megatron_ext.data.preprocess import (
     PreprocessOptions,
     Report,
     TokenizerFlags,
+    inputs,
     preprocess,
     texts,
 )
@@ -392,6 +395,143 @@ def test_two_runs_at_one_prefix(tmp_path: Path) -> None:
         run(tmp_path, path)
 
 
+# --------------------------------------------------------------------- pipes, devices, full disks
+
+
+def lines_of(folder: Path, count: int = 60) -> tuple[bytes, tuple[bytes, bytes]]:
+    """Lines of documents, and the dataset that Megatron-LM would make of them."""
+    data = tiny.write_jsonl(folder / "lines.jsonl", tiny.corpus(count)).read_bytes()
+    texts = [str(document["text"]) for document in tiny.corpus(count)]
+    return data, write_expected(folder / "e", texts, sentencepiece(), append_eod=True)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_fifo_is_read_beside_a_file(tmp_path: Path, packed: bool) -> None:
+    data, _ = lines_of(tmp_path)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    content = gzip.compress(data) if packed else data
+    writer = threading.Thread(target=fifo.write_bytes, args=(content,))
+    writer.start()
+    run(tmp_path, fifo, tmp_path / "lines.jsonl")
+    writer.join()
+    texts = [str(document["text"]) for document in tiny.corpus(60)] * 2
+    expected = write_expected(tmp_path / "e", texts, sentencepiece(), append_eod=True)
+    assert read_pair(tmp_path / "out_text_document") == expected
+
+
+def test_a_fifo_that_nobody_writes_into_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "_SECONDS_FOR_A_WRITER", 0.2)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with pytest.raises(DataError) as caught:
+        run(tmp_path, fifo)
+    assert str(caught.value) == (
+        f"`--input` ({fifo}) is a FIFO that no program has opened for writing within 0.2 seconds; "
+        "start the one that writes into it first."
+    )
+    assert left_in(tmp_path) == []
+
+
+def test_a_slow_writer_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "_SECONDS_FOR_A_WRITER", 0.2)
+    data, expected = lines_of(tmp_path)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+
+    def write() -> None:
+        with open(fifo, "wb") as stream:
+            time.sleep(0.6)
+            stream.write(data)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    run(tmp_path, fifo)
+    writer.join()
+    assert read_pair(tmp_path / "out_text_document") == expected
+
+
+def test_a_stream_named_twice_is_refused(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    (tmp_path / "link").symlink_to(fifo)
+    for names in ((fifo, fifo), (fifo, tmp_path / "link")):
+        with pytest.raises(DataError, match="names twice what can be read only once; name it once"):
+            run(tmp_path, *names)
+
+
+def test_a_device_is_read(tmp_path: Path) -> None:
+    assert run(tmp_path, "/dev/null")[0].documents == 0
+
+
+def test_an_input_changed_behind_its_size_and_time_starts_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = tiny.corpus(300)
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", documents)
+    about = path.stat()
+    with monkeypatch.context() as patch:
+        stop_after(4, patch)
+        with pytest.raises(DataError, match="pulled the plug"):
+            run(tmp_path, path, workers=1)
+    documents[0]["text"] = str(documents[0]["text"])[::-1]
+    tiny.write_jsonl(path, documents)
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (about.st_size, about.st_mtime_ns)
+    report, _ = run(tmp_path, path)
+    assert report.resumed_parts == 0
+    texts = [str(document["text"]) for document in documents]
+    expected = write_expected(tmp_path / "e", texts, sentencepiece(), append_eod=True)
+    assert read_pair(tmp_path / "out_text_document") == expected
+
+
+def test_gzip_of_nothing_is_an_empty_input(tmp_path: Path) -> None:
+    (tmp_path / "in.gz").write_bytes(gzip.compress(b""))
+    for workers in (1, 2):
+        assert run(tmp_path, tmp_path / "in.gz", workers=workers)[0].documents == 0
+
+
+def test_files_in_the_way_of_the_work_are_left_alone(tmp_path: Path) -> None:
+    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(5))
+    (tmp_path / "out.parts").write_text("mine")
+    with pytest.raises(ConfigError, match=r"which cannot be made or written \(File exists\); mend"):
+        run(tmp_path, path)
+    assert (tmp_path / "out.parts").read_text() == "mine"
+    (tmp_path / "out.parts").unlink()
+    (tmp_path / "out.parts").mkdir()
+    (tmp_path / "out.parts" / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"out.parts for the work, but it holds other files; mov"):
+        run(tmp_path, path)
+    assert (tmp_path / "out.parts" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_full_disk_while_joining_keeps_parts_and_the_old_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, expected = lines_of(tmp_path)
+    run(tmp_path, tiny.write_jsonl(tmp_path / "old.jsonl", tiny.corpus(5)))
+    old = read_pair(tmp_path / "out_text_document")
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(indexed_writer, "_kernel_copy", full)
+        with pytest.raises(DataError) as caught:
+            run(tmp_path, tmp_path / "lines.jsonl")
+    assert str(caught.value) == (
+        f"{tmp_path}/out was not written ([Errno 28] No space left on device); finished parts are "
+        "kept, so free space or mend this, and run the same command again."
+    )
+    assert left_in(tmp_path) == ["out.parts", "out_text_document.bin", "out_text_document.idx"]
+    assert read_pair(tmp_path / "out_text_document") == old
+    report, _ = run(tmp_path, tmp_path / "lines.jsonl")
+    assert report.resumed_parts > 0
+    assert read_pair(tmp_path / "out_text_document") == expected
+
+
 # --------------------------------------------------------------------------------------- engines
 
 
@@ -449,9 +589,29 @@ def test_documents_longer_than_the_samples_are_compared_too(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"workers": 0}, "`--workers` (0) must be above 0; use 1 or more."),
-        ({"partitions": -1}, "`--partitions` (-1) must be above 0; use 1 or more."),
+        ({"workers": 0}, "`--workers` (0) must be at least 1; leave it out for the default."),
+        ({"partitions": 10**20}, f"`--partitions` ({10**20}) must be at most 1024; leave it out"),
+        (
+            {"partitions": -1},
+            "`--partitions` (-1) must be at least 1; leave it out for the default.",
+        ),
         ({"json_keys": ("a", "a")}, "`--json-keys` names a twice; name each key once."),
+        (
+            {"part_megabytes": math.nan},
+            "`--part-megabytes` (nan) must be a finite number, above 0;",
+        ),
+        (
+            {"part_megabytes": math.inf},
+            "`--part-megabytes` (inf) must be a finite number, above 0;",
+        ),
+        (
+            {"json_keys": ("a/b",)},
+            "`--json-keys` (a/b) names datasets, so it must not contain `/`; rename the key.",
+        ),
+        (
+            {"json_keys": ("a", "0_a"), "partitions": 2},
+            "`--json-keys` (0_a) gives its dataset the name of partition 0 of a (x_0_a_document);",
+        ),
         ({"inputs": ["-", "a"]}, "`--input -` (standard input) cannot be joined with files;"),
         ({"output_prefix": "/no/folder/x"}, "`--output-prefix` (/no/folder/x) lies in /no/folder,"),
         (

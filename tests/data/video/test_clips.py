@@ -239,5 +239,5 @@ def test_lists_that_are_no_text(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"path,text\n\xff\xfe,\x00\n")
     with pytest.raises(DataError, match=r"`--input` .* cannot be read \(.*\); give a .* in UTF-8"):
         read_list(tmp_path / name)
-    with pytest.raises(DataError, match=r"`--input` \(.*none\) does not exist; give a jsonl"):
+    with pytest.raises(DataError, match=r"`--input` \(.*none\) is neither a file nor a folder"):
         read_list(tmp_path / "none")

@@ -94,10 +94,10 @@ def test_rows_of_a_basis_by_themselves() -> None:
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"codec_spatial": 0}, r"`codec_spatial` \(0\) must be at least 1; 1 leaves this side"),
-        ({"codec_scale": 0.0}, r"`codec_scale` \(0.0\) must be finite and differ from 0; use 1 /"),
-        ({"codec_scale": float("nan")}, r"`codec_scale` \(nan\) must be finite"),
-        ({"codec_shift": float("inf")}, r"`codec_shift` \(inf\) must be finite; 0 is the middle"),
+        ({"codec_spatial": 0}, r"`--codec-spatial` \(0\) must be at least 1; 8 is the default"),
+        ({"codec_scale": 0.0}, r"`codec_scale` \(0.0\) must differ from 0; use 1 /"),
+        ({"codec_scale": float("nan")}, r"`--codec-scale` \(nan\) must be a finite number"),
+        ({"codec_shift": float("inf")}, r"`--codec-shift` \(inf\) must be a finite number"),
     ],
 )
 def test_options_of_no_use(wrong: dict[str, float], sentence: str) -> None:

@@ -161,8 +161,8 @@ def test_weights_that_cannot_be_are_refused_together() -> None:
             reference_loss="some",
         )
     first, second, third = caught.value.messages
-    assert first.startswith("`--i2v-head-weight` (-1.0) must be a finite number of 0 or more")
-    assert second.startswith("`--v2v-frames` (0) must be 1 latent frame or more")
+    assert first.startswith("`--i2v-head-weight` (-1) must be at least 0")
+    assert second.startswith("`--v2v-frames` (0) must be at least 1")
     assert third.startswith("`--reference-loss` (some) must be one of masked, all, trimmed")
     zero = {f"{mode}_weight": 0.0 for mode in MODES}
     with pytest.raises(ConfigError, match="weights of all condition modes are 0"):

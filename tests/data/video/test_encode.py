@@ -134,10 +134,10 @@ def test_random_codecs_are_told_the_clip_and_the_piece(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"fps_cap": 0}, r"`fps_cap` \(0\) must be at least 1; the usual is 24"),
+        ({"fps_cap": 0}, r"`--fps-cap` \(0\) must be at least 1; 24 is the default"),
         ({"temporal_crop": "end"}, r"`temporal_crop` \(end\) must be random or start; choose one"),
-        ({"clip_seed": -1}, r"`clip_seed` \(-1\) must be at least 0; raise it"),
-        ({"reference_lengths": (0,)}, r"`reference_lengths` \(\[0\]\) must be different numbers"),
+        ({"clip_seed": -1}, r"`--clip-seed` \(-1\) must be at least 0"),
+        ({"reference_lengths": (0,)}, r"`--reference-lengths` \(0\) must be at least 1"),
         ({"reference_lengths": (9, 9)}, r"\(\[9, 9\]\) must be different numbers of latent fram"),
     ],
 )

@@ -258,7 +258,7 @@ def test_manifest_says_what_made_the_data(tmp_path: Path) -> None:
         (["--buckets={}"], r"is empty: it must hold a bucket with a probability above 0"),
         (["--codec=/none"], r"must be `patch` or a local folder|must be left out with `codec`"),
         (["--text-encoder=t5"], r"`text_encoder` \(t5\) must be hashed, t5-clip or umt5"),
-        (["--reference-lengths", "0"], r"`reference_lengths` \(\[0\]\) must be different"),
+        (["--reference-lengths", "0"], r"`--reference-lengths` \(0\) must be at least 1"),
         (["--colour"], r"Unrecognized arguments: --colour; see --help"),
         (["--workers=many"], r"Argument --workers: invalid int value: 'many'; see --help"),
         (["--reference-lengths", "9"], r"`reference_lengths` \(9\) must be less than the latent"),

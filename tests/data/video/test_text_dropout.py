@@ -64,5 +64,5 @@ def test_an_empty_caption_that_is_too_long_is_refused() -> None:
 def test_probabilities_are_checked() -> None:
     assert TextDropoutConfig().text_dropout == pytest.approx(0.31622777)
     for value in (-0.1, 1.5, math.nan):
-        with pytest.raises(ConfigError, match=r"`--pooled-dropout` .* between 0 and 1"):
+        with pytest.raises(ConfigError, match=r"`--pooled-dropout` .* at least 0 and at most 1"):
             TextDropoutConfig(pooled_dropout=value)

@@ -200,7 +200,7 @@ def test_weights_and_tokenizers_that_are_missing(
             {"text_encoder": "bert"},
             r"`text_encoder` \(bert\) must be hashed, t5-clip or umt5; choose",
         ),
-        ({"text_length": 0}, r"`text_length` \(0\) must be at least 1; raise it"),
+        ({"text_length": 0}, r"`--text-length` \(0\) must be at least 1"),
         ({"clip_path": "/c"}, r"`clip_path` \(/c\) has an effect only with `text_encoder` t5-cl"),
         ({"text_encoder": "t5-clip", "t5_path": "/t5"}, r"`clip_path` \(None\) must be a local f"),
         ({"text_encoder": "umt5"}, r"`t5_path` \(None\) must be .* when `text_encoder` is umt5;"),

@@ -59,7 +59,10 @@ def load(
         )
     words = tokenizer_path or path
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(words, local_files_only=True)
+        # False rather than nothing, for which transformers asks the terminal whether to run code.
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            words, local_files_only=True, trust_remote_code=False
+        )
         model, info = kind.from_pretrained(path, local_files_only=True, output_loading_info=True)
     # Broken files give errors of safetensors, tokenizers, pickle and torch, which share no class.
     except Exception as error:

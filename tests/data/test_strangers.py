@@ -1,0 +1,150 @@
+"""Data, tokenizers, encoders and settings of strangers run no code and lead out of no folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_ext.checkpoint.huggingface.read import TensorFolder
+from megatron_ext.config import parse_args
+from megatron_ext.config.encoding import CodecConfig
+from megatron_ext.data.preprocess.parts import Done, marker_path, read_marker
+from megatron_ext.data.tokenizers.huggingface import load_pretrained
+from megatron_ext.data.video.codecs import build_codec
+from megatron_ext.data.video.shards import read_manifest, write_json
+from megatron_ext.data.video.text_encoders.loading import load
+from megatron_ext.errors import CheckpointError, ConfigError, DataError
+from tests.data.sft.tiny import tokenizer
+from tests.data.tiny import hf_folder
+from tests.data.video.making import write_vaes
+from tests.data.video.test_shards import MANIFEST
+from tests.data.video.tiny_umt5 import write_umt5
+from tests.training_runs import TINY, mock_data
+
+
+class Trap:
+    """Makes a file when an ordinary reader unpickles it."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
+        return open, (str(self._marker), "w")
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    """A file that only a stranger's code would make."""
+    return tmp_path / "marker"
+
+
+def _with_code(folder: Path, marker: Path) -> Path:
+    """A tokenizer whose class lies in its folder, as on a hub."""
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes((hf_folder() / "tokenizer.json").read_bytes())
+    config = {
+        "tokenizer_class": "Strange",
+        "auto_map": {"AutoTokenizer": ["strange.Strange", None]},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "strange.py").write_text(
+        f"open({str(marker)!r}, 'w').close()\nfrom transformers import PreTrainedTokenizerFast\n"
+        "class Strange(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    return folder
+
+
+def test_code_of_a_tokenizer_runs_by_trust_remote_code_alone(tmp_path: Path, marker: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = _with_code(tmp_path / "tokenizer", marker)
+    with pytest.raises(DataError, match="code of its own, which is not run; give `--trust-remote"):
+        load_pretrained(folder, trust_remote_code=False)
+    assert not marker.exists()
+    load_pretrained(folder, trust_remote_code=True)
+    assert marker.exists()
+
+
+def test_a_chat_template_reaches_nothing_of_python() -> None:
+    template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(Exception, match="unsafe"):
+        tokenizer("chatml", template=template).apply_chat_template(
+            [{"role": "user", "content": "a"}], tokenize=False
+        )
+
+
+def test_a_text_encoder_neither_unpickles_nor_asks_for_its_code(
+    tmp_path: Path, marker: Path
+) -> None:
+    """Without an answer transformers would ask the terminal, and wait for it."""
+    transformers = pytest.importorskip("transformers")
+    folder = write_umt5(tmp_path)
+    words = _with_code(tmp_path / "words", marker)
+    arguments = (transformers, transformers.UMT5EncoderModel, "t5_path", str(folder), ["umt5"])
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        load(*arguments, tokenizer_path=str(words))
+    weights = load_file(folder / "model.safetensors")
+    torch.save({**weights, "trap": Trap(marker)}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="`t5_path` .* holds no model and tokenizer that can be"):
+        load(*arguments, tokenizer_path=str(tmp_path / "tokenizer"))
+    assert not marker.exists()
+
+
+def test_a_codec_does_not_unpickle(tmp_path: Path, marker: Path) -> None:
+    folder = write_vaes(tmp_path)["AutoencoderKLWan"]
+    weights = folder / "diffusion_pytorch_model.safetensors"
+    content = {**load_file(weights), "trap": Trap(marker)}
+    weights.unlink()
+    torch.save(content, weights.with_suffix(".bin"))
+    with pytest.raises(ConfigError, match="holds an AutoencoderKLWan whose weights cannot be"):
+        build_codec(CodecConfig(str(folder)), seed=1)
+    assert not marker.exists()
+
+
+def test_settings_in_yaml_make_no_objects(tmp_path: Path, marker: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"seed: !!python/object/apply:builtins.open ['{marker}', 'w']\n")
+    with pytest.raises(ConfigError, match=r"`--config` \(.*\) cannot be read"):
+        parse_args([*TINY, *mock_data(), "--config", str(path)], world_size=1, device="cpu")
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/shard", "a/b"])
+def test_the_manifest_of_a_video_data_set_names_files_of_its_folder(
+    name: str, tmp_path: Path
+) -> None:
+    for changed in ({"references": [name]}, {"shards": [{"name": name, "clips": 1}]}):
+        write_json(tmp_path / "manifest.json", {**MANIFEST, **changed})
+        with pytest.raises(DataError, match=f"names {name}, which leads out of the folder"):
+            read_manifest(tmp_path)
+
+
+def test_a_marker_of_a_part_names_files_of_its_folder(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.bin"
+    secret.write_bytes(b"1234")
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    done = Done("p000000.1", lines=1, documents=1, tokens=1, rejected=0, sizes={})
+    marker_path(folder, 0).write_text(json.dumps(dataclasses.asdict(done)))
+    assert read_marker(folder, 0) == done
+    for changed in ({"stem": "../secret"}, {"sizes": {"../secret.bin": 4}}):
+        strange = dataclasses.replace(done, **changed)  # type: ignore[arg-type]
+        marker_path(folder, 0).write_text(json.dumps(dataclasses.asdict(strange)))
+        assert read_marker(folder, 0) is None
+
+
+def test_the_index_of_safetensors_names_files_of_its_folder(tmp_path: Path) -> None:
+    inside = tmp_path / "model"
+    inside.mkdir()
+    index = {"weight_map": {"a": os.path.join("..", "secret.safetensors")}}
+    (inside / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"names \.\./secret.safetensors, which does not lie"):
+        TensorFolder(inside)
