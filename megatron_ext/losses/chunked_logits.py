@@ -61,12 +61,20 @@ class Head:
         """Tokens of a chunk that `fused_softmax` computes."""
         return max(1, min(self.chunk_size or fused_rows(num_tokens, hidden_size), num_tokens))
 
-    def check(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+    def check(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None
+    ) -> None:
         """Refuse tensors that do not fit each other; looks at shapes and types only."""
         if hidden.dtype != weight.dtype:
             raise ConfigError(
                 f"The hidden states are {hidden.dtype} and the head weight is {weight.dtype}, but "
                 "both must have one type; cast one of them."
+            )
+        if bias is not None and (bias.dtype, bias.shape) != (weight.dtype, weight.shape[:1]):
+            raise ConfigError(
+                f"The head bias is {bias.dtype} of shape {tuple(bias.shape)}, but it must be "
+                f"{weight.dtype} of shape {tuple(weight.shape[:1])}, this rank's part of the "
+                "vocabulary."
             )
         s, b, _ = hidden.shape
         wanted = (b, s * self.tp_size if self.sequence_parallel else s)
@@ -122,7 +130,9 @@ class Chunk:
     fused: bool = False
 
 
-def chunks(head: Head, hidden: Tensor, weight: Tensor, labels: Tensor) -> Iterator[Chunk]:
+def chunks(
+    head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None
+) -> Iterator[Chunk]:
     """Compute the logits of ``[s * b, h]`` with labels ``[b, s]`` chunk by chunk, in one buffer."""
     labels, num_tokens, vocabulary = flat(labels), hidden.shape[0], weight.shape[0]
     fused = compiles(hidden)
@@ -137,10 +147,14 @@ def chunks(head: Head, hidden: Tensor, weight: Tensor, labels: Tensor) -> Iterat
         span = slice(start, min(start + rows, num_tokens))
         part = hidden[span]
         logits = buffer[: part.shape[0]]
-        if part.dtype == kind:
+        if part.dtype != kind:
+            logits.copy_(torch.mm(part, weight.t()))
+            if bias is not None:
+                logits.add_(bias)
+        elif bias is None:
             torch.mm(part, weight.t(), out=logits)
         else:
-            logits.copy_(torch.mm(part, weight.t()))
+            torch.addmm(bias, part, weight.t(), out=logits)
         mine = owned[span].unsqueeze(1).float()
         yield Chunk(span, part, logits, column[span], mine, valid[span].float(), fused)
 
@@ -247,9 +261,9 @@ def adds_in_float32(device: torch.device, kind: torch.dtype) -> bool:
 
 
 class Gradients:
-    """Gradients of the tokens ``[s * b, h]``, in their type, and of the weight, in float32.
+    """Gradients of the tokens ``[s * b, h]``, in their type, and of weight and bias, in float32.
 
-    Either is None where it is not wanted. The weight's goes straight into ``main`` where it can.
+    Each is None where it is not wanted. The weight's goes straight into ``main`` where it can.
     """
 
     def __init__(
@@ -257,6 +271,9 @@ class Gradients:
     ) -> None:
         self.hidden = torch.empty_like(tokens) if wanted[0] else None
         self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        if wanted[2]:
+            self.bias = weight.new_zeros(weight.shape[0], dtype=torch.float32)
         self._taken = False
         self._adds = adds_in_float32(tokens.device, tokens.dtype)
         direct = main is not None and main.dtype == torch.float32
@@ -265,8 +282,8 @@ class Gradients:
         if wanted[1]:
             self.weight = main if direct else torch.zeros_like(weight, dtype=torch.float32)
 
-    def take(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """That of the tokens, scaled in place, and that of the weight as it is; once only.
+    def take(self, scale: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Give the gradients, once only; those of tokens and bias scaled in place.
 
         Raises:
             RuntimeError: a second backward pass.
@@ -277,9 +294,11 @@ class Gradients:
                 "the loss again for a second one."
             )
         self._taken = True
-        hidden, weight = self.hidden, self.weight
-        self.hidden = self.weight = None
-        return None if hidden is None else hidden.mul_(scale), weight
+        hidden, weight, bias = self.hidden, self.weight, self.bias
+        self.hidden = self.weight = self.bias = None
+        if bias is not None:
+            bias.mul_(scale)
+        return None if hidden is None else hidden.mul_(scale), weight, bias
 
     def add(self, chunk: Chunk, weight: Tensor) -> None:
         """Add what a chunk, whose logits now are their gradient, gives."""
@@ -287,6 +306,8 @@ class Gradients:
         gradient = chunk.logits.to(tokens.dtype)
         if self.hidden is not None:
             torch.mm(gradient, weight, out=self.hidden[chunk.span])
+        if self.bias is not None:
+            self.bias.add_(chunk.logits.sum(dim=0, dtype=torch.float32))
         if total is None:
             return
         if self._adds:

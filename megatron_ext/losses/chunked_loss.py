@@ -7,7 +7,7 @@ that of the weight is summed in float32, and the backward pass scales what is th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ from megatron_ext.losses.chunked_logits import Gradients, Head, flat, relative, 
 from megatron_ext.losses.vocabulary import VocabularyHead
 
 Inputs = Mapping[str, Tensor]
-TokenLosses = Callable[[Tensor, VocabularyHead, Inputs], Tensor]
+Extra = Mapping[str, Tensor]
+TokenLosses = Callable[[Tensor, VocabularyHead, Inputs], Tensor | tuple[Tensor, Extra]]
 
 
 @dataclass(frozen=True)
@@ -31,30 +32,42 @@ class _Work:
     head: Head
     tokens: Tensor
     weight: Tensor
+    bias: Tensor | None
     token_weights: Tensor
     inputs: Inputs
     gradients: Gradients
+    extra_names: Sequence[str]
 
-    def losses(self) -> Tensor:
-        """Losses of all tokens ``[s * b]``; their gradients are left in ``gradients``."""
+    def losses(self) -> list[Tensor]:
+        """Losses of all tokens ``[s * b]``, then each extra value; gradients are left behind."""
         count = self.tokens.shape[0]
         rows = self.head.rows(count)
-        losses = self.token_weights.new_empty(count)
+        values = [self.token_weights.new_empty(count) for _ in range(1 + len(self.extra_names))]
         for start in range(0, count, rows):
             span = slice(start, min(start + rows, count))
-            losses[span] = self._chunk(span)
-        return losses
+            for whole, part in zip(values, self._chunk(span), strict=True):
+                whole[span] = part
+        return values
 
-    def _chunk(self, span: slice) -> Tensor:
-        of_hidden, of_weight = self.gradients.hidden, self.gradients.weight
+    def _chunk(self, span: slice) -> list[Tensor]:
+        of_hidden, of_weight, of_bias = (
+            self.gradients.hidden,
+            self.gradients.weight,
+            self.gradients.bias,
+        )
         tokens = self.tokens[span].detach().requires_grad_(of_hidden is not None)
         weight = self.weight.detach().requires_grad_(of_weight is not None)
-        leaves = [x for x in (tokens, weight) if x.requires_grad]
+        bias = self.bias
+        if bias is not None:
+            bias = bias.detach().requires_grad_(of_bias is not None)
+        leaves = [x for x in (tokens, weight, bias) if x is not None and x.requires_grad]
         inputs = {name: x if x.dim() == 0 else x[span] for name, x in self.inputs.items()}
         weights = self.token_weights[span]
         with torch.set_grad_enabled(bool(leaves)):
-            losses = self.loss(tokens, VocabularyHead(weight, self.head.tp_group), inputs)
+            found = self.loss(tokens, VocabularyHead(weight, self.head.tp_group, bias), inputs)
+            losses, extra = found if isinstance(found, tuple) else (found, {})
             _check_shape(losses, weights)
+            _check_extra(extra, self.extra_names, weights)
             # A token that does not count may have any loss.
             losses = torch.where(weights != 0, losses.float(), 0.0)
             total = torch.dot(weights, losses)
@@ -64,7 +77,11 @@ class _Work:
                 of_hidden[span] = next(gradients)
             if of_weight is not None:
                 of_weight.add_(next(gradients))
-        return losses.detach()
+            if of_bias is not None:
+                of_bias.add_(next(gradients))
+        counts = weights != 0
+        more = [torch.where(counts, extra[name].detach(), 0.0) for name in self.extra_names]
+        return [losses.detach(), *more]
 
 
 def _check_shape(losses: Tensor, weights: Tensor) -> None:
@@ -76,6 +93,20 @@ def _check_shape(losses: Tensor, weights: Tensor) -> None:
         )
 
 
+def _check_extra(extra: Extra, names: Sequence[str], weights: Tensor) -> None:
+    if set(extra) != set(names):
+        raise ConfigError(
+            f"A token loss returned the extra values {', '.join(sorted(extra)) or 'none'}, but its "
+            f"`extra_names` are {', '.join(names) or 'none'}; return each of them for every chunk."
+        )
+    for name, value in extra.items():
+        if value.shape != weights.shape:
+            raise ConfigError(
+                f"A token loss returned the extra value `{name}` of shape {tuple(value.shape)} for "
+                f"a chunk of {weights.shape[0]} tokens, but it must give one number for each."
+            )
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """Losses of the tokens, outside the graph, and their weighted sum, inside it."""
 
@@ -84,29 +115,31 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         weights: Tensor,
-        work: Callable[[Tensor, Tensor, Tensor, tuple[bool, ...]], _Work],
+        work: Callable[..., _Work],
         takes_gradients: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         token_weights = flat(weights).float()
         over_largest, largest = relative(token_weights)
-        wanted = tuple(takes_gradients and needed for needed in ctx.needs_input_grad[:2])
-        job = work(over_largest, hidden, weight, wanted)
-        losses, gradients = job.losses(), job.gradients
+        wanted = tuple(takes_gradients and needed for needed in ctx.needs_input_grad[:3])
+        job = work(over_largest, hidden, weight, bias, wanted)
+        (losses, *extra), gradients = job.losses(), job.gradients
         if gradients.hidden is not None:
             gradients.hidden = job.head.reduce(gradients.hidden, hidden)
         ctx.gradients, ctx.largest, ctx.dtype = gradients, largest, weight.dtype
-        result = unflat(losses, weights)
-        ctx.mark_non_differentiable(result)
-        return result, torch.dot(token_weights, losses)
+        rows = [unflat(values, weights) for values in (losses, *extra)]
+        ctx.mark_non_differentiable(*rows)
+        return torch.dot(token_weights, losses), *rows
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor, grad_total: Tensor) -> Any:
+    def backward(ctx: Any, grad_total: Tensor, *_: Tensor) -> Any:
         scale = grad_total * ctx.largest
-        of_hidden, of_weight = ctx.gradients.take(scale)
+        of_hidden, of_weight, of_bias = ctx.gradients.take(scale)
         if of_weight is not None:
             of_weight = of_weight.mul_(scale).to(ctx.dtype)
-        return of_hidden, of_weight, None, None, None
+        of_bias = None if of_bias is None else of_bias.to(ctx.dtype)
+        return of_hidden, of_weight, of_bias, None, None, None
 
 
 def chunked_loss(
@@ -119,11 +152,14 @@ def chunked_loss(
     tp_group: ProcessGroup | None,
     sequence_parallel: bool,
     chunk_size: int | None = None,
-) -> tuple[Tensor, Tensor]:
+    bias: Tensor | None = None,
+    extra_names: Sequence[str] = (),
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Losses of the tokens and their weighted sum, for a loss written for a chunk of C tokens.
 
     Args:
-        loss: from hidden states ``[C, h]``, the head and the inputs of the chunk to losses ``[C]``.
+        loss: from hidden states ``[C, h]``, the head and the inputs of the chunk to losses ``[C]``,
+            or to a pair of these and a dictionary of further values ``[C]`` by name.
             It is called once for each chunk, with gradients enabled. On the tensor-parallel ranks
             the gradients of the hidden states are summed, so what a loss adds that does not go
             through the head's methods must be divided by their number.
@@ -131,18 +167,19 @@ def chunked_loss(
         weight: this rank's part of the head, ``[v/tp, h]``.
         weights: of the tokens, ``[b, s]``.
         inputs: by name, ``[b, s, ...]`` cut into ``[C, ...]``, or a scalar that every chunk gets.
-        tp_group, sequence_parallel, chunk_size: as in `linear_cross_entropy`.
+        tp_group, sequence_parallel, chunk_size, bias: as in `linear_cross_entropy`.
+        extra_names: names of the further values, all of which each chunk must give.
 
     Returns:
-        losses ``[b, s]`` float32, outside the graph and 0 where the weight is 0, and the sum of
-        weights times losses, a float32 scalar inside it.
+        losses ``[b, s]`` float32, outside the graph and 0 where the weight is 0; the sum of
+        weights times losses, a float32 scalar inside it; and the further values, like the losses.
 
     Raises:
-        ConfigError: losses of a wrong shape.
+        ConfigError: losses or further values of a wrong shape or name.
         DataError: inputs or weights whose shape does not fit the hidden states.
     """
     head = Head(chunk_size, tp_group, sequence_parallel)
-    head.check(hidden, weight, weights)
+    head.check(hidden, weight, weights, bias)
     for name, value in inputs.items():
         if value.dim() > 0 and value.shape[:2] != weights.shape:
             raise DataError(
@@ -151,7 +188,11 @@ def chunked_loss(
             )
 
     def work(
-        token_weights: Tensor, hidden: Tensor, weight: Tensor, wanted: tuple[bool, ...]
+        token_weights: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        wanted: tuple[bool, ...],
     ) -> _Work:
         tokens = head.tokens(hidden)
         flattened = {
@@ -159,9 +200,11 @@ def chunked_loss(
             for name, x in inputs.items()
         }
         gradients = Gradients(wanted, tokens, weight)
-        return _Work(loss, head, tokens, weight, token_weights, flattened, gradients)
+        return _Work(
+            loss, head, tokens, weight, bias, token_weights, flattened, gradients, extra_names
+        )
 
-    result: tuple[Tensor, Tensor] = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, weights, work, torch.is_grad_enabled()
+    total, losses, *extra = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, weights, work, torch.is_grad_enabled()
     )
-    return result
+    return losses, total, dict(zip(extra_names, extra, strict=True))

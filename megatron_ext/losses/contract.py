@@ -7,8 +7,10 @@ silently wrong gradients or die; this contract refuses both where the loss is ma
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +18,8 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError
 
 Report = Mapping[str, Tensor]
-LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, Report]]
+LossFunction = Callable[..., tuple[Tensor, Tensor, Report]]
+"""Takes the output of the last stage, and ``non_loss_data=True`` where a task collects such."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,9 @@ def checked(loss: LossFunction) -> LossFunction:
     """
 
     @functools.wraps(loss)
-    def wrapper(output: Tensor) -> tuple[Tensor, Tensor, Report]:
+    def wrapper(output: Tensor, non_loss_data: bool = False) -> Any:
+        if non_loss_data:
+            return non_loss_data_of(loss, output)
         result = loss(output)
         if not isinstance(result, tuple) or len(result) != 3:
             size = len(result) if isinstance(result, tuple) else 1
@@ -76,10 +81,26 @@ def checked(loss: LossFunction) -> LossFunction:
     return wrapper
 
 
+def non_loss_data_of(loss: LossFunction, output: Tensor) -> Any:
+    """Return what a loss gives with ``non_loss_data=True``.
+
+    Raises:
+        ConfigError: a loss without that argument.
+    """
+    parameters = inspect.signature(loss).parameters.values()
+    if not any(p.name == "non_loss_data" or p.kind is p.VAR_KEYWORD for p in parameters):
+        raise ConfigError(
+            f"The loss `{_name(loss)}` has no argument `non_loss_data`, with which it is to return "
+            "what the task's `process_non_loss_data` takes; add `non_loss_data=False`."
+        )
+    return loss(output, non_loss_data=True)
+
+
 def _name(loss: LossFunction) -> str:
     """What to call a loss in an error; a partial is called by its function.
 
     Only for errors: printing a partial prints its tensors, which on a GPU waits for them.
     """
+    loss = inspect.unwrap(loss)
     function = getattr(loss, "func", loss)
     return str(getattr(function, "__name__", type(function).__name__))

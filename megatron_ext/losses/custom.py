@@ -25,7 +25,9 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import math
 import sys
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +42,13 @@ from megatron_ext.losses.vocabulary import VocabularyHead
 
 if TYPE_CHECKING:
     from megatron_ext.layout import ParallelContext
+
+
+_TAKEN = (
+    "kind iteration consumed_samples learning_rate grad_norm loss_scale global_batch_size split "
+    "seconds_per_iteration tokens_per_second skipped_iterations nan_iterations final epoch "
+    "total_skipped_iterations num_zeros params_norm"
+).split()
 
 
 @dataclass(frozen=True)
@@ -71,10 +80,13 @@ class TokenLoss(Generic[Config]):
 
     Attributes:
         name: in the log.
+        extra_names: names in the log of further values that `token_losses` returns; their means
+            over the tokens, with the weights of the loss, are reported beside it.
         config: the options.
     """
 
     name: ClassVar[str] = "loss"
+    extra_names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -89,8 +101,11 @@ class TokenLoss(Generic[Config]):
 
     def token_losses(
         self, hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]
-    ) -> Tensor:
-        """Losses ``[C]`` of a chunk of C tokens.
+    ) -> Tensor | tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the losses ``[C]`` of a chunk of C tokens.
+
+        Where the class has `extra_names`, return a pair: the losses, and for each of the names a
+        value ``[C]``.
 
         Args:
             hidden: ``[C, h]``.
@@ -120,13 +135,50 @@ def load_loss(spec: str, arguments: tuple[str, ...] = ()) -> TokenLoss[Any]:
             near = difflib.get_close_matches(name, names, n=1)
             known = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or 'none'}."
             raise ConfigError(f"`--loss-args` ({argument}) must be FIELD=VALUE of {spec}; {known}")
-        values[name] = yaml.safe_load(text)
+        values[name] = _value(kind, name, argument, text)
+    _check_names(spec, kind.loss_class)
     try:
         return kind.loss_class(kind(**values))
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"`--loss` ({spec}) cannot be built from {values}: {error}; correct `--loss-args`."
         ) from error
+
+
+def _check_names(spec: str, kind: type[TokenLoss[Any]]) -> None:
+    """Refuse names that `metrics.jsonl` has already, or that a loss has twice."""
+    names = [kind.name, *kind.extra_names]
+    for name in names:
+        if name in _TAKEN or names.count(name) > 1:
+            raise ConfigError(
+                f"`--loss` ({spec}) reports `{name}`, a name that is taken; rename it in `name` or "
+                "`extra_names` of its class."
+            )
+
+
+def _value(kind: type[TokenLossConfig], name: str, argument: str, text: str) -> Any:
+    """Read the value of one option as the type that its field has, where that is a plain one.
+
+    Raises:
+        ConfigError: the text is no such value, or no finite number.
+    """
+    hint = typing.get_type_hints(kind)[name]
+    members = typing.get_args(hint) or (hint,)
+    try:
+        value = yaml.safe_load(text)
+        if float in members and value is not None:
+            value = float(value)
+    except (ValueError, TypeError, yaml.YAMLError):
+        value = text
+    plain = all(member in (bool, int, float, str, type(None)) for member in members)
+    fits = type(value) in members and not (isinstance(value, float) and not math.isfinite(value))
+    if plain and not fits:
+        names = " or ".join(member.__name__ for member in members if member is not type(None))
+        raise ConfigError(
+            f"`--loss-args` ({argument}) must give `{name}` as {names}, and numbers must be "
+            "finite; correct the value."
+        )
+    return value
 
 
 def _config_class(spec: str) -> type[TokenLossConfig]:

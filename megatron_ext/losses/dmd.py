@@ -9,9 +9,15 @@ teacher see in X_t:
     L_G = 1/2 * mean over M of (X - stopgrad(X - D))²           dL_G / dX = D * M / |M|
     L_F = mean over M of (flow of the critic - (noise - X))²
 
+Score identity distillation (arXiv:2404.04057) trains the generator by another loss, whose gradient
+goes through critic and teacher, too:
+
+    L_S = mean over M of (r - f) * (r - X - alpha * (r - f)) / mean|X - r|
+
 M are the frames that count, those that are new in the chunk. D is a function of whole chunks, but
-given D both losses are sums over frames, so that blocks of frames can be micro-batches. Latents and
-D are whole and equal on all model-parallel ranks of a replica; nothing here speaks to other ranks.
+given D, or dL_S / dX, losses are sums over frames, so that blocks of frames can be micro-batches.
+Latents and D are whole and equal on all model-parallel ranks of a replica; nothing here speaks to
+other ranks.
 """
 
 from __future__ import annotations
@@ -22,9 +28,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_ext.config.streaming import DENOISING_LOSSES, DISTRIBUTION_LOSSES
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.contract import Report, pair
 from megatron_ext.losses.cross_entropy import number_of_targets
+from megatron_ext.models.causal_video.conversions import spread
 
 
 @dataclass(frozen=True)
@@ -34,18 +42,34 @@ class DMDConfig:
     Attributes:
         guidance_scale: w of the teacher, ``u + w * (c - u)``; 1 is the plain prediction. LongLive
             adds ``3 * (c - u)`` to c, which is 4 here.
+        distribution_loss: ``dmd`` (L_G) or ``sid`` (L_S).
+        sid_alpha: alpha of L_S.
+        denoising_loss: what the critic is to predict, see `critic_loss`.
 
     Raises:
-        ConfigError: a scale that is not finite.
+        ConfigError: a number that is not finite, or an unknown loss.
     """
 
     guidance_scale: float = 4.0
+    distribution_loss: str = "dmd"
+    sid_alpha: float = 1.0
+    denoising_loss: str = "flow"
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.guidance_scale):
             raise ConfigError(
                 f"`guidance_scale` ({self.guidance_scale}) must be finite; 1 turns guidance off."
             )
+        if not math.isfinite(self.sid_alpha):
+            raise ConfigError(f"`sid_alpha` ({self.sid_alpha}) must be finite; 1 is usual.")
+        for name, known in (
+            ("distribution_loss", DISTRIBUTION_LOSSES),
+            ("denoising_loss", DENOISING_LOSSES),
+        ):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"`{name}` ({getattr(self, name)}) must be one of {', '.join(known)}."
+                )
 
 
 @torch.no_grad()
@@ -71,17 +95,58 @@ def dmd_direction(
     Raises:
         ConfigError: predictions of another shape.
     """
-    for name, x in (("fake", fake), ("conditional", conditional), ("unconditional", unconditional)):
-        _check_shape(name, x, latents)
+    _check_shape("fake", fake, latents)
+    real = _guided(latents, conditional, unconditional, scale)
+    return (fake.double() - real) / _distance(latents, real)
+
+
+def sid_losses(
+    latents: Tensor,
+    *,
+    fake: Tensor,
+    conditional: Tensor,
+    unconditional: Tensor,
+    scale: float,
+    alpha: float,
+) -> Tensor:
+    """L_S of each frame, with gradient; arguments as of `dmd_direction`.
+
+    The normaliser is a constant, and a sample that the teacher leaves as it is has no loss.
+
+    Args:
+        alpha: see `DMDConfig.sid_alpha`.
+
+    Returns:
+        ``[b, t]`` float64.
+
+    Raises:
+        ConfigError: predictions of another shape.
+    """
+    _check_shape("fake", fake, latents)
+    real = _guided(latents, conditional, unconditional, scale)
+    gap, x = real - fake.double(), latents.double()
+    return _by_frame(gap * (real - x - alpha * gap) / _distance(latents, real))
+
+
+def _guided(latents: Tensor, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+    """What the teacher sees with guidance, r."""
+    _check_shape("conditional", conditional, latents)
+    _check_shape("unconditional", unconditional, latents)
     c, u = conditional.double(), unconditional.double()
-    real = c + (scale - 1) * (c - u)
-    difference = fake.double() - real
+    return c + (scale - 1) * (c - u)
+
+
+@torch.no_grad()
+def _distance(latents: Tensor, real: Tensor) -> Tensor:
+    """mean|X - r| of each sample, ``[b, 1, 1, 1, 1]``; infinite where it is 0."""
     distance = (latents.double() - real).abs().flatten(1).mean(dim=1)
-    distance = distance.view(-1, *[1] * (latents.dim() - 1))
-    return torch.where(distance == 0, 0.0, difference / distance)
+    distance = torch.where(distance == 0, torch.inf, distance)
+    return distance.view(-1, *[1] * (latents.dim() - 1))
 
 
-def dmd_loss(latents: Tensor, *, direction: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Report]:
+def dmd_loss(
+    latents: Tensor, *, direction: Tensor, mask: Tensor, losses: Tensor | None = None
+) -> tuple[Tensor, Tensor, Report]:
     """Generator loss of chunks, or of blocks of them, through the loss contract.
 
     The sum is over frames, of the means of their elements, and the count is of frames; sum / count
@@ -91,6 +156,8 @@ def dmd_loss(latents: Tensor, *, direction: Tensor, mask: Tensor) -> tuple[Tenso
         latents: X with gradient, ``[b, t, c, h, w]``.
         direction: D of `dmd_direction` for these frames, as ``latents``.
         mask: frames that count, bool ``[b, t]``.
+        losses: of the frames, ``[b, t]``, where the direction is the gradient of another loss than
+            L_G, times the elements of a frame; the value is then theirs.
 
     Returns:
         Sum (float64), number of frames that count, and what to log: ``generator loss``, and
@@ -103,23 +170,40 @@ def dmd_loss(latents: Tensor, *, direction: Tensor, mask: Tensor) -> tuple[Tenso
     _check_mask(mask, latents)
     x, d = latents.double(), direction.double()
     # X - stopgrad(X - D), without the rounding of the difference: its gradient is D to the bit.
-    error = torch.where(_spread(mask, x), x - x.detach() + d, 0.0)
-    total = 0.5 * _by_frame(error.square()).sum()
+    if losses is None:
+        error = torch.where(_spread(mask, x), x - x.detach() + d, 0.0)
+        total = 0.5 * _by_frame(error.square()).sum()
+    else:
+        slope = torch.where(_spread(mask, x), (x - x.detach()) * d, 0.0)
+        total = _by_frame(slope).sum() + torch.where(mask, losses, 0.0).sum()
     count = number_of_targets(mask)
     sizes = pair(_by_frame(d.abs()).sum(), torch.full((), mask.numel(), device=d.device))
     return total, count, {"generator loss": pair(total, count), "dmdtrain_gradient_norm": sizes}
 
 
 def critic_loss(
-    flow: Tensor, *, latents: Tensor, noise: Tensor, mask: Tensor
+    flow: Tensor,
+    *,
+    latents: Tensor,
+    noise: Tensor,
+    mask: Tensor,
+    kind: str = "flow",
+    sigma: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Report]:
-    """Flow-matching loss of the critic on generated chunks, through the loss contract.
+    """Denoising loss of the critic on generated chunks, through the loss contract.
+
+    Its kind says what is compared: the ``flow``, the clean latents that follow from it (``x0``,
+    whose error is sigma times that of the flow), the ``noise`` (1 - sigma times), or ``v`` of the
+    path with the same ratio of signal and noise whose variance stays (sqrt((1 - sigma)² + sigma²)
+    times).
 
     Args:
         flow: of the critic for the noised chunk, ``[b, t, c, h, w]``.
         latents: X, as ``flow``; no gradient reaches it.
         noise: as ``flow``.
         mask: frames that count, bool ``[b, t]``; all, where the original's first stage is wanted.
+        kind: see above.
+        sigma: noise of the chunk, ``[b]``; not looked at for ``flow``.
 
     Returns:
         Sum over frames of the means of their elements (float64), number of frames that count, and
@@ -132,9 +216,19 @@ def critic_loss(
     _check_shape("noise", noise, latents)
     _check_mask(mask, latents)
     error = flow.double() - (noise.double() - latents.detach().double())
+    if kind != "flow":
+        assert sigma is not None
+        error = error * spread(_share_of_flow(kind, sigma.double()), error)
     total = _by_frame(torch.where(_spread(mask, error), error, 0.0).square()).sum()
     count = number_of_targets(mask)
     return total, count, {"critic loss": pair(total, count)}
+
+
+def _share_of_flow(kind: str, sigma: Tensor) -> Tensor:
+    """Error of a prediction over that of the flow that it follows from, ``[b]``."""
+    if kind == "x0":
+        return sigma
+    return 1 - sigma if kind == "noise" else torch.hypot(1 - sigma, sigma)
 
 
 def _by_frame(x: Tensor) -> Tensor:

@@ -56,17 +56,20 @@ class HiddenStatesLoss:
         if mtp_targets is not None:
             hidden = self._with_mtp_losses(hidden, head, mtp_targets)
         weights = batch.loss_mask
-        losses, total = self._main(hidden, head, batch, weights * share)
-        logged = torch.dot(losses.reshape(-1), weights.reshape(-1).float())
+        losses, total, extra = self._main(hidden, head, batch, weights * share)
         name = "lm loss" if self.own is None else self.own.name
-        report = {name: pair(logged, weights.sum()), **mtp_report(mtp_targets)}
-        return total, number_of_targets(weights), report
+        each = weights.reshape(-1).float()
+        report = {
+            key: pair(torch.dot(values.reshape(-1), each), each.sum())
+            for key, values in {name: losses, **extra}.items()
+        }
+        return total, number_of_targets(weights), {**report, **mtp_report(mtp_targets)}
 
     def _main(
         self, hidden: Tensor, head: OutputHead, batch: Batch, weights: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         if self.own is None:
-            return self._cross_entropy(hidden, head, batch.labels, weights)
+            return *self._cross_entropy(hidden, head, batch.labels, weights), {}
         return chunked_loss(
             self.own.token_losses,
             hidden,
@@ -76,6 +79,8 @@ class HiddenStatesLoss:
             tp_group=head.tp_group,
             sequence_parallel=head.sequence_parallel,
             chunk_size=self.chunk_size,
+            bias=head.bias,
+            extra_names=self.own.extra_names,
         )
 
     def _cross_entropy(
@@ -89,6 +94,7 @@ class HiddenStatesLoss:
             tp_group=head.tp_group,
             sequence_parallel=head.sequence_parallel,
             chunk_size=self.chunk_size,
+            bias=head.bias,
             **self.cross_entropy,
         )
 

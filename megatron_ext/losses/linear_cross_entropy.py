@@ -52,11 +52,13 @@ def _main_grad(head: Head, weight: Tensor) -> Tensor | None:
     return getattr(weight, "main_grad", None) if head.main_grad else None
 
 
-def _losses(head: Head, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _losses(
+    head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Losses and log-sum-exp of all tokens, each ``[s * b]`` float32."""
     losses = hidden.new_empty(labels.numel(), dtype=torch.float32)
     lse = torch.empty_like(losses)
-    for chunk in chunks(head, head.tokens(hidden), weight, labels):
+    for chunk in chunks(head, head.tokens(hidden), weight, labels, bias):
         losses[chunk.span], lse[chunk.span], _ = exponentiate(head, chunk)
     return losses, lse
 
@@ -65,20 +67,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Losses of the tokens; the backward pass computes the logits again."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: Head) -> Tensor:
-        losses, lse = _losses(head, hidden, weight, labels)
-        ctx.save_for_backward(hidden, weight, labels, lse)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: Head
+    ) -> Tensor:
+        losses, lse = _losses(head, hidden, weight, labels, bias)
+        ctx.save_for_backward(hidden, weight, bias, labels, lse)
         # Saved tensors come back without their attributes.
         ctx.head, ctx.main_grad = head, _main_grad(head, weight)
         return unflat(losses, labels)
 
     @staticmethod
     def backward(ctx: Any, grad_losses: Tensor) -> Any:
-        hidden, weight, labels, lse = ctx.saved_tensors
+        hidden, weight, bias, labels, lse = ctx.saved_tensors
         head, main = ctx.head, ctx.main_grad
         tokens, incoming = head.tokens(hidden), flat(grad_losses).float()
         gradients = Gradients(ctx.needs_input_grad, tokens, weight, main)
-        for chunk in chunks(head, tokens, weight, labels):
+        for chunk in chunks(head, tokens, weight, labels, bias):
             part = lse[chunk.span]
             recall(chunk, part)
             differentiate(head, chunk, incoming[chunk.span], part)
@@ -90,7 +94,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if of_weight is not main:
                 main.add_(of_weight)
             of_weight = _handed_over(weight.dtype, main)
-        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None
+        of_bias = None if gradients.bias is None else gradients.bias.to(weight.dtype)
+        of_weight = None if of_weight is None else of_weight.to(weight.dtype)
+        return of_hidden, of_weight, of_bias, None, None
 
 
 class _WeightedLinearCrossEntropy(torch.autograd.Function):
@@ -98,13 +104,19 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, weights: Tensor, head: Head
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        weights: Tensor,
+        head: Head,
     ) -> tuple[Tensor, Tensor]:
         tokens, token_weights = head.tokens(hidden), flat(weights).float()
         over_largest, largest = relative(token_weights)
         gradients = Gradients(ctx.needs_input_grad, tokens, weight)
         losses = token_weights.new_empty(labels.numel())
-        for chunk in chunks(head, tokens, weight, labels):
+        for chunk in chunks(head, tokens, weight, labels, bias):
             losses[chunk.span], lse, total = exponentiate(head, chunk)
             differentiate(head, chunk, over_largest[chunk.span], lse, total)
             gradients.add(chunk, weight)
@@ -119,13 +131,14 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor, grad_total: Tensor) -> Any:
         scale = grad_total * ctx.largest
-        of_hidden, of_weight = ctx.gradients.take(scale)
+        of_hidden, of_weight, of_bias = ctx.gradients.take(scale)
+        of_bias = None if of_bias is None else of_bias.to(ctx.weight_dtype)
         if of_weight is not None and ctx.main_grad is not None:
             ctx.main_grad.addcmul_(of_weight, scale)
             of_weight = _handed_over(ctx.weight_dtype, ctx.main_grad)
         elif of_weight is not None:
             of_weight = scaled_to(ctx.weight_dtype, of_weight, scale)
-        return of_hidden, of_weight, None, None, None
+        return of_hidden, of_weight, of_bias, None, None, None
 
 
 def linear_cross_entropy(
@@ -136,6 +149,7 @@ def linear_cross_entropy(
     tp_group: ProcessGroup | None,
     sequence_parallel: bool,
     chunk_size: int | None = None,
+    bias: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss_coefficient: float = 0.0,
@@ -154,6 +168,7 @@ def linear_cross_entropy(
             takes an eighth of the tokens, 1024 at most: a 24th of the logits that eager holds. On
             GPUs they take C * v/tp * 2 bytes in 16 bits, and None takes a quarter of the tokens,
             the larger of 2 h and 4096 at most; see `chunk_size.fused_rows`.
+        bias: this rank's part of the head's bias, ``[v/tp]``, in the weight's type; None for none.
         ignore_index: label of tokens with loss 0 and gradient exactly 0.
         label_smoothing: share of the target that is spread over the whole vocabulary.
         z_loss_coefficient: c in ``c * lse^2``, a part of each token's loss.
@@ -176,8 +191,8 @@ def linear_cross_entropy(
         z_loss=z_loss_coefficient,
         main_grad=gradient_accumulation_fusion,
     )
-    head.check(hidden, weight, labels)
-    losses: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, head)  # type: ignore[no-untyped-call]
+    head.check(hidden, weight, labels, bias)
+    losses: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, head)  # type: ignore[no-untyped-call]
     return losses
 
 
@@ -190,6 +205,7 @@ def weighted_linear_cross_entropy(
     tp_group: ProcessGroup | None,
     sequence_parallel: bool,
     chunk_size: int | None = None,
+    bias: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss_coefficient: float = 0.0,
@@ -207,8 +223,8 @@ def weighted_linear_cross_entropy(
         weight: this rank's part of the head, ``[v/tp, h]``.
         labels: ``[b, s]`` int64.
         token_weights: ``[b, s]``, such as loss mask / tokens of the global batch.
-        tp_group, sequence_parallel, chunk_size, ignore_index, label_smoothing, z_loss_coefficient,
-            gradient_accumulation_fusion: as in `linear_cross_entropy`.
+        tp_group, sequence_parallel, chunk_size, bias, ignore_index, label_smoothing,
+            z_loss_coefficient, gradient_accumulation_fusion: as in `linear_cross_entropy`.
 
     Returns:
         losses ``[b, s]`` float32, outside the graph, and the sum of weights times losses, a
@@ -227,16 +243,16 @@ def weighted_linear_cross_entropy(
         z_loss=z_loss_coefficient,
         main_grad=gradient_accumulation_fusion,
     )
-    head.check(hidden, weight, labels)
+    head.check(hidden, weight, labels, bias)
     if token_weights.shape != labels.shape:
         raise DataError(
             f"The token weights have shape {tuple(token_weights.shape)}, but the labels have "
             f"{tuple(labels.shape)}; pass one weight for each label."
         )
     if not torch.is_grad_enabled():
-        losses, _ = _losses(head, hidden, weight, labels)
+        losses, _ = _losses(head, hidden, weight, labels, bias)
         return unflat(losses, labels), torch.dot(flat(token_weights).float(), losses)
     result: tuple[Tensor, Tensor] = _WeightedLinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, token_weights, head
+        hidden, weight, bias, labels, token_weights, head
     )
     return result

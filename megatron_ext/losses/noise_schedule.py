@@ -30,6 +30,9 @@ class NoiseConfig:
             noise; a 0 at the end is dropped, since there would be nothing left to denoise.
         warp_denoising_steps: the steps are shifted as the table is; else they are timesteps.
         min_timestep, max_timestep: of the scores that are compared, and of the critic's training.
+        ts_schedule: of these no less noise than at the denoising step that follows the exit step of
+            the chunk, as in Self-Forcing (arXiv:2506.08009).
+        ts_schedule_max: no more than at the exit step.
         context_noise: timestep of frames that the generator sees as its past.
         context_noise_from_table: noise frames of the past as the table says, which at timestep 0
             gives them 0.5% of noise, but not those of a recache, as LongLive does; else sigma is 0
@@ -45,6 +48,8 @@ class NoiseConfig:
     warp_denoising_steps: bool = True
     min_timestep: float = 20.0
     max_timestep: float = 980.0
+    ts_schedule: bool = False
+    ts_schedule_max: bool = False
     context_noise: float = 0.0
     context_noise_from_table: bool = False
 
@@ -127,17 +132,37 @@ class NoiseSchedule:
             return 0.0
         return float(self.sigma(torch.tensor(self.config.context_noise)))
 
-    def score_timesteps(self, uniforms: Tensor) -> Tensor:
+    def _score_steps(self, exit_step: int | None) -> range:
+        """Steps before the shift, of N, that the exit step of a chunk leaves; all without one."""
+        low, high = 0, self.config.num_timesteps
+        if exit_step is None:
+            return range(low, high)
+        last = len(self.denoising_timesteps) - 1
+        if self.config.ts_schedule and exit_step < last:
+            low = self._step(self.denoising_timesteps[exit_step + 1])
+        if self.config.ts_schedule_max:
+            high = max(low + 1, self._step(self.denoising_timesteps[exit_step]))
+        return range(low, high)
+
+    def _step(self, timestep: float) -> int:
+        """The step before the shift, 1 to N, whose timestep lies nearest."""
+        return 1 + int((self._timesteps - timestep).abs().argmin())
+
+    def score_timesteps(self, uniforms: Tensor, exit_step: int | None = None) -> Tensor:
         """Timesteps at which scores are compared and the critic is trained.
 
         Args:
-            uniforms: in [0, 1), ``[b]``; they choose one of the N steps alike.
+            uniforms: in [0, 1), ``[b]``; they choose one of the steps alike.
+            exit_step: of all blocks of the chunk, counted from 0, by which ``ts_schedule`` and
+                ``ts_schedule_max`` narrow the steps; None where blocks differ.
 
         Returns:
             ``[b]`` float32 between ``min_timestep`` and ``max_timestep``.
         """
         n = self.config.num_timesteps
-        step = (uniforms.double() * n).floor().clamp(max=n - 1)
+        steps = self._score_steps(exit_step)
+        drawn = (uniforms.double() * len(steps)).floor().clamp(max=len(steps) - 1)
+        step = steps.start + drawn
         timesteps = self._shifted(step / n) * n
         return timesteps.clamp(self.config.min_timestep, self.config.max_timestep).float()
 

@@ -25,10 +25,12 @@ class VocabularyHead:
     Attributes:
         weight: ``[v/tp, h]``; part r starts at token ``r * v/tp``.
         tp_group: the ranks that hold the other parts; None means that this rank holds all.
+        bias: ``[v/tp]``, in the weight's type; None where the head has none.
     """
 
     weight: Tensor
     tp_group: ProcessGroup | None
+    bias: Tensor | None = None
 
     @property
     def first(self) -> int:
@@ -43,7 +45,8 @@ class VocabularyHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """This rank's logits ``[C, v/tp]`` float32 of ``[C, h]``."""
-        return torch.mm(hidden, self.weight.t()).float()
+        logits = torch.mm(hidden, self.weight.t()).float()
+        return logits if self.bias is None else logits + self.bias
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over the vocabulary: ``[C, v/tp]`` to ``[C]``."""

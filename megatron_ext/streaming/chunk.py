@@ -38,6 +38,7 @@ class StreamChunk:
         number: of the chunk in the sequence.
         first_new: absolute number of the first new frame.
         end: absolute number of the frame after the newest.
+        exit_step: denoising step at which its new blocks end, counted from 0; None if they differ.
     """
 
     latents: Tensor
@@ -49,6 +50,7 @@ class StreamChunk:
     number: int
     first_new: int
     end: int
+    exit_step: int | None = None
 
 
 def assembled(

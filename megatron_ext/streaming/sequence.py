@@ -196,7 +196,7 @@ class StreamingSequence:
             )
         end = start + growth
         counted = max(start, s.switch_frame) if s.switches_before(end) else start
-        new, blocks = self._roll_out(start, end, counted if trains else end)
+        new, blocks, exits = self._roll_out(start, end, counted if trains else end)
         s = self._state
         chunk, anew = assembled(
             torch.cat([s.previous, new], dim=1),
@@ -219,12 +219,13 @@ class StreamingSequence:
             number=s.chunk,
             first_new=start,
             end=end,
+            exit_step=exits[0] if options.same_exit_across_blocks else None,
         )
 
     def _roll_out(
         self, start: int, end: int, first_trained: int
-    ) -> tuple[Tensor, tuple[TrainedBlock, ...]]:
-        """Generate frames, and say which exit steps are to be run again."""
+    ) -> tuple[Tensor, tuple[TrainedBlock, ...], tuple[int, ...]]:
+        """Generate frames, and say which exit steps are to be run again, and what all are."""
         options, frames = self.options, range(start, end, self.options.block)
         exits = draws.exit_steps(
             options,
@@ -252,7 +253,7 @@ class StreamingSequence:
             if trains and options.two_phase:
                 place = slice(frame - chunk_start, frame - chunk_start + options.block)
                 trained.append(TrainedBlock(step, place))
-        return torch.cat(made, dim=1), tuple(trained)
+        return torch.cat(made, dim=1), tuple(trained), exits
 
     def _switch(self, frame: int, made: list[Tensor]) -> None:
         """Take the second prompt from a frame on, and encode the past anew under it."""

@@ -95,7 +95,7 @@ def check(
         hidden = hidden.chunk(size)[rank]
     h = hidden.clone().requires_grad_()
     w = weight.chunk(size)[rank].clone().requires_grad_()
-    losses, total = chunked_loss(
+    losses, total, _ = chunked_loss(
         loss, h, w, weights, inputs, tp_group=group, sequence_parallel=sp, chunk_size=chunk_size
     )
     want, of_hidden, of_weight = truth(name)
@@ -118,14 +118,98 @@ def test_equals_dense_on_two_ranks(context: ParallelContext, name: str, sp: bool
     check(FORMULAS[name][0], name, 7, context.pgs.tp, sp=sp)
 
 
+def check_bias_and_extra_values(group: ProcessGroup | None) -> None:
+    """Plain torch over whole logits in float64 says what a bias and further values are."""
+    hidden, weight, weights, inputs = values()
+    bias = torch.randn(V, generator=torch.Generator().manual_seed(5))
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    leaves = [
+        hidden.clone().requires_grad_(),
+        weight.chunk(size)[rank].clone().requires_grad_(),
+        bias.chunk(size)[rank].clone().requires_grad_(),
+    ]
+
+    def with_extra(
+        hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        losses = focal(hidden, head, inputs)
+        return losses, {"entropy": entropy(hidden, head, inputs), "twice": 2 * losses}
+
+    h, w, b = leaves
+    losses, total, extra = chunked_loss(
+        with_extra,
+        h,
+        w,
+        weights,
+        inputs,
+        tp_group=group,
+        sequence_parallel=False,
+        chunk_size=5,
+        bias=b,
+        extra_names=("twice", "entropy"),
+    )
+    found = torch.autograd.grad(total, leaves)
+    h, w, b = (x.double().requires_grad_() for x in (hidden, weight, bias))
+    logits = torch.einsum("sbh,vh->bsv", h, w) + b
+    want = torch.where(weights != 0, dense_focal(logits, inputs), 0.0)
+    of_hidden, of_weight, of_bias = torch.autograd.grad((want * weights).sum(), (h, w, b))
+    want = want.detach()
+    assert close(losses, want) and close(found[0], of_hidden)
+    assert close(found[1], of_weight.chunk(size)[rank])
+    assert close(found[2], of_bias.chunk(size)[rank])
+    of_entropy = torch.where(weights != 0, dense_entropy(logits, inputs), 0.0).detach()
+    assert list(extra) == ["twice", "entropy"] and close(extra["twice"], 2 * want)
+    assert close(extra["entropy"], of_entropy) and not extra["entropy"].requires_grad
+
+
+def test_a_bias_and_further_values_equal_dense() -> None:
+    check_bias_and_extra_values(None)
+
+
+@ranks(tp=2)
+def test_a_bias_and_further_values_equal_dense_on_two_ranks(context: ParallelContext) -> None:
+    check_bias_and_extra_values(context.pgs.tp)
+
+
+def test_further_values_must_be_those_that_were_named() -> None:
+    hidden, weight, weights, inputs = values()
+    for returned, names, message in (
+        ({"a": "each"}, (), "the extra values a, but its `extra_names` are none"),
+        ({}, ("a",), "the extra values none, but its `extra_names` are a; return each"),
+        ({"a": "mean"}, ("a",), r"value `a` of shape \(\) for a chunk of 3 tokens, but it must"),
+    ):
+
+        def loss(
+            hidden: Tensor,
+            head: VocabularyHead,
+            inputs: Mapping[str, Tensor],
+            returned: dict[str, str] = returned,  # type: ignore[assignment]
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            losses = focal(hidden, head, inputs)
+            given = {"each": losses, "mean": losses.mean()}
+            return losses, {name: given[kind] for name, kind in returned.items()}
+
+        with pytest.raises(ConfigError, match=message):
+            chunked_loss(
+                loss,
+                hidden,
+                weight,
+                weights,
+                inputs,
+                tp_group=None,
+                sequence_parallel=False,
+                extra_names=names,
+            )
+
+
 def test_frozen_parts_take_no_gradient() -> None:
     hidden, weight, weights, inputs = values()
     alone = {"tp_group": None, "sequence_parallel": False}
     h = hidden.requires_grad_()
-    _, total = chunked_loss(focal, h, weight, weights, inputs, **alone)  # type: ignore[arg-type]
+    _, total, _ = chunked_loss(focal, h, weight, weights, inputs, **alone)  # type: ignore[arg-type]
     assert close(torch.autograd.grad(total, h)[0], truth("focal")[1])
     with torch.no_grad():
-        _, total = chunked_loss(focal, h, weight, weights, inputs, **alone)  # type: ignore[arg-type]
+        _, total, _ = chunked_loss(focal, h, weight, weights, inputs, **alone)  # type: ignore[arg-type]
     assert not total.requires_grad and close(total, truth("focal")[0])
 
 
@@ -148,7 +232,7 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
 
 def test_a_second_backward_pass_is_refused() -> None:
     hidden, weight, weights, inputs = values()
-    _, total = chunked_loss(
+    _, total, _ = chunked_loss(
         focal,
         hidden.requires_grad_(),
         weight,

@@ -79,7 +79,7 @@ def dense_forward_step(
     return losses.float(), loss
 
 
-DENSE = replace(GPT, forward_step=dense_forward_step)
+DENSE = replace(GPT, forward_step=dense_forward_step, takes_step_flags=True)
 
 
 def test_trains_like_its_dense_form_on_four_ranks(spec: str, tmp_path: Path) -> None:
@@ -93,6 +93,40 @@ def test_trains_like_its_dense_form_on_four_ranks(spec: str, tmp_path: Path) -> 
     for mine, truth in zip(training_rows(found), training_rows(want), strict=True):
         assert mine["capped loss"] == pytest.approx(truth["lm loss"], rel=1e-6)
         assert mine["grad_norm"] == pytest.approx(truth["grad_norm"], rel=1e-6)
+
+
+def test_further_values_of_a_loss_are_in_the_log(spec: str, tmp_path: Path) -> None:
+    """Means over the tokens with the loss's weights; the same on two ranks as on one."""
+    file = Path(spec.rpartition(":")[0])
+    text = file.read_text().replace(
+        'name = "capped loss"', 'name = "capped loss"\n    extra_names = ("nll", "one")'
+    )
+    text = text.replace(
+        "return -((1 - log_p.exp()) ** self.config.gamma) * log_p",
+        "losses = -((1 - log_p.exp()) ** self.config.gamma) * log_p\n"
+        '        return losses, {"nll": -log_p, "one": torch.ones_like(log_p)}',
+    )
+    file.write_text(text)
+    words = [*FLAGS, "--loss", spec, "--loss-args", "gamma=0", "vocab_size=2048"]
+    words += "--train-iters 2 --eval-iters 1 --eval-interval 1".split()
+    found = {}
+    for ranks, layout in ((1, ""), (2, "--tensor-model-parallel-size 2"), (2, "")):
+        code, rows = train_on_ranks([*words, *layout.split()], ranks=ranks, save=tmp_path / layout)
+        assert code == 0
+        found[ranks, layout] = rows
+    for rows in found.values():
+        assert {row["kind"] for row in rows} == {"train", "evaluation"}
+        for row, want in zip(rows, found[1, ""], strict=True):
+            assert row["one"] == pytest.approx(1, abs=1e-6)
+            assert row["nll"] == pytest.approx(row["capped loss"], rel=1e-6)
+            assert row["nll"] == pytest.approx(want["nll"], rel=1e-6)
+
+
+def test_a_name_that_the_log_has_already_is_refused(spec: str) -> None:
+    file = Path(spec.rpartition(":")[0])
+    file.write_text(file.read_text().replace('name = "capped loss"', 'name = "grad_norm"'))
+    with pytest.raises(ConfigError, match="reports `grad_norm`, a name that is taken; rename it"):
+        load_loss(f"{file}:CappedConfig", ("gamma=7",))
 
 
 def test_options_come_from_the_command_line(spec: str) -> None:

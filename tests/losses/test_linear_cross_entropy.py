@@ -55,6 +55,51 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield sizes
 
 
+def check_bias(form: Any, group: Any, **options: Any) -> None:
+    """Loss and gradients with a bias, against torch's over whole logits in float64."""
+    hidden, weight, labels, weights = inputs()
+    bias = torch.randn(V, generator=torch.Generator().manual_seed(2))
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    h, w, b = (
+        x.clone().requires_grad_()
+        for x in (hidden, weight.chunk(size)[rank], bias.chunk(size)[rank])
+    )
+    given = {"tp_group": group, "sequence_parallel": False, "chunk_size": 7, "bias": b, **options}
+    total = form((h, w, labels, weights), **given)
+    found = torch.autograd.grad(total, (h, w, b))
+    h, w, b = (x.double().requires_grad_() for x in (hidden, weight, bias))
+    logits = torch.einsum("sbh,vh->bsv", h, w) + b
+    smoothing = options.get("label_smoothing", 0.0)
+    losses = F.cross_entropy(
+        logits.transpose(1, 2), labels, reduction="none", label_smoothing=smoothing
+    )
+    want = (losses * weights).sum()
+    truth = torch.autograd.grad(want, (h, w, b))
+    assert error(total.detach(), want.detach()) <= TOLERANCE
+    for mine, theirs in zip(
+        found, (truth[0], truth[1].chunk(size)[rank], truth[2].chunk(size)[rank]), strict=True
+    ):
+        assert error(mine, theirs) <= TOLERANCE
+
+
+@pytest.mark.parametrize("form", [sum_of_losses, weighted_sum])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_a_head_with_a_bias_equals_dense(form: Any, smoothing: float) -> None:
+    check_bias(form, None, label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize("form", [sum_of_losses, weighted_sum])
+@ranks(tp=2)
+def test_a_head_with_a_bias_equals_dense_on_two_ranks(context: ParallelContext, form: Any) -> None:
+    check_bias(form, context.pgs.tp)
+
+
+def test_a_bias_of_another_shape_is_refused() -> None:
+    hidden, weight, labels, weights = inputs()
+    with pytest.raises(ConfigError, match=r"head bias is torch.float32 of shape \(3,\), but it mu"):
+        weighted_sum((hidden, weight, labels, weights), bias=torch.zeros(3), **ALONE)
+
+
 @FORMS
 @pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
 def test_criterion_9_equals_dense(form: Form, chunk_size: int) -> None:

@@ -41,6 +41,42 @@ def test_criterion_1_timesteps_of_scores_are_clamped() -> None:
     assert torch.equal(SCHEDULE.score_timesteps(uniforms + 0.0005), timesteps)
 
 
+def nearest_step(timestep: float) -> int:
+    """As Self-Forcing counts: 1000 less the index of the nearest entry of the falling table."""
+    return 1000 - int((table() * 1000 - timestep).abs().argmin())
+
+
+@pytest.mark.parametrize("warp", [True, False])
+@pytest.mark.parametrize("exit_step", [0, 1, 3])
+def test_exit_steps_bound_the_timesteps_of_scores(warp: bool, exit_step: int) -> None:
+    """From the step after the exit step to the exit step itself, counted before the shift."""
+    own = schedule(warp_denoising_steps=warp, min_timestep=1e-3, max_timestep=1000.0)
+    steps = own.denoising_timesteps
+    low = nearest_step(steps[exit_step + 1]) if exit_step < 3 else 0
+    high = nearest_step(steps[exit_step])
+    if warp:
+        assert (low, high) == ({0: 750, 1: 500, 3: 0}[exit_step], 1000 - 250 * exit_step)
+    uniforms = torch.rand(4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def drawn(**options: bool) -> set[int]:
+        config = dataclasses.replace(own.config, **options)
+        found = NoiseSchedule(config).score_timesteps(uniforms, exit_step).double() / 1000
+        return set((1000 * found / (5 - 4 * found)).round().int().tolist())
+
+    for options, first, end in (
+        ({"ts_schedule": True}, low, 1000),
+        ({"ts_schedule_max": True}, 0, high),
+        ({"ts_schedule": True, "ts_schedule_max": True}, low, high),
+        ({}, 0, 1000),
+    ):
+        seen = drawn(**options)
+        assert first <= min(seen) <= first + 10 and end - 10 <= max(seen) < end
+    both = dataclasses.replace(own.config, ts_schedule=True, ts_schedule_max=True)
+    assert torch.equal(
+        NoiseSchedule(both).score_timesteps(uniforms), own.score_timesteps(uniforms)
+    ), "blocks with exit steps of their own leave all timesteps"
+
+
 def test_the_table_is_that_of_the_specification() -> None:
     torch.testing.assert_close(SCHEDULE.sigmas, table(), rtol=0, atol=1e-15)
 

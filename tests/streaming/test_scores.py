@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.losses.dmd import DMDConfig, dmd_direction
+from megatron_ext.losses.dmd import DMDConfig, dmd_direction, dmd_loss
 from megatron_ext.losses.noise_schedule import NoiseConfig, NoiseSchedule
 from megatron_ext.models.causal_video.conversions import x0_from_flow
 from megatron_ext.streaming.chunk import StreamChunk
@@ -17,8 +17,9 @@ from megatron_ext.streaming.scores import (
     generator_direction,
     generator_losses,
     noised_chunk,
+    sid_direction,
 )
-from tests.streaming.tiny import OPTIONS, build, network
+from tests.streaming.tiny import OPTIONS, PLAIN, build, network
 
 SCHEDULE = NoiseSchedule(NoiseConfig())
 NEGATIVE = torch.full((1, 3, 4), 0.5, dtype=torch.float64)
@@ -79,6 +80,59 @@ def test_direction_of_networks(scale: float) -> None:
         scale=scale,
     )
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("two_phase", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_score_identity_distillation_is_plain_autograd(scale: float, two_phase: bool) -> None:
+    """The generator's gradients are those of the loss written out over one graph."""
+    sequence = build(dataclasses.replace(PLAIN, two_phase=two_phase))
+    generator, critic, teacher = sequence.generator.network, network(seed=1), network(seed=2)
+    assert isinstance(generator, torch.nn.Module)
+    sequence.next_chunk(trains_generator=False)
+    chunk = sequence.next_chunk(trains_generator=True)
+    noised, alpha = noised_chunk(chunk, SCHEDULE, 1, "generator"), 1.2
+    config = DMDConfig(guidance_scale=scale, distribution_loss="sid", sid_alpha=alpha)
+    direction, losses = sid_direction(
+        chunk, noised, critic=critic, teacher=teacher, negative_text=NEGATIVE, config=config
+    )
+    assert all(
+        p.grad is None and p.requires_grad for n in (critic, teacher) for p in n.parameters()
+    )
+
+    count = int(chunk.mask.sum())
+    if two_phase:
+        for total, _, _ in generator_losses(chunk, direction, sequence, losses):
+            (total / count).backward()
+    else:
+        total, _, _ = dmd_loss(chunk.latents, direction=direction, mask=chunk.mask, losses=losses)
+        (total / count).backward(retain_graph=True)
+    found = [p.grad.clone() for p in generator.parameters() if p.grad is not None]
+    generator.zero_grad()
+
+    x = chunk.latents.detach().clone()
+    if two_phase:
+        for block in chunk.blocks:
+            x[:, block.frames] = sequence.generator.clean(block.step)
+    else:
+        x = chunk.latents
+    s = noised.sigma.view(-1, 1, 1, 1, 1)
+    x_t = (1 - s) * x + s * noised.noise
+
+    def clean(net: torch.nn.Module, text: Tensor) -> Tensor:
+        return x_t - s * net(x=x_t, timesteps=noised.timesteps, text=text)
+
+    fake, real = clean(critic, chunk.text), clean(teacher, chunk.text)
+    real = real + (scale - 1) * (real - clean(teacher, NEGATIVE.expand(2, 3, 4)))
+    z = (x - real).detach().abs().mean(dim=(1, 2, 3, 4), keepdim=True)
+    elements = chunk.mask.view(*chunk.mask.shape, 1, 1, 1).expand_as(x)
+    loss = ((real - fake) * (real - x - alpha * (real - fake)) / z)[elements].mean()
+    torch.testing.assert_close(losses[chunk.mask].mean(), loss.detach())
+    loss.backward()
+    wanted = [p.grad for p in generator.parameters() if p.grad is not None]
+    assert len(found) == len(wanted) > 10
+    for gradient, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(gradient, want, rtol=1e-9, atol=1e-12)
 
 
 def test_criterion_12_and_13_who_is_trained_by_what() -> None:
