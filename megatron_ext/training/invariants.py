@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.models.fp8.scaling import DelayedScaling
+from megatron_ext.models.moe import expert_parameters
 
 if TYPE_CHECKING:
     from megatron_ext.layout import ParallelContext
@@ -52,8 +53,9 @@ def check_replicas(
         InvariantError: with the parameter or history and the ranks that differ.
     """
     named = named_parameters(chunks)
-    dense = [(name, p) for name, p in named if getattr(p, "allreduce", True)]
-    experts = [(name, p) for name, p in named if not getattr(p, "allreduce", True)]
+    of_experts = {id(p) for chunk in chunks for p in expert_parameters(chunk)}
+    dense = [(name, p) for name, p in named if id(p) not in of_experts]
+    experts = [(name, p) for name, p in named if id(p) in of_experts]
     whole = [(name, p) for name, p in dense if not getattr(p, "tensor_model_parallel", False)]
     copies = [(name, p) for name, p in dense if getattr(p, "shared_embedding", False)]
     pgs = context.pgs

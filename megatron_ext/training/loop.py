@@ -146,9 +146,16 @@ def _evaluate_sources(
 ) -> list[dict[str, float]]:
     """Evaluate and report each set of a split, whose name in the report ends with ``mark``."""
     found = []
+    process = run.task.process_non_loss_data
+    # All ranks take part in what only one of them hands over.
+    collects = process is not None and bool(run.config.logging.tensorboard_dir) and not mark
     for index, source in enumerate(sources):
         steps = -(-run.evaluation_samples(source) // run.evaluation_batch_size)
-        losses = evaluate(run.runner, source, steps, run.evaluation_microbatches)
+        losses, collected = evaluate(
+            run.runner, source, steps, run.evaluation_microbatches, collects=collects
+        )
+        if process is not None and collects and run.reporters.writer is not None:
+            process(collected, run.progress.iteration, run.reporters.writer)
         label = name if len(sources) == 1 else f"{name} set {index}"
         run.reporters.on_evaluation(
             EvaluationRecord(
@@ -170,16 +177,23 @@ def advance(run: Run, size: StepSize) -> None:
     progress.iteration += 1
     progress.consumed_train_samples += size.samples
     progress.floating_point_operations += size.flops
+    plan = run.train_source.plan
+    if plan is not None:
+        progress.epoch = progress.iteration / plan.steps_per_epoch
 
 
 def average(run: Run, update: UpdateResult | None) -> None:
     """Let the average follow an update of the model of the run."""
     if run.ema is None or update is None:
         return
+    flags, step = run.config.ema, run.progress.iteration
+    rests = run.runner.model_steps(step) % flags.ema_update_every > 0
+    if rests and step >= run.ema.start:
+        return
     if not update.known:
-        run.ema.update(run.progress.iteration, update.flag)
+        run.ema.update(step, update.flag)
     elif update.applied:
-        run.ema.update(run.progress.iteration)
+        run.ema.update(step)
 
 
 def _due(iteration: int, interval: int | None) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ext.checkpoint.stored import check_resume_path
+from megatron_ext.checkpoint.stored import check_start
 from megatron_ext.data.blend import training_blend
-from megatron_ext.data.gpt import check_inputs
+from megatron_ext.data.folders import check_cached_indices, why_not_writable
+from megatron_ext.data.gpt import KeyedGPTDataset, check_inputs, given_lengths
 from megatron_ext.data.tokenizers import build_tokenizer
+from megatron_ext.errors import ConfigError
 from megatron_ext.losses.custom import load_loss
 from megatron_ext.training.batch_size import number_of_iterations
 from megatron_ext.training.setup import split_sizes
@@ -20,8 +23,18 @@ if TYPE_CHECKING:
 
 
 def with_padded_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:
-    """Round the vocabulary up so that every tensor-parallel rank holds the same share of it."""
-    if config.model.padded_vocab_size:
+    """Round the vocabulary up so that every tensor-parallel rank holds the same share of it.
+
+    Raises:
+        ConfigError: a given size that is less than the vocabulary.
+    """
+    given = config.model.padded_vocab_size
+    if given and given < vocab_size:
+        raise ConfigError(
+            f"`--padded-vocab-size` ({given}) must be at least the {vocab_size} entries of the "
+            "tokenizer; leave it out to have it computed."
+        )
+    if given:
         return config
     multiple = (
         config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
@@ -46,13 +59,38 @@ def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     """Check indexed datasets; cheap, and the same on every rank.
 
     Raises:
-        ConfigError, DataError: see `check_inputs`.
+        ConfigError, DataError: see `check_inputs`, `given_lengths` and `check_cached_indices`.
     """
     if not config.data.mock_data:
         spec = training_blend(config)
         iterations = number_of_iterations(config, config.parallel.data_parallel_size)
         check_inputs(config, spec, tokenizer, split_sizes(config, iterations))
+        cache = config.data.data_cache_path
+        check_cached_indices(spec.prefixes(), cache, KeyedGPTDataset.__name__)
+        given_lengths(config, spec)
     return config
+
+
+def check_folders(config: RunConfig) -> None:
+    """Check that the folders which a run writes to can be written.
+
+    Raises:
+        ConfigError: with one sentence for each that cannot.
+    """
+    logs = config.logging
+    folders = {"save": config.checkpoint.save, "tensorboard-dir": logs.tensorboard_dir}
+    if logs.wandb_project and logs.wandb_save_dir:
+        folders["wandb-save-dir"] = logs.wandb_save_dir
+    reasons = {
+        (name, folder): why_not_writable(Path(folder)) for name, folder in folders.items() if folder
+    }
+    found = [
+        f"`--{name}` ({folder}) cannot be written ({reason}); give a folder that can."
+        for (name, folder), reason in reasons.items()
+        if reason is not None
+    ]
+    if found:
+        raise ConfigError(found)
 
 
 def preflight(
@@ -68,10 +106,13 @@ def preflight(
         The configuration with its padded vocabulary and what the data decides, and the tokenizer.
 
     Raises:
-        CheckpointError: see `check_resume_path`.
-        ConfigError, DataError: see `build_tokenizer`, `load_loss` and the task's check.
+        CheckpointError: see `check_start`.
+        ConfigError, DataError: see `check_folders`, `build_tokenizer`, `load_loss` and the task's
+            check.
     """
-    check_resume_path(config.checkpoint)
+    if not config.planning.dry_run:
+        check_folders(config)
+    check_start(config.checkpoint, initializes=config.model.perform_initialization)
     tokenizer = build_tokenizer(config.tokenizer)
     config = with_padded_vocabulary(config, tokenizer.vocab_size)
     if config.loss.loss is not None:

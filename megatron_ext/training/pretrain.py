@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from megatron_ext.checkpoint import read_run_config
+from megatron_ext.checkpoint.lock import hold_save_folder
 from megatron_ext.checkpoint.paths import root_of
 from megatron_ext.config import parse_args
 from megatron_ext.config.cli import read_words
@@ -20,6 +21,7 @@ from megatron_ext.device import Device, select
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.layout import Layout, embedding_ranks, init_groups, mtp_rank, seed_everything
 from megatron_ext.models.compiled import compile_nothing
+from megatron_ext.planning.checks import check_core, check_host_memory
 from megatron_ext.planning.report import print_plan
 from megatron_ext.training.known_warnings import silence_known_warnings
 from megatron_ext.training.launch import EXIT_CODE_USER_ERROR, launch
@@ -27,7 +29,7 @@ from megatron_ext.training.loop import evaluate_at_end, train
 from megatron_ext.training.preflight import preflight
 from megatron_ext.training.reporting import build_reporters
 from megatron_ext.training.setup import build_run
-from megatron_ext.training.task import Task, TaskOrChoice, choose
+from megatron_ext.training.task import Task, TaskOrChoice, choose, sections_of
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -45,6 +47,7 @@ def main(
     *,
     defaults: Mapping[str, Any] | None = None,
     work: Work | None = None,
+    sections: Sequence[type] = (),
 ) -> int:
     """Parse the flags, check what can be checked, start the ranks, and train.
 
@@ -53,13 +56,15 @@ def main(
         argv: the words after the program's name.
         defaults: values of flags in the place of their usual defaults, by their fields' names.
         work: what to do with the run, in the place of training and evaluation.
+        sections: the user's own flags, where a function chooses the task; a task names its own.
 
     Returns:
         The exit code of the program; 2 after a user's error, whose sentences are printed; of
         ``--dry-run`` 1 where the run does not fit the GPU that is named.
     """
     try:
-        chosen, device, config, tokenizer = _prepare(task, argv, defaults)
+        own = sections_of(task, sections)
+        chosen, device, config, tokenizer = _prepare(task, argv, defaults, own)
         if int(os.environ.get("RANK", "0")) == 0 and work is None:
             print(f"> the resolved configuration:\n{_as_yaml(config)}", flush=True)
     except MegatronExtError as error:
@@ -72,6 +77,7 @@ def main(
         lambda: pretrain(chosen, config, device=device, tokenizer=tokenizer, work=work),
         nproc_per_node=config.parallel.nproc_per_node,
         device=device,
+        timeout_minutes=config.parallel.distributed_timeout_minutes,
     )
 
 
@@ -84,7 +90,10 @@ class _NothingToRun(Exception):
 
 
 def _prepare(
-    task: TaskOrChoice, argv: Sequence[str], defaults: Mapping[str, Any] | None
+    task: TaskOrChoice,
+    argv: Sequence[str],
+    defaults: Mapping[str, Any] | None,
+    sections: Sequence[type],
 ) -> tuple[Task, Device, RunConfig, Tokenizer]:
     """Everything that needs no other rank; the same on all of them."""
     device = select()
@@ -94,6 +103,7 @@ def _prepare(
         device=device.kind,
         checkpoint_config=stored_config(argv),
         defaults=defaults,
+        sections=sections,
     )
     first = int(os.environ.get("RANK", "0")) == 0
     if parsed.print_config:
@@ -112,6 +122,8 @@ def _prepare(
         clips = () if chosen.clips is None else chosen.clips(config)
         fits = print_plan(config, clips) if first else True
         raise _NothingToRun(0 if fits else 1)
+    check_core(config)
+    check_host_memory(config)
     return chosen, device, config, tokenizer
 
 
@@ -181,16 +193,17 @@ def pretrain(
             torch.use_deterministic_algorithms(True)
         if not config.model.compile:
             compile_nothing()
-        run = build_run(config, task, context, torch_device, tokenizer)
-        with build_reporters(
-            config,
-            context,
-            resumed_at=run.progress.iteration,
-            num_iterations=run.num_iterations,
-        ) as reporters:
-            run.reporters = reporters
-            if prepare is not None:
-                prepare(run)
-            return (work or train_and_evaluate)(run) or 0
+        with hold_save_folder(config.checkpoint.save, context):
+            run = build_run(config, task, context, torch_device, tokenizer)
+            with build_reporters(
+                config,
+                context,
+                resumed_at=run.progress.iteration,
+                num_iterations=run.num_iterations,
+            ) as reporters:
+                run.reporters = reporters
+                if prepare is not None:
+                    prepare(run)
+                return (work or train_and_evaluate)(run) or 0
     finally:
         context.destroy()

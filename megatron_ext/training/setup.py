@@ -155,6 +155,7 @@ def build_run(
         scheduler=scheduler,
         ema=ema,
         companion=runner.companion,
+        run_config=config.to_dict(),
     )
     run = Run(
         config=config,

@@ -26,8 +26,7 @@ def prepare_sft(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     training = dataclasses.replace(training, full_validation=training.eval_iters > 0)
     if training.train_epochs is not None and isinstance(train, SftDataset):
         assert train.plan is not None
-        steps = training.train_epochs * train.plan.steps_per_epoch
-        training = dataclasses.replace(training, train_iters=steps, train_epochs=None)
+        training = training.in_steps(train.plan.steps_per_epoch)
     errors = config.optimizer.errors(training)
     if errors:
         raise ConfigError(errors)

@@ -17,6 +17,8 @@ class Progress:
         iteration: training steps done, skipped ones included.
         consumed_train_samples: training samples used by all ranks together.
         consumed_valid_samples: validation samples used likewise.
+        epoch: passes through the training data so far, with the part of the last one; None where
+            the data has no epochs.
         skipped_iterations: steps without an update because of a non-finite gradient.
         nan_iterations: skipped steps whose loss was not finite either.
         floating_point_operations: of the model, forward and backward, on all ranks.
@@ -29,6 +31,7 @@ class Progress:
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
+    epoch: float | None = None
     skipped_iterations: int = 0
     nan_iterations: int = 0
     floating_point_operations: float = 0.0

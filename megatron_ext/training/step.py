@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_ext.checkpoint.companion import Companion
 from megatron_ext.data.batch import Batch
 from megatron_ext.data.step_loader import iterators_per_chunk
-from megatron_ext.losses.contract import LossFunction, Report, StepCounts, checked
+from megatron_ext.losses.contract import LossFunction, StepCounts, checked
 from megatron_ext.models.auto_scaler import AuxiliaryScale
 from megatron_ext.models.dropout import microbatch_masks
 from megatron_ext.models.fp8.history import AmaxHistories
@@ -114,6 +114,10 @@ class StepRunner:
         """All that is trained, whose replicas must stay equal."""
         return self.chunks
 
+    def model_steps(self, steps: int) -> int:
+        """How many of the first steps of a run train its model: all of them."""
+        return steps
+
     def _connect(self, core: TransformerConfig, optimizer: MegatronOptimizer) -> None:
         """Tell megatron-core's schedule how to scale, overlap and finalize gradients."""
         core.grad_scale_func = optimizer.scale_loss
@@ -133,7 +137,8 @@ class StepRunner:
         *,
         forward_only: bool,
         consumed_samples: int = 0,
-    ) -> list[Report]:
+        collect_non_loss_data: bool = False,
+    ) -> list[Any]:
         """Run the schedule over the micro-batches of one step.
 
         Args:
@@ -142,9 +147,11 @@ class StepRunner:
             forward_only: no gradients.
             consumed_samples: samples of all training steps before; they number the samples of
                 this one for ``--deterministic-dropout``.
+            collect_non_loss_data: see `Task.process_non_loss_data`.
 
         Returns:
-            One report for each micro-batch on the last stage, else nothing.
+            One report, or the data that is collected, for each micro-batch on the last stage, else
+            nothing.
         """
         prepare = self.task.prepare_window
         if prepare is not None and batches is not None and self.context.is_last_stage:
@@ -165,13 +172,16 @@ class StepRunner:
 
         iterators = iterators_per_chunk(batches, len(self.chunks))
         if self.engine is None:
-            return self._run_core_schedule(forward_step, iterators, num_microbatches, forward_only)
+            return self._run_core_schedule(
+                forward_step, iterators, num_microbatches, forward_only, collect_non_loss_data
+            )
         return self.engine.run(
             forward_step,
             iterators,
             num_microbatches,
             self._shape(batches),
             forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
             force_all_reduce=self.observer is not None,
         )
 
@@ -209,10 +219,11 @@ class StepRunner:
         iterators: list[Iterator[Batch] | None],
         num_microbatches: int,
         forward_only: bool,
-    ) -> list[Report]:
+        collect_non_loss_data: bool,
+    ) -> list[Any]:
         """megatron-core's own function, the oracle of our schedules."""
         several = len(self.chunks) > 1
-        reports: list[Report] = get_forward_backward_func()(
+        reports: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if several else iterators[0],
             model=self.chunks if several else self.chunks[0],
@@ -221,6 +232,7 @@ class StepRunner:
             micro_batch_size=self.config.training.micro_batch_size,
             decoder_seq_length=self.config.model.seq_length,
             forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
             force_all_reduce=self.observer is not None,
         )
         return reports

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron_ext.config.flags import changed
 from megatron_ext.data.batch import Batch
 from megatron_ext.data.gpt import Datasets
+from megatron_ext.errors import ConfigError
 from megatron_ext.losses.contract import LossFunction, StepCounts
 from megatron_ext.models.chunks import ModelChunk
+from megatron_ext.training.gpt import gpt_forward_step
 from megatron_ext.training.preflight import check_gpt_data
 from megatron_ext.training.text_data import text_source, text_step_size
 
@@ -38,6 +41,13 @@ PrepareWindow = Callable[["RunConfig", Sequence[Batch], "ParallelContext"], Sequ
 SourceProvider = Callable[["Run", Any, "Tokenizer", int, bool], "BatchSource"]
 StepRunnerProvider = Callable[..., "StepRunner"]
 BoundaryShape = Callable[[Sequence[Any], torch.nn.Module], Sequence[int]]
+ProcessNonLossData = Callable[[Any, int, Any], None]
+
+STEP_FLAGS = {
+    "model": {"mtp_num_layers"},
+    "loss": {"loss", "loss_args", "label_smoothing", "z_loss_coeff", "cross_entropy_chunk_size"},
+}
+"""Flags by section that do nothing but through a forward step that looks at them, as GPT's does."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,15 @@ class Task:
         preflight: ``(config, tokenizer)`` to the configuration with what only the data decides;
             checks the data before any process group exists, on every rank alike.
         clips: of a checked run, the buckets of its data, as a plan (``--dry-run``) needs them.
+        sections: flags of the task's own, see `config.own`.
+        takes_step_flags: the forward step does what `STEP_FLAGS` say; None means that it is GPT's.
+            They are refused otherwise.
+        process_non_loss_data: ``(collected, iteration, writer)``, called after each evaluation on
+            the reporting rank of a run with ``--tensorboard-dir``, as Megatron-LM's
+            ``process_non_loss_data_func``. ``collected`` is, of each micro-batch of the last
+            evaluation step, what its loss function returns when it is called once more with
+            ``non_loss_data=True``; ``writer`` is TensorBoard's.
+        non_loss_data: ``(chunks)`` to what is collected instead, called on all ranks.
     """
 
     datasets: DatasetsProvider
@@ -85,14 +104,48 @@ class Task:
     preflight: Preflight = check_gpt_data
     step_runner: StepRunnerProvider | None = None
     clips: Callable[[RunConfig], Sequence[Clip]] | None = None
+    sections: tuple[type, ...] = ()
+    takes_step_flags: bool | None = None
+    process_non_loss_data: ProcessNonLossData | None = None
+    non_loss_data: Callable[[Sequence[torch.nn.Module]], Any] | None = None
 
 
 TaskOrChoice = Task | Callable[["RunConfig"], Task]
 
 
 def choose(task: TaskOrChoice, config: RunConfig) -> Task:
-    """The task itself, or what it chooses for a configuration."""
-    return task if isinstance(task, Task) else task(config)
+    """The task itself, or what it chooses for a configuration.
+
+    Raises:
+        ConfigError: flags that the forward step of the task leaves out of account, or sections
+            that the configuration lacks.
+    """
+    chosen = task if isinstance(task, Task) else task(config)
+    for kind in chosen.sections:
+        config.section(kind)
+    errors = _step_flag_errors(chosen, config)
+    if errors:
+        raise ConfigError(errors)
+    return chosen
+
+
+def sections_of(task: TaskOrChoice, sections: Sequence[type] = ()) -> Sequence[type]:
+    """The task's own sections; those given where a function chooses the task."""
+    return task.sections if isinstance(task, Task) else sections
+
+
+def _step_flag_errors(task: Task, config: RunConfig) -> list[str]:
+    takes = task.takes_step_flags
+    if takes or (takes is None and task.forward_step is gpt_forward_step):
+        return []
+    given = [x for name, only in STEP_FLAGS.items() for x in changed(config, [name], only)]
+    step = getattr(task.forward_step, "__name__", "none")
+    return [
+        f"`{flag}` is left out of account by the forward step of this task (`{step}`); leave it "
+        "out, or let the step call `training.gpt.gpt_forward_step`, which knows it, and say "
+        "`takes_step_flags=True` in the task."
+        for flag in given
+    ]
 
 
 def no_datasets(

@@ -39,7 +39,7 @@ class LogWindow:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._unsettled: StepResult | None = None
+        self._unsettled: tuple[int, StepResult] | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -62,7 +62,7 @@ class LogWindow:
             counted = torch.stack([loss, (result.counts[name] > 0).to(loss)])
             counted = torch.where(result.update.flag, counted, 0.0)
             self._losses[name] = self._losses.get(name, torch.zeros_like(counted)) + counted
-        self._unsettled = result
+        self._unsettled = self._run.progress.iteration, result
         if self._run.runner.settled:
             self._count_last()
 
@@ -75,15 +75,20 @@ class LogWindow:
         self._count_last()
 
     def _count_last(self) -> None:
-        """Count the last step if it was skipped, and whether with a loss that is not finite."""
-        result, self._unsettled = self._unsettled, None
-        if result is None or result.update.applied:
+        """Count and announce the last step if it was skipped; see whether its loss was finite."""
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is None or unsettled[1].update.applied:
             return
+        iteration, result = unsettled
         nan = any(not math.isfinite(float(loss)) for loss in result.losses.values())
         self._skipped += 1
         self._nans += nan
         self._run.progress.skipped_iterations += 1
         self._run.progress.nan_iterations += nan
+        self._run.reporters.say(
+            f"iteration {iteration} was skipped: its gradient norm is {result.update.grad_norm} "
+            f"({self._run.progress.skipped_iterations} skipped so far)"
+        )
 
     def pause(self, seconds: float) -> None:
         """Time that went into something else than steps."""
@@ -103,7 +108,8 @@ class LogWindow:
         params_norm = run.params_norm() if run.config.logging.log_params_norm else None
         losses = self._means()
         if self._skipped == self._steps:
-            losses = dict.fromkeys(last.losses, math.nan)
+            # Finite where only the gradients were not, as after an overflow of a loss scale.
+            losses = {name: float(loss) for name, loss in last.losses.items()}
         elapsed = time.perf_counter() - self._start - self._pause
         record = IterationRecord(
             iteration=run.progress.iteration,
@@ -129,6 +135,7 @@ class LogWindow:
             params_norm=params_norm,
             peak_flops=run.peak_flops,
             memory=_gpu_memory(run.device),
+            epoch=run.progress.epoch,
         )
         run.reporters.on_iteration(record)
         if not keep:

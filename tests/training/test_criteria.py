@@ -119,6 +119,19 @@ def test_criterion_13_a_bad_gradient_on_one_rank_skips_the_step_on_all(
     assert [row["consumed_samples"] for row in rows] == [16, 32, 48]
 
 
+def test_a_skipped_step_is_announced_once_when_it_happens(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Long before the next report, which comes after four iterations."""
+    spoil = partial(poison, rank=1, step=2, value=math.inf, folder=tmp_path)
+    train(tmp_path / "save", "--train-iters 4 --log-interval 4", "dp2", spoil)
+    lines = capfd.readouterr().out.splitlines()
+    (at,) = [i for i, line in enumerate(lines) if "was skipped" in line]
+    assert lines[at] == "> iteration 2 was skipped: its gradient norm is inf (1 skipped so far)"
+    (last,) = [i for i, line in enumerate(lines) if " iteration        4/" in line]
+    assert at < last
+
+
 def dense_norm(run: Run, folder: Path) -> None:
     """Note the norm of the whole gradient before the update, and of what the update applied."""
     squares: list[float] = []

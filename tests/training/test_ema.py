@@ -93,6 +93,22 @@ def test_a_run_averages_each_applied_update_once(ranks: int, more: str, tmp_path
     assert all(torch.equal(fourth[name], average) for name, average in third.items())
 
 
+def test_an_average_every_other_step_is_resumed_bit_for_bit(tmp_path: Path) -> None:
+    """Steps 4 and 6 are averaged; before the first averaged step the average is the weights."""
+    flags = [*EMA, "--ema-update-every", "2", "--ema-start", "4", "--save-interval", "1"]
+    whole = tmp_path / "whole"
+    _train(whole, *flags)
+    _assert_closed_form(whole, [3, 4, 6])
+    fourth, fifth = _stored(whole, 4)[1], _stored(whole, 5)[1]
+    assert all(torch.equal(fifth[name], average) for name, average in fourth.items())
+    _train(tmp_path / "again", *flags, "--load", str(whole), "--ckpt-step", "3", ranks=2)
+    wanted, found = _stored(whole, STEPS)[1], _stored(tmp_path / "again", STEPS)[1]
+    assert all(torch.allclose(found[name], wanted[name], rtol=1e-5) for name in wanted)
+    _train(tmp_path / "same", *flags, "--load", str(whole), "--ckpt-step", "5")
+    found = _stored(tmp_path / "same", STEPS)[1]
+    assert all(torch.equal(found[name], average) for name, average in wanted.items())
+
+
 def _compare_copies(run: Run) -> None:
     """After each update, the averages of the tied embedding are the same on its stages."""
     ema = run.ema

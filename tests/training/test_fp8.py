@@ -279,6 +279,15 @@ def test_experts_are_near_bf16_on_every_layout(ranks: int, layout: str, tmp_path
         assert (history[..., :2, :] > 0).all() and not history[..., 2:, :].any(), name
 
 
+def test_experts_with_biases_train_in_8_bits(tmp_path: Path) -> None:
+    """megatron-core adds the bias to a layer's output in place, which must be no view."""
+    words = ("--add-bias-linear --num-layers 1", EXPERTS)
+    bf16 = losses(run(tmp_path / "bf16", *words, steps=1))
+    got = losses(run(tmp_path / "fp8", "--fp8-format hybrid", TENSORWISE, *words, steps=1))
+    assert got != bf16
+    assert got == pytest.approx(bf16, rel=0.01)
+
+
 @slow
 @pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE])
 def test_experts_with_scales_of_their_own(recipe: str, tmp_path: Path) -> None:

@@ -79,6 +79,9 @@ def message_of(words: str, ranks: int, change: Change, folder: Path) -> str:
         (f"--expert-model-parallel-size 2 {EXPERTS}", 4, "local_experts.1.linear_fc1", 3,
          r"experts.1.linear_fc1.weight` differs between replicas of the experts: ranks \[3\] do "
          r"not hold what rank 1 holds"),
+        (f"--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
+         f"{EXPERTS}", 2, "local_experts.1.linear_fc1", 1, r"experts.1.linear_fc1.weight` differs "
+         r"between replicas of the experts: ranks \[1\] do not hold what rank 0 holds"),
     ],
 )  # fmt: skip
 def test_a_violation_names_the_parameter_and_the_ranks(

@@ -6,14 +6,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 
 from megatron_ext.device import Device
+from megatron_ext.device.processes import loader_ends_with_parent
 from megatron_ext.errors import ConfigError
+from megatron_ext.layout import Layout, init_groups
 from megatron_ext.training.launch import fork_ranks, launch, run_rank
+from megatron_ext.training.supervise import EXIT_CODE_NO_ANSWER
 
 CPU = Device("cpu", "gloo")
 
@@ -82,6 +88,77 @@ def test_a_killed_rank_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert "[rank 1] was ended by SIGKILL" in capfd.readouterr().err
 
 
+def test_a_stopped_rank_is_named_within_the_time_given(capfd: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        if _rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)
+        return 0
+
+    start = time.monotonic()
+    assert fork_ranks(main, 2, timeout_minutes=1 / 60) == EXIT_CODE_NO_ANSWER
+    assert time.monotonic() - start < 15
+    shown = capfd.readouterr().err
+    assert shown.startswith("[rank 1] has been stopped by a signal (such as SIGSTOP) for longer")
+    assert shown.count("\n") == 1
+
+
+def test_a_rank_that_goes_on_in_time_is_left_alone() -> None:
+    def main() -> int:
+        if _rank() == 1:
+            time.sleep(1.5)
+            return 0
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return 0
+
+    def wake() -> None:
+        time.sleep(1)
+        for child in psutil.Process().children():
+            child.send_signal(signal.SIGCONT)
+
+    waker = threading.Thread(target=wake)
+    waker.start()
+    assert fork_ranks(main, 2, timeout_minutes=1) == 0
+    waker.join()
+
+
+def test_a_rank_that_does_not_answer_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    """Every group of a run gives up after the time that the flag gives, not after a minute."""
+
+    def main() -> int:
+        context = init_groups(Layout(3), CPU, timeout_minutes=1 / 30)
+        if _rank() == 1:
+            time.sleep(60)
+        torch.distributed.all_reduce(torch.ones(1), group=context.pgs.dp_cp)
+        return 0
+
+    start = time.monotonic()
+    assert fork_ranks(main, 3, timeout_minutes=1 / 30) == EXIT_CODE_NO_ANSWER
+    assert time.monotonic() - start < 30
+    shown = capfd.readouterr().err
+    assert "[rank 1] does not answer: others have waited for it for `--distributed-time" in shown
+    assert "Traceback" not in shown
+    assert "[rank 2] does not" not in shown
+
+
+def test_the_rank_that_fails_is_the_one_whose_exit_code_counts(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The others lose their connection, which is said in a sentence."""
+
+    def main() -> int:
+        init_groups(Layout(2), CPU, timeout_minutes=1)
+        if _rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        torch.distributed.all_reduce(torch.ones(1))
+        return 0
+
+    assert fork_ranks(main, 2) == 128 + signal.SIGKILL
+    shown = capfd.readouterr().err
+    assert "[rank 1] was ended by SIGKILL" in shown
+    assert "Traceback" not in shown
+
+
 def test_under_torchrun_main_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     here = os.getpid()
@@ -99,8 +176,11 @@ def test_exit_codes_of_a_rank() -> None:
 SCRIPT = """
 import os, sys, time
 from megatron_ext.device import Device
+from megatron_ext.device.processes import loader_ends_with_parent
+from megatron_ext.layout import Layout, init_groups
 from megatron_ext.training.launch import fork_ranks
 def main():
+    init_groups(Layout(2), Device("cpu", "gloo"))
     open(sys.argv[1] + "/" + str(os.getpid()), "w").close()
     import signal
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -111,15 +191,22 @@ sys.exit(fork_ranks(main, 2))
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_the_launcher_leaves_no_orphans(number: signal.Signals, tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)])
+    """Neither processes nor files."""
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "temporary").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "ranks")],
+        env={**os.environ, "TMPDIR": str(tmp_path / "temporary")},
+    )
     end = time.monotonic() + 60
-    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < end:
+    while len(list((tmp_path / "ranks").iterdir())) < 2 and time.monotonic() < end:
         time.sleep(0.1)
     time.sleep(0.3)
     process.send_signal(number)
     process.wait(timeout=20)
-    for path in tmp_path.iterdir():
+    for path in (tmp_path / "ranks").iterdir():
         _wait_until_gone(int(path.name))
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def _wait_until_gone(pid: int) -> None:
@@ -130,3 +217,24 @@ def _wait_until_gone(pid: int) -> None:
             return
         time.sleep(0.1)
     raise AssertionError(f"rank {pid} outlived its launcher")
+
+
+def test_a_killed_rank_leaves_no_loader_of_data(tmp_path: Path) -> None:
+    """torch's own would live on for up to five seconds, and then tell of it in a traceback."""
+
+    def main() -> int:
+        if _rank() == 1:
+            start = loader_ends_with_parent()
+            if os.fork() == 0:
+                start(0)
+                (tmp_path / str(os.getpid())).touch()
+                time.sleep(60)
+            while not list(tmp_path.iterdir()):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+        return 0
+
+    assert fork_ranks(main, 2) == 128 + signal.SIGKILL
+    (loader,) = tmp_path.iterdir()
+    _wait_until_gone(int(loader.name))

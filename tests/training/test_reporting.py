@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import signal
 import sys
+import threading
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +17,8 @@ import pytest
 from megatron_ext.config import parse_args
 from megatron_ext.config.logs import LoggingConfig
 from megatron_ext.training.flops import flops_per_sample, peak_flops
-from megatron_ext.training.reporting import EvaluationRecord, IterationRecord
+from megatron_ext.training.reporting import AVERAGED, EvaluationRecord, IterationRecord
+from megatron_ext.training.reporting.build import Reporters
 from megatron_ext.training.reporting.line import evaluation_lines, iteration_line
 from megatron_ext.training.reporting.metrics_file import MetricsFile, read_metrics
 from megatron_ext.training.reporting.plot import plot_metrics
@@ -44,6 +48,80 @@ def _record(iteration: int = 12, **values: object) -> IterationRecord:
         "world_size": 2,
     }
     return IterationRecord(**{**fields, **values})  # type: ignore[arg-type]
+
+
+class _FullDisk:
+    """A sink on a disk that is full for a while."""
+
+    def __init__(self) -> None:
+        self.full, self.written = True, 0
+
+    def on_iteration(self, record: IterationRecord) -> None:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        self.written += 1
+
+    def on_evaluation(self, record: EvaluationRecord) -> None:
+        raise OSError(28, "No space left on device")
+
+    def close(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_is_warned_of_once_and_training_goes_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sink, healthy = _FullDisk(), _FullDisk()
+    healthy.full = False
+    with pytest.raises(ZeroDivisionError), Reporters([sink, healthy]) as reporters:
+        reporters.on_iteration(_record())
+        reporters.on_iteration(_record())
+        sink.full = False
+        reporters.on_iteration(_record())
+        raise ZeroDivisionError
+    assert (sink.written, healthy.written) == (1, 3)
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0].startswith("warning: _FullDisk cannot write ([Errno 28] No space left on dev")
+    assert len(shown) == 2
+
+
+def test_a_full_disk_of_tensorboard_prints_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread meets the error, and the next report tells of it."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    board = TensorBoard(str(tmp_path), LoggingConfig(tensorboard_queue_size=1))
+    with Reporters([board]) as reporters:
+        reporters.on_iteration(_record())
+        monkeypatch.setattr(RecordWriter, "write", full)
+        for iteration in range(13, 16):
+            reporters.on_iteration(_record(iteration))
+    shown = capsys.readouterr().err
+    assert shown.startswith("warning: TensorBoard cannot write ([Errno 28]")
+    assert shown.count("\n") == 1
+
+
+def test_the_metrics_file_has_whole_lines_after_a_full_disk(tmp_path: Path) -> None:
+    """What did not fit is written when there is space again."""
+    metrics = MetricsFile(tmp_path, 0)
+    metrics.on_iteration(_record(1))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (metrics.path.stat().st_size + 50, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            metrics.on_iteration(_record(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    metrics.on_iteration(_record(3))
+    metrics.close()
+    assert [row["iteration"] for row in read_metrics(metrics.path)] == [1, 2, 3]
 
 
 def test_the_line_holds_megatron_lms_fields_in_its_order() -> None:
@@ -145,14 +223,18 @@ COMMON = {
     "train/lr": 0.0009140577,
     "train/grad_norm": 0.68417,
     "train/skipped_iterations": 2.0,
+    "train/time(s)": 0.5,
 }
+VALIDATION = EvaluationRecord("validation", 12, {"lm loss": 3.5, "mtp_1 loss": 4.0})
 
 
 def test_common_names_stand_beside_megatron_lms_in_the_file(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path, resumed_at=0)
     metrics.on_iteration(_record(total_skipped=2))
+    metrics.on_evaluation(VALIDATION)
     metrics.close()
-    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    row, evaluation = read_metrics(tmp_path / "metrics.jsonl")
+    assert evaluation["val/loss"] == evaluation["lm loss"] == 3.5
     assert {name: row[name] for name in COMMON} == COMMON
     assert (row["lm loss"], row["learning_rate"]) == (7.422465, 0.0009140577)
 
@@ -162,12 +244,14 @@ def test_common_names_reach_tensorboard_also_when_not_finite(tmp_path: Path) -> 
     sink = TensorBoard(str(tmp_path), LoggingConfig())
     sink.on_iteration(_record(12, total_skipped=2))
     sink.on_iteration(_record(13, grad_norm=math.inf))
+    sink.on_evaluation(VALIDATION)
     sink.close()
     events = accumulator.EventAccumulator(str(tmp_path)).Reload()
     for name, value in {**COMMON, "lm loss": 7.422465}.items():
         assert events.Scalars(name)[0].value == pytest.approx(value, rel=1e-6)
         assert events.Scalars(name)[0].step == 12
     assert events.Scalars("train/grad_norm")[1].value == math.inf
+    assert [(e.step, e.value) for e in events.Scalars("val/loss")] == [(12, 3.5)]
 
 
 def test_common_names_reach_weights_and_biases(
@@ -179,6 +263,20 @@ def test_common_names_reach_weights_and_biases(
     sink = WeightsAndBiases(LoggingConfig(wandb_project="p"), str(tmp_path), {})
     sink.on_iteration(_record(total_skipped=2))
     assert logged[0].items() >= {**COMMON, "grad-norm": 0.68417}.items()
+    sink.on_evaluation(VALIDATION)
+    assert logged[1] == {"lm loss validation": 3.5, "mtp_1 loss validation": 4.0, "val/loss": 3.5}
+
+
+@pytest.mark.parametrize(
+    ("split", "names"),
+    [
+        ("validation set 1", ["val/loss set 1"]),
+        ("validation" + AVERAGED, ["val/loss ema"]),
+        ("test", []),
+    ],
+)
+def test_only_validation_splits_have_a_common_name(split: str, names: list[str]) -> None:
+    assert list(EvaluationRecord(split, 1, {"lm loss": 1.0}).common) == names
 
 
 def test_flops_of_a_llama_layer_by_hand() -> None:

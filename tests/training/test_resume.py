@@ -104,15 +104,73 @@ def test_experts_with_biases_resume_whether_or_not_ranks_share_them_out(tmp_path
             assert math.isclose(row[key], want[key], rel_tol=1e-6), (row["iteration"], key)
 
 
-def test_without_a_distributed_optimizer_experts_stay_as_they_were_shared_out(
+@pytest.mark.parametrize("precision", ["", "--bf16"])
+def test_experts_resume_without_a_distributed_optimizer_too(precision: str, tmp_path: Path) -> None:
+    """EP1, then EP2 from step 4 on, then EP1 again from step 8 on, as above."""
+    flags = [x for x in _flags(*EXPERTS.split()) if x != "--use-distributed-optimizer"]
+    flags += precision.split()
+    save, shared = tmp_path / "save", ["--expert-model-parallel-size", "2"]
+    load = ["--load", str(save)]
+    _, whole = train_on_ranks(flags, ranks=2, save=tmp_path / "whole")
+    stops = ([*flags, "--exit-interval", "4"], [*flags, *load, *shared, "--exit-interval", "8"])
+    for words in (*stops, [*flags, *load]):
+        code, rows = train_on_ranks(words, ranks=2, save=save)
+        assert code == 0
+    assert len(training_rows(rows)) == STEPS
+    for row, want in zip(training_rows(rows), training_rows(whole), strict=True):
+        for key in ("lm loss", "grad_norm"):
+            limit = 1e-2 if precision else 1e-6
+            assert math.isclose(row[key], want[key], rel_tol=limit), (row["iteration"], key)
+
+
+def test_strict_names_do_not_forbid_another_layout(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """The random states of the layout that saved are left where they are."""
+    save, strict = tmp_path / "save", "--dist-ckpt-strictness raise_all".split()
+    _rows(save, *strict, "--exit-interval", "4")
+    load = ["--load", str(save), "--exit-interval", "5", "--tensor-model-parallel-size", "2"]
+    assert len(_rows(save, *strict, *load, ranks=2)) == 5
+    # Names of the optimizer count.
+    words = _flags(*strict, "--load", str(save), "--no-load-optim")
+    assert train_on_ranks(words, save=tmp_path / "refused")[0] != 0
+    shown = capfd.readouterr().err
+    assert "these names are not wanted by the run: ['optimizer.state.exp_avg" in shown
+    assert "or another `--dist-ckpt-strictness` than raise_all." in shown
+
+
+def _short(words: str, ranks: int, save: Path) -> list[dict[str, Any]]:
+    """The rows of four steps of a small model with experts, which is saved after the second."""
+    size = "--num-experts 4 --num-layers 2 --train-iters 4 --save-interval 2 --global-batch-size 4"
+    flags = [x for x in _flags() if x != "--use-distributed-optimizer"]
+    code, rows = train_on_ranks([*flags, *f"{size} {words}".split()], ranks=ranks, save=save)
+    assert code == 0
+    return training_rows(rows)
+
+
+def _assert_same(rows: list[dict[str, Any]], whole: list[dict[str, Any]], tolerance: float) -> None:
+    wanted = {row["iteration"]: row for row in whole}
+    assert [row["iteration"] for row in rows] == [3, 4]
+    for row in rows:
+        for key in ("lm loss", "grad_norm"):
+            want = wanted[row["iteration"]][key]
+            assert math.isclose(row[key], want, rel_tol=tolerance), (row["iteration"], key)
+
+
+EP2 = "--expert-model-parallel-size 2"
+
+
+@pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
+def test_experts_that_the_first_stage_lacks_resume(optimizer: str, tmp_path: Path) -> None:
+    """Its optimizer of experts has no parameters, but the count of their updates is saved there:
+    the same bits in the same layout, and 1e-6 in another."""
+    stages = "--pipeline-model-parallel-size 2"
+    words = f"--moe-layer-freq [0,1] {optimizer} {EP2}"
     save = tmp_path / "save"
-    flags = [x for x in _flags(*EXPERTS.split()) if x != "--use-distributed-optimizer"]
-    assert train_on_ranks([*flags, "--exit-interval", "1"], ranks=2, save=save)[0] == 0
-    other = ["--load", str(save), "--expert-model-parallel-size", "2"]
-    assert train_on_ranks([*flags, *other], ranks=2, save=save)[0] != 0
-    assert "only `--use-distributed-optimizer` can regroup" in capfd.readouterr().err
+    whole = _short(f"{words} {stages}", 4, save)
+    load = f"--load {save} --ckpt-step 2"
+    _assert_same(_short(f"{words} {stages} {load}", 4, tmp_path / "same"), whole, 0.0)
+    _assert_same(_short(f"{words} {load}", 2, tmp_path / "other"), whole, 1e-6)
 
 
 def test_another_schedule_is_refused_with_what_to_do(

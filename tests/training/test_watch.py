@@ -23,9 +23,9 @@ def script(monkeypatch: pytest.MonkeyPatch, losses: Sequence[float]) -> None:
     """Let the evaluations of the coming runs report these losses, on the last stage only."""
     coming = iter(losses)
 
-    def evaluate(runner: Any, *_: Any) -> dict[str, float]:
+    def evaluate(runner: Any, *_: Any, **__: Any) -> tuple[dict[str, float], None]:
         loss = next(coming)
-        return {"lm loss": loss} if runner.context.is_last_stage else {}
+        return ({"lm loss": loss} if runner.context.is_last_stage else {}), None
 
     monkeypatch.setattr(loop, "evaluate", evaluate)
 

@@ -15,7 +15,7 @@ NOT_COMPARED = frozenset(
     "kind iteration consumed_samples learning_rate loss_scale global_batch_size "
     "seconds_per_iteration tokens_per_second skipped_iterations nan_iterations "
     "total_skipped_iterations num_zeros params_norm grad_norm "
-    "train/throughput memory/allocated memory/reserved".split()
+    "train/throughput train/time(s) memory/allocated memory/reserved".split()
 )
 
 

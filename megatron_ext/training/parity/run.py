@@ -22,7 +22,7 @@ from megatron_ext.training.parity.layouts import NamedLayout
 from megatron_ext.training.preflight import preflight
 from megatron_ext.training.pretrain import pretrain
 from megatron_ext.training.reporting.metrics_file import MetricsFile, read_metrics
-from megatron_ext.training.task import TaskOrChoice, choose
+from megatron_ext.training.task import TaskOrChoice, choose, sections_of
 
 if TYPE_CHECKING:
     from megatron_ext.training.setup import Run
@@ -104,7 +104,10 @@ def record(
     fixed = f"--train-iters {steps} --log-interval 1 --eval-iters 0 --nproc-per-node {layout.ranks}"
     try:
         parsed = parse_args(
-            [*words, *layout.flags, *fixed.split()], world_size=0, device=device.kind
+            [*words, *layout.flags, *fixed.split()],
+            world_size=0,
+            device=device.kind,
+            sections=sections_of(task),
         )
         if parsed.config.checkpoint.save is not None:
             raise ConfigError("`--save` is given, but a parity run keeps nothing; drop it.")

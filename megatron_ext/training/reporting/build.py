@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from megatron_ext.errors import ConfigError
 from megatron_ext.training.reporting.line import LinePrinter
 from megatron_ext.training.reporting.metrics_file import MetricsFile
 from megatron_ext.training.reporting.plot import LossPlot
@@ -24,16 +27,39 @@ class Reporters:
 
     def __init__(self, sinks: list[Reporter]) -> None:
         self.sinks = sinks
+        self._warned: set[int] = set()
 
     def on_iteration(self, record: IterationRecord) -> None:
         """Report training steps to every sink."""
         for sink in self.sinks:
-            sink.on_iteration(record)
+            with self._going_on(sink):
+                sink.on_iteration(record)
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
         """Report an evaluation to every sink."""
         for sink in self.sinks:
-            sink.on_evaluation(record)
+            with self._going_on(sink):
+                sink.on_evaluation(record)
+
+    @contextmanager
+    def _going_on(self, sink: Reporter) -> Iterator[None]:
+        """Let a sink that cannot write, as on a full disk, be warned of once and tried again."""
+        try:
+            yield
+        except OSError as error:
+            if id(sink) not in self._warned:
+                self._warned.add(id(sink))
+                print(
+                    f"warning: {type(sink).__name__} cannot write ({error}); training goes on, "
+                    "and what is reported meanwhile may be missing there.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    @property
+    def writer(self) -> Any:
+        """TensorBoard's writer; None without ``--tensorboard-dir`` and on other ranks."""
+        return next((x.writer for x in self.sinks if isinstance(x, TensorBoard)), None)
 
     def say(self, text: str) -> None:
         """Print a sentence on the reporting rank."""
@@ -50,7 +76,8 @@ class Reporters:
         trace: TracebackType | None,
     ) -> None:
         for sink in self.sinks:
-            sink.close()
+            with self._going_on(sink):
+                sink.close()
 
 
 class ProgressFile:
@@ -85,10 +112,21 @@ def build_reporters(
     """The sinks that a run asks for; none on ranks other than the last.
 
     Raises:
-        ConfigError: TensorBoard or Weights & Biases asked for but not installed.
+        ConfigError: TensorBoard or Weights & Biases asked for but not installed, or a folder that
+            cannot be written.
     """
     if not context.is_reporting_rank:
         return Reporters([])
+    try:
+        return Reporters(_sinks(config, resumed_at, num_iterations))
+    except OSError as error:
+        raise ConfigError(
+            f"The files of the log cannot be written ({error}); give other folders with `--save` "
+            "and `--tensorboard-dir`."
+        ) from error
+
+
+def _sinks(config: RunConfig, resumed_at: int, num_iterations: int) -> list[Reporter]:
     sinks: list[Reporter] = [
         LinePrinter(
             on_gpu=config.device == "cuda",
@@ -108,4 +146,4 @@ def build_reporters(
     if config.logging.wandb_project:
         folder_name = config.checkpoint.save or "."
         sinks.append(WeightsAndBiases(config.logging, folder_name, config.to_dict()))
-    return Reporters(sinks)
+    return sinks

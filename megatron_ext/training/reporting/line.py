@@ -32,6 +32,8 @@ def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> s
         parts.append(f"num zeros: {record.num_zeros:.0f}")
     if record.params_norm is not None:
         parts.append(f"params norm: {record.params_norm:.3f}")
+    if record.epoch is not None:
+        parts.append(f"epoch: {record.epoch:.3f}")
     if record.sample_name is not None:
         parts.append(f"{record.sample_name}/s: {record.samples_per_second:.1f}")
     parts += [

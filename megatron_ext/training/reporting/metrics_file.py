@@ -101,6 +101,7 @@ class MetricsFile:
                 "consumed_samples": record.consumed_samples,
                 "final": record.final,
                 **record.losses,
+                **record.common,
             }
         )
 

@@ -42,8 +42,11 @@ def plot_metrics(rows: list[Row], path: Path, title: str = "") -> None:
     rates.set_xlim(left=0)
     losses.set_title(title or "training loss", loc="left", fontsize=11)
     temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png", dpi=120)
-    os.replace(temporary, path)
+    try:
+        figure.savefig(temporary, format="png", dpi=120)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _plot_losses(axes: Axes, train: list[Row], evaluations: list[Row], resumed: list[int]) -> None:

@@ -33,6 +33,7 @@ class IterationRecord:
         peak_flops: of one GPU, None where it is not known.
         sample_name: what the samples are called, where their rate is to be shown.
         memory: of this rank's GPU by name, in bytes; empty on a CPU.
+        epoch: passes through the training data so far; None where it has no epochs.
     """
 
     iteration: int
@@ -56,21 +57,24 @@ class IterationRecord:
     peak_flops: float | None = None
     sample_name: str | None = None
     memory: dict[str, float] = field(default_factory=dict)
+    epoch: float | None = None
 
     @property
     def common(self) -> dict[str, float]:
         """What fine-tuning tools show, under their names; the loss is the first that is reported.
 
-        ``train/skipped_iterations`` counts from the start of the run, ``train/throughput`` is in
-        samples per second.
+        ``train/skipped_iterations`` counts from the start of the run, ``train/time(s)`` is the
+        mean duration of a step, ``train/throughput`` is in samples per second.
         """
         return {
             "train/loss": next(iter(self.losses.values()), math.nan),
             "train/lr": self.learning_rate,
             "train/grad_norm": self.grad_norm,
+            "train/time(s)": self.seconds,
             "train/skipped_iterations": float(self.total_skipped),
             "train/samples": float(self.consumed_samples),
             "train/throughput": self.samples_per_second,
+            **({} if self.epoch is None else {"train/epoch": self.epoch}),
             **{f"memory/{name}": value for name, value in self.memory.items()},
         }
 
@@ -125,6 +129,17 @@ class EvaluationRecord:
     consumed_samples: int = 0
     final: bool = False
     perplexity: bool = True
+
+    @property
+    def common(self) -> dict[str, float]:
+        """The first loss of a validation split, under the name that fine-tuning tools show.
+
+        It is ``val/loss``, with the number of the set or `AVERAGED` behind it.
+        """
+        which = self.split.removeprefix("validation")
+        if which == self.split or not self.losses:
+            return {}
+        return {f"val/loss{which}": next(iter(self.losses.values()))}
 
 
 class Reporter(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 from megatron_ext.config.logs import LoggingConfig
@@ -58,6 +59,18 @@ def evaluation_scalars(record: EvaluationRecord, config: LoggingConfig) -> dict[
     return scalars
 
 
+def _leave_errors_to_the_next_call() -> None:
+    """Let TensorBoard's thread print no traceback: its error is raised again by the next call."""
+    usual = threading.excepthook
+
+    def hook(arguments: threading.ExceptHookArgs) -> None:
+        writes = type(arguments.thread).__name__ == "_AsyncWriterThread"
+        if not (writes and isinstance(arguments.exc_value, OSError)):
+            usual(arguments)
+
+    threading.excepthook = hook
+
+
 class TensorBoard:
     """Writes event files; each of Megatron-LM's tags also against consumed samples."""
 
@@ -70,24 +83,27 @@ class TensorBoard:
                 "run `pip install tensorboard`."
             ) from error
         self._config = config
-        self._writer: Any = SummaryWriter(folder, max_queue=config.tensorboard_queue_size)
+        _leave_errors_to_the_next_call()
+        self.writer: Any = SummaryWriter(folder, max_queue=config.tensorboard_queue_size)
 
     def on_iteration(self, record: IterationRecord) -> None:
         if record.iteration % self._config.tensorboard_log_interval:
             return
         for tag, value in iteration_scalars(record, self._config).items():
-            self._writer.add_scalar(tag, value, record.iteration)
-            self._writer.add_scalar(f"{tag} vs samples", value, record.consumed_samples)
+            self.writer.add_scalar(tag, value, record.iteration)
+            self.writer.add_scalar(f"{tag} vs samples", value, record.consumed_samples)
         for tag, value in record.common.items():
-            self._writer.add_scalar(tag, value, record.iteration)
+            self.writer.add_scalar(tag, value, record.iteration)
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
         for tag, value in evaluation_scalars(record, self._config).items():
-            self._writer.add_scalar(tag, value, record.iteration)
-            self._writer.add_scalar(f"{tag} vs samples", value, record.consumed_samples)
+            self.writer.add_scalar(tag, value, record.iteration)
+            self.writer.add_scalar(f"{tag} vs samples", value, record.consumed_samples)
+        for tag, value in record.common.items():
+            self.writer.add_scalar(tag, value, record.iteration)
 
     def close(self) -> None:
-        self._writer.close()
+        self.writer.close()
 
 
 class WeightsAndBiases:
@@ -118,7 +134,8 @@ class WeightsAndBiases:
         )
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
-        self._run.log(evaluation_scalars(record, self._config), step=record.iteration)
+        scalars = evaluation_scalars(record, self._config)
+        self._run.log({**scalars, **record.common}, step=record.iteration)
 
     def close(self) -> None:
         self._run.finish()

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron_ext.checkpoint.stored import check_weights
 from megatron_ext.config.encoding import CodecConfig
 from megatron_ext.config.teacher import teacher_sizes
 from megatron_ext.data.video.codecs import build_codec
@@ -111,8 +112,11 @@ def prepare_streaming(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     """Check prompts, text, latents and lengths before any rank starts; see `Task.preflight`.
 
     Raises:
+        CheckpointError: weights that are not there.
         ConfigError, DataError: flags or prompts that do not fit.
     """
+    for role in ("critic", "teacher"):
+        check_weights(f"--{role}-checkpoint", getattr(config.streaming, f"{role}_checkpoint"))
     rows = read_prompts(config.streaming)
     streaming = dataclasses.replace(
         config.streaming,

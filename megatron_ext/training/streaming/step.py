@@ -28,6 +28,7 @@ from megatron_ext.streaming.scores import (
     generator_direction,
     generator_losses,
     noised_chunk,
+    sid_direction,
 )
 from megatron_ext.streaming.sequence import Replica, StreamingSequence
 from megatron_ext.training.invariants import check_zeroed
@@ -111,6 +112,10 @@ class StreamingRunner(StepRunner):
     def trained_chunks(self) -> list[DistributedDataParallel]:
         """See `StepRunner.trained_chunks`."""
         return [*self.generator.chunks, *self.critic.chunks]
+
+    def model_steps(self, steps: int) -> int:
+        """How many of the first steps train the generator; see `ratio.trains_generator`."""
+        return -(-steps // self.options.generator_interval)
 
     def _sequence(self, prompts: FilePrompts) -> StreamingSequence:
         config, streaming = self.config, self.config.streaming
@@ -210,21 +215,35 @@ class StreamingRunner(StepRunner):
 
     def _generator_losses(self, chunk: StreamChunk, noised: NoisedChunk) -> Iterator[Loss]:
         """Block by block, or of the whole chunk where it was generated with gradient."""
-        direction = generator_direction(
-            chunk,
-            noised,
-            critic=self.critic.network,
-            teacher=self.teacher,
-            negative_text=self.negative_text,
-            config=self.dmd,
-        )
-        if self.options.two_phase:
-            yield from generator_losses(chunk, direction, self.sequence)
+        asked: dict[str, Any] = {
+            "critic": self.critic.network,
+            "teacher": self.teacher,
+            "negative_text": self.negative_text,
+            "config": self.dmd,
+        }
+        losses = None
+        if self.dmd.distribution_loss == "sid":
+            direction, losses = sid_direction(
+                chunk, noised, **asked, whole_gradient=self._whole_gradient
+            )
         else:
-            yield dmd_loss(chunk.latents, direction=direction, mask=chunk.mask)
+            direction = generator_direction(chunk, noised, **asked)
+        if self.options.two_phase:
+            yield from generator_losses(chunk, direction, self.sequence, losses)
+        else:
+            yield dmd_loss(chunk.latents, direction=direction, mask=chunk.mask, losses=losses)
+
+    def _whole_gradient(self, gradient: Tensor) -> Tensor:
+        """Add up the gradients of a network's input, see `VideoDiT.forward`."""
+        groups, whole = self.context.pgs, gradient.contiguous().clone()
+        if self.transformer_config.sequence_parallel:
+            torch.distributed.all_reduce(whole, group=groups.tp)
+        if groups.cp.size() > 1:
+            torch.distributed.all_reduce(whole, group=groups.cp)
+        return whole.div_(groups.cp.size())
 
     def _critic_losses(self, chunk: StreamChunk, noised: NoisedChunk) -> Iterator[Loss]:
-        yield critic_chunk_loss(chunk, noised, self.critic.network)
+        yield critic_chunk_loss(chunk, noised, self.critic.network, self.dmd.denoising_loss)
 
     def _result(
         self, reports: dict[Pass, list[Report]], updates: dict[Pass, UpdateResult]

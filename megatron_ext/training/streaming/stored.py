@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.dist_checkpointing import ShardedObject, load_common_state_dict
+from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.utils._pytree import tree_map_only
 
 from megatron_ext.checkpoint.agreement import together
 from megatron_ext.checkpoint.companion import CRITIC
 from megatron_ext.checkpoint.frozen import BASE, FrozenBase, leave_out_base, put_back_base
 from megatron_ext.checkpoint.state import apply_state, chunk_keys, sharded_state
+from megatron_ext.checkpoint.unpickling import common_state_of, stored_entries
 from megatron_ext.checkpoint.unwanted import check_unwanted, weights_in
 from megatron_ext.errors import CheckpointError
 from megatron_ext.streaming.sequence import StreamingSequence
@@ -108,7 +108,7 @@ class StreamingState:
         """See `Companion`; objects of another layout are left out."""
 
         def names() -> set[str]:
-            found = set(FileSystemReader(str(path)).read_metadata().state_dict_metadata)
+            found = set(stored_entries(path))
             if not any(name.startswith(f"{CRITIC}.") for name in found):
                 raise CheckpointError(
                     f"{path} holds no critic, so it is not of a run with `--task streaming`; give "
@@ -222,6 +222,6 @@ def check_base(path: Path, base: FrozenBase) -> None:
     Raises:
         CheckpointError: the checkpoint's base is not the critic's.
     """
-    recorded = FrozenBase.recorded(load_common_state_dict(str(path))[CRITIC])
+    recorded = FrozenBase.recorded(common_state_of(path)[CRITIC])
     if recorded is not None:
         base.check(path, recorded, "--critic-checkpoint")

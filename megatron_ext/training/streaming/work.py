@@ -16,7 +16,8 @@ from megatron_ext.models.flops import FORWARD_AND_BACKWARD
 class WorkCounter:
     """Counts every pass of some networks: denoising steps, write-backs, teacher, critic and so on.
 
-    A pass with gradient counts three times, for its backward pass; what is computed again to save
+    A pass with gradient counts three times, for its backward pass, or twice where only its input
+    gets one; what is computed again to save
     memory does not count, as in all throughputs of this package.
 
     Args:
@@ -34,6 +35,8 @@ class WorkCounter:
     def _count(self, model: VideoDiT, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
         passes = FORWARD_AND_BACKWARD if trains else 1
+        if not trains and torch.is_grad_enabled() and inputs["x"].requires_grad:
+            passes = 2
         ranks = model.tp_group.size() * model.cp_group.size() * model.num_stages
         self._flops += passes * flops_of_pass(model, *args, **inputs) / ranks
 

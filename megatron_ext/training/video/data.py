@@ -165,6 +165,7 @@ def prepare_video(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
         check_sampling(config, manifest)
     config = _with_evaluation(_with_model(config, manifest))
     train = open_split(config, video.video_data_path, shuffle=True)
+    config = _with_length(config, train.plan.steps_per_epoch)
     _check_references(config, train)
     if video.video_valid_path is not None:
         _check_same_kind(train, open_split(config, video.video_valid_path, shuffle=False))
@@ -205,6 +206,23 @@ def _with_evaluation(config: RunConfig) -> RunConfig:
         training, full_validation=evaluates, eval_iters=training.eval_iters if evaluates else 0
     )
     return dataclasses.replace(config, training=training)
+
+
+def _with_length(config: RunConfig, steps_per_epoch: int) -> RunConfig:
+    """With epochs counted in steps, and a warm-up that such a run has room for.
+
+    Raises:
+        ConfigError: flags that do not fit the number of steps.
+    """
+    training = config.training.in_steps(steps_per_epoch)
+    optimizer = config.optimizer.with_warmup(training)
+    if optimizer != config.optimizer and int(os.environ.get("RANK", "0")) == 0:
+        for note in optimizer.warmup_notes():
+            print(f"> {note}", flush=True)
+    errors = optimizer.errors(training)
+    if errors:
+        raise ConfigError(errors)
+    return dataclasses.replace(config, training=training, optimizer=optimizer)
 
 
 def _check_references(config: RunConfig, split: VideoSplit) -> None:

@@ -68,7 +68,7 @@ class VideoSource(BatchSource):
         """The step that comes next, counted from the beginning of the run."""
         return self._coming
 
-    def next_step(self, num_microbatches: int) -> list[FlowMicrobatch]:  # type: ignore[override]
+    def next_step(self, num_microbatches: int) -> list[FlowMicrobatch]:
         """Micro-batches of the next step."""
         planned = self.video_plan.microbatches(self._coming, self._dp_rank, self._consumed)
         self._consumed += self.video_plan.num_samples(self._coming)

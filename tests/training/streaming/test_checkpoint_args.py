@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 
 from megatron_ext.config import RunConfig, parse_args
 from megatron_ext.config.video_rules import STREAMING_DEFAULTS
-from pretrain_video import task_of
+from megatron_ext.errors import ConfigError
+from pretrain_video import defaults_of, task_of
 from tests.training.streaming.tiny import flags_of
 from tests.training.streaming.tuned import ADAPTERS, STEPS, Tuned
 from tests.training_runs import train_on_ranks, training_rows
@@ -77,3 +80,70 @@ def test_adapters_go_on_without_the_flags_of_the_networks(tuned: Tuned, tmp_path
     assert {k: v for k, v in short.items() if "loss" in k or "norm" in k} == {
         k: v for k, v in whole.items() if "loss" in k or "norm" in k
     }
+
+
+FLOW = "--video-data-path v --micro-batch-size 1 --train-iters 1001 --video-model"
+
+
+def flow(words: str, stored: dict[str, Any] | None = None) -> RunConfig:
+    """The configuration of a flow-matching run."""
+    flags = f"{FLOW} {words}".split()
+    return parse_args(
+        flags, world_size=1, device="cpu", checkpoint_config=stored, defaults=defaults_of(flags)
+    ).config
+
+
+WINDOW = "--frame-block 2 --window-frames 8 --sink-frames 2"
+
+
+def test_streaming_takes_the_size_and_the_window_of_a_causal_model() -> None:
+    stored = flow(f"causal-video-dit --video-dit-size mini {WINDOW} --independent-block-timesteps")
+    dit = dataclasses.replace(stored.video_dit, dit_channels=6)
+    stored = dataclasses.replace(stored, video_dit=dit)
+    words = "--use-checkpoint-args --pretrained-checkpoint x --chunk-frames 4"
+    words += " --min-new-frames 2 --max-new-frames 2 --recache-frames 4"
+    streaming = parsed(words, stored.to_dict()).streaming
+    assert (streaming.generator_size, streaming.latent_channels) == ("mini", 6)
+    assert (streaming.frame_block, streaming.window_frames, streaming.sink_frames) == (2, 8, 2)
+    teacher = dataclasses.replace(stored.video, video_model="video-dit")
+    stored = dataclasses.replace(stored, video=teacher)
+    streaming = parsed(words.split(" --chunk")[0], stored.to_dict()).streaming
+    assert (streaming.generator_size, streaming.window_frames) == ("mini", 12)
+
+
+def test_flow_matching_takes_the_size_and_the_window_of_a_generator() -> None:
+    stored = parsed("--generator-size small --window-frames 9 --guidance-scale 2").to_dict()
+    words = "--use-checkpoint-args --pretrained-checkpoint x"
+    causal = flow(f"causal-video-dit {words}", stored)
+    assert causal.video_dit.video_dit_size == "small" and causal.streaming.window_frames == 9
+    assert flow(f"video-dit {words}", stored).video_dit.video_dit_size == "small"
+    both = flow(f"video-dit {words}", causal.to_dict())
+    assert both.video_dit.video_dit_size == "small"
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted", "sentence"),
+    [
+        (
+            "mmdit",
+            "streaming",
+            "The checkpoint is of an MMDiT, but this run builds the networks of",
+        ),
+        ("streaming", "mmdit", "the networks of `--task streaming`, but this run builds an MMDiT"),
+        ("causal-video-dit", "mmdit", "of a causal video DiT, but this run builds an MMDiT"),
+        ("text", "mmdit", "of a text model, but this run builds an MMDiT; give another"),
+        ("adapters", "video-dit", "of adapters, which flow matching does not train; make whole"),
+    ],
+)
+def test_another_kind_of_model_is_one_sentence(held: str, wanted: str, sentence: str) -> None:
+    stored = {
+        "mmdit": lambda: flow("mmdit --t2v-weight 1"),
+        "causal-video-dit": lambda: flow("causal-video-dit"),
+        "streaming": lambda: parsed(""),
+        "adapters": lambda: parsed("--lora-rank 4"),
+        "text": RunConfig,
+    }[held]().to_dict()
+    words = "--use-checkpoint-args --load x"
+    with pytest.raises(ConfigError, match=re.escape(sentence)) as caught:
+        parsed(words, stored) if wanted == "streaming" else flow(f"{wanted} {words}", stored)
+    assert len(caught.value.messages) == 1

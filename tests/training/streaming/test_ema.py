@@ -58,6 +58,18 @@ def test_criterion_21_the_average_follows_the_updates_of_the_generator(tmp_path:
             assert not torch.equal(average, after[6][name]), name
 
 
+def test_every_other_update_counts_steps_of_the_generator(tmp_path: Path) -> None:
+    """It is trained at steps 1, 3, 5 and 7, of which 3 and 7 are averaged."""
+    record = partial(_record, path=tmp_path / "seen.pt")
+    run(tmp_path, f"--train-iters {STEPS} --ema-update-every 2", start=2, prepare=record)
+    after = torch.load(tmp_path / "seen.pt")
+    for name, average in averages(tmp_path / "save").items():
+        want = after[0][name].double()
+        for step in (2, 6):
+            want = DECAY * want + (1 - DECAY) * after[step][name].double()
+        torch.testing.assert_close(average.double(), want, rtol=1e-6, atol=1e-8, msg=name)
+
+
 @pytest.mark.slow
 def test_criterion_21_a_start_that_has_not_come_leaves_the_weights(tmp_path: Path) -> None:
     record = partial(_record, path=tmp_path / "seen.pt")

@@ -46,6 +46,15 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return trained(tmp_path_factory.mktemp("one"), "")
 
 
+SID = "--distribution-loss sid --sid-alpha 1.2 --denoising-loss v --ts-schedule --ts-schedule-max"
+
+
+@pytest.fixture(scope="module")
+def sid(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """The same by score identity distillation."""
+    return trained(tmp_path_factory.mktemp("sid"), SID)
+
+
 def check_same(found: Result, wanted: Result, tolerance: float = 1e-5) -> None:
     """Losses, mean |D|, gradient norms and weights."""
     for row, want in zip(found.rows, wanted.rows, strict=True):
@@ -79,6 +88,22 @@ def test_criterion_24_layouts_train_alike(
     tmp_path: Path, one: Result, ranks: int, micro: int, words: str
 ) -> None:
     check_same(trained(tmp_path, words, ranks=ranks, micro=micro), one)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (2, f"{CP} --cp-comm-type all_gather"),
+        (4, f"{TP} {CP} --sequence-parallel --cp-comm-type a2a"),
+        pytest.param(2, TP, marks=pytest.mark.slow),
+        pytest.param(2, f"{CP} --cp-comm-type a2a", marks=pytest.mark.slow),
+        pytest.param(2, f"{TP} --sequence-parallel --recompute-blocks 1", marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_through_critic_and_teacher_are_whole_on_all_layouts(
+    tmp_path: Path, sid: Result, ranks: int, words: str
+) -> None:
+    check_same(trained(tmp_path, f"{SID} {words}", ranks=ranks), sid)
 
 
 def test_weights_move_far_more_than_the_tolerance(one: Result, tmp_path: Path) -> None:

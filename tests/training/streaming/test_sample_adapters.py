@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_ext.checkpoint.paths import TRACKER
 from megatron_ext.config.video_rules import STREAMING_DEFAULTS
-from megatron_ext.device import Device
 from megatron_ext.sampling.films import FilmWriter
 from megatron_ext.training.launch import EXIT_CODE_USER_ERROR, fork_ranks
 from megatron_ext.training.streaming.sample_tool import sample_streaming
@@ -29,7 +28,7 @@ Sampled = Callable[..., Tensor]
 def sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sampled:
     """Latents of a video of a checkpoint, ``[t, c, h, w]``, none where an exit code is expected."""
 
-    def launch(main: Callable[[], int | None], *, nproc_per_node: int, device: Device) -> int:
+    def launch(main: Callable[[], int | None], *, nproc_per_node: int, **_: object) -> int:
         return fork_ranks(main, nproc_per_node)
 
     append = FilmWriter.append

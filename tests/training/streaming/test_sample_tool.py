@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.device import Device
 from megatron_ext.sampling.clips import CONTACT_SHEET, LIST
 from megatron_ext.sampling.films import FilmWriter
 from megatron_ext.training.launch import EXIT_CODE_USER_ERROR, fork_ranks
@@ -47,7 +46,7 @@ Sample = Callable[..., int]
 def sample(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sample:
     """Runs the program in forked ranks; what it decodes lies in ``tmp_path``."""
 
-    def launch(main: Callable[[], int | None], *, nproc_per_node: int, device: Device) -> int:
+    def launch(main: Callable[[], int | None], *, nproc_per_node: int, **_: object) -> int:
         return fork_ranks(main, nproc_per_node)
 
     append = FilmWriter.append
@@ -207,7 +206,7 @@ def test_what_is_missing_is_named_at_once(capfd: pytest.CaptureFixture[str]) -> 
         ),
         (
             "--sample-texts a --sample-second-texts c --sample-switch-frame 0",
-            "`--sample-switch-frame` (0) must lie between 1 and",
+            "`--sample-switch-frame` (0) must be at least 1; use 1.",
         ),
         (
             "--sample-texts a --sample-second-texts c --sample-latent-frames 3",
@@ -222,7 +221,7 @@ def test_what_is_missing_is_named_at_once(capfd: pytest.CaptureFixture[str]) -> 
             "--sample-texts a --sample-latent-frames 10",
             "`--sample-latent-frames` (10) must be a positive multiple of `--frame-block` (3)",
         ),
-        ("--sample-texts a --sample-fps 0", "`--sample-fps` (0) must be at least 1."),
+        ("--sample-texts a --sample-fps 0", "`--sample-fps` (0) must be at least 1; use 1."),
         (
             "--sample-texts a --sample-steps 3",
             "`--sample-steps` has no effect with `--task streaming`, whose videos follow the flags",

@@ -64,6 +64,11 @@ def test_a_run_that_is_whole_starts(
             "decides; leave it out.",
         ),
         (
+            f"{TWIN} --apply-wd-to-qk-layernorm",
+            "`--apply-wd-to-qk-layernorm` has no effect with `--video-model video-dit`: the norms "
+            "of its queries and keys never decay; leave it out.",
+        ),
+        (
             f"{TWIN} --num-layers 3",
             "`--num-layers` has no effect on a video model: its shape follows from "
             "`--video-dit-size`; leave it out.",
@@ -100,7 +105,7 @@ def test_a_run_that_is_whole_starts(
         ),
         (
             f"{TWIN} --recompute-blocks -1",
-            "`recompute_blocks` (-1) must be 0 or more; 0 recomputes nothing.",
+            "`--recompute-blocks` (-1) must be at least 0; 0 is the default.",
         ),
         (
             f"{TWIN} --context-parallel-size 3 --nproc-per-node 3",

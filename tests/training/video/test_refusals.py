@@ -164,11 +164,11 @@ def test_validation_clips_must_be_encoded_alike(
         ),
         (
             "--double-block-cost 0",
-            "`--double-block-cost` (0.0) must be a positive number; 1 if it was not measured.",
+            "`--double-block-cost` (0.0) must be above 0; 1.0 is the default.",
         ),
         (
             "--recompute-double-blocks -1",
-            "`--recompute-double-blocks` (-1) must be 0 or more; 0 recomputes nothing.",
+            "`--recompute-double-blocks` (-1) must be at least 0; use 0.",
         ),
     ],
 )

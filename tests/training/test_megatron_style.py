@@ -1,0 +1,243 @@
+"""Programs of Megatron-LM run through the adapter, and train what pretrain_gpt.py trains."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_ext.config import parse_args
+from megatron_ext.config.extra_args import section_of
+from megatron_ext.errors import ConfigError
+from megatron_ext.training.megatron_style import get_args, get_tokenizer, megatron_task, pretrain
+from megatron_ext.training.reporting.metrics_file import read_metrics
+from megatron_ext.training.task import Task
+from tests.training_runs import train_on_ranks, training_rows
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "porting.md"
+RUN = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 "
+    "--log-interval 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --train-iters 3 "
+    "--make-vocab-size-divisible-by 32 --attention-dropout 0 --hidden-dropout 0 --num-workers 0 "
+    "--split 80,20,0 --eval-interval 2 --eval-iters 1 --init-method-std 0.1 "
+    "--position-embedding-type rope"
+).split()
+PP2, TP2 = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
+CP2, DP2 = "--context-parallel-size 2", ""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page's code, as a user would copy it."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    path = tmp_path_factory.mktemp("ported") / "pretrain_ported.py"
+    path.write_text(code)
+    return path
+
+
+def losses(rows: list[dict[str, Any]]) -> list[list[float]]:
+    return [[row["lm loss"], row["grad_norm"]] for row in training_rows(rows)]
+
+
+def run_program(program: Path, words: list[str], save: Path, monkeypatch: Any) -> list[Any]:
+    ranks = ["--nproc-per-node", "2", "--save", str(save)]
+    monkeypatch.setattr(sys, "argv", [str(program), *words, *ranks])
+    runpy.run_path(str(program), run_name="__main__")
+    return read_metrics(save / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        PP2,
+        pytest.param(TP2, marks=pytest.mark.slow),
+        pytest.param(CP2, marks=pytest.mark.slow),
+        pytest.param(DP2, marks=pytest.mark.slow),
+    ],
+    ids=["PP2", "TP2", "CP2", "DP2"],
+)
+def test_the_pages_program_trains_what_pretrain_gpt_trains(
+    layout: str, program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*RUN, *layout.split()]
+    ported = run_program(program, words, tmp_path / "ported", monkeypatch)
+    code, rows = train_on_ranks(words, ranks=2, save=tmp_path / "gpt")
+    assert code == 0
+    assert losses(ported) == [pytest.approx(row, rel=1e-6) for row in losses(rows)]
+    validation = [row["lm loss"] for row in rows if row["kind"] == "evaluation"]
+    found = [row["lm loss"] for row in ported if row["kind"] == "evaluation"]
+    assert found == pytest.approx(validation, rel=1e-6)
+
+
+def test_the_pages_program_keeps_its_flag_in_checkpoints(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a run goes on from one, in another layout."""
+    words, saved = [*RUN, "--loss-ceiling", "4.5"], tmp_path / "half"
+    whole = losses(run_program(program, words, tmp_path / "whole", monkeypatch))
+    assert whole[0][0] < 4.5
+    half = [*words, "--save-interval", "2", "--exit-interval", "2"]
+    run_program(program, half, saved, monkeypatch)
+    onward = [*RUN, "--use-checkpoint-args", "--load", str(saved), *PP2.split()]
+    found = losses(run_program(program, onward, saved, monkeypatch))
+    assert found == [pytest.approx(row, rel=1e-5) for row in whole]
+
+
+def mean_loss(mask: Tensor, output: Tensor, *, parts: int) -> Any:
+    """Megatron-LM's older loss functions: the mean of a micro-batch, with or without a report."""
+    loss = (output.view(-1) * mask.view(-1)).sum() / mask.sum()
+    return loss if parts == 1 else (loss, {"lm loss": loss.detach().clone().view(1)})
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_losses_without_a_count_are_means_of_micro_batches(
+    parts: int, program: Path, tmp_path: Path
+) -> None:
+    page = runpy.run_path(str(program))
+
+    def forward_step(data_iterator: Any, model: torch.nn.Module) -> Any:
+        tokens, labels, mask, attention_mask, positions = page["get_batch"](data_iterator)
+        output = model(tokens, positions, attention_mask, labels=labels)
+        return output, partial(mean_loss, mask, parts=parts)
+
+    task = megatron_task(
+        page["train_valid_test_datasets_provider"], page["model_provider"], forward_step
+    )
+    code, rows = train_on_ranks(RUN, ranks=2, save=tmp_path / "means", task=task)
+    assert code == 0
+    gpt = train_on_ranks([*RUN, "--no-calculate-per-token-loss"], ranks=2, save=tmp_path / "gpt")[1]
+    name = "lm loss" if parts == 2 else "loss"
+    found = [[row[name], row["grad_norm"]] for row in training_rows(rows)]
+    assert found == [pytest.approx(row, rel=1e-6) for row in losses(gpt)]
+
+
+class Line(MegatronModule):
+    """A model that is no language model: ``[b, 4]`` to ``[b]``."""
+
+    share_embeddings_and_output_weights = False
+
+    def __init__(self, config: Any, *, pre_process: bool, post_process: bool) -> None:
+        super().__init__(config=config)
+        self.pre_process = pre_process
+        self.line = torch.nn.Linear(4, 1)
+
+    def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
+        """Take nothing: there is one stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x).squeeze(-1)
+
+
+class Points(torch.utils.data.Dataset[dict[str, Any]]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        x = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        return {"x": x, "y": x.sum(), "name": f"point {index}"}
+
+
+def line_of(pre_process: bool, post_process: bool, config: Any) -> Line:
+    return Line(config, pre_process=pre_process, post_process=post_process)
+
+
+def squared(y: Tensor, output: Tensor) -> tuple[Tensor, dict[str, float]]:
+    loss = (output - y).square().mean()
+    return loss, {"squared error": float(loss.detach())}
+
+
+def line_step(data_iterator: Any, model: torch.nn.Module) -> Any:
+    point = next(data_iterator)
+    assert len(point["name"]) == get_args().micro_batch_size
+    return model(point["x"]), partial(squared, point["y"])
+
+
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", ""], ids=["TP2", "DP2"])
+def test_datasets_and_models_that_are_no_gpt_train(layout: str, tmp_path: Path) -> None:
+    task = megatron_task(lambda sizes: (Points(), Points(), None), line_of, line_step)
+    found = []
+    for name, more, ranks in (("one", "", 1), ("two", layout, 2)):
+        flags = [*RUN, "--micro-batch-size", "2", *more.split()]
+        code, rows = train_on_ranks(flags, ranks=ranks, save=tmp_path / name, task=task)
+        assert code == 0
+        found.append([[row["squared error"], row["grad_norm"]] for row in training_rows(rows)])
+    assert found[1] == [pytest.approx(row, rel=1e-5) for row in found[0]]
+
+
+def with_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    group = parser.add_argument_group("own")
+    group.add_argument("--width", type=int, required=True)
+    group.add_argument("--rates", "--lrs", type=float, nargs="+", default=[0.5], help="of them")
+    group.add_argument("--kind", choices=["a", "b"], default="a")
+    group.add_argument("--fast_path", action="store_true")
+    group.add_argument("--disable-cap", action="store_false", dest="cap")
+    return parser
+
+
+def test_arguments_of_argparse_are_flags() -> None:
+    kind = section_of(with_own)
+    words = "--width 3 --lrs 1 2 --kind b --fast-path --disable-cap".split()
+    config = parse_args([*RUN, *words], world_size=1, device="cpu", sections=(kind,)).config
+    found = {"width": 3, "rates": [1.0, 2.0], "kind": "b", "fast_path": True, "cap": False}
+    assert dataclasses.asdict(config.section(kind)) == found
+    with pytest.raises(ConfigError, match=r"`--width` is required; give it\."):
+        parse_args(RUN, world_size=1, device="cpu", sections=(kind,))
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda parser: parser.add_argument("--verbose", action="count"),
+        lambda parser: parser.add_argument("file"),
+        lambda parser: parser.add_argument("--at", type=Path),
+        lambda parser: parser.add_argument("--maybe", nargs="?"),
+    ],
+)
+def test_arguments_that_no_flag_can_stand_for_are_refused(add: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="of `extra_args_provider` must be an option with two"):
+        section_of(add)
+
+
+def nothing(*_: Any, **__: Any) -> Any:
+    return None
+
+
+def test_what_the_adapter_cannot_run_gets_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        pretrain(
+            nothing, nothing, ModelType.encoder_or_decoder, nothing, args_defaults={"widht": 3}
+        )
+    assert left.value.code == 2
+    assert "`args_defaults` has `widht`, which is not the name of a flag" in capsys.readouterr().err
+
+
+def test_globals_are_there_only_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_ext.training.megatron_style._current.args", None)
+    monkeypatch.setattr("megatron_ext.training.megatron_style._current.tokenizer", None)
+    for function in (get_args, get_tokenizer):
+        with pytest.raises(ConfigError, match="was called before the run has begun"):
+            function()
+
+
+def test_flags_that_only_gpts_step_honours_are_refused(program: Path, tmp_path: Path) -> None:
+    page = runpy.run_path(str(program))
+    task: Task = megatron_task(
+        page["train_valid_test_datasets_provider"], page["model_provider"], page["forward_step"]
+    )
+    with pytest.raises(ConfigError, match="`--loss-reduction` does nothing in a program whose"):
+        train_on_ranks([*RUN, "--loss-reduction", "sample"], save=tmp_path, task=task)
+    with pytest.raises(ConfigError, match=r"`--mtp-num-layers` is left out .* \(`forward_step`\)"):
+        train_on_ranks([*RUN, "--mtp-num-layers", "1"], save=tmp_path, task=task)

@@ -1,0 +1,183 @@
+"""Tasks of a user's own: what evaluation hands over, and what a model or a step must have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.config import RunConfig
+from megatron_ext.data.batch import Batch
+from megatron_ext.errors import ConfigError
+from megatron_ext.losses.contract import LossFunction, StepCounts, checked
+from megatron_ext.losses.cross_entropy import weighted_token_loss
+from megatron_ext.models.gpt import build_gpt_chunk
+from megatron_ext.training.task import Task
+from pretrain_gpt import GPT
+from tests.training_runs import train_on_ranks
+
+RUN = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 "
+    "--log-interval 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --train-iters 2 "
+    "--make-vocab-size-divisible-by 32 --attention-dropout 0 --hidden-dropout 0 --num-workers 0 "
+    "--split 80,20,0 --eval-interval 1 --eval-iters 2"
+).split()
+PP2 = "--pipeline-model-parallel-size 2"
+
+
+def collecting_loss(
+    losses: Tensor, batch: Batch, non_loss_data: bool = False
+) -> tuple[Tensor, Tensor, Any] | Tensor:
+    """Megatron-LM's way: the same function gives the loss, or what is to be looked at."""
+    if non_loss_data:
+        return losses.detach().clone()
+    return weighted_token_loss(losses, weights=batch.loss_mask)
+
+
+def collecting_step(
+    _config: RunConfig, batch: Batch, model: torch.nn.Module, _counts: StepCounts | None
+) -> tuple[Tensor, LossFunction]:
+    output = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
+    return output, partial(collecting_loss, batch=batch)
+
+
+def write(collected: list[Tensor], iteration: int, writer: Any, *, file: Path) -> None:
+    writer.add_scalar("highest loss", float(torch.stack(collected).max()), iteration)
+    shapes = {tuple(x.shape) for x in collected}
+    with file.open("a") as seen:
+        seen.write(f"{iteration} {len(collected)} {shapes} {float(collected[0].sum()):.4f}\n")
+
+
+def collecting_task(file: Path, **changes: Any) -> Task:
+    process = partial(write, file=file)
+    return dataclasses.replace(
+        GPT, forward_step=collecting_step, process_non_loss_data=process, **changes
+    )
+
+
+@pytest.mark.parametrize(
+    "words", [PP2, f"{PP2} --pipeline-schedule core-1f1b"], ids=["own", "core"]
+)
+def test_non_loss_data_of_the_last_stage_reaches_its_function(words: str, tmp_path: Path) -> None:
+    seen = []
+    for name, ranks, layout in (("one", 1, ""), ("two", 2, words)):
+        file = tmp_path / name
+        flags = [*RUN, *layout.split(), "--tensorboard-dir", str(tmp_path / f"board_{name}")]
+        code, rows = train_on_ranks(
+            flags, ranks=ranks, save=tmp_path / f"run_{name}", task=collecting_task(file)
+        )
+        assert code == 0
+        seen.append((file.read_text(), [row["lm loss"] for row in rows]))
+    # Of four micro-batches: after both evaluations, and at the end those of both splits.
+    lines = seen[0][0].splitlines()
+    assert [line.split(" {")[0] for line in lines] == ["1 4", "2 4", "2 4", "2 4"]
+    assert all("{(1, 32)}" in line for line in lines)
+    assert seen[1][0] == seen[0][0]
+    assert seen[1][1] == pytest.approx(seen[0][1], rel=1e-5)
+    assert list((tmp_path / "board_two").glob("events*"))
+
+
+def test_non_loss_data_may_come_from_a_function_of_the_model(tmp_path: Path) -> None:
+    """And collecting costs a run without a writer nothing."""
+
+    def norms(chunks: Any) -> list[Tensor]:
+        return [torch.stack([p.norm() for p in chunk.parameters()]) for chunk in chunks]
+
+    task = collecting_task(tmp_path / "seen", non_loss_data=norms)
+    board = ["--tensorboard-dir", str(tmp_path / "board")]
+    assert train_on_ranks(RUN, save=tmp_path / "bare", task=task)[0] == 0
+    assert not (tmp_path / "seen").exists()
+    assert train_on_ranks([*RUN, *board], save=tmp_path / "run", task=task)[0] == 0
+    assert (tmp_path / "seen").read_text().startswith("1 1 {(")
+
+
+def test_a_loss_that_cannot_give_non_loss_data_is_refused_by_name() -> None:
+    def plain_loss(output: Tensor) -> Any:
+        return output
+
+    with pytest.raises(ConfigError, match="The loss `plain_loss` has no argument `non_loss_data`"):
+        checked(plain_loss)(torch.zeros(1), non_loss_data=True)
+
+
+class Bare(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+
+def bare_chunk(*_: Any, **__: Any) -> Any:
+    return Bare()
+
+
+class NoInput(torch.nn.Module):
+    def sharded_state_dict(self) -> None:
+        """Only there."""
+
+
+def without_input(*_: Any, **__: Any) -> Any:
+    return NoInput()
+
+
+@pytest.mark.parametrize(
+    ("build", "words", "missing"),
+    [
+        (bare_chunk, "", ["sharded_state_dict", "set_input_tensor"]),
+        (without_input, "", ["set_input_tensor"]),
+        (
+            without_input,
+            PP2,
+            ["set_input_tensor", "pre_process", "share_embeddings_and_output_weights"],
+        ),
+        (without_input, f"{PP2} --untie-embeddings-and-output-weights", ["set_input_tensor"]),
+    ],
+)
+def test_a_model_that_lacks_what_training_needs_gets_a_sentence(
+    build: Callable[..., Any],
+    words: str,
+    missing: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    task = dataclasses.replace(GPT, model_chunk=build)
+    code, _ = train_on_ranks(
+        [*RUN, *words.split()], ranks=2 if words else 1, save=tmp_path, task=task
+    )
+    shown = capfd.readouterr().err
+    assert code == 2
+    assert "Traceback" not in shown
+    for name in missing:
+        assert f"The model `{build().__class__.__name__}` has no `{name}`, by which" in shown
+    assert len({line.split("by which")[0].split("] ")[-1] for line in shown.splitlines()}) == len(
+        missing
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("--label-smoothing 0.1", "--label-smoothing"),
+        ("--z-loss-coeff 0.1", "--z-loss-coeff"),
+        ("--mtp-num-layers 1 --position-embedding-type rope", "--mtp-num-layers"),
+        ("--cross-entropy-chunk-size 8", "--cross-entropy-chunk-size"),
+        ("--loss examples/custom_loss/focal.py:FocalLossConfig", "--loss"),
+    ],
+)
+def test_flags_that_a_forward_step_of_ones_own_leaves_out_are_refused(
+    words: str, flag: str, tmp_path: Path
+) -> None:
+    task = dataclasses.replace(GPT, model_chunk=build_gpt_chunk, forward_step=collecting_step)
+    with pytest.raises(ConfigError) as caught:
+        train_on_ranks([*RUN, *words.split()], save=tmp_path, task=task)
+    (sentence,) = caught.value.messages
+    assert sentence.startswith(
+        f"`{flag}` is left out of account by the forward step of this task (`collecting_step`)"
+    )
+    allowed = dataclasses.replace(task, takes_step_flags=True)
+    train_on_ranks([*RUN, *words.split(), "--dry-run"], save=tmp_path, task=allowed)
