@@ -9,7 +9,8 @@ from dataclasses import fields
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ext.errors import ConfigError
+from megatron_ext.config.ranges import SIZE
+from megatron_ext.errors import ConfigError, run_program
 from megatron_ext.layout.grid import DENSE_GROUPS, EXPERT_GROUPS, Layout
 
 TITLES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline", "ep": "expert"}
@@ -23,9 +24,9 @@ def parse(argv: list[str]) -> Layout:
         if isinstance(field.default, bool):
             parser.add_argument(flag, action="store_true")
         elif field.name == "world_size":
-            parser.add_argument(flag, type=int, required=True, metavar="RANKS")
+            parser.add_argument(flag, type=SIZE.integer, required=True, metavar="RANKS")
         else:
-            parser.add_argument(flag, type=int, default=field.default, metavar="RANKS")
+            parser.add_argument(flag, type=SIZE.integer, default=field.default, metavar="RANKS")
     return Layout(**vars(parser.parse_args(argv)))
 
 
@@ -72,4 +73,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -95,6 +96,29 @@ class ParallelContext:
             torch.distributed.destroy_process_group()
 
 
+class NoAnswer(Enum):
+    """How a rank learns that another one is not there, and what it says."""
+
+    TIMEOUT = (
+        "waited in vain for another rank until `--distributed-timeout-minutes` were over; look at "
+        "what the ranks that say nothing do"
+    )
+    LOST = "lost its connection to another rank, which has ended"
+
+
+def contact_fault(error: BaseException) -> NoAnswer | None:
+    """Return what an error of a collective says of other ranks, None of any other error.
+
+    gloo raises a plain RuntimeError, which only its text tells apart.
+    """
+    text = str(error)
+    if isinstance(error, torch.distributed.DistStoreError) and "timeout" in text:
+        return NoAnswer.TIMEOUT
+    if not isinstance(error, RuntimeError) or "gloo/transport" not in text:
+        return None
+    return NoAnswer.TIMEOUT if "imed out" in text or "timeout" in text else NoAnswer.LOST
+
+
 def mtp_rank(config: RunConfig) -> int | None:
     """The pipeline rank that holds multi-token prediction, None without it."""
     if not config.model.mtp_num_layers:
@@ -141,7 +165,7 @@ def init_groups(
         device: decides the backend.
         timeout_minutes: how long a collective may take.
         get_embedding_ranks: see `embedding_ranks`; None means first and last stage.
-        init_method: rendezvous address such as ``file:///path``.
+        init_method: rendezvous address such as ``file:///path``; a single rank needs none.
         hierarchical_context_parallel_sizes: factors of the context-parallel size, for
             ``--cp-comm-type a2a+p2p``.
 
@@ -150,11 +174,15 @@ def init_groups(
     """
     timeout = timedelta(minutes=timeout_minutes)
     if not torch.distributed.is_initialized():
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        address = init_method or os.environ.get("MEGATRON_EXT_INIT_METHOD", "env://")
+        alone = world_size == 1 and init_method is None
         torch.distributed.init_process_group(
             device.backend,
-            init_method=init_method or os.environ.get("MEGATRON_EXT_INIT_METHOD", "env://"),
+            init_method=None if alone else address,
+            store=torch.distributed.HashStore() if alone else None,  # type: ignore[attr-defined]
             rank=int(os.environ.get("RANK", "0")),
-            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            world_size=world_size,
             timeout=timeout,
         )
     started = torch.distributed.get_world_size()
@@ -171,7 +199,7 @@ def init_groups(
         hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
         expert_model_parallel_size=layout.expert_model_parallel_size,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-        distributed_timeout_minutes=max(1, round(timeout_minutes)),
+        distributed_timeout_minutes=timeout_minutes,
         order=layout.order,
         get_embedding_ranks=get_embedding_ranks,
         create_gloo_process_groups=True,

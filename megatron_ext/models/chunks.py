@@ -9,9 +9,10 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.module import Float16Module, MegatronModule, float16_to_fp32
 
 from megatron_ext.config.transformer_engine import TE_IMPL
+from megatron_ext.errors import ConfigError
 from megatron_ext.models.fp8.attach import attach_fp8
 from megatron_ext.models.initialization import (
     initialize_by_name,
@@ -19,6 +20,7 @@ from megatron_ext.models.initialization import (
     unmark_methods,
 )
 from megatron_ext.models.lora import attach_adapters
+from megatron_ext.models.moe import mark_experts
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -56,6 +58,7 @@ def build_chunks(
     if config.fp8.fp8_format is not None and config.model.transformer_impl != TE_IMPL:
         attach_fp8(chunks, config, context.pgs)
     for chunk in chunks:
+        mark_experts(chunk, context.pgs)
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return chunks
@@ -81,9 +84,55 @@ def _build_all(
             post_process=position == placement.num_stages - 1,
             vp_stage=stage,
         )
+        check_chunk(chunk, tied_stages=_ties_stages(config))
         chunk.vp_stage = stage
         chunks.append(chunk)
     return chunks
+
+
+def _ties_stages(config: RunConfig) -> bool:
+    """Whether the first and the last pipeline stage hold copies of one embedding."""
+    tied = not config.model.untie_embeddings_and_output_weights
+    return tied and config.parallel.pipeline_model_parallel_size > 1
+
+
+_TIED = (
+    "the first and the last pipeline stage sum the gradients of a shared embedding; set it in "
+    "`__init__` (False where nothing is shared), or give `--untie-embeddings-and-output-weights`"
+)
+_REQUIRED = {
+    "sharded_state_dict": (
+        "its weights are named, drawn and saved; derive its class from "
+        "`megatron.core.transformer.module.MegatronModule`"
+    ),
+    "set_input_tensor": (
+        "a pipeline stage gets what the stage before it computed; add `def set_input_tensor(self, "
+        "tensors)`, which keeps the one tensor of the list (None on the first stage) for `forward`"
+    ),
+}
+
+
+def check_chunk(chunk: torch.nn.Module, *, tied_stages: bool) -> None:
+    """Check that a model has what megatron-core's schedules and checkpoints ask of it.
+
+    Args:
+        chunk: what the task's model provider built.
+        tied_stages: stages share an embedding, as the flags say.
+
+    Raises:
+        ConfigError: with one sentence for each attribute that is missing.
+    """
+    required = dict(_REQUIRED)
+    if tied_stages:
+        required |= dict.fromkeys(("pre_process", "share_embeddings_and_output_weights"), _TIED)
+    missing = [name for name in required if not hasattr(chunk, name)]
+    if missing:
+        raise ConfigError(
+            [
+                f"The model `{type(chunk).__name__}` has no `{name}`, by which {required[name]}."
+                for name in missing
+            ]
+        )
 
 
 def ddp_config(
@@ -113,6 +162,22 @@ def ddp_config(
     )
 
 
+class _In16Bits(Float16Module):  # type: ignore[misc]
+    """megatron-core's wrapper, but the stage whose output becomes float32 is the model's last one.
+
+    megatron-core takes the last pipeline rank for it, which under ``zb-v`` holds others.
+    """
+
+    def __init__(self, config: TransformerConfig, module: Any, *, is_last: bool) -> None:
+        super().__init__(config, module)
+        self._is_last = is_last
+
+    def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
+        """See `Float16Module.forward`."""
+        output = super().forward(*inputs, fp32_output=False, **kwargs)
+        return float16_to_fp32(output) if fp32_output and self._is_last else output
+
+
 def wrap_chunks(
     chunks: list[MegatronModule],
     config: RunConfig,
@@ -123,7 +188,15 @@ def wrap_chunks(
     """Move the chunks to the device, cast them, and wrap them for data parallelism."""
     wrapped: list[Any] = [chunk.to(device) for chunk in chunks]
     if config.precision.bf16 or config.precision.fp16:
-        wrapped = [Float16Module(transformer_config, chunk) for chunk in wrapped]
+        last = context.placement.num_stages - 1
+        wrapped = [
+            _In16Bits(
+                transformer_config,
+                chunk,
+                is_last=context.placement.stage_of(context.pp_rank, index) == last,
+            )
+            for index, chunk in enumerate(wrapped)
+        ]
     trained = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
     num_parameters = sum(parameter.numel() for parameter in trained)
     core_config = ddp_config(config, context, num_parameters)

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_ext.models.compiled import compiles
 from megatron_ext.models.norm import LayerNorm, RMSNorm, spec_of, weights_of
 from megatron_ext.models.pointwise import (
+    added,
     bias_dropout_add,
     bias_dropout_add_norm,
     fusions_of,
@@ -32,6 +33,8 @@ WithBias = tuple[Tensor, Tensor | None]
 def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
     """megatron-core's function of the same name, with `bias_dropout_add` where it compiles.
 
+    A residual stream in float32 stays so, where core rounds it to the 16 bits of ``x``.
+
     Args:
         training: drop elements.
         fused: ``--no-bias-dropout-fusion`` does without.
@@ -40,6 +43,8 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
 
     def function(x_with_bias: WithBias, residual: Tensor, probability: float) -> Tensor:
         x, bias = x_with_bias
+        if residual.dtype != x.dtype and not (fused and compiles(x)):
+            return added(x, bias, residual, probability, training)
         if not (fused and compiles(x)):
             return unfused(x_with_bias, residual, probability)
         return bias_dropout_add(x, bias, residual, probability, training)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.gpt import GPTModel as CoreGPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.transformer_block import TransformerBlock as CoreTransformerBlock
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
@@ -23,6 +26,30 @@ if TYPE_CHECKING:
     from megatron_ext.layout import ParallelContext
 
 
+class TransformerBlock(CoreTransformerBlock):  # type: ignore[misc]
+    """megatron-core's stack of layers, whose last recomputed piece may be shorter than the others.
+
+    Core asks for as many layers as ``--recompute-num-layers`` says, also where fewer are left.
+    """
+
+    def _get_layer(self, layer_number: int) -> Any:
+        """The layer of that number on this chunk, or nothing behind the last."""
+        return self.layers[layer_number] if layer_number < len(self.layers) else _Nothing(self)
+
+
+class _Nothing:
+    """Stands for a layer that is not there; what enters it leaves it."""
+
+    def __init__(self, block: TransformerBlock) -> None:
+        self.layer_number = block.layers[-1].layer_number
+
+    def __call__(
+        self, *, hidden_states: Tensor, context: Tensor | None, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same two tensors."""
+        return hidden_states, context
+
+
 class GPTModel(CoreGPTModel):  # type: ignore[misc]
     """megatron-core's GPTModel with two differences.
 
@@ -34,6 +61,7 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.decoder.__class__ = TransformerBlock
         if self.post_process:
             self._use_own_output_layer()
         if hasattr(self, "embedding") and getattr(self.config, "deterministic_dropout", False):
@@ -45,6 +73,17 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
             )
         if self.mtp_process:
             self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+            self._recompute_by_depth()
+
+    def _recompute_by_depth(self) -> None:
+        """Recompute each depth of multi-token prediction by itself, as core can alone.
+
+        ``--recompute-num-layers`` then counts layers of the decoder only.
+        """
+        if self.config.recompute_num_layers is not None:
+            for depth in self.mtp.layers:
+                depth.config = copy.copy(self.config)
+                depth.config.recompute_num_layers = 1
 
     def _use_own_output_layer(self) -> None:
         """Put the output layer's weight into our layer, whose weight gradient can be deferred."""
@@ -105,6 +144,9 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
             sequence_len_offset=offset,
             padding_mask=padding_mask,
         )
+        if self.post_process or self.mtp_process:
+            # A residual stream in float32 ends at the final norm, which an earlier stage may hold.
+            hidden = hidden.to(self.config.params_dtype)
         has_depths = self._has_depths(mtp_targets)
         if self.mtp_process and has_depths:
             hidden = self.mtp(
@@ -115,7 +157,11 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
                 rotary_pos_emb=rotary,
                 embedding=self.embedding,
             )
-        if hidden_states_only or not self.post_process:
+        if self.post_process:
+            hidden = self.before_head(hidden)
+        if not self.post_process:
+            return hidden.to(self.config.pipeline_dtype)  # type: ignore[no-any-return]
+        if hidden_states_only:
             return hidden  # type: ignore[no-any-return]
         if has_depths:
             hidden = self._with_mtp_losses(hidden, mtp_targets)
@@ -123,6 +169,17 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
         if labels is None:
             return logits.transpose(0, 1).contiguous()
         return self.compute_language_model_loss(labels, logits)  # type: ignore[no-any-return]
+
+    def before_head(self, hidden: Tensor) -> Tensor:
+        """Return what the head reads; a subclass may change each token's hidden states here.
+
+        Every path to a loss goes through it: whole or chunked logits, and multi-token prediction.
+
+        Args:
+            hidden: ``[s, b, h]`` of the last stage, ``[s/tp, b, h]`` under sequence parallelism;
+                with multi-token prediction the depths follow along the first axis.
+        """
+        return hidden
 
     def _has_depths(self, targets: MTPTargets | None) -> bool:
         """Whether multi-token prediction has run where this chunk ends.
@@ -180,6 +237,7 @@ def build_gpt_chunk(
     pre_process: bool,
     post_process: bool,
     vp_stage: int | None = None,
+    model_class: Callable[..., GPTModel] = GPTModel,
 ) -> GPTModel:
     """Build the layers of one virtual pipeline chunk.
 
@@ -190,6 +248,7 @@ def build_gpt_chunk(
         pre_process: the chunk holds the embedding.
         post_process: the chunk holds the output layer (and the multi-token-prediction block).
         vp_stage: index of the virtual chunk on this rank.
+        model_class: makes the chunk; a subclass of a user's own, or a function that calls it.
 
     Raises:
         ConfigError: multi-token prediction with learned positions on more than one stage.
@@ -211,7 +270,7 @@ def build_gpt_chunk(
         mtp_spec = mtp_block_spec(
             transformer_config, impl=model.transformer_impl, vp_stage=vp_stage
         )
-    return GPTModel(
+    return model_class(
         config=transformer_config,
         transformer_layer_spec=spec,
         vocab_size=model.padded_vocab_size,

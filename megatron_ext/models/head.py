@@ -22,12 +22,14 @@ class OutputHead:
         tp_group: the ranks that hold the other parts.
         sequence_parallel: hidden states come cut along the sequence.
         config: megatron-core's configuration of the model.
+        bias: ``[v/tp]``, in the weight's type; None where the head has none.
     """
 
     weight: Tensor
     tp_group: ProcessGroup
     sequence_parallel: bool
     config: Any
+    bias: Tensor | None = None
 
 
 class HasOutputHead(Protocol):

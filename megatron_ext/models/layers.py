@@ -11,7 +11,6 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -139,21 +138,13 @@ def expert_pattern(config: TransformerConfig) -> list[bool]:
 
 
 def _check_options(config: TransformerConfig) -> None:
-    """Refuse what megatron-core's modules cannot do without Transformer Engine or a GPU."""
+    """Refuse what megatron-core's modules cannot do without Transformer Engine."""
     # Their outputs are dropped by a function of core that asks Transformer Engine.
     needing = [x for x in config.recompute_modules or () if x in RECOMPUTED_WITH_TE]
     if config.recompute_granularity == "selective" and needing and not has_transformer_engine():
         raise ConfigError(
             f"`--recompute-modules {needing[0]}` needs Transformer Engine, which is not "
             "installed; use core_attn, mlp, moe or shared_experts."
-        )
-    # The parts of an expert exchange unequal numbers of tokens, which Gloo cannot gather.
-    etp, ep = config.expert_tensor_parallel_size or 1, config.expert_model_parallel_size
-    unequal = etp > 1 and ep > 1 and config.moe_token_dispatcher_type == "alltoall"
-    if unequal and torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
-        raise ConfigError(
-            f"`--moe-token-dispatcher-type alltoall` with `--expert-tensor-parallel-size` ({etp}) "
-            f"and `--expert-model-parallel-size` ({ep}) both above 1 needs GPUs; use allgather."
         )
 
 
@@ -176,7 +167,7 @@ def layer_spec(
         vp_stage: the virtual chunk on this rank.
 
     Raises:
-        ConfigError: an option that needs Transformer Engine or a GPU, or a bad pattern of experts.
+        ConfigError: an option that needs Transformer Engine, or a bad pattern of experts.
     """
     if impl == TE_IMPL:
         block = get_gpt_decoder_block_spec(

@@ -21,7 +21,15 @@ NAMES = {function: name for name, function in ACTIVATIONS.items()}
 
 
 class MLP(core.MLP):  # type: ignore[misc]
-    """Two matrices and an activation; see the module."""
+    """Two matrices and an activation; see the module.
+
+    Attributes:
+        adds_bias: the second bias is added here instead of being left to the caller. Recomputation
+            needs that: a parameter that it returned would become its result, and the backward pass
+            of the parameter would recompute for ever.
+    """
+
+    adds_bias: bool = False
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
@@ -33,11 +41,18 @@ class MLP(core.MLP):  # type: ignore[misc]
             per_token_scale: ``[tokens]``, what the router gives the tokens of an expert.
             kwargs: as megatron-core's.
         """
-        if not (fusions_of(self.config).activation and compiles(hidden_states)):
-            given: tuple[Tensor, Tensor | None] = super().forward(
-                hidden_states, per_token_scale, **kwargs
-            )
-            return given
+        if fusions_of(self.config).activation and compiles(hidden_states):
+            output, bias = self._fused(hidden_states, per_token_scale)
+        else:
+            output, bias = super().forward(hidden_states, per_token_scale, **kwargs)
+        if self.adds_bias and bias is not None:
+            return output + bias, None
+        return output, bias
+
+    def _fused(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """`forward` with a compiled activation."""
         wide, bias = self.linear_fc1(hidden_states)
         scale = None if per_token_scale is None else per_token_scale.unsqueeze(-1)
         name = NAMES[self.config.activation_func]

@@ -65,16 +65,22 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: Norm) -> Tensor:
     """LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467) over the last axis.
 
     Args:
-        x: ``[..., h]``.
+        x: ``[..., h]``; of a residual stream in float32 beside weights in 16 bits too.
         weight: ``[h]``.
         bias: ``[h]``; None for RMSNorm.
         spec: see `Norm`.
+
+    Returns:
+        ``[..., h]`` in the dtype of the weight.
     """
     kind, eps, zero_centered = spec
+    dtype = weight.dtype
+    if x.dtype != dtype:
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     gain = weight + 1 if zero_centered else weight
     if kind == "RMSNorm":
-        return F.rms_norm(x, gain.shape, gain, eps)
-    return F.layer_norm(x, gain.shape, gain, bias, eps)
+        return F.rms_norm(x, gain.shape, gain, eps).to(dtype)
+    return F.layer_norm(x, gain.shape, gain, bias, eps).to(dtype)
 
 
 normed = compiled(norm)
@@ -91,7 +97,7 @@ norm_beside = Beside(_one_norm)
 def added(
     x: Tensor, bias: Tensor | None, residual: Tensor, probability: float, training: bool
 ) -> Tensor:
-    """``residual + dropout(x + bias)`` in the dtype of ``x``.
+    """``residual + dropout(x + bias)`` in the dtype of ``residual``.
 
     Args:
         x: ``[s, b, h]``.
@@ -102,7 +108,7 @@ def added(
     """
     if bias is not None:
         x = x + bias
-    return residual.to(x.dtype) + F.dropout(x, probability, training)
+    return residual + F.dropout(x, probability, training)
 
 
 bias_dropout_add = compiled(added)

@@ -59,6 +59,13 @@ def params_dtype(config: RunConfig) -> torch.dtype:
     return torch.float16 if config.precision.fp16 else torch.float32
 
 
+def xavier_uniform(tensor: torch.Tensor) -> torch.Tensor:
+    """Draw a matrix as Glorot and Bengio do (2010); a bias, which has no fans, is zero."""
+    if tensor.dim() < 2:
+        return torch.nn.init.zeros_(tensor)
+    return torch.nn.init.xavier_uniform_(tensor)
+
+
 def _fusions(config: RunConfig) -> Fusions:
     model = config.model
     return Fusions(
@@ -80,7 +87,8 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     fields: dict[str, Any] = dict(config.transformer_fields())
     dtype = params_dtype(config)
     fields["params_dtype"] = dtype
-    fields["pipeline_dtype"] = dtype
+    in_fp32 = config.model.fp32_residual_connection
+    fields["pipeline_dtype"] = torch.float32 if in_fp32 else dtype
     fields["activation_func"] = ACTIVATIONS[str(fields.get("activation_func", "gelu"))]
     fields["attention_backend"] = AttnBackend[str(fields["attention_backend"])]
     schedule = config.parallel.pipeline_schedule
@@ -101,8 +109,8 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
             config.model.num_layers or 0, config.parallel.pipeline_model_parallel_size
         )
     if config.model.init_method_xavier_uniform:
-        fields["init_method"] = torch.nn.init.xavier_uniform_
-        fields["output_layer_init_method"] = torch.nn.init.xavier_uniform_
+        fields["init_method"] = xavier_uniform
+        fields["output_layer_init_method"] = xavier_uniform
     fields["auxiliary_scale"] = AuxiliaryScale()
     core = StepTransformerConfig(**fields)
     if isinstance(core.cp_comm_type, list):

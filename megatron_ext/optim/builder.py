@@ -38,13 +38,40 @@ def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) ->
     ours["params_dtype"] = params_dtype(config)
     names = {field.name for field in dataclasses.fields(cls)}
     core_config = cls(**{name: value for name, value in ours.items() if name in names})
-    optimizer = get_megatron_optimizer(
-        core_config, chunks, config_overrides=get_standard_config_overrides(core_config)
-    )
+    overrides = get_standard_config_overrides(core_config)
+    for override in overrides.values():
+        if "max_lr" in override:
+            # megatron-core finds the groups of a checkpoint by this mark, but does not set it.
+            override["is_decoupled_lr"] = True
+    optimizer = get_megatron_optimizer(core_config, chunks, config_overrides=overrides)
     if config.optimizer.optimizer == "adam" and config.model.transformer_impl == "torch":
         take_torchs_adam(optimizer)
     choose_kernels(optimizer, fused=config.device == "cuda")
+    for part in parts_of(optimizer):
+        if isinstance(getattr(part, "optimizer", None), (torch.optim.Adam, torch.optim.SGD)):
+            # megatron-core has none for SGD, and its own for Adam leaves out the count of steps.
+            part.init_state_fn = start_state
     return optimizer
+
+
+def start_state(inner: torch.optim.Optimizer, _core_config: Any = None) -> None:
+    """Give torch's Adam or SGD, where it has made no update yet, its state of step 0: all zeros.
+
+    A checkpoint then holds the same tensors whether or not an update was made before it.
+    """
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            if inner.state[parameter]:
+                continue
+            if isinstance(inner, torch.optim.Adam):
+                place = parameter.device if group["fused"] else "cpu"
+                inner.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=place),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+            elif group["momentum"]:
+                inner.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
 
 
 class CountedAdam(torch.optim.AdamW):
@@ -136,7 +163,7 @@ def schedule_lengths(config: RunConfig) -> ScheduleLengths:
         assert training.train_iters is not None and batch is not None
         total = training.train_iters * batch
         decay = (optimizer.lr_decay_iters or training.train_iters) * batch
-        warmup = optimizer.lr_warmup_iters * batch
+        warmup = (optimizer.lr_warmup_iters or 0) * batch
         wsd = optimizer.lr_wsd_decay_iters
         wsd_decay = None if wsd is None else wsd * batch
     if optimizer.lr_warmup_fraction is not None:

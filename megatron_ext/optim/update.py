@@ -73,6 +73,7 @@ def update_parameters(optimizer: MegatronOptimizer, clip_grad: float) -> UpdateR
         clip_grad: largest allowed global norm; 0 switches clipping off.
     """
     if optimizer.prepare_grads():
+        _share_loss_scale(optimizer)
         return _overflow()
     norm = global_grad_norm(optimizer)
     zeros = count_zeros(optimizer) if optimizer.config.log_num_zeros_in_grad else None
@@ -86,9 +87,21 @@ def update_parameters(optimizer: MegatronOptimizer, clip_grad: float) -> UpdateR
     return update
 
 
+def _share_loss_scale(optimizer: MegatronOptimizer) -> None:
+    """Let all parts of a chain follow the one whose gradients have overflown.
+
+    Each part of megatron-core's chain has a dynamic scale of its own, which it lowers after its own
+    overflows only; but the loss is multiplied by one, that of the first part.
+    """
+    parts = [part for part in parts_of(optimizer) if getattr(part, "grad_scaler", None)]
+    scales = [p.grad_scaler.state_dict() for p in parts if p.found_inf.item() > 0]
+    for part in parts if scales else ():
+        part.grad_scaler.load_state_dict(scales[0])
+
+
 def _overflow() -> UpdateResult:
     """Of a step whose gradients a loss scale has made infinite, as megatron-core has found."""
-    norm = torch.full((), math.inf, dtype=torch.float64, device=_device())
+    norm = torch.tensor(math.inf, dtype=torch.float64, device=_device())
     update = UpdateResult(torch.isfinite(norm), norm)
     assert not update.applied
     return update

@@ -164,6 +164,16 @@ def test_bf16_weights_are_the_rounded_single_precision_ones(method: str, tmp_pat
         assert torch.equal(half[name], weight.bfloat16()), name
 
 
+def test_xavier_leaves_the_biases_of_a_router_at_zero(tmp_path: Path) -> None:
+    words = f"--init-method-xavier-uniform --add-bias-linear {EXPERTS}"
+    weights = weights_of(words, 1, tmp_path / "weights")
+    biases = [weight for name, weight in weights.items() if "router.bias" in name]
+    assert len(biases) == 4 and not any(bias.any() for bias in biases)
+    router = weights["decoder.layers.mlp.router.weight[0]"]
+    limit = math.sqrt(6 / sum(router.shape))
+    assert 0.9 * limit < float(router.abs().max()) <= limit
+
+
 def test_the_seed_decides(tmp_path: Path) -> None:
     one = weights_of("", 1, tmp_path / "one")
     other = weights_of("--seed 7", 1, tmp_path / "other")
@@ -174,8 +184,8 @@ def test_the_seed_decides(tmp_path: Path) -> None:
 def test_a_wider_padded_vocabulary_keeps_the_rows(method: str, tmp_path: Path) -> None:
     """1,901 entries need no more on one rank, 1,904 on two and on four; a row has 20 numbers."""
     words = (
-        "--vocab-size 1900 --make-vocab-size-divisible-by 1 --hidden-size 20 --num-query-groups 4 "
-        f"--ffn-hidden-size 40 {method}"
+        "--vocab-size 1900 --make-vocab-size-divisible-by 1 --hidden-size 20 --kv-channels 6 "
+        f"--num-query-groups 4 --ffn-hidden-size 40 {method}"
     )
     one = weights_of(words, 1, tmp_path / "one")
     for size in (2, 4):

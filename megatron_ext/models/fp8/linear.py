@@ -80,8 +80,10 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.save_for_backward(weight, kernel.scale, *kept)
         ctx.call, ctx.trains = call, trains
         ctx.use_bias = bias is not None
-        output = output.view(-1, *input.shape[1:-1], weight.size(0))
-        return output if bias is None else output + bias
+        # Not a view, to which megatron-core's experts could not add their bias in place.
+        shape = [-1, *input.shape[1:-1], weight.size(0)]
+        shaped: Tensor = torch.ops.aten._unsafe_view(output, shape)
+        return shaped if bias is None else shaped + bias
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
