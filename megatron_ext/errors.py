@@ -1,11 +1,19 @@
-"""The four kinds of error that a user can meet.
+"""The four kinds of error that a user can meet, and how a program ends by Ctrl-C.
 
 Each message is one sentence: the name, the value, the rule, and what to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import NoReturn
+
+EXIT_CODE_INTERRUPTED = 130
+"""Exit code after Ctrl-C, as of a shell (128 + SIGINT)."""
 
 
 class MegatronExtError(Exception):
@@ -37,3 +45,33 @@ class CheckpointError(MegatronExtError):
 
 class DeviceNotSupported(MegatronExtError):
     """Something that only a GPU can answer, asked on a machine without one."""
+
+
+def end_on_interrupt() -> None:
+    """Let Ctrl-C end this process at once, which suits the time of its imports.
+
+    An interruption that is ignored, as in the background of a script, stays ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _end)
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(EXIT_CODE_INTERRUPTED)
+
+
+def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
+    """Run the ``main`` of a program on the command line, and exit with its code.
+
+    Ctrl-C lets it clean up after itself, and is then said in one word instead of a traceback.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        code = main(sys.argv[1:])
+    except KeyboardInterrupt:
+        end_on_interrupt()
+        print("interrupted", file=sys.stderr, flush=True)
+        code = EXIT_CODE_INTERRUPTED
+    sys.exit(code)

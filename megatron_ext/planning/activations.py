@@ -41,7 +41,9 @@ class Activations:
     @property
     def residual(self) -> int:
         """One tensor of the residual stream, ``[s, b, h]``."""
-        return self.sizes.residual_tokens * self.sizes.h * self.sizes.width
+        in_fp32 = self.config.model.fp32_residual_connection
+        width = FP32 if in_fp32 else self.sizes.width
+        return self.sizes.residual_tokens * self.sizes.h * width
 
     def norm(self, tokens: int, size: int) -> int:
         """What a norm keeps besides its input, which the residual stream holds anyway."""

@@ -123,7 +123,8 @@ class Traffic:
         stages = x.pp * (self.config.parallel.virtual_pipeline_model_parallel_size or 1)
         if x.pp == 1:
             return 0.0
-        tensor = x.residual_tokens * x.h * x.width
+        width = FP32 if self.config.model.fp32_residual_connection else x.width
+        tensor = x.residual_tokens * x.h * width
         return float(tensor * ((stage.index < stages - 1) + (stage.index > 0)))
 
 

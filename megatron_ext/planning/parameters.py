@@ -212,9 +212,10 @@ def _experts(config: RunConfig, sizes: Sizes, name: str) -> list[Weight]:
     count = moe.num_experts or 0
     router = Linear(f"{name}.router", count, sizes.h, bias=model.add_bias_linear)
     found, width = router.weights(config), moe.moe_ffn_hidden_size or sizes.f
+    apart = sizes.ep > 1 or sizes.etp != sizes.tp
     for expert in range(count // sizes.ep):
         local = f"{name}.experts.local_experts.{expert}"
-        like = Linear(local, width, sizes.h, rows=sizes.etp, copies=sizes.ep, expert=sizes.ep > 1)
+        like = Linear(local, width, sizes.h, rows=sizes.etp, copies=sizes.ep, expert=apart)
         found += _mlp(config, sizes, like)
     shared = moe.moe_shared_expert_intermediate_size
     if shared:

@@ -10,6 +10,7 @@ from megatron_ext.planning.hardware import GB, Gpu
 from megatron_ext.planning.memory import RankMemory, memory, step_plan
 from megatron_ext.schedules import price
 from megatron_ext.schedules.picture import save as save_schedule
+from megatron_ext.schedules.picture import write_figure
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
@@ -68,4 +69,4 @@ def save_memory(ranks: Sequence[RankMemory], path: Path, gpu: Gpu | None) -> Non
     axes.set_xlabel("pipeline rank")
     axes.set_ylabel("GB")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.savefig(path, bbox_inches="tight", dpi=120)
+    write_figure(figure, path)

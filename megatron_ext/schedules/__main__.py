@@ -9,7 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_ext.errors import ConfigError
+from megatron_ext.config.ranges import FACTOR, SIZE, WEIGHT
+from megatron_ext.errors import ConfigError, run_program
 from megatron_ext.schedules.build import SCHEDULES, build_plan
 from megatron_ext.schedules.picture import save, text
 from megatron_ext.schedules.plan import Durations
@@ -25,19 +26,21 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--schedule", default="1f1b", choices=SCHEDULES)
-    parser.add_argument("--pipeline-size", type=int, default=4, metavar="RANKS")
-    parser.add_argument("--microbatches", type=int, default=8, metavar="N")
-    parser.add_argument("--chunks", type=int, metavar="N", help="on each rank")
-    parser.add_argument("--group-size", type=int, metavar="N", help="of interleaved")
+    parser.add_argument("--pipeline-size", type=SIZE.integer, default=4, metavar="RANKS")
+    parser.add_argument("--microbatches", type=SIZE.integer, default=8, metavar="N")
+    parser.add_argument("--chunks", type=SIZE.integer, metavar="N", help="on each rank")
+    parser.add_argument("--group-size", type=SIZE.integer, metavar="N", help="of interleaved")
     parser.add_argument(
         "--times",
-        type=float,
+        type=FACTOR.number,
         nargs=3,
         default=[1.0, 1.0, 1.0],
         metavar=("F", "I", "W"),
         help="forward, input gradient and weight gradient of all of a rank's layers, any unit",
     )
-    parser.add_argument("--latency", type=float, default=0.0, help="of a message, same unit")
+    parser.add_argument(
+        "--latency", type=WEIGHT.number, default=0.0, help="of a message, same unit"
+    )
     parser.add_argument("--forward-only", action="store_true", help="evaluation")
     parser.add_argument("--png", type=Path, help="file for the picture")
     return parser
@@ -46,24 +49,30 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Print the timeline and its price; returns the exit code."""
     args = _parser().parse_args(argv)
-    if min(args.pipeline_size, args.microbatches, args.chunks or 1, *args.times) <= 0:
-        print("error: Sizes, counts and times must be positive.", file=sys.stderr)
-        return 2
     chunks = args.chunks or DEFAULT_CHUNKS.get(args.schedule, 1)
     durations = Durations(*(time / chunks for time in args.times))
     try:
-        plan = build_plan(
-            args.schedule,
-            pipeline_size=args.pipeline_size,
-            num_microbatches=args.microbatches,
-            num_chunks=chunks,
-            group_size=args.group_size,
-            forward_only=args.forward_only,
-            durations=durations,
-        )
+        return _show(args, chunks, durations)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _show(args: argparse.Namespace, chunks: int, durations: Durations) -> int:
+    """Print what was asked for, and draw it.
+
+    Raises:
+        ConfigError: a plan that cannot be, or a picture that cannot be written.
+    """
+    plan = build_plan(
+        args.schedule,
+        pipeline_size=args.pipeline_size,
+        num_microbatches=args.microbatches,
+        num_chunks=chunks,
+        group_size=args.group_size,
+        forward_only=args.forward_only,
+        durations=durations,
+    )
     cost = price(plan, durations, args.latency)
     print(text(plan, cost))
     print(f"step time {cost.makespan:g}, bubble {cost.bubble:g} ({cost.bubble_share:.1%})")
@@ -76,4 +85,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from megatron_ext.errors import ConfigError
 from megatron_ext.schedules.plan import Kind, Plan, Timed
 from megatron_ext.schedules.price import Price
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLORS = {
     Kind.FORWARD: "#7aa6da",
@@ -56,7 +61,11 @@ def _row(plan: Plan, rank: Sequence[Timed], scale: float, width: int) -> str:
 
 
 def save(plan: Plan, cost: Price, path: Path) -> None:
-    """Draw the timeline into a PNG file; later chunks are hatched."""
+    """Draw the timeline into a PNG file; later chunks are hatched.
+
+    Raises:
+        ConfigError: see `write_figure`.
+    """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -92,4 +101,20 @@ def save(plan: Plan, cost: Price, path: Path) -> None:
     )
     legend = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in COLORS if kind in used]
     axes.legend(handles=legend, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=4)
-    figure.savefig(path, bbox_inches="tight", dpi=120)
+    write_figure(figure, path)
+
+
+def write_figure(figure: Figure, path: Path) -> None:
+    """Write a picture that a flag names.
+
+    Raises:
+        ConfigError: the file cannot be written, or its ending names no format of pictures.
+    """
+    try:
+        figure.savefig(path, bbox_inches="tight", dpi=120)
+    except (OSError, ValueError) as error:
+        why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"`--png` ({path}) cannot be written ({why.rstrip('.')}); give a file .png in a folder "
+            "that is there."
+        ) from error

@@ -20,15 +20,15 @@ LORA, FP8 = "--lora-rank 8 ", "--bf16 --fp8-format hybrid "
 
 TEXT: Faults = {
     "rank": ("--lora-rank 0", "`--lora-rank` (0) must be at least 1"),
-    "alpha": (LORA + "--lora-alpha 0", "`--lora-alpha` (0) must be above 0"),
-    "lora dropout": (LORA + "--lora-dropout 1", "`--lora-dropout` (1) must be at least 0"),
+    "alpha": (LORA + "--lora-alpha 0", "`--lora-alpha` (0.0) must be above 0"),
+    "lora dropout": (LORA + "--lora-dropout 1", "`--lora-dropout` (1.0) must be at least 0"),
     "targets": (LORA + "--lora-target-modules linear_q", "`--lora-target-modules` (linear_q)"),
     "no rank": ("--lora-alpha 4", "`--lora-alpha` needs `--lora-rank`"),
     "decoupled": (LORA + "--decoupled-lr 1e-3", "`--decoupled-lr` is for the embedding"),
     "fp8 alone": ("--fp8-margin 1", "`--fp8-margin` needs `--fp8-format`"),
     "fp8 of fp32": ("--fp8-format hybrid", "`--fp8-format` needs `--bf16`"),
     "history": (FP8 + "--fp8-amax-history-len 0", "`--fp8-amax-history-len` (0) must be"),
-    "margin": (FP8 + "--fp8-margin -1", "`--fp8-margin` (-1) must be at least 0"),
+    "margin": (FP8 + "--fp8-margin -1", "`--fp8-margin` (-1) must be at least"),
     "width": (FP8 + "--ffn-hidden-size 200", "`--fp8-format` needs layers whose sides divide"),
     "layers": (FP8 + "--num-layers-at-start-in-bf16 2", "needs `--first-last-layers-bf16`"),
     "delayed": (
@@ -44,8 +44,11 @@ VIDEO: Faults = {
     "text flag": ("--num-experts 4", "`--num-experts` has no effect on a video model"),
     "of streaming": ("--generator-size mini", "has an effect only with `--task streaming`"),
     "of dit": ("--independent-block-timesteps", "has an effect only with"),
-    "recompute": ("--recompute-double-blocks -1", "`--recompute-double-blocks` (-1) must be 0"),
-    "cost": ("--double-block-cost 0", "`--double-block-cost` (0.0) must be a positive number"),
+    "recompute": (
+        "--recompute-double-blocks -1",
+        "`--recompute-double-blocks` (-1) must be at least",
+    ),
+    "cost": ("--double-block-cost 0", "`--double-block-cost` (0.0) must be above 0"),
     "layout": ("--pipeline-model-parallel-layout Et|L", "blocks are dealt to stages by their cost"),
     "guidance": ("--guidance 3", "needs `--guidance-embed`"),
     "online": ("--online-encoding --video-data-path x", "needs `--video-buckets`"),
@@ -59,8 +62,8 @@ STREAMING: Faults = {
     "stages": ("--pipeline-model-parallel-size 2 --nproc-per-node 2", "pipeline stages would wait"),
     "half": ("--fp16", "three networks have no common loss scale"),
     "critic": ("--critic-lr 0", "`--critic-lr` (0.0) must be above 0"),
-    "clip": ("--critic-clip-grad -1", "`--critic-clip-grad` (-1.0) must be 0 or more"),
-    "blocks": ("--recompute-blocks -1", "`--recompute-blocks` (-1) must be 0 or more"),
+    "clip": ("--critic-clip-grad -1", "`--critic-clip-grad` (-1.0) must be at least 0"),
+    "blocks": ("--recompute-blocks -1", "`--recompute-blocks` (-1) must be at least"),
     "teacher": (
         "--teacher-tensor-model-parallel-size 3 --nproc-per-node 2",
         "`--teacher-tensor-model-parallel-size`",

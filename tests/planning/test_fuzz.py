@@ -125,7 +125,7 @@ def test_three_hundred_random_runs_end_in_a_plan_or_in_sentences() -> None:
     counts, broken = _broken(range(300))
     assert not broken, "\n".join(broken[:5])
     # A fuzz whose runs are all refused, or none, would show nothing.
-    assert min(counts.values()) >= 60
+    assert min(counts.values()) >= 50
 
 
 @pytest.mark.slow

@@ -212,6 +212,13 @@ def _passes(config: RunConfig) -> list[Pass]:
         _clip(config, "teacher", streaming.chunk_frames, samples=guided),
     )
     found.append(Pass("teacher, forward on a chunk", seen.without_gradient()))
+    if streaming.distribution_loss == "sid":
+        costs = [
+            critic.activations(_whole(config, streaming.critic_size)),
+            seen.activations(_whole(config, streaming.teacher_size)),
+        ]
+        held = sum(cost.kept for cost in costs) + max(cost.transient for cost in costs)
+        found.append(Pass("critic and teacher, forward and backward to a chunk", held))
     found.append(Pass("generator, forward on a frame block", block.without_gradient()))
     return found
 
