@@ -7,7 +7,12 @@ ranks. ``python pretrain_gpt.py --help`` lists the flags; they are Megatron-LM's
 from __future__ import annotations
 
 import dataclasses
-import sys
+from functools import partial
+
+from megatron_ext.errors import end_on_interrupt, run_program
+
+if __name__ == "__main__":
+    end_on_interrupt()
 
 from megatron_ext.config import RunConfig
 from megatron_ext.data.gpt import build_gpt_datasets
@@ -34,4 +39,4 @@ def task_of(config: RunConfig) -> Task:
 
 
 if __name__ == "__main__":
-    sys.exit(main(task_of, sys.argv[1:]))
+    run_program(partial(main, task_of))

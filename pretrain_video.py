@@ -7,9 +7,13 @@ ranks. ``python pretrain_video.py --help`` lists the flags.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from megatron_ext.errors import end_on_interrupt, run_program
+
+if __name__ == "__main__":
+    end_on_interrupt()
 
 from megatron_ext.config import RunConfig
 from megatron_ext.config.cli import read_words
@@ -65,4 +69,4 @@ def defaults_of(argv: Sequence[str]) -> Mapping[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(task_of, sys.argv[1:], defaults=defaults_of(sys.argv[1:])))
+    run_program(lambda argv: main(task_of, argv, defaults=defaults_of(argv)))

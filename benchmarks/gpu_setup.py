@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import importlib.metadata
 import os
@@ -43,8 +44,6 @@ __all__ = [
 
 PACKAGES = ("triton", "transformer-engine", "flash-attn", "liger-kernel", "transformers")
 """Whose versions stand above a table."""
-UNDRAWN = "--no-initialization"
-"""Leaves the weights to `draw_weights`."""
 
 
 @dataclass(frozen=True)
@@ -179,12 +178,14 @@ def ceiling_dtype(device: torch.device, precision: str) -> torch.dtype:
 
 
 def config_of(flags: Sequence[str], device: torch.device) -> tuple[RunConfig, Tokenizer]:
-    """The run that flags of pretrain_gpt.py describe.
+    """The run that flags of pretrain_gpt.py describe, its weights left to `draw_weights`.
 
     Raises:
         ConfigError: it cannot be run here.
     """
-    return preflight(parse_args(list(flags), world_size=1, device=device.type).config)
+    config, tokenizer = preflight(parse_args(list(flags), world_size=1, device=device.type).config)
+    model = dataclasses.replace(config.model, perform_initialization=False)
+    return dataclasses.replace(config, model=model), tokenizer
 
 
 @contextmanager
@@ -275,7 +276,7 @@ def version_of(package: str) -> str | None:
 
 @torch.no_grad()
 def draw_weights(run: Run, deviation: float = 0.02) -> None:
-    """Fill the matrices of a run that was built with `UNDRAWN`, on its own device.
+    """Fill the matrices of a run of `config_of`, on its own device.
 
     A run draws every weight on the CPU, in one thread, so that no layout changes it; for billions
     of weights that takes longer than the measurement.

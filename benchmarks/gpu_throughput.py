@@ -34,7 +34,6 @@ import torch
 
 from benchmarks.gpu_setup import (
     LLAMAS,
-    UNDRAWN,
     Llama,
     Results,
     add_device_flags,
@@ -104,7 +103,6 @@ class Variant:
             "--transformer-impl",
             IMPLEMENTATIONS[self.implementation],
             *PRECISIONS[self.precision],
-            UNDRAWN,
             *self.extra,
         ]
 

@@ -18,7 +18,7 @@ from megatron_ext.training.pretrain import pretrain, stored_config
 from megatron_ext.training.reporting.metrics_file import read_metrics
 from megatron_ext.training.reporting.plot import plot_metrics
 from megatron_ext.training.setup import Run
-from megatron_ext.training.task import TaskOrChoice, choose
+from megatron_ext.training.task import TaskOrChoice, choose, sections_of
 from pretrain_gpt import task_of
 
 REFERENCE = Path(
@@ -53,6 +53,7 @@ def train_on_ranks(
     task: TaskOrChoice = task_of,
     defaults: Mapping[str, Any] | None = None,
     prepare: Callable[[Run], None] | None = None,
+    sections: Sequence[type] = (),
 ) -> tuple[int, list[dict[str, Any]]]:
     """Train on forked ranks; returns the exit code and the rows of ``metrics.jsonl``."""
     _load_matplotlib()
@@ -64,6 +65,7 @@ def train_on_ranks(
         device=device.kind,
         checkpoint_config=stored_config(words),
         defaults=defaults,
+        sections=sections_of(task, sections),
     ).config
     chosen = choose(task, parsed)
     config, tokenizer = preflight(parsed, chosen.preflight)

@@ -31,6 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # One copy of the weights must fit into memory, not into that of a GPU.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+from megatron_ext.errors import end_on_interrupt, run_program
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 from megatron_ext.checkpoint import read_run_config
 from megatron_ext.checkpoint.huggingface.exporting import Export, export_model
 from megatron_ext.checkpoint.huggingface.importing import Import, import_model
@@ -39,6 +44,7 @@ from megatron_ext.checkpoint.wan import Naming
 from megatron_ext.checkpoint.wan.exporting import NETWORKS, WanExport, export_wan, is_streaming
 from megatron_ext.checkpoint.wan.importing import WanImport, import_wan
 from megatron_ext.checkpoint.wan.read import is_wan
+from megatron_ext.config.ranges import COUNT, NATURAL, SIZE
 from megatron_ext.errors import CheckpointError, MegatronExtError
 from megatron_ext.training.known_warnings import silence_known_warnings
 
@@ -65,16 +71,18 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
     language = parser.add_argument_group("language models")
     language.add_argument(
         "--target-tensor-parallel-size",
-        type=int,
+        type=SIZE.integer,
         help="pad the vocabulary for as many ranks (1); others can load it as well",
     )
     language.add_argument(
         "--make-vocab-size-divisible-by",
-        type=int,
+        type=SIZE.integer,
         help="round the vocabulary up to a multiple of this times the ranks (128)",
     )
     language.add_argument(
-        "--seq-length", type=int, help="that --use-checkpoint-args gives (the longest position)"
+        "--seq-length",
+        type=COUNT.integer,
+        help="that --use-checkpoint-args gives (the longest position)",
     )
     wan = parser.add_argument_group("Wan")
     wan.add_argument("--entry", help="of a .pt file, such as generator_ema (the only one)")
@@ -82,7 +90,7 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load", required=True, type=Path, help="folder of the checkpoints")
-    parser.add_argument("--ckpt-step", type=int, help="iteration (the latest)")
+    parser.add_argument("--ckpt-step", type=NATURAL.integer, help="iteration (the latest)")
     parser.add_argument("--hf", required=True, type=Path, help="new folder for the model")
     parser.add_argument(
         "--ema", action="store_true", help="the averaged weights of a run with --ema-decay"
@@ -93,7 +101,9 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--hf-like", type=Path, help="model whose config.json and tokenizer files are followed"
     )
     language.add_argument(
-        "--vocab-size", type=int, help="rows of the vocabulary to write (those of --hf-like)"
+        "--vocab-size",
+        type=COUNT.integer,
+        help="rows of the vocabulary to write (those of --hf-like)",
     )
     wan = parser.add_argument_group("Wan")
     wan.add_argument("--network", choices=NETWORKS, help="of a streaming run (generator)")
@@ -189,4 +199,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

@@ -19,10 +19,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
 
+from megatron_ext.errors import end_on_interrupt, run_program
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 from megatron_ext.checkpoint import read_run_config
 from megatron_ext.checkpoint.lora_export import NETWORKS, check_network, export_adapters
 from megatron_ext.checkpoint.lora_merge import merge_checkpoint
 from megatron_ext.config import RunConfig
+from megatron_ext.config.ranges import NATURAL
 from megatron_ext.device import Device, select
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.training.known_warnings import silence_known_warnings
@@ -39,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", help="a folder that peft loads")
     for command in (merge, export):
         command.add_argument("--load", type=Path, required=True, help="folder of the run")
-        command.add_argument("--ckpt-step", type=int, help="iteration; default: the latest")
+        command.add_argument(
+            "--ckpt-step", type=NATURAL.integer, help="iteration; default: the latest"
+        )
         command.add_argument(
             "--network", choices=NETWORKS, help="of a streaming run; default: the generator"
         )
@@ -95,4 +103,4 @@ def _merge(args: argparse.Namespace, device: Device) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

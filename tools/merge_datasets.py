@@ -10,6 +10,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_ext.errors import end_on_interrupt, run_program
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 from megatron_ext.data.indexed import bin_path, idx_path
 from megatron_ext.data.indexed_writer import merge_indexed
 from megatron_ext.errors import DataError, MegatronExtError
@@ -63,4 +68,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

@@ -24,8 +24,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from megatron_ext.errors import end_on_interrupt, run_program
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 from rich.console import Console
 
+from megatron_ext.config.ranges import COUNT, WEIGHT
 from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
 from megatron_ext.training.known_warnings import silence_known_warnings
@@ -46,9 +52,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--layouts", default=DEFAULT, help=f"comma-separated ({DEFAULT})")
     parser.add_argument("--against", default="dp1", help="the layout taken for the truth (dp1)")
-    parser.add_argument("--steps", type=int, default=10, help="training steps (10)")
-    parser.add_argument("--loss-tolerance", type=float, default=Tolerances.loss)
-    parser.add_argument("--gradient-tolerance", type=float, default=Tolerances.gradient)
+    parser.add_argument("--steps", type=COUNT.integer, default=10, help="training steps (10)")
+    parser.add_argument("--loss-tolerance", type=WEIGHT.number, default=Tolerances.loss)
+    parser.add_argument("--gradient-tolerance", type=WEIGHT.number, default=Tolerances.gradient)
     args = parser.parse_args(own)
     try:
         layouts = split_layouts(args.layouts)
@@ -88,4 +94,4 @@ def prove(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

@@ -27,9 +27,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from megatron_ext.errors import end_on_interrupt, run_program
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 import pretrain_video
 from megatron_ext.config import RunConfig, parse_args
 from megatron_ext.config.planning import GPU_NAMES
+from megatron_ext.config.ranges import COUNT, SIZE
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.planning.checks import check_core
 from megatron_ext.planning.hardware import Gpu, gpu_named
@@ -48,19 +54,19 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="GPUs")
+    parser.add_argument("--world-size", type=SIZE.integer, required=True, metavar="N", help="GPUs")
     parser.add_argument(
         "--gpu", default="H100", help=f"their kind: {', '.join(GPU_NAMES)}, or a file .json (H100)"
     )
     parser.add_argument("--search", action="store_true", help="propose layouts")
     parser.add_argument("--video", action="store_true", help="the flags are of pretrain_video.py")
-    parser.add_argument("--count", type=int, default=10, metavar="N", help="of --search (10)")
+    parser.add_argument(
+        "--count", type=COUNT.integer, default=10, metavar="N", help="of --search (10)"
+    )
     parser.add_argument("--png", type=Path, help="draw the schedule, and the memory beside it")
     args = parser.parse_args(own)
     silence_known_warnings("cpu")
     try:
-        if args.world_size < 1 or args.count < 1:
-            raise ConfigError("`--world-size` and `--count` must be at least 1.")
         gpu = gpu_named(args.gpu)
         if args.video:
             refuse_for_video(args)
@@ -139,4 +145,4 @@ def propose(config: RunConfig, world_size: int, gpu: Gpu, count: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

@@ -22,8 +22,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from megatron_ext.errors import end_on_interrupt, run_program
+
+if __name__ == "__main__":
+    end_on_interrupt()
+
 from rich.console import Console
 
+from megatron_ext.config.ranges import COUNT, NATURAL
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.training.preview.main import Options, preview
 from pretrain_gpt import task_of
@@ -65,13 +71,17 @@ def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--step", type=int, default=1, help="the first step to show (1)")
-    parser.add_argument("--steps", type=int, default=1, help="number of steps (1)")
-    parser.add_argument("--rank", type=int, default=0, help="data-parallel rank to show (0)")
-    parser.add_argument("--max-rows", type=int, default=4, help="rows to show of a step (4)")
+    parser.add_argument("--step", type=COUNT.integer, default=1, help="the first step to show (1)")
+    parser.add_argument("--steps", type=COUNT.integer, default=1, help="number of steps (1)")
+    parser.add_argument(
+        "--rank", type=NATURAL.integer, default=0, help="data-parallel rank to show (0)"
+    )
+    parser.add_argument(
+        "--max-rows", type=COUNT.integer, default=4, help="rows to show of a step (4)"
+    )
     parser.add_argument(
         "--world-size",
-        type=int,
+        type=NATURAL.integer,
         default=0,
         help="ranks of the run, where torchrun starts them (WORLD_SIZE, else --nproc-per-node)",
     )
@@ -84,4 +94,4 @@ def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

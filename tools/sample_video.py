@@ -18,9 +18,15 @@ jsonl as ``--sample-prompts`` may switch captions more often: ``{"text": "a cat"
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_ext.errors import end_on_interrupt, run_program
+
+if __name__ == "__main__":
+    end_on_interrupt()
 
 from megatron_ext.training.streaming.sample_tool import sample_streaming
 from megatron_ext.training.video.sample_tool import sample_video
@@ -28,7 +34,14 @@ from pretrain_video import task_of
 
 STREAMING = "--streaming"
 
+
+def main(argv: Sequence[str]) -> int:
+    """Make what is asked for; returns the exit code."""
+    if {"--help", "-h"} & set(argv):
+        print(__doc__)
+    words = [word for word in argv if word != STREAMING]
+    return sample_streaming(words) if STREAMING in argv else sample_video(task_of, words)
+
+
 if __name__ == "__main__":
-    words = [word for word in sys.argv[1:] if word != STREAMING]
-    is_streaming = STREAMING in sys.argv[1:]
-    sys.exit(sample_streaming(words) if is_streaming else sample_video(task_of, words))
+    run_program(main)

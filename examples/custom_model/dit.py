@@ -1,9 +1,9 @@
 """A video model of your own: a plain DiT, in the place of the MMDiT of pretrain_video.py.
 
 One function is all that the task takes: `build_chunk` gives the blocks of one pipeline stage. Data,
-loss, schedules, checkpoints, averages and logs stay those of pretrain_video.py, and so do its flags
-but for those of the MMDiT's blocks (how they are recomputed, priced and initialized). Every rank
-holds whole matrices and whole sequences here, so tensor and context parallelism are refused.
+loss, schedules, checkpoints, averages and logs stay those of pretrain_video.py, and so do its
+flags; those that say how the MMDiT's own blocks are computed and initialized are refused. Every
+rank holds whole matrices and sequences here, so tensor and context parallelism are refused too.
 
     python examples/custom_model/dit.py --nproc-per-node 4 --pipeline-model-parallel-size 2 ...
     SMOKE=1 bash examples/custom_model/dit.sh
@@ -25,6 +25,7 @@ from torch.nn import GELU, Linear, Module, ModuleDict, Sequential, SiLU
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron_ext.config.flags import changed
 from megatron_ext.config.mmdit_sizes import TIMESTEP_WIDTH, MMDiTSizes
 from megatron_ext.config.video_rules import VIDEO_DEFAULTS
 from megatron_ext.errors import ConfigError
@@ -39,8 +40,18 @@ from pretrain_video import FLOW
 
 if TYPE_CHECKING:
     from megatron_ext.config import RunConfig
+    from megatron_ext.data.tokenizers import Tokenizer
     from megatron_ext.layout import ParallelContext
     from megatron_ext.training.setup import Run
+
+
+OTHER_MODELS = {
+    "mmdit": "mlp_ratio guidance_embed guidance adaln_zero recompute_double_blocks "
+    "recompute_single_blocks double_block_cost",
+    "fp8": "fp8_format",
+    "video": "task video_model",
+}
+"""Flags, by section, that this model leaves out of account."""
 
 
 class Block(Module):
@@ -149,18 +160,35 @@ def build_chunk(
     vp_stage: int | None = None,
 ) -> DiT:
     """The blocks of one pipeline chunk; the first holds the embedding, the last the output."""
-    layout, placement = context.layout, context.placement
-    shared = layout.tensor_model_parallel_size * layout.context_parallel_size
-    if shared > 1:
-        raise ConfigError(
-            "`--tensor-model-parallel-size` x `--context-parallel-size` "
-            f"({shared}) must be 1 for this DiT, whose ranks hold whole matrices and sequences; "
-            "use pipeline stages and replicas."
-        )
+    placement = context.placement
     sizes = config.mmdit.sizes(config.model)
     dealt = stage_blocks(sizes, placement.num_stages, double_block_cost=1.0)
     blocks = dealt[placement.stage_of(context.pp_rank, vp_stage or 0)]
     return DiT(transformer_config, sizes, blocks, pre_process, post_process)
+
+
+def prepare(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
+    """Refuse, before any rank starts, what this model does not do; then read the clips.
+
+    Raises:
+        ConfigError: with one sentence for every error.
+    """
+    parallel = config.parallel
+    shared = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    errors = [
+        f"`{flag}` is there for the models of pretrain_video.py, not for this DiT; leave it out."
+        for section, names in OTHER_MODELS.items()
+        for flag in changed(config, [section], names.split())
+    ]
+    if shared > 1:
+        errors.append(
+            "`--tensor-model-parallel-size` x `--context-parallel-size` "
+            f"({shared}) must be 1 for this DiT, whose ranks hold whole matrices and sequences; "
+            "use pipeline stages and replicas."
+        )
+    if errors:
+        raise ConfigError(errors)
+    return FLOW.preflight(config, tokenizer)
 
 
 def step_size(run: Run, num_microbatches: int) -> StepSize:
@@ -176,7 +204,7 @@ def step_size(run: Run, num_microbatches: int) -> StepSize:
     return dataclasses.replace(video_step_size(run, num_microbatches), flops=flops)
 
 
-TASK = dataclasses.replace(FLOW, model_chunk=build_chunk, step_size=step_size)
+TASK = dataclasses.replace(FLOW, model_chunk=build_chunk, step_size=step_size, preflight=prepare)
 
 if __name__ == "__main__":
     sys.exit(main(TASK, sys.argv[1:], defaults=VIDEO_DEFAULTS))

@@ -1,8 +1,10 @@
-"""A model and a loss of your own: one file, nothing to register.
+"""A model, a loss and flags of your own: one file, nothing to register.
 
-`Task` takes three functions. Here the datasets are GPT's; the model is GPT with a soft cap on its
-logits, as Gemma 2 has it; and the loss stops growing at a ceiling, so that a few broken documents
-cannot pull the weights. Every layout, checkpoint, log and flag of pretrain_gpt.py works with it.
+The model is GPT whose hidden states stay within ``--hidden-cap`` before the head, and the loss
+stops growing at a ceiling, so that a few broken documents cannot pull the weights. All else is
+GPT's own code, so that every flag of pretrain_gpt.py works: layouts, ``--mtp-num-layers``,
+``--sft``, checkpoints, and ``--loss``, which puts another loss in the place of this one
+(``--loss cross-entropy`` gives pretrain_gpt.py's).
 
     python examples/custom_model/train.py --nproc-per-node 4 ...   (the flags of pretrain_gpt.py)
     SMOKE=1 bash examples/custom_model/train.sh
@@ -10,93 +12,101 @@ cannot pull the weights. Every layout, checkpoint, log and flag of pretrain_gpt.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megatron_ext.data.batch import Batch
-from megatron_ext.data.gpt import build_gpt_datasets
-from megatron_ext.losses.contract import LossFunction, Report, StepCounts, pair
-from megatron_ext.models.gpt import GPTModel
-from megatron_ext.models.layers import layer_spec
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import pretrain_gpt
+from megatron_ext.config.flags import flag
+from megatron_ext.losses.custom import TokenLoss, TokenLossConfig
+from megatron_ext.losses.vocabulary import VocabularyHead
+from megatron_ext.models.gpt import GPTModel, build_gpt_chunk
 from megatron_ext.training.pretrain import main
-from megatron_ext.training.task import Task
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
     from megatron_ext.config import RunConfig
     from megatron_ext.layout import ParallelContext
+    from megatron_ext.training.task import Task
 
-CAP = 30.0
-CEILING = 12.0
+
+@dataclass(frozen=True)
+class CapFlags:
+    """Flags of this program; they stand in --help, --print-config and checkpoints like all."""
+
+    hidden_cap: float | None = flag(None, "bound of the hidden states before the head")
+
+    def errors(self, config: RunConfig) -> list[str]:
+        """Return a sentence for each value that cannot be run."""
+        cap = self.hidden_cap
+        if cap is None or 0 < cap < float("inf"):
+            return []
+        return [f"`--hidden-cap` ({cap}) must be a finite number above 0; use 30."]
 
 
 class CappedGPT(GPTModel):
-    """GPT whose logits stay between -CAP and CAP.
+    """GPT whose hidden states stay between -cap and cap; each element by itself, on any layout."""
 
-    Each tensor-parallel rank holds a slice of the vocabulary ``[s, b, v/tp]``; an element-wise
-    cap needs no communication.
-    """
+    def __init__(self, *args: Any, cap: float | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.cap = cap
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return CAP * torch.tanh(super()._logits(hidden) / CAP)
+    def before_head(self, hidden: Tensor) -> Tensor:
+        """Bend ``[s, b, h]`` softly."""
+        return hidden if self.cap is None else self.cap * torch.tanh(hidden / self.cap)
 
 
 def build_chunk(
     config: RunConfig,
     transformer_config: TransformerConfig,
     context: ParallelContext,
-    *,
-    pre_process: bool,
-    post_process: bool,
-    vp_stage: int | None = None,
-) -> CappedGPT:
-    """The layers of one pipeline chunk; the first holds the embedding, the last the output."""
-    model = config.model
-    return CappedGPT(
-        config=transformer_config,
-        transformer_layer_spec=layer_spec(
-            transformer_config, impl=model.transformer_impl, vp_stage=vp_stage
-        ),
-        vocab_size=model.padded_vocab_size,
-        max_sequence_length=model.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type=model.position_embedding_type,
-        rotary_base=model.rotary_base,
-        vp_stage=vp_stage,
-        pg_collection=context.pgs,
-    )
+    **stage: Any,
+) -> GPTModel:
+    """Build the layers of one pipeline chunk; the first holds the embedding, the last the head."""
+    model = partial(CappedGPT, cap=config.section(CapFlags).hidden_cap)
+    return build_gpt_chunk(config, transformer_config, context, model_class=model, **stage)
 
 
-def ceiling_loss(losses: Tensor, *, loss_mask: Tensor) -> tuple[Tensor, Tensor, Report]:
-    """``(sum, count, report)`` of one micro-batch; the step does all dividing.
+class CeilingLoss(TokenLoss["CeilingLossConfig"]):
+    """Cross-entropy that stops growing at a ceiling."""
 
-    Args:
-        losses: cross-entropy per token, ``[b, s]``.
-        loss_mask: 1 where a token is a target, ``[b, s]``.
-    """
-    mask = loss_mask.float()
-    total = (losses.float().clamp(max=CEILING) * mask).sum()
-    count = mask.sum().to(torch.int)
-    cross_entropy = (losses.float() * mask).sum()
-    return total, count, {"lm loss": pair(cross_entropy, count), "trained loss": pair(total, count)}
+    name = "lm loss"
 
-
-def forward_step(
-    config: RunConfig, batch: Batch, model: torch.nn.Module, counts: StepCounts | None
-) -> tuple[Tensor, LossFunction]:
-    """Run one chunk on one micro-batch; the loss is called on the last pipeline stage only."""
-    output: Any = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)
-    return output, partial(ceiling_loss, loss_mask=batch.loss_mask)
+    def token_losses(
+        self, hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Losses ``[C]`` of a chunk of C tokens; see `TokenLoss.token_losses`."""
+        losses = -head.log_prob(head.logits(hidden), inputs["labels"])
+        return losses.clamp(max=self.config.ceiling)
 
 
-TASK = Task(datasets=build_gpt_datasets, model_chunk=build_chunk, forward_step=forward_step)
+@dataclass(frozen=True)
+class CeilingLossConfig(TokenLossConfig):
+    """ceiling: nats; ``--loss-args ceiling=8`` changes it."""
+
+    loss_class = CeilingLoss
+    ceiling: float = 12.0
+
+
+SECTIONS = (CapFlags,)
+DEFAULTS = {"loss": f"{Path(__file__).resolve()}:CeilingLossConfig"}
+
+
+def task_of(config: RunConfig) -> Task:
+    """Return GPT's task, or the one of fine-tuning, with this model in it."""
+    task = pretrain_gpt.task_of(config)
+    return dataclasses.replace(task, model_chunk=build_chunk, sections=SECTIONS)
+
 
 if __name__ == "__main__":
-    sys.exit(main(TASK, sys.argv[1:]))
+    sys.exit(main(task_of, sys.argv[1:], defaults=DEFAULTS, sections=SECTIONS))

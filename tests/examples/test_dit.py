@@ -10,6 +10,7 @@ import pytest
 
 from examples.custom_model.dit import TASK
 from megatron_ext.config.video_rules import VIDEO_DEFAULTS
+from megatron_ext.errors import ConfigError
 from megatron_ext.training.setup import Run
 from tests.examples.latents import make_latents
 from tests.training_runs import train_on_ranks, training_rows
@@ -19,6 +20,7 @@ FLAGS = (
     "--micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-warmup-iters 0 --log-interval 1 "
     "--use-distributed-optimizer --num-workers 0"
 ).split()
+NO_REFERENCES = "--i2v-head-weight 0 --i2v-tail-weight 0 --i2v-loop-weight 0"
 PP2 = "--pipeline-model-parallel-size 2"
 
 
@@ -95,11 +97,24 @@ def test_every_weight_is_trained_in_bf16(
     )
 
 
-def test_layouts_that_it_cannot_have_are_refused(
-    latents: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--tensor-model-parallel-size 2", r"\(2\) must be 1 for this DiT"),
+        ("--context-parallel-size 2", r"\(2\) must be 1 for this DiT"),
+        ("--no-adaln-zero", "`--no-adaln-zero` is there for the models of pretrain_video.py"),
+        ("--recompute-double-blocks 1", "`--recompute-double-blocks` is there for the models of"),
+        ("--double-block-cost 2 --mlp-ratio 2", "`--mlp-ratio` is .*\n`--double-block-cost` is"),
+        ("--bf16 --fp8-format hybrid", "`--fp8-format` is there for the models of pretrain_video"),
+        (
+            f"--video-model video-dit {NO_REFERENCES}",
+            "`--video-model` is there for the models of pretrain_video.py",
+        ),
+    ],
+)
+def test_what_it_cannot_do_is_refused_before_ranks_start(
+    words: str, sentence: str, latents: Path, tmp_path: Path
 ) -> None:
-    flags = [*FLAGS, "--video-data-path", str(latents), "--train-iters", "1"]
-    flags += ["--tensor-model-parallel-size", "2"]
-    code, _ = train_on_ranks(flags, ranks=2, save=tmp_path, task=TASK, defaults=VIDEO_DEFAULTS)
-    assert code == 2
-    assert "(2) must be 1 for this DiT" in capfd.readouterr().err
+    flags = [*FLAGS, "--video-data-path", str(latents), "--train-iters", "1", *words.split()]
+    with pytest.raises(ConfigError, match=sentence):
+        train_on_ranks(flags, ranks=2, save=tmp_path, task=TASK, defaults=VIDEO_DEFAULTS)

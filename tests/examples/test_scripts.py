@@ -22,6 +22,7 @@ SMOKED = {
     "gpt/pretrain_llama3_8b_fp8.sh": "test_examples.py",
     "slurm/pretrain_gpt.sbatch": "test_examples.py",
     "custom_model/train.sh": "test_examples.py",
+    "custom_loss/train.sh": "test_examples.py",
     "custom_model/dit.sh": "test_examples.py",
     "sft/quickstart.sh": "test_examples.py",
     "sft/sft_qwen_8gpu.sh": "test_examples.py",
@@ -38,6 +39,7 @@ FULL_SIZE = {
     "gpt/pretrain_llama3_8b_fp8.sh": 8,
     "slurm/pretrain_gpt.sbatch": 32,
     "custom_model/train.sh": 4,
+    "custom_loss/train.sh": 4,
 }
 """Ranks of the scripts that take the data, the tokenizer and the checkpoints."""
 STUB = '#!/bin/sh\n{{ printf "%s\\0" "$@"; echo; }} >> {record}\n{more}\n'

@@ -21,6 +21,7 @@ from megatron.core.transformer.moe.moe_utils import (
     track_moe_metrics,
 )
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from megatron_ext.layout import ParallelContext
@@ -28,7 +29,7 @@ from megatron_ext.losses.contract import StepCounts
 from megatron_ext.models import layers
 from megatron_ext.models.auto_scaler import AuxiliaryScale
 from megatron_ext.models.layers import has_transformer_engine
-from megatron_ext.models.moe import Router
+from megatron_ext.models.moe import Router, mark_experts
 from megatron_ext.models.transformer_config import StepTransformerConfig
 from megatron_ext.training.gpt import gpt_forward_step
 from tests.models import plain
@@ -41,6 +42,8 @@ from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
 SEQUENCES = 8
 WEIGHT = 0.01
 MOE_AUXILIARY: dict[str, Any] = {"moe_aux_loss_coeff": WEIGHT, "calculate_per_token_loss": True}
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+TO_VARY = ("--use-cpu-initialization", "--disable-bias-linear", "--use-distributed-optimizer")
 WITHOUT_TE = pytest.mark.skipif(has_transformer_engine(), reason="the name exists with TE")
 
 
@@ -252,3 +255,75 @@ def test_d01_d02_d03_d28_transformer_engines_layers_have_our_router(
     )
     (layer,) = layers.layer_spec(core, impl="transformer_engine").layer_specs
     assert layer.submodules.mlp.submodules.router is Router
+
+
+def wrong_expert_gradients(context: ParallelContext, *, marked: bool, **changes: Any) -> set[str]:
+    """Parameters of experts whose gradient after a step is not the sum over the ranks with copies.
+
+    The truth adds up what autograd gives each rank, over the ranks that hold the same expert.
+    """
+    core = config(context, calculate_per_token_loss=True, **changes)
+    block = TransformerBlock(core, layers.layer_spec(core, impl="torch"), pg_collection=context.pgs)
+    plain.fill(block, context, E)
+    if marked:
+        mark_experts(block, context.pgs)
+    full = torch.randn(S, 2, H, generator=torch.Generator().manual_seed(3))
+    own = local_part(full, context, sequence_parallel=True)
+
+    def backward(model: torch.nn.Module) -> None:
+        output = model(own.clone().requires_grad_(), None)
+        output.square().sum().backward()
+
+    backward(block)
+    truth = {}
+    for name, parameter in block.named_parameters():
+        if "local_experts" in name and parameter.grad is not None:
+            truth[name] = parameter.grad.clone()
+            torch.distributed.all_reduce(truth[name], group=context.pgs.expt_dp)
+        parameter.grad = None
+    ddp = DistributedDataParallelConfig()
+    model = DistributedDataParallel(core, ddp, block, pg_collection=context.pgs)
+    backward(model)
+    finalize_model_grads([model], torch.tensor([1], dtype=torch.int), pg_collection=context.pgs)
+    wrong = set()
+    for name, want in truth.items():
+        got = block.get_parameter(name).main_grad
+        if float((got - want).norm()) > 1e-4 * float(want.norm()):
+            wrong.add(name.partition("local_experts.")[2].partition(".")[2])
+    return wrong
+
+
+@ranks(tp=2, etp=1)
+def test_d35_whole_experts_sum_gradients_over_tensor_parallel_ranks(
+    context: ParallelContext,
+) -> None:
+    both = {"linear_fc1.weight", "linear_fc2.weight"}
+    assert wrong_expert_gradients(context, marked=False) == both
+    assert wrong_expert_gradients(context, marked=True) == set()
+
+
+@ranks(tp=2, ep=2, etp=1)
+def test_d36_biases_of_experts_are_not_summed_over_ranks_with_other_experts(
+    context: ParallelContext,
+) -> None:
+    stock = wrong_expert_gradients(context, marked=False, add_bias_linear=True)
+    assert stock == {"linear_fc2.bias"}
+    assert wrong_expert_gradients(context, marked=True, add_bias_linear=True) == set()
+
+
+def test_d35_d36_runs_log_the_same_however_experts_are_shared(tmp_path: Path) -> None:
+    """Losses and gradient norms of clipped steps, with biases, with and without the distributed
+    optimizer."""
+    tiny = [word for word in TINY if word not in TO_VARY]
+    flags = [*tiny, *mock_data(), *"--num-experts 4 --num-layers 2 --train-iters 2".split()]
+    truth = training_rows(train_on_ranks(flags, save=tmp_path / "one")[1])
+    for index, words in enumerate(
+        ("--expert-model-parallel-size 2", "--use-distributed-optimizer")
+    ):
+        more = f"{TP2} --expert-tensor-parallel-size 1 --check-invariants 1 {words}".split()
+        save = tmp_path / str(index)
+        code, rows = train_on_ranks([*flags, *more], ranks=2, save=save)
+        assert code == 0
+        for row, want in zip(training_rows(rows), truth, strict=True):
+            for key in ("lm loss", "grad_norm"):
+                assert row[key] == pytest.approx(want[key], rel=1e-5), (words, key)

@@ -12,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_ext.layout import ParallelContext
-from megatron_ext.optim.update import update_parameters
+from megatron_ext.optim.update import parts_of, update_parameters
 from tests.ranks import ranks
 
 
@@ -72,3 +72,33 @@ def test_d21_one_bad_gradient_skips_the_step(
     result = update_parameters(optimizer, clip_grad=1.0)
     assert not result.applied and math.isnan(result.grad_norm)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def with_a_dense_overflow() -> MegatronOptimizer:
+    """An optimizer in fp16 whose dense gradients are infinite and those of its expert are not."""
+    config = TransformerConfig(
+        num_layers=1, hidden_size=4, num_attention_heads=1, fp16=True, params_dtype=torch.float16
+    )
+    net = _Net(config).to(torch.float16)
+    net.bias.allreduce = False  # how megatron-core marks the weights of experts
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), net)
+    core = AdamOptimizerConfig(
+        lr=0.1, fp16=True, params_dtype=torch.float16, initial_loss_scale=8.0, hysteresis=1
+    )
+    optimizer = get_megatron_optimizer(core, [model])
+    model.zero_grad_buffer()
+    net.weight.main_grad.fill_(math.inf)
+    net.bias.main_grad.fill_(0.5)
+    return optimizer
+
+
+@ranks(dp=2, ep=2)
+def test_d39_dense_weights_and_experts_have_one_loss_scale(context: ParallelContext) -> None:
+    """Core divides the gradients of the experts by 8 for ever, and multiplies the loss by 4."""
+    stock = with_a_dense_overflow()
+    assert not stock.step()[0]
+    assert [float(part.get_loss_scale()) for part in parts_of(stock)] == [4.0, 8.0]
+
+    optimizer = with_a_dense_overflow()
+    assert not update_parameters(optimizer, clip_grad=1.0).applied
+    assert [float(part.get_loss_scale()) for part in parts_of(optimizer)] == [4.0, 4.0]

@@ -82,9 +82,18 @@ def test_command_takes_measured_times(capsys: pytest.CaptureFixture[str]) -> Non
     ("words", "sentence"),
     [
         ("--schedule zb-v --chunks 3", "The schedule `zb-v` needs 2 chunks on each rank, not 3."),
-        ("--microbatches 0", "Sizes, counts and times must be positive."),
+        ("--png /nowhere/plan.png", "`--png` (/nowhere/plan.png) cannot be written (No such file"),
+        ("--png plan.tiger", "`--png` (plan.tiger) cannot be written (Format 'tiger' is not"),
     ],
 )
 def test_command_refuses(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["--microbatches 0", "--times 1 nan 1", "--latency -1"])
+def test_command_refuses_numbers_of_no_use(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    assert "must be" in capsys.readouterr().err.splitlines()[-1]

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
 
+from megatron_ext.data import indexed, indexed_writer
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.data.inspect import inspect_dataset
 from megatron_ext.data.preprocess import TokenizerFlags
 from megatron_ext.data.tokenizers import build_tokenizer
+from megatron_ext.errors import DataError
 from tests.data import tiny
 from tests.data.preprocess.truth import read_pair
 
@@ -63,6 +70,30 @@ def test_merge_refuses(tmp_path: Path) -> None:
     assert error().startswith(f"error: `--output-prefix` ({folder / 'a'}) is one of the datasets")
     (folder / "a.idx").unlink()
     assert error().startswith(f"error: {folder / 'a.idx'} is missing beside its other half; copy")
+
+
+def test_a_long_merge_shows_how_much_time_is_left_on_a_terminal_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed_writer, "_COPY_BYTES", 2)
+    real = indexed_writer._kernel_copy
+
+    def slow(*arguments: int) -> int:
+        time.sleep(0.4)
+        return real(*arguments)
+
+    monkeypatch.setattr(indexed_writer, "_kernel_copy", slow)
+    prefix = write(tmp_path / "a", [5])
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        indexed_writer.merge_indexed([prefix], tmp_path / "all")
+        found = re.search(r"Merging: +\d+%.*\d\d:\d\d<\d\d:\d\d", stream.getvalue())
+        assert (found is not None) == shown
 
 
 # --------------------------------------------------------------------------------------- inspect
@@ -131,3 +162,104 @@ def test_bad_tokenizer_flags(tmp_path: Path, flags: list[str], code: int) -> Non
     done = run("inspect_dataset.py", write(tmp_path / "d", [3]), *flags)
     assert done.returncode == code
     assert done.stderr.startswith("error: `--tokenizer-type")
+
+
+# ---------------------------------------------------------------------------------------- digest
+
+
+def test_a_changed_byte_is_found_by_the_digest(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "d", [3, 4])
+    done = run("inspect_dataset.py", prefix, "--digest")
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1] == f"verified   no: there is no {prefix}.sha256"
+    done = run("inspect_dataset.py", prefix, "--write-digest", "--samples", "0")
+    assert (done.returncode, done.stderr) == (0, "")
+    theirs = subprocess.run(
+        ["sha256sum", "-c", "d.sha256"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (theirs.returncode, theirs.stdout) == (0, "d.bin: OK\nd.idx: OK\n")
+    done = run("inspect_dataset.py", f"{prefix}.bin", "--digest")
+    assert done.stdout.splitlines()[-1] == f"verified   as in {prefix}.sha256"
+
+    data = bytearray(Path(f"{prefix}.bin").read_bytes())
+    data[5] ^= 1
+    Path(f"{prefix}.bin").write_bytes(data)
+    done = run("inspect_dataset.py", prefix)
+    assert done.returncode == 0, "without the digest such a change is not seen"
+    done = run("inspect_dataset.py", prefix, "--digest")
+    assert done.returncode == 1
+    assert re.fullmatch(
+        rf"error: {prefix}.bin has the SHA-256 [0-9a-f]{{64}}, but {prefix}.sha256 records "
+        r"[0-9a-f]{64}; the file was changed or damaged, so copy or make it again.\n",
+        done.stderr,
+    )
+    Path(f"{prefix}.sha256").write_text("nothing")
+    done = run("inspect_dataset.py", prefix, "--digest")
+    assert "must hold a SHA-256 for d.bin and d.idx; write it again" in done.stderr
+
+
+def test_inspect_refuses_flags_that_make_no_sense(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "d", [3])
+    refused: list[tuple[list[str], str]] = [
+        (["--samples", "-5"], "`--samples` (-5) must not be negative; use 0 or more."),
+        (
+            ["--digest", "--write-digest"],
+            "`--digest` compares with PREFIX.sha256 and `--write-digest` replaces it; give one.",
+        ),
+        (["--vocab-size", "9"], "`--tokenizer-type` is missing beside its other flags; name it."),
+    ]
+    for flags, sentence in refused:
+        done = run("inspect_dataset.py", prefix, *flags)
+        assert (done.returncode, done.stderr) == (2, f"error: {sentence}\n")
+
+
+# -------------------------------------------------------------------------- what cannot be read
+
+
+def test_a_dataset_that_cannot_be_read_gets_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user id that may not read is played by `open`, since tests may run as root."""
+    prefix = write(tmp_path / "d", [3])
+
+    for kind in ("idx", "bin"):
+
+        def refuse(path: object, *rest: object, kind: str = kind) -> IO[bytes]:
+            if str(path).endswith(kind):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return open(path, *rest)  # type: ignore[call-overload, no-any-return]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(indexed, "open", refuse, raising=False)
+            with pytest.raises(DataError) as caught:
+                indexed.check_indexed_dataset(prefix)
+        assert str(caught.value) == (
+            f"{prefix}.{kind} cannot be read (Permission denied); check its permissions and the "
+            "disk, or copy it again."
+        )
+
+
+def test_a_full_disk_while_merging_leaves_all_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = [write(tmp_path / "a", [3]), write(tmp_path / "b", [4])]
+    before = read_pair(write(tmp_path / "all", [1]))
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(indexed_writer, "_kernel_copy", full)
+    with pytest.raises(DataError, match=r"all was not written \(.*No space left on device\); free"):
+        indexed_writer.merge_indexed(inputs, tmp_path / "all")
+    assert read_pair(tmp_path / "all") == before
+    assert not list(tmp_path.glob("*.merging*"))
+
+
+def test_a_folder_where_a_dataset_must_go_is_left_alone(tmp_path: Path) -> None:
+    inputs = [write(tmp_path / "a", [3])]
+    write(tmp_path / "all", [1])
+    (tmp_path / "all.bin").unlink()
+    (tmp_path / "all.bin").mkdir()
+    with pytest.raises(DataError, match=r"all.bin is a folder, but a dataset must go there; move"):
+        indexed_writer.merge_indexed(inputs, tmp_path / "all")
+    assert (tmp_path / "all.idx").exists()

@@ -30,10 +30,16 @@ def run(layouts: str, words: str, steps: int = 3) -> int:
             EXPERTS,
             marks=pytest.mark.slow,
         ),
+        (
+            "tp2spep2etp1,cp2",
+            f"--num-experts 4 {DROPOUT} --moe-input-jitter-eps 0.1 "
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3",
+        ),
+        ("tp2spetp1,tp2spetp1ep2,ep2etp2dp4,tp2spcp2etp1do", "--num-experts 4"),
         pytest.param("tp2sp,pp2vpp2,cp2a2a,dp2,mbs4,tp2sppp2cp2", DROPOUT, marks=pytest.mark.slow),
         ("pp2zbh1,pp2tp2sp,cp2dp2", "--mtp-num-layers 1 --no-untie-embeddings-and-output-weights"),
     ],
-    ids=["dense", "mtp", "experts", "dropout", "tied mtp"],
+    ids=["dense", "mtp", "experts", "jitter", "whole and cut experts", "dropout", "tied mtp"],
 )
 def test_layouts_agree_from_initialization(
     layouts: str, words: str, capfd: pytest.CaptureFixture[str]

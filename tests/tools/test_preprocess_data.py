@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -55,7 +57,7 @@ def test_run_and_report(tmp_path: Path, stdin: bool) -> None:
     assert read_pair(tmp_path / "out_text_document") == expected(tmp_path, documents)
     assert "Tokenizing with gigatoken, equal to SentencePieceTokenizer on " in said
     assert "200 documents, " in said
-    assert ("Unpacking standard input into" in said) == stdin
+    assert ("Copying standard input into" in said) == stdin
     assert not (tmp_path / "out.parts").exists()
 
 
@@ -72,6 +74,38 @@ def test_bad_line_exits_nonzero(tmp_path: Path) -> None:
     assert "1 bad lines are in" in done.stderr.decode()
     (record,) = map(json.loads, (tmp_path / "out.rejected.jsonl").read_text().splitlines())
     assert record == {"file": "standard input", "line": 2, "reason": "is blank", "text": ""}
+
+
+@pytest.mark.parametrize("shell", ["<(cat in.jsonl)", "/dev/stdin < <(cat in.jsonl)"])
+def test_pipes_of_a_shell_are_read(tmp_path: Path, shell: str) -> None:
+    documents = tiny.corpus(50)
+    tiny.write_jsonl(tmp_path / "in.jsonl", documents)
+    words = command(tmp_path, "--workers", "2", source="SOURCE")
+    line = shlex.join(words).replace("SOURCE", shell)
+    done = subprocess.run(
+        ["bash", "-c", line],
+        cwd=tmp_path,
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert read_pair(tmp_path / "out_text_document") == expected(tmp_path, documents)
+
+
+def test_a_socket_as_standard_input_is_read(tmp_path: Path) -> None:
+    """A remote shell hands its input over as a socket, which cannot be opened by its name."""
+    documents = tiny.corpus(20)
+    data = tiny.write_jsonl(tmp_path / "lines", documents).read_bytes()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(data)
+        ours.shutdown(socket.SHUT_WR)
+        done = subprocess.run(
+            command(tmp_path, source="/dev/stdin"), stdin=theirs, capture_output=True, timeout=60
+        )
+    assert done.returncode == 0, done.stderr.decode()
+    assert read_pair(tmp_path / "out_text_document") == expected(tmp_path, documents)
 
 
 def alive(group: int) -> bool:
@@ -217,5 +251,5 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == (
         "error: The following arguments are required: --input; see --help.\n"
     )
-    assert main(["--input", "none.jsonl", "--output-prefix", "x"]) == 1
+    assert main(["--input", "none.jsonl", "--output-prefix", "x"]) == 2
     assert "error: `--tokenizer-type` is missing; give one of" in capsys.readouterr().err

@@ -1,0 +1,224 @@
+"""What the pages name is there: paths, flags, commands, tests, and the order of imports."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib
+import importlib.util
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import megatron.core
+import pytest
+
+from examples.custom_model.train import SECTIONS
+from megatron_ext.config.cli import all_flags, spellings
+from megatron_ext.config.own import OWN_FLAGS
+from megatron_ext.config.spelling import NO_EFFECT, RENAMED
+from megatron_ext.config.unsupported import UNSUPPORTED
+from tests.examples.test_scripts import SMOKED
+from tests.test_surface import ORDER
+
+ROOT = Path(__file__).resolve().parents[1]
+CORE = Path(megatron.core.__path__[0])
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/gpu/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+SCRIPTS = [
+    path
+    for folder in ("examples", "benchmarks", "tools")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".sh", ".sbatch")
+]
+FOLDERS = sorted(
+    {path.name for place in (ROOT, ROOT / "megatron_ext") for path in place.iterdir()}
+    - {"out", "__pycache__"}
+)
+
+PATH = re.compile(
+    r"(?<![\w/.{$*-])((?:\.\./)*[a-z][\w.-]*(?:/[\w.-]+)*(?:\.(?:py|md|sh|sbatch)|/))(?![\w*/])"
+)
+QUOTED = re.compile(rf"`((?:{'|'.join(map(re.escape, FOLDERS))})/[\w./-]+)`")
+FLAG = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*(?![\w*]|-\*)")
+TEST = re.compile(r"\btest_\w+\b")
+COMMAND = re.compile(r"(?:python|\"\$PYTHON\") +(-m +megatron_ext[\w.]*|[\w/]+\.py)([^\n`#]*)")
+ARROWS = re.compile(r"\w+(?:\s*→\s*\w+)+")
+ARGUMENT = re.compile(r"""add_argument\(\s*["'](--[\w-]+)["'](?:, ["'](--[\w-]+)["'])?""")
+
+OTHERS = set(
+    "--standalone --nproc-per-node --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id "
+    "--master-addr --master-port --max-restarts --pdb --no-deps --only-binary --python-version "
+    "--platform --implementation".split()
+)
+"""Flags of torchrun, pytest and pip."""
+FAMILY = "-"
+"""Ends the beginning of several names, as in `--shift-*`."""
+
+
+def said_by(path: Path) -> str:
+    """Return what a script says of itself: its docstring, or the lines at its top."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return ast.get_docstring(ast.parse(text)) or ""
+    lines = [line for line in text.splitlines()[1:] if line.startswith(("# ", "#\n"))]
+    return "\n".join(line.lstrip("# ") for line in lines)
+
+
+TEXTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in PAGES} | {
+    str(path.relative_to(ROOT)): said_by(path) for path in SCRIPTS
+}
+
+
+def paths_of(page: str) -> list[str]:
+    return [*PATH.findall(TEXTS[page]), *QUOTED.findall(TEXTS[page])]
+
+
+def exists(path: str, page: str) -> bool:
+    """Whether what looks like a path of this repository, or of megatron-core, is there."""
+    if path.startswith("../"):
+        return (ROOT / page).parent.joinpath(path).exists() or path.startswith("../shared/")
+    if "/" not in path:
+        return any(ROOT.glob(f"*/**/{path}")) or (ROOT / path).exists()
+    if path.split("/")[0] not in FOLDERS and not (CORE / path).exists():
+        return not path.endswith((".py", ".sh"))  # a user's own folder
+    places = (ROOT, ROOT / "megatron_ext", CORE)
+    return any((place / name).exists() for place in places for name in (path, f"{path}.py"))
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_path_exists(page: str) -> None:
+    assert [path for path in paths_of(page) if not exists(path, page)] == []
+
+
+@functools.cache
+def engine_flags() -> frozenset[str]:
+    """Every spelling that pretrain_gpt.py and its like answer."""
+    table = spellings(all_flags())
+    return frozenset({*table, *NO_EFFECT, *RENAMED, *UNSUPPORTED, *OWN_FLAGS})
+
+
+@functools.cache
+def arguments_of(path: Path) -> frozenset[str]:
+    """Options that a file, or what it imports from benchmarks, adds to a parser of argparse."""
+    text = path.read_text(encoding="utf-8")
+    if path.parent.name == "benchmarks":
+        for module in re.findall(r"^from benchmarks\.(\w+) import", text, re.MULTILINE):
+            text += path.with_name(f"{module}.py").read_text(encoding="utf-8")
+    return frozenset(name for names in ARGUMENT.findall(text) for name in names if name)
+
+
+@functools.cache
+def flags_of_tool(path: Path) -> frozenset[str]:
+    """What a tool's --help lists, that of its subcommands too."""
+    spec = importlib.util.spec_from_file_location(f"tool_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = help_of(module.main, [])
+    for command in re.findall(r"\{(\w+(?:,\w+)+)\}", text.split("\n\n")[0]):
+        text += "".join(help_of(module.main, [name]) for name in command.split(","))
+    return frozenset(FLAG.findall(text))
+
+
+def help_of(main: object, words: list[str]) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main([*words, "--help"])  # type: ignore[operator]
+    return out.getvalue()
+
+
+@functools.cache
+def all_arguments() -> frozenset[str]:
+    """Every option of every program of this repository."""
+    folders = ("megatron_ext", "tools", "benchmarks", "examples", "tests/combinations")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    own = {name for flag in all_flags(SECTIONS) for name in (*flag.positive, *flag.negative)}
+    tools = [flags_of_tool(path) for path in (ROOT / "tools").glob("*.py")]
+    return frozenset(OTHERS | own | engine_flags()).union(*map(arguments_of, files), *tools)
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_flag_is_one_of_some_program(page: str) -> None:
+    named = {flag.replace("_", "-") for flag in FLAG.findall(TEXTS[page])}
+    families = {flag for flag in named if flag.endswith(FAMILY)}
+    shown = {name for names in ARGUMENT.findall(TEXTS[page]) for name in names}
+    unknown = named - families - shown - all_arguments()
+    assert sorted(unknown) == []
+    for family in families:
+        assert any(flag.startswith(family) for flag in all_arguments()), family
+
+
+def commands() -> Iterator[tuple[str, str, str]]:
+    """Page, program and words of every command that a page or a script shows."""
+    for page, text in TEXTS.items():
+        for program, words in COMMAND.findall(text.replace("\\\n", " ")):
+            yield page, program, words
+
+
+def flags_of_program(program: str) -> frozenset[str]:
+    """The flags that a program takes before ``--``."""
+    if program.startswith("-m"):
+        module = importlib.import_module(f"{program.split()[1]}.__main__")
+        return frozenset(FLAG.findall(help_of(getattr(module, "main", None) or module.parse, [])))
+    path = ROOT / program
+    if path.parent.name == "tools":
+        return flags_of_tool(path)
+    if arguments_of(path):
+        return arguments_of(path)
+    return engine_flags() | {"--hidden-cap"}
+
+
+def test_every_command_names_a_program_and_its_flags() -> None:
+    wrong = []
+    seen = list(commands())
+    for page, program, words in seen:
+        if program.endswith(".py") and not exists(program, page):
+            wrong.append(f"{page}: {program}")
+            continue
+        if program.endswith(".py") and not (ROOT / program).exists():
+            continue  # named without its folder
+        own, _, onward = words.partition(" -- ")
+        flags = flags_of_program(program)
+        wrong += [f"{page}: {program} {x}" for x in FLAG.findall(own) if x not in flags]
+        wrong += [f"{page}: {program} -- {x}" for x in FLAG.findall(onward)
+                  if x not in engine_flags()]  # fmt: skip
+    assert wrong == []
+    assert len(seen) > 50
+
+
+@functools.cache
+def defined_in(path: Path) -> frozenset[str]:
+    return frozenset(re.findall(r"def (test_\w+)", path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("page", [str(path.relative_to(ROOT)) for path in PAGES])
+def test_every_test_that_is_named_exists(page: str) -> None:
+    files = list((ROOT / "tests").rglob("*.py"))
+    known = frozenset(path.stem for path in files).union(*map(defined_in, files))
+    unknown = sorted(set(TEST.findall(TEXTS[page])) - known)
+    # `test_d01_…` stands for all that begin so.
+    assert [x for x in unknown if not (x.endswith("_") and begins(x, known))] == []
+    for file, name in re.findall(r"(tests/[\w/]+\.py)::(test_\w+)", TEXTS[page]):
+        inside = defined_in(ROOT / file)
+        assert name in inside or (name.endswith("_") and begins(name, inside))
+
+
+def begins(name: str, names: frozenset[str]) -> bool:
+    return any(x.startswith(name) for x in names)
+
+
+def test_every_example_of_the_readme_has_a_smoke_mode_that_a_test_runs() -> None:
+    rows = re.findall(r"^\| `examples/(\S+)` \|", TEXTS["README.md"], re.MULTILINE)
+    assert len(rows) > 10
+    assert set(rows) <= set(SMOKED)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_the_order_of_imports_is_the_one_that_is_tested(page: str) -> None:
+    orders = [re.findall(r"\w+", order) for order in ARROWS.findall(TEXTS[page])]
+    assert [order for order in orders if "checkpoint" in order] == [list(ORDER)]
