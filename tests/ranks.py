@@ -151,14 +151,17 @@ def _wait(children: dict[int, int], timeout: float) -> list[str]:
     failed: list[str] = []
     end = time.monotonic() + timeout
     while children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid in children:
-            rank = children.pop(pid)
-            code = os.waitstatus_to_exitcode(status)
-            if code and not (failed and code == -signal.SIGKILL):
-                failed.append(f"rank {rank} exited with {code}")
-                end = min(end, time.monotonic() + 2)
-        elif time.monotonic() > end:
+        ended = [os.waitpid(pid, os.WNOHANG) for pid in children]
+        for pid, status in ended:
+            if pid:
+                rank = children.pop(pid)
+                code = os.waitstatus_to_exitcode(status)
+                if code and not (failed and code == -signal.SIGKILL):
+                    failed.append(f"rank {rank} exited with {code}")
+                    end = min(end, time.monotonic() + 2)
+        if not children or any(pid for pid, _ in ended):
+            continue
+        if time.monotonic() > end:
             if not failed:
                 failed.append(f"ranks {sorted(children.values())} ran past {timeout} s")
             for pid in children:

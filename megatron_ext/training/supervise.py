@@ -45,16 +45,28 @@ class Supervisor:
         previous = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         try:
             while self._children:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid:
-                    self._ended(self._children.pop(pid), os.waitstatus_to_exitcode(status))
-                else:
+                if not self._reap():
                     self._look(time.monotonic())
                     time.sleep(0.02)
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
         return self._code
+
+    def _reap(self) -> bool:
+        """Note the ranks that have ended, and whether any has; other children stay whose they are.
+
+        A rank whose status another part of this process has taken counts as failed.
+        """
+        before = len(self._children)
+        for pid in list(self._children):
+            try:
+                done, status = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                done, status = pid, 1 << 8
+            if done:
+                self._ended(self._children.pop(pid), os.waitstatus_to_exitcode(status))
+        return len(self._children) < before
 
     def _forward(self, number: int, _frame: FrameType | None = None) -> None:
         for pid in list(self._children):

@@ -189,6 +189,17 @@ sys.exit(fork_ranks(main, 2))
 """
 
 
+def test_other_children_of_the_process_are_left_to_who_started_them() -> None:
+    def main() -> int:
+        time.sleep(0.5)
+        return 5 if _rank() == 1 else 0
+
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as foreign:
+        time.sleep(0.3)
+        assert fork_ranks(main, 2) == 5
+        assert foreign.wait() == 3
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_the_launcher_leaves_no_orphans(number: signal.Signals, tmp_path: Path) -> None:
     """Neither processes nor files."""
