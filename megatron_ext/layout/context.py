@@ -91,9 +91,18 @@ class ParallelContext:
         CUDA graphs go first: see `device.graphs`.
         """
         destroy_graphs()
-        parallel_state.destroy_model_parallel()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        destroy_groups()
+
+
+def destroy_groups() -> None:
+    """Take down what `init_groups` has built, or a part of it."""
+    parallel_state.destroy_model_parallel()
+    # Which forgets these two. A rank that is forked later would free them when it builds its own,
+    # and wait for ever for gloo's threads, which only this process has.
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 class NoAnswer(Enum):
@@ -158,7 +167,7 @@ def init_groups(
     """Create the process groups of a layout and check them against the grid.
 
     All ranks call this together. `torch.distributed` is initialized from the environment (RANK,
-    WORLD_SIZE, and MASTER_ADDR or ``init_method``) unless it is already.
+    WORLD_SIZE, and MASTER_ADDR or ``init_method``) unless it is already. A failure leaves no group.
 
     Args:
         layout: what to build.
@@ -185,6 +194,25 @@ def init_groups(
             world_size=world_size,
             timeout=timeout,
         )
+    try:
+        _build_groups(
+            layout, timeout_minutes, get_embedding_ranks, hierarchical_context_parallel_sizes
+        )
+        context = _context(layout, timeout)
+        _check_against_grid(context)
+    except BaseException:
+        destroy_groups()
+        raise
+    return context
+
+
+def _build_groups(
+    layout: Layout,
+    timeout_minutes: float,
+    get_embedding_ranks: Callable[[list[int]], list[int]] | None,
+    hierarchical_context_parallel_sizes: list[int] | None,
+) -> None:
+    """Let megatron-core build its groups; see `init_groups`."""
     started = torch.distributed.get_world_size()
     if started != layout.world_size:
         raise ConfigError(
@@ -204,9 +232,6 @@ def init_groups(
         get_embedding_ranks=get_embedding_ranks,
         create_gloo_process_groups=True,
     )
-    context = _context(layout, timeout)
-    _check_against_grid(context)
-    return context
 
 
 def pipeline_channels(

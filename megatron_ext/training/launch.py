@@ -84,8 +84,8 @@ def launch(main: Main, *, nproc_per_node: int, device: Device, timeout_minutes: 
     if device.kind == "cuda" and nproc_per_node > 1:
         return _torch_launcher(nproc_per_node)
     if nproc_per_node == 1:
-        os.environ.update(_environment(0, 1))
-        return run_rank(main)
+        with _set_in_environment(_environment(0, 1)):
+            return run_rank(main)
     return fork_ranks(main, nproc_per_node, timeout_minutes=timeout_minutes)
 
 
@@ -104,6 +104,21 @@ def _environment(rank: int, world_size: int) -> dict[str, str]:
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
     }
+
+
+@contextmanager
+def _set_in_environment(values: dict[str, str]) -> Iterator[None]:
+    """Set variables for a while; a process that goes on must not look started by torchrun."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextmanager

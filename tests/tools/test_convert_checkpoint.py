@@ -11,9 +11,12 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron_ext.config import parse_args
+from megatron_ext.device import select
+from megatron_ext.layout import Layout, init_groups
+from megatron_ext.training.launch import fork_ranks
 from tests.checkpoint.huggingface.models import in_child, make
 from tests.checkpoint.wan import models as wan
 
@@ -94,3 +97,21 @@ def test_options_of_wan_are_refused_for_language_models(tmp_path: Path) -> None:
     code, out, errors = in_fork(tmp_path / "1", *flags, "--entry", "generator")
     assert (code, out) == (2, "")
     assert errors == "error: `--entry` has no effect on a language model; leave it out.\n"
+
+
+def test_a_failed_import_leaves_no_groups_to_ranks_that_are_forked_later(tmp_path: Path) -> None:
+    source, scratch = make("llama", tmp_path / "hf"), tmp_path / "after"
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][1:].clone()
+    save_file(tensors, source / "model.safetensors")
+
+    def rank() -> None:
+        init_groups(Layout(2), select("gloo")).destroy()
+
+    def main() -> tuple[int, bool, int]:
+        argv = ["import", "--hf", str(source), "--save", str(tmp_path / "ours")]
+        code = runpy.run_path(str(TOOL))["main"](argv)
+        left = torch.distributed.is_initialized()
+        return code, left, fork_ranks(rank, 2, timeout_minutes=0.1)
+
+    assert in_child(main, scratch) == (2, False, 0)

@@ -167,6 +167,26 @@ def test_under_torchrun_main_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [here]
 
 
+def test_one_rank_in_this_process_leaves_its_environment() -> None:
+    def main() -> int:
+        assert (_rank(), os.environ["WORLD_SIZE"]) == (0, "1")
+        return 3
+
+    before = dict(os.environ)
+    assert launch(main, nproc_per_node=1, device=CPU) == 3
+    assert dict(os.environ) == before
+
+
+def test_groups_that_cannot_be_built_leave_none() -> None:
+    def main() -> int:
+        CPU.activate(0)
+        with pytest.raises(ConfigError, match="The layout needs 2 ranks, but 1 were started"):
+            init_groups(Layout(2), CPU)
+        return int(torch.distributed.is_initialized())
+
+    assert fork_ranks(main, 1) == 0
+
+
 def test_exit_codes_of_a_rank() -> None:
     assert run_rank(lambda: None) == 0
     assert run_rank(lambda: 5) == 5
