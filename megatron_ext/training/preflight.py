@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext.checkpoint.stored import check_start
+from megatron_ext.checkpoint.wanted import check_resume
 from megatron_ext.data.blend import training_blend
 from megatron_ext.data.folders import check_cached_indices, why_not_writable
 from megatron_ext.data.gpt import KeyedGPTDataset, check_inputs, given_lengths
@@ -106,7 +107,7 @@ def preflight(
         The configuration with its padded vocabulary and what the data decides, and the tokenizer.
 
     Raises:
-        CheckpointError: see `check_start`.
+        CheckpointError: see `check_start` and `check_resume`.
         ConfigError, DataError: see `check_folders`, `build_tokenizer`, `load_loss` and the task's
             check.
     """
@@ -117,4 +118,6 @@ def preflight(
     config = with_padded_vocabulary(config, tokenizer.vocab_size)
     if config.loss.loss is not None:
         load_loss(config.loss.loss, tuple(config.loss.loss_args))
-    return check_data(config, tokenizer), tokenizer
+    config = check_data(config, tokenizer)
+    check_resume(config)
+    return config, tokenizer

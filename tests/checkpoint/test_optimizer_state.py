@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_ext.checkpoint.paths import folder_of
+from megatron_ext.errors import CheckpointError
 from tests.checkpoint.tiny import whole_tensors
 from tests.training_runs import train_on_ranks, training_rows
 
@@ -135,14 +136,13 @@ def test_shared_state_goes_on_in_another_precision(before: str, now: str, tmp_pa
         ("", "--fp16", "was saved in fp32, but this run is in bf16 or fp16"),
     ],
 )
-def test_whole_state_in_another_precision_is_refused_in_one_sentence(
-    before: str, now: str, sentence: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_whole_state_in_another_precision_is_refused_before_any_rank_starts(
+    before: str, now: str, sentence: str, tmp_path: Path
 ) -> None:
     train(before, tmp_path / "whole")
     words = [*TINY, *now.split(), "--load", str(tmp_path / "whole"), "--ckpt-step", "2"]
-    assert train_on_ranks(words, save=tmp_path / "refused")[0] != 0
-    shown = capfd.readouterr().err
-    assert sentence in shown and "give `--no-load-optim`" in shown
+    with pytest.raises(CheckpointError, match=f"{sentence}.* give `--no-load-optim`"):
+        train_on_ranks(words, save=tmp_path / "refused")
     assert train_on_ranks([*words, "--no-load-optim"], save=tmp_path / "anew")[0] == 0
 
 
@@ -154,3 +154,11 @@ def test_state_of_one_layout_goes_on(flags: str, tmp_path: Path) -> None:
     """The format that needs the same tensor, pipeline and expert parallel sizes."""
     flags = f"{SHARED} --no-dist-ckpt-optim-fully-reshardable --loss-reduction sample {flags}"
     check_that_it_goes_on(flags, tmp_path)
+
+
+def test_state_of_one_layout_is_refused_in_another_before_any_rank_starts(tmp_path: Path) -> None:
+    train(f"{SHARED} --no-dist-ckpt-optim-fully-reshardable", tmp_path / "whole")
+    words = [*TINY, "--use-distributed-optimizer", "--load", str(tmp_path / "whole")]
+    words += ["--pipeline-model-parallel-size", "2"]
+    with pytest.raises(CheckpointError, match="only with the same tensor, pipeline and expert"):
+        train_on_ranks(words, ranks=2, save=tmp_path / "refused")

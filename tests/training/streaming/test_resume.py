@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.checkpoint.paths import read_tracker
+from megatron_ext.errors import CheckpointError
 from megatron_ext.training.reporting.metrics_file import read_metrics
 from megatron_ext.training.setup import Run
 from tests.checkpoint.tiny import whole_tensors
@@ -237,3 +238,11 @@ def test_other_flags_say_what_begins_anew(
     rows = resumed(copied(one_rank, tmp_path), "" if micro == 1 else words, ranks=1, micro=micro)
     assert note in capfd.readouterr().out
     assert len(rows) == STEPS - SAVED
+
+
+def test_state_of_one_layout_is_refused_in_another_before_any_rank_starts(tmp_path: Path) -> None:
+    words = "--use-distributed-optimizer --no-dist-ckpt-optim-fully-reshardable --train-iters 2"
+    run(tmp_path, f"{words} {CP2[2]}", ranks=2)
+    words += f" --train-iters 3 --load {tmp_path / 'save'} {TP2[2]} --sequence-parallel"
+    with pytest.raises(CheckpointError, match="use those, or give `--no-load-optim`"):
+        attempt(tmp_path, words, ranks=2, save="other")
