@@ -31,6 +31,7 @@ from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.planning import PlanningConfig
 from megatron_ext.config.precision import PrecisionConfig
 from megatron_ext.config.sft import SftConfig
+from megatron_ext.config.stages import interleaving_errors
 from megatron_ext.config.streaming import StreamingConfig
 from megatron_ext.config.streaming_sample import StreamingSampleConfig
 from megatron_ext.config.te_versions import found_version
@@ -203,6 +204,7 @@ class RunConfig:
             *self.cuda_graphs.errors(self),
             *self.engine.errors(self, found_version=found_version() if has_te else None),
             *self.training.errors(self.parallel.data_parallel_size),
+            *interleaving_errors(self.parallel, self.training),
             *self.loss.errors(per_token=self.training.calculate_per_token_loss, has_te=has_te),
             *self.optimizer.errors(self.training),
             *self.ema.errors(self.training),

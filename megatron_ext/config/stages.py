@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron_ext.config.model import ModelConfig
     from megatron_ext.config.parallel import ParallelConfig
+    from megatron_ext.config.training import TrainingConfig
 
 CHUNKS = {"no-pipelining": 1, "1f1b": 1, "zb-h1": 1, "zb-v": 2}
 """Virtual chunks that a schedule has; interleaved has any number."""
@@ -225,6 +226,23 @@ def _schedule_errors(parallel: ParallelConfig) -> list[str]:
             f"`--pipeline-model-parallel-size` ({stages}); use {stages}."
         )
     return found
+
+
+def interleaving_errors(parallel: ParallelConfig, training: TrainingConfig) -> list[str]:
+    """Numbers of micro-batches that megatron-core's own interleaved schedule cannot share out."""
+    replicas = parallel.data_parallel_size
+    if parallel.pipeline_schedule != "core-interleaved" or training.errors(replicas):
+        return []
+    stages = parallel.pipeline_model_parallel_size
+    group = parallel.microbatch_group_size_per_vp_stage or stages
+    for count in training.microbatch_counts(replicas):
+        if count < group or 0 < count % group < stages:
+            return [
+                f"`--pipeline-schedule core-interleaved` needs steps whose micro-batches divide "
+                f"into groups of {group} with none or at least {stages} left over, but one has "
+                f"{count}; use interleaved, or another `--global-batch-size`."
+            ]
+    return []
 
 
 def _zero_bubble_errors(parallel: ParallelConfig, model: ModelConfig) -> list[str]:

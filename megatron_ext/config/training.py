@@ -127,6 +127,17 @@ class TrainingConfig:
         steps = self.train_epochs * steps_per_epoch
         return dataclasses.replace(self, train_iters=steps, train_epochs=None)
 
+    def microbatch_counts(self, replicas: int) -> list[int]:
+        """The numbers of micro-batches that steps of the run may have, in rising order."""
+        micro, batch = self.batch_sizes
+        sizes = {batch}
+        if self.step_batch_size_schedule is not None:
+            sizes |= {size for _, size in parse_batch_schedule(self.step_batch_size_schedule)}
+        elif self.rampup_batch_size is not None:
+            start, increment, _ = self.rampup_batch_size
+            sizes |= set(range(start, batch, increment))
+        return sorted({size // (micro * replicas) for size in sizes})
+
     def errors(self, data_parallel_size: int) -> list[str]:
         """What cannot be run, one sentence each."""
         found = [*self._length_errors(), *self._batch_errors(data_parallel_size)]

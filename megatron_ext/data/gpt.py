@@ -157,6 +157,7 @@ def check_inputs(
                 if size != 0 and (ratio > 0 or name == "train"):
                     _check_not_empty(prefix, bounds, name, config.data.split)
     _check_splits_of_their_own(spec, sizes)
+    _check_single_passes(config, spec, sizes)
     return digest.hexdigest()
 
 
@@ -171,6 +172,34 @@ def _check_splits_of_their_own(spec: BlendSpec, sizes: Sequence[int | None]) -> 
                     f"The dataset {prefix} of the {name} split is empty, but samples are asked of "
                     "it; leave it out, or preprocess documents that hold tokens."
                 )
+
+
+def _check_single_passes(config: RunConfig, spec: BlendSpec, sizes: Sequence[int | None]) -> None:
+    """Datasets without weights are read once, so each must hold a sample, and all what is asked."""
+    length, split = config.model.seq_length or 1, config.data.split
+    for index, (name, size) in enumerate(zip(SPLITS, sizes, strict=True)):
+        prefixes, weights = (spec.per_split or [spec.blend] * len(sizes))[index] or ([], None)
+        if weights is not None or len(prefixes) < 2 or size == 0:
+            continue
+        held = 0
+        for prefix in prefixes:
+            lengths = read_index(prefix).lengths
+            if spec.per_split is None and split is not None:
+                lengths = lengths[slice(*split_bounds(split, len(lengths))[index])]
+            tokens = int(lengths.sum())
+            if 0 < tokens <= length:
+                raise DataError(
+                    f"The {name} split of {prefix} holds {tokens} tokens, but `--seq-length` + 1 "
+                    f"({length + 1}) are needed of each dataset without a weight; give weights, or "
+                    "a larger share."
+                )
+            held += max(0, tokens - 1) // length
+        several = name == "valid" and config.data.multiple_validation_sets
+        if size is not None and held < size and not several:
+            raise DataError(
+                f"The {name} split holds {held} samples, and datasets without weights are read "
+                f"once, but {size} are asked for; give weights, or fewer iterations."
+            )
 
 
 def _entries(config: RunConfig, tokenizer: Tokenizer) -> int:
@@ -262,18 +291,15 @@ def _told_in_a_sentence() -> Iterator[None]:
         ) from error
 
 
-def _leave_out_empty_splits(
-    core_config: KeyedGPTDatasetConfig, spec: BlendSpec, sizes: Sequence[int | None]
+def _leave_out_unused_splits(
+    core_config: KeyedGPTDatasetConfig, sizes: Sequence[int | None]
 ) -> None:
-    """Leave out splits that hold nothing and need not: their epochs would be counted for ever."""
-    if spec.blend is None or core_config.split is None:
-        return
-    counts = [len(read_index(prefix).lengths) for prefix in spec.prefixes()]
-    cuts = [split_bounds(core_config.split, count) for count in counts]
-    core_config.split_matrix = [
-        None if size == 0 and any(cut[i][0] >= cut[i][1] for cut in cuts) else bounds
-        for i, (size, bounds) in enumerate(zip(sizes, core_config.split_matrix, strict=True))
-    ]
+    """Leave out splits of which nothing is asked, and which may hold nothing."""
+    for name in ("split_matrix", "blend_per_split"):
+        parts = getattr(core_config, name)
+        if parts is not None:
+            kept = [None if size == 0 else x for size, x in zip(sizes, parts, strict=True)]
+            setattr(core_config, name, kept)
 
 
 def build_gpt_datasets(
@@ -299,7 +325,7 @@ def build_gpt_datasets(
         spec, cls = training_blend(config), KeyedGPTDataset
         data_files = check_inputs(config, spec, tokenizer, sizes)
     core_config = dataset_config(config, spec, tokenizer, data_files)
-    _leave_out_empty_splits(core_config, spec, sizes)
+    _leave_out_unused_splits(core_config, sizes)
     with _told_in_a_sentence(), warnings.catch_warnings(), _without_cache_warnings():
         # megatron-core warns once for each split of each prefix; the tools warn once per dataset.
         warnings.filterwarnings("ignore", message="The pad token id in the tokenizer collides")

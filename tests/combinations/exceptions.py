@@ -107,5 +107,5 @@ def tolerance_of(words: Sequence[str], key: str, steps: int) -> float:
         return 0.2
     if any(_on(name)(settings) for name in ("bf16", "fp16")):
         return 0.05
-    loose = 10.0 if "norm" in key or "num_zeros" in key else 1.0
+    loose = 10.0 if "norm" in key else 1.0
     return 1e-6 * loose * (1 + 3 * steps)

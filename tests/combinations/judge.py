@@ -28,6 +28,9 @@ from tests.combinations.execute import Ended, execute
 from tests.combinations.layouts import ONE, Layout
 from tests.combinations.options import settings_of
 
+CHANCE_ZEROS = 10
+"""Gradients of a tiny model that rounding makes zero in one layout and not in another."""
+
 
 @dataclass
 class Verdict:
@@ -307,6 +310,8 @@ def _close(bench: Bench, name: str, got: dict[int, Any], wanted: dict[int, Any])
             have = got[step].get(key, math.nan)
             if not math.isfinite(want) and not math.isfinite(have):
                 continue  # a step of fp16 that is skipped
+            if "num_zeros" in key and abs(have - want) <= CHANCE_ZEROS:
+                continue
             limit = tolerance_of(words, key, step - start)
             if "loss" in key and limit < 1e-4:
                 size = abs(have - want) / max(abs(want), 1e-3)

@@ -22,7 +22,7 @@ from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.data.tokenizers import build_tokenizer
 from megatron_ext.errors import DataError
-from tests.training_runs import TINY
+from tests.training_runs import TINY, train_on_ranks, training_rows
 
 SEQUENCE = 8
 
@@ -96,15 +96,48 @@ def test_an_empty_split_is_refused_only_when_it_is_asked_for(tmp_path: Path) -> 
         check_inputs(config, read_blend(config), tokenizer, [4, 4, 0])
 
 
-def test_an_empty_split_that_nothing_is_asked_of_is_left_out(tmp_path: Path) -> None:
-    """The epochs of nothing are not counted for ever."""
+def test_splits_that_nothing_is_asked_of_are_left_out(tmp_path: Path) -> None:
+    """They may be empty, whose epochs would be counted for ever."""
     prefix = str(tmp_path / "docs")
     _write(prefix, 20)
     config = _config("--data-path", prefix, "--data-cache-path", str(tmp_path / "cache"))
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, split="90,9,1"))
     tokenizer = build_tokenizer(config.tokenizer)
     built = build_gpt_datasets(config, tokenizer, [4, 0, 0], lambda: True)
-    assert built.train is not None and built.valid is not None and built.test is None
+    assert built.train is not None and built.valid is None and built.test is None
+
+
+@pytest.mark.parametrize("weights", [("", ""), ("1", "2")])
+def test_blends_whose_other_splits_hold_less_than_a_sample_train(
+    weights: tuple[str, str], tmp_path: Path
+) -> None:
+    words = []
+    for name, weight in zip(("docs", "more"), weights, strict=True):
+        _write(str(tmp_path / name), 400)
+        words += [x for x in (weight, str(tmp_path / name)) if x]
+    null = "--tokenizer-type NullTokenizer --vocab-size 90 --train-iters 2".split()
+    flags = [*TINY, *null, "--data-path", *words, "--data-cache-path", str(tmp_path / "cache")]
+    code, rows = train_on_ranks(flags, ranks=2, save=tmp_path / "save")
+    assert code == 0 and len(training_rows(rows)) == 2
+
+
+def test_datasets_without_weights_hold_what_is_asked_of_them(tmp_path: Path) -> None:
+    """They are read once; with weights they repeat."""
+    for name, documents in (("docs", 20), ("short", 1)):
+        _write(str(tmp_path / name), documents)
+    short, docs = str(tmp_path / "short"), str(tmp_path / "docs")
+    check_inputs(*_inputs("1", docs, "1", short), [400, 0, 0])
+    check_inputs(*_inputs(docs, docs), [24, 0, 0])
+    with pytest.raises(DataError, match=r"train split holds 24 samples, and .* but 25 are asked"):
+        check_inputs(*_inputs(docs, docs), [25, 0, 0])
+    with pytest.raises(DataError, match=r"train split of .*short holds 5 tokens, but `--seq-len"):
+        check_inputs(*_inputs(docs, short), [4, 0, 0])
+
+
+def _inputs(*words: str) -> tuple[Any, BlendSpec, Any]:
+    config = _config("--data-path", *words)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, split="1,0,0"))
+    return config, read_blend(config), build_tokenizer(config.tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,14 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         ),
         "tensor × context parallel size is 1 × 2 and expert-tensor × expert parallel size is 1 × 1",
     ),
+    "too few micro-batches": (
+        _mock(
+            *"--pipeline-schedule core-interleaved --pipeline-model-parallel-size 2".split(),
+            *"--num-virtual-stages-per-pipeline-rank 2 --nproc-per-node 2".split(),
+            *"--micro-batch-size 4 --global-batch-size 12".split(),
+        ),
+        "groups of 2 with none or at least 2 left over, but one has 3; use interleaved",
+    ),
     "layout without end": (
         _mock("--pipeline-model-parallel-layout", "Et*99999999999|L"),
         "may hold only E, t, m, L",
