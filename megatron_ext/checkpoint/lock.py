@@ -45,6 +45,17 @@ def hold_save_folder(save: str | None, context: ParallelContext) -> Iterator[Non
             os.close(held)
 
 
+def check_save_folder(save: str | None) -> None:
+    """Look whether another run writes to ``--save``, before any rank starts; rank 0 may call this.
+
+    Raises:
+        CheckpointError: another run holds the folder, or it cannot be written.
+    """
+    held = None if save is None else _lock(Path(save))
+    if held is not None:
+        os.close(held)
+
+
 def _lock(save: Path) -> int | None:
     """Return the open lock file; None where the file system knows no locks.
 

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from megatron_ext.checkpoint import read_run_config
-from megatron_ext.checkpoint.lock import hold_save_folder
+from megatron_ext.checkpoint.lock import check_save_folder, hold_save_folder
 from megatron_ext.checkpoint.paths import root_of
 from megatron_ext.config import parse_args
 from megatron_ext.config.cli import read_words
@@ -124,6 +124,8 @@ def _prepare(
         raise _NothingToRun(0 if fits else 1)
     check_core(config)
     check_host_memory(config)
+    if first:
+        check_save_folder(config.checkpoint.save)
     return chosen, device, config, tokenizer
 
 

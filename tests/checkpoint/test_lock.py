@@ -13,7 +13,11 @@ import torch
 
 from megatron_ext.checkpoint.lock import NAME, _lock, hold_save_folder
 from megatron_ext.errors import CheckpointError
+from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.training.pretrain import main
+from pretrain_gpt import GPT
 from tests.ranks import ranks
+from tests.training_runs import TINY, mock_data
 
 
 def _holder(folder: Path) -> tuple[int, int]:
@@ -47,6 +51,21 @@ def test_a_folder_is_free_as_soon_as_its_run_is_killed(tmp_path: Path) -> None:
     assert time.monotonic() - started < 1
     os.close(held)
     os.kill(loader, signal.SIGKILL)
+
+
+def test_a_second_run_is_refused_before_any_rank_starts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pid, loader = _holder(tmp_path)
+    flags = [*TINY, *mock_data(), "--nproc-per-node", "2", "--train-iters", "1"]
+    assert main(GPT, [*flags, "--save", str(tmp_path)]) == EXIT_CODE_USER_ERROR
+    shown = capfd.readouterr()
+    assert f"error: `--save` ({tmp_path}) is being written by process {pid} on " in shown.err
+    assert "> the resolved configuration" not in shown.out
+    os.kill(pid, signal.SIGKILL)
+    os.kill(loader, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert main(GPT, [*flags, "--save", str(tmp_path)]) == 0
 
 
 @ranks(dp=2)
