@@ -42,7 +42,7 @@ LAYOUTS_DIFFER: tuple[tuple[str, _Rule], ...] = (
         lambda s: _on("moe_input_jitter_eps")(s) and not _on("deterministic_dropout")(s),
     ),
     ("random logits are drawn on each rank", _on("moe_router_force_load_balancing")),
-    ("each replica starts from weights of its own", _on("data_parallel_random_init")),
+    ("each replica goes on with weights of its own", _on("data_parallel_random_init")),
     ("sinkhorn balances the tokens that a rank holds", _balances("sinkhorn")),
     ("global load balancing counts the tokens of all replicas", _balances("global_aux_loss")),
     (
@@ -76,6 +76,14 @@ def reason_layouts_differ(words: Sequence[str], layouts: Sequence[Layout]) -> st
         return None
     settings = settings_of(words)
     return next((text for text, rule in LAYOUTS_DIFFER if rule(settings)), None)
+
+
+def reason_starts_differ(words: Sequence[str], layouts: Sequence[Layout]) -> str | None:
+    """What the documentation says about initial weights in several layouts, None if they agree."""
+    draws = _on("use_cpu_initialization")(settings_of(words))
+    if not draws or all(layout == layouts[0] for layout in layouts):
+        return None
+    return "--use-cpu-initialization draws each stage's weights from a seed of its own"
 
 
 def reason_resume_differs(words: Sequence[str]) -> str | None:

@@ -22,6 +22,7 @@ from tests.combinations.exceptions import (
     reason_layouts_differ,
     reason_restarts,
     reason_resume_differs,
+    reason_starts_differ,
     tolerance_of,
 )
 from tests.combinations.execute import Ended, execute
@@ -101,8 +102,12 @@ class Bench:
             pictures=self.case.number % 16 == 0,
         )  # fmt: skip
 
-    def trained(self, ended: Ended) -> bool:
+    def trained(self, ended: Ended, *, goes_on: bool = False) -> bool:
         """Whether the run trained; False if it was refused as it should be.
+
+        Args:
+            ended: the run.
+            goes_on: from a checkpoint, behind which no step may be left.
 
         Raises:
             _Failed: it did neither.
@@ -115,7 +120,7 @@ class Bench:
         if not _trains(words):
             return True
         rows = steps(ended)
-        if not rows and "early stop: " not in ended.out:
+        if not rows and not goes_on:
             raise _Failed("no rows", "metrics.jsonl holds no step")
         for row in rows:
             check_finite(row)
@@ -219,7 +224,7 @@ def _resume(bench: Bench, first: Ended) -> None:
         bench.verdict.excused["resume"] = "the flags keep no checkpoint of that step"
         return
     second = bench.run("b", goes_on(bench, at))
-    if not bench.trained(second):
+    if not bench.trained(second, goes_on=True):
         raise _Failed("resume refused", second.err.strip())
     if reason := reason_resume_differs(bench.case.words(str(bench.data))):
         bench.verdict.excused["resume"] = reason
@@ -244,7 +249,7 @@ def _relayout(bench: Bench, first: Ended) -> None:
         return
     other = bench.case.other or ONE
     second = bench.run("c", goes_on(bench, at), other)
-    if not bench.trained(second):
+    if not bench.trained(second, goes_on=True):
         bench.verdict.excused["relayout"] = f"refused: {second.err.strip()}"
         return
     words = bench.case.words(str(bench.data))
@@ -265,7 +270,8 @@ def _one_rank(bench: Bench, first: Ended) -> None:
     if bench.case.layout.ranks == 1:
         return
     words = bench.case.words(str(bench.data))
-    if reason := reason_layouts_differ(words, [bench.case.layout, ONE]):
+    pair = [bench.case.layout, ONE]
+    if reason := reason_layouts_differ(words, pair) or reason_starts_differ(words, pair):
         bench.verdict.excused["one rank"] = reason
         return
     second = bench.run("d", layout=ONE)
