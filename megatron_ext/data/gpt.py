@@ -22,7 +22,12 @@ import numpy as np
 import numpy.typing as npt
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import (
+    GPTDataset,
+    GPTDatasetConfig,
+    MockGPTDataset,
+    MockGPTLowLevelDataset,
+)
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch.utils.data import Dataset
 
@@ -34,6 +39,7 @@ from megatron_ext.data.indexed import (
     id_range,
     read_index,
 )
+from megatron_ext.doctor.host import this_host
 from megatron_ext.errors import DataError
 
 if TYPE_CHECKING:
@@ -42,6 +48,8 @@ if TYPE_CHECKING:
 
 VOCABULARY_SAMPLE = 1 << 24
 """Tokens of each dataset that are compared with the vocabulary before training."""
+INDEX_BYTES = 16
+"""Memory for each sample, and for each document in it, while megatron-core builds its indices."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +167,36 @@ def check_inputs(
     _check_splits_of_their_own(spec, sizes)
     _check_single_passes(config, spec, sizes)
     return digest.hexdigest()
+
+
+def check_index_memory(config: RunConfig, spec: BlendSpec, sizes: Sequence[int | None]) -> None:
+    """Check that one process can hold the indices by which samples are found.
+
+    megatron-core builds them whole, one entry for each sample of the run and each time that a
+    document is read.
+
+    Args:
+        config: the run.
+        spec: where the data comes from, whose files have been checked.
+        sizes: samples asked of train, valid and test; None means one epoch, which is not counted.
+
+    Raises:
+        DataError: they need more memory than this machine has.
+    """
+    lengths = [read_index(prefix).lengths for prefix in spec.prefixes()]
+    tokens = sum(int(each.sum(dtype=np.int64)) for each in lengths)
+    sequences = sum(map(len, lengths))
+    length = tokens / sequences if tokens else MockGPTLowLevelDataset.max_sequence_length / 2
+    documents = (config.model.seq_length or 0) / length
+    needed = INDEX_BYTES * (1 + documents) * sum(size or 0 for size in sizes)
+    memory = this_host().memory
+    if needed > memory:
+        drawn = ", ".join(f"{name} {size or 0}" for name, size in zip(SPLITS, sizes, strict=True))
+        raise DataError(
+            f"The samples of the run ({drawn}) need indices of at least {needed / 1e9:,.1f} GB, but "
+            f"this machine has {memory / 1e9:,.1f} GB; lower `--train-iters`, `--train-samples`, "
+            "`--eval-iters` or `--global-batch-size`, or evaluate less often (`--eval-interval`)."
+        )
 
 
 def _check_splits_of_their_own(spec: BlendSpec, sizes: Sequence[int | None]) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.checkpoint.stored import check_start
 from megatron_ext.checkpoint.wanted import check_resume
-from megatron_ext.data.blend import training_blend
+from megatron_ext.data.blend import BlendSpec, training_blend
 from megatron_ext.data.folders import check_cached_indices, why_not_writable
-from megatron_ext.data.gpt import KeyedGPTDataset, check_inputs, given_lengths
+from megatron_ext.data.gpt import KeyedGPTDataset, check_index_memory, check_inputs, given_lengths
 from megatron_ext.data.tokenizers import build_tokenizer
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.custom import load_loss
@@ -60,12 +60,17 @@ def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     """Check indexed datasets; cheap, and the same on every rank.
 
     Raises:
-        ConfigError, DataError: see `check_inputs`, `given_lengths` and `check_cached_indices`.
+        ConfigError, DataError: see `check_inputs`, `check_index_memory`, `given_lengths` and
+            `check_cached_indices`.
     """
-    if not config.data.mock_data:
+    iterations = number_of_iterations(config, config.parallel.data_parallel_size)
+    sizes = split_sizes(config, iterations)
+    if config.data.mock_data:
+        check_index_memory(config, BlendSpec(None, None), sizes)
+    else:
         spec = training_blend(config)
-        iterations = number_of_iterations(config, config.parallel.data_parallel_size)
-        check_inputs(config, spec, tokenizer, split_sizes(config, iterations))
+        check_inputs(config, spec, tokenizer, sizes)
+        check_index_memory(config, spec, sizes)
         cache = config.data.data_cache_path
         check_cached_indices(spec.prefixes(), cache, KeyedGPTDataset.__name__)
         given_lengths(config, spec)

@@ -184,6 +184,14 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         _mock("--seq-length", "2000000000", "--max-position-embeddings", "2000000000"),
         "GB on this machine for 1 rank(s), but it has",
     ),
+    "evaluation without end": (
+        _mock("--eval-iters", "2000000000"),
+        "The samples of the run (train 32, valid 32000000000, test 32000000000) need indices of",
+    ),
+    "training without end": (
+        lambda folder: [*_weights("1 X")(folder), "--train-iters", "2000000000"],
+        "GB; lower `--train-iters`, `--train-samples`, `--eval-iters` or `--global-batch-size`",
+    ),
     "small vocabulary": (_mock("--padded-vocab-size", "1"), "must be at least the"),
     "odd head": (
         _mock("--position-embedding-type", "rope", "--kv-channels", "9"),
