@@ -9,7 +9,13 @@ from megatron_ext.losses.contract import Report, StepCounts, pair
 from megatron_ext.models.mtp import MTPTargets
 
 
-def share_of_step(weights: Tensor, counts: StepCounts | None, *, per_token: bool) -> Tensor | float:
+def share_of_step(
+    weights: Tensor,
+    counts: StepCounts | None,
+    *,
+    per_token: bool,
+    usual_weight: Tensor | None = None,
+) -> Tensor | float:
     """The factor that turns a micro-batch's weighted sum into its share of the step's loss.
 
     The gradients of a step are divided by its number of targets N. For a weighted mean over the
@@ -20,12 +26,15 @@ def share_of_step(weights: Tensor, counts: StepCounts | None, *, per_token: bool
         weights: of this micro-batch, ``[b, s/c]``.
         counts: of the step; None in evaluation.
         per_token: per-token normalization, else the mean of micro-batch means.
+        usual_weight: D of a micro-batch over its context-parallel ranks, divided by their number,
+            where they hold unequal parts of it: the mean over ranks is then that of the whole.
     """
     if counts is None:
         return 1.0
     if per_token:
         return counts.main / counts.weight.clamp(min=1e-30)
-    return torch.count_nonzero(weights) / weights.sum().clamp(min=1e-30)
+    weight = weights.sum() if usual_weight is None else usual_weight
+    return torch.count_nonzero(weights) / weight.clamp(min=1e-30)
 
 
 def weighted_token_loss(

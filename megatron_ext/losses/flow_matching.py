@@ -144,12 +144,15 @@ class FlowTargets:
         weights: of `token_weights`, ``[b, n]`` float32.
         times: t, ``[b]``, or of each token ``[b, n]``.
         modes: indices into `data.video.conditions.MODES`, ``[b]``.
+        usual_weight: see `losses.cross_entropy.share_of_step`; text goes with the first of the
+            context-parallel ranks, so that they hold unequal numbers of image tokens.
     """
 
     velocity: Tensor
     weights: Tensor
     times: Tensor
     modes: Tensor
+    usual_weight: Tensor | None = None
 
 
 def flow_matching_loss(

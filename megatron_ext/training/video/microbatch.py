@@ -113,11 +113,13 @@ class FlowMaker:
         targets = None
         if self._context.is_last_stage:
             mask = loss_mask(masks, per_frame, config.conditions.reference_loss)
+            weights = token_weights(mask, config.flow.loss_normalization)
             whole = FlowTargets(
                 velocity=pack(velocity, self._patch),
-                weights=token_weights(mask, config.flow.loss_normalization),
+                weights=weights,
                 times=times,
                 modes=sent(draws.modes, latents.device),
+                usual_weight=weights.sum() / self._context.pgs.cp.size(),
             )
             targets = self._own(whole, num_text)
         inputs = self._inputs(batch, draws, x_t, times, masks)

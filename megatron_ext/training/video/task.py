@@ -62,11 +62,16 @@ def flow_loss(
 ) -> tuple[Tensor, Tensor, Report]:
     """The loss of a micro-batch on the last stage, from the velocity of the targets' tokens."""
     assert batch.targets is not None
-    per_token = config.training.calculate_per_token_loss
+    share = share_of_step(
+        batch.loss_mask,
+        counts,
+        per_token=config.training.calculate_per_token_loss,
+        usual_weight=batch.targets.usual_weight,
+    )
     return flow_matching_loss(
         velocity,
         targets=batch.targets,
-        share=share_of_step(batch.loss_mask, counts, per_token=per_token),
+        share=share,
         reported_modes=config.conditions.modes,
     )
 

@@ -68,6 +68,18 @@ def test_criterion_17_four_micro_batches_are_one_large_batch(
     check(run(clips, valid, tmp_path, "--micro-batch-size 8"), one_rank, 1e-6)
 
 
+def test_means_of_micro_batches_do_not_depend_on_who_holds_the_text(
+    clips: Path, valid: Path, tmp_path: Path
+) -> None:
+    """The rank with the text holds fewer image tokens, or none of the images'."""
+    words = "--no-calculate-per-token-loss --micro-batch-size 1"
+    one = run(clips, valid, tmp_path / "one", words)
+    for cp in (2, 4):
+        layout = f"--context-parallel-size {cp}"
+        rows = run(clips, valid, tmp_path / str(cp), f"{words} {layout}", ranks=cp)
+        check(rows, one, TOLERANCE)
+
+
 def compare_draws(run: Run) -> None:
     """Tensor-parallel ranks are given the same times of clips, replicas are not."""
     next_step = run.train_source.next_step
