@@ -16,16 +16,7 @@ from megatron_ext.data.indexed_writer import IndexedWriter
 from tests.data import tiny
 from tests.data.sft import tiny as chats
 from tests.training.streaming.tiny import write_prompts
-from tests.training.video.clips import (
-    CHANNELS,
-    IMAGE,
-    LONG,
-    POOLED,
-    SHORT,
-    TEXT,
-    WIDTH,
-    write_clips,
-)
+from tests.training.video.clips import IMAGE, LONG, SHORT, write_clips
 
 VOCABULARY = 127
 USUAL_PLACE = Path(tempfile.gettempdir()) / "megatron_ext_combinations_6"
@@ -109,12 +100,7 @@ def _write_chats(folder: Path) -> None:
 
 def _write_video(folder: Path) -> None:
     """Write clips of three sizes and prompts."""
-    # What sampling while training asks of the manifest, as tools/preprocess_video.py writes it.
-    sizes = {"length": TEXT, "width": WIDTH, "pooled_width": POOLED}
-    more = {"fps": 24, "text_encoder": {"text_encoder": "hashed", **sizes}}
-    more["codec"] = {"codec": "patch", "codec_spatial": 8, "codec_channels": CHANNELS}
-    more["codec"] |= {"codec_temporal": 4, "codec_shift": 0.0, "codec_scale": 1.0}
-    write_clips(folder / "clips", {IMAGE: 9, SHORT: 19, LONG: 17}, **more)
-    write_clips(folder / "one_bucket", {SHORT: 24}, **more)
-    write_clips(folder / "valid_clips", {SHORT: 8, LONG: 9}, **more)
+    write_clips(folder / "clips", {IMAGE: 9, SHORT: 19, LONG: 17})
+    write_clips(folder / "one_bucket", {SHORT: 24})
+    write_clips(folder / "valid_clips", {SHORT: 8, LONG: 9})
     write_prompts(folder)

@@ -19,7 +19,8 @@ from megatron_ext.config.encoding import CodecConfig
 from megatron_ext.data.preprocess.parts import Done, marker_path, read_marker
 from megatron_ext.data.tokenizers.huggingface import load_pretrained
 from megatron_ext.data.video.codecs import build_codec
-from megatron_ext.data.video.shards import read_manifest, write_json
+from megatron_ext.data.video.manifest import read_manifest
+from megatron_ext.data.video.shards import write_json
 from megatron_ext.data.video.text_encoders.loading import load
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
 from tests.data.sft.tiny import tokenizer

@@ -17,8 +17,9 @@ from torch.utils.data import Dataset
 
 from megatron_ext.data.video.encode import ClipEncoder, PlannedClip, VideoSample
 from megatron_ext.data.video.geometry import Bucket, BucketPlan
+from megatron_ext.data.video.manifest import read_manifest
 from megatron_ext.data.video.sampler import Members
-from megatron_ext.data.video.shards import Shard, read_manifest, read_null
+from megatron_ext.data.video.shards import Shard, read_null
 from megatron_ext.errors import DataError
 
 logger = logging.getLogger(__name__)

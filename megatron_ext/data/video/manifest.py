@@ -1,16 +1,19 @@
-"""What identifies a preprocessed dataset, and what of an earlier try can be kept."""
+"""What a preprocessed dataset says of itself, and what of an earlier try can be kept."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import reprlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.config.encoding import FOLDERS, HASHED, PATCH
 from megatron_ext.data.video import shards
 from megatron_ext.data.video.assign import subsampling
 from megatron_ext.data.video.clips import Clip
@@ -119,3 +122,103 @@ def finished(
         return None
     whole = marker["clips"] + len(marker["dropped"]) == num_clips
     return marker if whole and marker.get("fingerprint") == manifest["fingerprint"] else None
+
+
+def _whole(least: int) -> tuple[str, Callable[[Any], bool]]:
+    return f"a whole number of at least {least}", lambda x: type(x) is int and x >= least
+
+
+_SIZE, _TEXT = _whole(1), ("text", lambda x: isinstance(x, str))
+_NUMBER = ("a number", lambda x: type(x) in (int, float) and math.isfinite(x))
+_ENTRIES = {
+    "codec": {"codec": _TEXT},
+    "text_encoder": {
+        "text_encoder": (f"one of {', '.join(FOLDERS)}", lambda x: x in list(FOLDERS)),
+        "length": _SIZE,
+    },
+    "plan": {},
+    "buckets": [
+        {
+            "shape": {"resolution": _TEXT, "num_frames": _SIZE, "height": _SIZE, "width": _SIZE},
+            "micro_batch_size": (f"null or {_SIZE[0]}", lambda x: x is None or _SIZE[1](x)),
+        }
+    ],
+    "shards": [{"name": _TEXT, "clips": _whole(0)}],
+    "references": [_TEXT],
+    "storage": _TEXT,
+    "latent_channels": _SIZE,
+    "text_length": _SIZE,
+    "text_width": _SIZE,
+    "pooled_width": _whole(0),
+    "fps": _SIZE,
+    "fingerprint": _TEXT,
+}
+"""What a manifest holds: tables, lists of one kind of entry, or a kind in words and its test."""
+_SIZES = {
+    ("text_encoder", HASHED): {"width": _SIZE, "pooled_width": _SIZE},
+    ("codec", PATCH): {
+        **dict.fromkeys(("codec_spatial", "codec_temporal", "codec_channels"), _SIZE),
+        **dict.fromkeys(("codec_shift", "codec_scale"), _NUMBER),
+    },
+}
+"""What the entry of a codec or text encoder holds besides, where no folder has its sizes."""
+
+
+def _faults(value: Any, wanted: Any, name: str) -> Iterator[tuple[str, str | None]]:
+    """Names of entries that are missing, and what is wrong with those that are there."""
+    if not isinstance(wanted, dict | list):
+        if not wanted[1](value):
+            yield name, f"holds `{name}` {reprlib.repr(value)}, which must be {wanted[0]}"
+    elif not isinstance(value, type(wanted)):
+        kind = "a table" if isinstance(wanted, dict) else "a list"
+        yield name, f"holds `{name}` {reprlib.repr(value)}, which must be {kind}"
+    elif isinstance(wanted, list):
+        for i, inner in enumerate(value):
+            yield from _faults(inner, wanted[0], f"{name}[{i}]")
+    else:
+        for key, inner in wanted.items():
+            inside = f"{name}.{key}".lstrip(".")
+            if key in value:
+                yield from _faults(value[key], inner, inside)
+            else:
+                yield inside, None
+
+
+def _check_entries(path: Path, manifest: dict[str, Any]) -> None:
+    """Refuse a manifest whose entries are missing or of another kind.
+
+    Raises:
+        DataError: with the file and the entry.
+    """
+    found = list(_faults(manifest, _ENTRIES, ""))
+    for (name, kind), sizes in _SIZES.items():
+        entry = manifest.get(name)
+        if isinstance(entry, dict) and entry.get(name) == kind:
+            found += _faults(entry, sizes, name)
+    missing = [f"`{name}`" for name, fault in found if fault is None]
+    wrong = [f"lacks {', '.join(missing)}"] if missing else [fault for _, fault in found]
+    if wrong:
+        raise DataError(f"{path} {wrong[0]}; {shards.ADVICE} again.")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Reads ``manifest.json``, which says what the shards of a folder hold.
+
+    Raises:
+        DataError: it is missing, damaged, of another format, or lacks a part.
+    """
+    path = folder / "manifest.json"
+    manifest = shards.read_json(path)
+    _check_entries(path, manifest)
+    for name in [*(shard["name"] for shard in manifest["shards"]), *manifest["references"]]:
+        if Path(name).name != name:
+            raise DataError(
+                f"{path} names {name}, which leads out of the folder; get the data from a source "
+                "that you trust."
+            )
+    if manifest["storage"] not in shards.STORAGES:
+        raise DataError(
+            f"{path} has the storage {manifest['storage']}, which must be one of "
+            f"{', '.join(shards.STORAGES)}; {shards.ADVICE} again."
+        )
+    return manifest

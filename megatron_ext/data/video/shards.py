@@ -28,7 +28,7 @@ from megatron_ext.errors import DataError
 FORMAT = 1
 STORAGES = ("float32", "bfloat16")
 _GEOMETRY = 6
-_ADVICE = "make it with tools/preprocess_video.py"
+ADVICE = "make it with tools/preprocess_video.py"
 
 
 def shard_name(number: int) -> str:
@@ -55,44 +55,12 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
         found = content["format"]
     except FileNotFoundError:
-        raise DataError(f"{path} does not exist, so the data is not whole; {_ADVICE}.") from None
+        raise DataError(f"{path} does not exist, so the data is not whole; {ADVICE}.") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} cannot be read ({error!r}); {_ADVICE} again.") from None
+        raise DataError(f"{path} cannot be read ({error!r}); {ADVICE} again.") from None
     if found != FORMAT:
-        raise DataError(f"{path} has format {found}, but {FORMAT} is read here; {_ADVICE} again.")
+        raise DataError(f"{path} has format {found}, but {FORMAT} is read here; {ADVICE} again.")
     return dict(content)
-
-
-_KEYS = (
-    "codec", "text_encoder", "plan", "buckets", "shards", "references", "storage",
-    "latent_channels", "text_length", "text_width", "pooled_width",
-)  # fmt: skip
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Reads ``manifest.json``, which says what the shards of a folder hold.
-
-    Raises:
-        DataError: it is missing, damaged, of another format, or lacks a part.
-    """
-    path = folder / "manifest.json"
-    manifest = read_json(path)
-    missing = [key for key in _KEYS if key not in manifest]
-    if missing:
-        raise DataError(f"{path} lacks {', '.join(missing)}; {_ADVICE} again.")
-    shards = [str(shard["name"]) for shard in manifest["shards"]]
-    for name in [*shards, *manifest["references"]]:
-        if Path(name).name != name:
-            raise DataError(
-                f"{path} names {name}, which leads out of the folder; get the data from a source "
-                "that you trust."
-            )
-    if manifest["storage"] not in STORAGES:
-        raise DataError(
-            f"{path} has the storage {manifest['storage']}, which must be one of "
-            f"{', '.join(STORAGES)}; {_ADVICE} again."
-        )
-    return manifest
 
 
 def to_storage(tensor: Tensor, storage: str) -> NDArray[Any]:
@@ -176,14 +144,14 @@ class Field:
         if index.dtype != dtype:
             raise DataError(
                 f"{idx_path(prefix)} holds {index.dtype.name}, but the manifest says "
-                f"{dtype.name}; {_ADVICE} again."
+                f"{dtype.name}; {ADVICE} again."
             )
         self.begins = np.concatenate([[0], np.cumsum(index.lengths, dtype=np.int64)])
         size = bin_path(prefix).stat().st_size if bin_path(prefix).is_file() else -1
         if size != self.begins[-1] * dtype.itemsize:
             raise DataError(
                 f"{bin_path(prefix)} {f'has {size} bytes' if size >= 0 else 'is missing'}, but its "
-                f"index asks for {self.begins[-1] * dtype.itemsize}; copy it again, or {_ADVICE} "
+                f"index asks for {self.begins[-1] * dtype.itemsize}; copy it again, or {ADVICE} "
                 "again."
             )
 
@@ -202,9 +170,9 @@ class Field:
             offset = begin * self._dtype.itemsize
             values = np.fromfile(path, self._dtype, count=end - begin, offset=offset)
         except OSError as error:
-            raise DataError(f"{path} cannot be read ({error}); {_ADVICE} again.") from None
+            raise DataError(f"{path} cannot be read ({error}); {ADVICE} again.") from None
         if len(values) != end - begin:
-            raise DataError(f"{path} was cut while it was in use; {_ADVICE} again.")
+            raise DataError(f"{path} was cut while it was in use; {ADVICE} again.")
         return values
 
     def __getitem__(self, row: int) -> NDArray[Any]:
@@ -222,7 +190,7 @@ class Field:
         except RuntimeError:
             raise DataError(
                 f"{bin_path(self.prefix)} has {values.size} numbers for clip {row}, which do not "
-                f"fit the shape {shape} of the other files; {_ADVICE} again."
+                f"fit the shape {shape} of the other files; {ADVICE} again."
             ) from None
 
 
@@ -244,13 +212,13 @@ class Shard:
             if len(held) != clips:
                 raise DataError(
                     f"{idx_path(held.prefix)} holds {len(held)} clips, but the manifest says "
-                    f"{clips} ({field}); {_ADVICE} again."
+                    f"{clips} ({field}); {ADVICE} again."
                 )
         geometry = self.fields["geometry"]
         if (np.diff(geometry.begins) != _GEOMETRY).any():
             raise DataError(
                 f"{idx_path(geometry.prefix)} must give every clip {_GEOMETRY} numbers, but does "
-                f"not; {_ADVICE} again."
+                f"not; {ADVICE} again."
             )
 
     def __len__(self) -> int:
@@ -268,7 +236,7 @@ class Shard:
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < known:
             raise DataError(
                 f"{bin_path(geometry.prefix)} holds the bucket numbers {numbers.min()} to "
-                f"{numbers.max()}, but the manifest has {known} buckets; {_ADVICE} again."
+                f"{numbers.max()}, but the manifest has {known} buckets; {ADVICE} again."
             )
         return numbers
 

@@ -19,11 +19,12 @@ from megatron_ext.data.video.conditions import sections
 from megatron_ext.data.video.dataset import ShardedVideos, VideoClips
 from megatron_ext.data.video.encode import reference_name
 from megatron_ext.data.video.geometry import parse_plan
+from megatron_ext.data.video.manifest import read_manifest
 from megatron_ext.data.video.online import open_online
 from megatron_ext.data.video.options import VideoPreprocessOptions
 from megatron_ext.data.video.plan import Geometry, VideoPlan
 from megatron_ext.data.video.sampler import BucketSteps
-from megatron_ext.data.video.shards import read_manifest, read_null
+from megatron_ext.data.video.shards import read_null
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.models.mmdit.stages import stage_blocks
 from megatron_ext.models.mmdit.tokens import grid

@@ -10,7 +10,7 @@ from megatron_ext.config.encoding import PATCH
 from megatron_ext.config.video import SampleConfig
 from megatron_ext.data.video.codecs import codec_from_manifest
 from megatron_ext.data.video.geometry import Bucket
-from megatron_ext.data.video.text_encoders import text_encoder_from_manifest
+from megatron_ext.data.video.text_encoders import check_text_encoder, text_encoder_from_manifest
 from megatron_ext.sampling.flow import SamplingConfig
 from megatron_ext.sampling.guidance import GuidanceConfig
 from megatron_ext.sampling.requests import ClipRequest, SampleShape, read_requests
@@ -78,8 +78,11 @@ def build_text_encoder_of(
     Raises:
         ConfigError, DataError: see `text_encoder_from_manifest`.
     """
-    paths = config.text_encoder.t5_path, config.text_encoder.clip_path
-    return text_encoder_from_manifest(manifest, *paths, device=device)
+    return text_encoder_from_manifest(manifest, *_text_folders(config), device=device)
+
+
+def _text_folders(config: RunConfig) -> tuple[str | None, str | None]:
+    return config.text_encoder.t5_path, config.text_encoder.clip_path
 
 
 def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
@@ -92,6 +95,7 @@ def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
     requests_of(config)
     shape = shape_of(config.sample, manifest)
     sampling_config(config.sample)
+    check_text_encoder(manifest, *_text_folders(config))
     codec = build_codec_of(config, manifest)
     latent = codec.latent_shape(shape.num_frames, shape.height, shape.width)
     if config.video.uses_dit:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import copy
 import json
 import pickle
+import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,11 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_ext.data.video.encode import VideoSample
+from megatron_ext.data.video.geometry import Bucket
+from megatron_ext.data.video.manifest import read_manifest
 from megatron_ext.data.video.shards import (
     Shard,
     ShardWriter,
-    read_manifest,
     read_null,
     write_json,
     write_null,
@@ -22,9 +26,15 @@ from megatron_ext.data.video.shards import (
 from megatron_ext.errors import DataError
 
 MANIFEST: dict[str, Any] = {
-    "format": 1, "codec": {}, "text_encoder": {}, "plan": {}, "shards": [], "buckets": [0, 1, 2],
-    "references": ["head1", "tail1"], "storage": "float32", "latent_channels": 3,
-    "text_length": 4, "text_width": 5, "pooled_width": 2,
+    "format": 1, "codec": {"codec": "/vae"}, "plan": {}, "shards": [],
+    "references": ["head1", "tail1"],
+    "text_encoder": {"text_encoder": "hashed", "length": 4, "width": 5, "pooled_width": 2},
+    "buckets": [
+        {"shape": asdict(Bucket("64px", frames, 64, 64)), "micro_batch_size": None}
+        for frames in (1, 9, 17)
+    ],
+    "storage": "float32", "latent_channels": 3, "text_length": 4, "text_width": 5,
+    "pooled_width": 2, "fps": 24, "fingerprint": "f",
 }  # fmt: skip
 FIELDS = ("latents", "text", "pooled", "geometry", "caption", "head1", "tail1")
 
@@ -198,9 +208,52 @@ def test_manifests(tmp_path: Path) -> None:
         "[1]": r"manifest.json cannot be read \(TypeError",
         "{}": r"manifest.json cannot be read \(KeyError\('format'\)\)",
         '{"format": 2}': r"has format 2, but 1 is read here; make it with tools/preprocess_video",
-        '{"format": 1, "plan": {}}': r"manifest.json lacks codec, text_encoder, buckets, shards",
+        '{"format": 1, "plan": {}}': r"manifest.json lacks `codec`, `text_encoder`, `buckets`, `sh",
         json.dumps(MANIFEST | {"storage": "int4"}): r"has the storage int4, which must be one of",
     }.items():
         path.write_text(content)
         with pytest.raises(DataError, match=said):
             read_manifest(tmp_path)
+
+
+def _names(value: Any, name: str = "") -> list[str]:
+    """Every entry of a manifest, those inside of others too."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value[:1])
+    found = []
+    for key, inner in inside:
+        found.append(f"{name}/{key}")
+        if isinstance(inner, dict | list):
+            found += _names(inner, found[-1])
+    return found
+
+
+PATCH_CODEC = {"codec": "patch", "codec_spatial": 8, "codec_temporal": 4, "codec_channels": 3}
+WHOLE = {
+    **MANIFEST,
+    "codec": {**PATCH_CODEC, "codec_shift": 0.0, "codec_scale": 1.0},
+    "shards": [{"name": "shard_00000", "clips": 3}],
+}
+
+
+@pytest.mark.parametrize("name", [x for x in _names(WHOLE) if x != "/format"])
+def test_an_entry_that_is_missing_or_of_another_kind_is_named(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    *outer, last = [int(x) if x.isdigit() else x for x in name.split("/")[1:]]
+    said = re.sub(r"/(\d+)", r"[\1]", name)[1:].replace("/", ".")
+    for wrong in (None, -1.5):
+        content = copy.deepcopy(WHOLE)
+        entry: Any = content
+        for key in outer:
+            entry = entry[key]
+        if wrong is not None and last not in ("codec_shift", "codec_scale"):
+            entry[last] = wrong
+            expected = f"{path} holds `{said}` -1.5, which must be "
+        elif isinstance(last, str):
+            del entry[last]
+            expected = f"{path} lacks `{said}`; make it with tools/preprocess_video.py again."
+        else:
+            continue
+        write_json(path, content)
+        with pytest.raises(DataError) as caught:
+            read_manifest(tmp_path)
+        assert str(caught.value).startswith(expected)

@@ -15,15 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.config.video_rules import VIDEO_DEFAULTS
 from megatron_ext.data.video.encode import VideoSample, reference_names
 from megatron_ext.data.video.geometry import Bucket
 from megatron_ext.data.video.shards import FORMAT, ShardWriter, shard_name, write_json, write_null
+from megatron_ext.data.video.text_encoders import build_text_encoder
 from pretrain_video import FLOW
 from tests.training_runs import train_on_ranks, training_rows
 
 CHANNELS, SIDE, TEXT, WIDTH, POOLED = 4, 8, 8, 12, 6
 IMAGE, SHORT, LONG = (Bucket("64px", frames, 64, 64) for frames in (1, 9, 17))
+
+HASHED = TextEncoderConfig(text_length=TEXT, text_width=WIDTH, pooled_width=POOLED)
 
 FLAGS = (
     "--mmdit-size tiny --no-adaln-zero --train-iters 3 --lr 1e-3 --lr-warmup-iters 1 "
@@ -95,8 +99,8 @@ def write_clips(
     ]
     content = {
         "format": FORMAT,
-        "codec": {"codec": "patch", "codec_spatial": 8, "codec_channels": CHANNELS},
-        "text_encoder": {"text_encoder": "hashed", "length": TEXT},
+        "codec": dataclasses.asdict(CodecConfig(codec_channels=CHANNELS)),
+        "text_encoder": build_text_encoder(HASHED).identity,
         "encode": {"fps_cap": 24, "reference_lengths": list(lengths)},
         "plan": {"64px": {str(bucket.num_frames): [1.0, None] for bucket in buckets}},
         "buckets": entries,
@@ -106,6 +110,7 @@ def write_clips(
         "text_length": TEXT,
         "text_width": WIDTH,
         "pooled_width": POOLED,
+        "fps": 24,
         "shards": [{"name": shard_name(0), "clips": len(numbered)}],
         **manifest,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.training.pretrain import main
 from pretrain_gpt import task_of
 from pretrain_video import FLOW
-from tests.training.video.clips import FLAGS, LONG, SHORT, write_clips
+from tests.training.video.clips import FLAGS, LONG, SHORT, TEXT, write_clips
 from tests.training_runs import TINY, mock_data
 
+UMT5 = {"text_encoder": "umt5", "length": TEXT}
 IGNORED = "has no effect on a video model: "
 SHAPE = "its shape follows from `--mmdit-size` and the flags beside it; leave it out."
 
@@ -103,14 +105,34 @@ def test_mixed_buckets_need_a_pipeline_of_one_stage(refused: Printed, clips: Pat
 def test_validation_clips_must_be_encoded_alike(
     refused: Printed, clips: Path, tmp_path: Path
 ) -> None:
-    counts, other = {SHORT: 8, LONG: 8}, {"codec": "patch", "codec_spatial": 4}
-    codec = write_clips(tmp_path / "codec", counts, codec=other)
+    counts = {SHORT: 8, LONG: 8}
+    codec = write_clips(tmp_path / "codec", counts, codec={"codec": "/vae"})
     assert refused(clips, f"--video-valid-path {codec}") == (
         f"error: `--video-valid-path` ({codec}) was encoded by another codec than "
         f"`--video-data-path` ({clips}); preprocess both alike.\n"
     )
-    text = write_clips(tmp_path / "text", counts, text_encoder={"text_encoder": "t5"})
+    text = write_clips(tmp_path / "text", counts, text_encoder=UMT5)
     assert "by another text encoder than" in refused(clips, f"--video-valid-path {text}")
+
+
+def test_what_clips_are_sampled_with_is_known_before_the_run(
+    refused: Printed, tmp_path: Path
+) -> None:
+    samples = f"--sample-interval 1 --sample-texts left --sample-dir {tmp_path / 'samples'}"
+    of_words = write_clips(tmp_path / "words", {SHORT: 8})
+    assert refused(of_words, samples, code=99) == ""
+    of_umt5 = write_clips(tmp_path / "umt5", {SHORT: 8}, text_encoder=UMT5)
+    assert "`t5_path` (None) must be a local folder when `text_encoder` is umt5" in refused(
+        of_umt5, samples
+    )
+    path = write_clips(tmp_path / "old", {SHORT: 8}) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["fps"], manifest["text_encoder"]["width"]
+    path.write_text(json.dumps(manifest))
+    assert refused(path.parent, samples) == (
+        f"error: {path} lacks `fps`, `text_encoder.width`; make it with "
+        "tools/preprocess_video.py again.\n"
+    )
 
 
 @pytest.mark.parametrize(

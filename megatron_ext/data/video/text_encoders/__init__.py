@@ -4,6 +4,7 @@ from megatron_ext.config.encoding import TextEncoderConfig
 from megatron_ext.data.video.text_encoders.base import TextEncoder
 from megatron_ext.data.video.text_encoders.build import (
     build_text_encoder,
+    check_text_encoder,
     text_encoder_from_manifest,
     width_of,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "TextEncoder",
     "TextEncoderConfig",
     "build_text_encoder",
+    "check_text_encoder",
     "text_encoder_from_manifest",
     "width_of",
 ]

@@ -66,6 +66,26 @@ def text_encoder_from_manifest(
         ConfigError: a folder is missing, of no use, or given for hashed words.
         DataError: the manifest names no text encoder, or other models than the folders'.
     """
+    config = check_text_encoder(manifest, t5_path, clip_path)
+    encoder = build_text_encoder(config, device)
+    differing = compared(manifest["text_encoder"], encoder.identity)
+    if differing:
+        models = " and ".join(f"`{x}` ({getattr(config, x)})" for x in FOLDERS[config.text_encoder])
+        raise DataError(
+            f"The captions were not encoded with the models of {models}: {differing}; give the "
+            "folders that preprocessed them."
+        )
+    return encoder
+
+
+def check_text_encoder(
+    manifest: Mapping[str, Any], t5_path: str | None, clip_path: str | None
+) -> TextEncoderConfig:
+    """Which text encoder made the embeddings of a dataset, without loading its models.
+
+    Raises:
+        ConfigError, DataError: see `text_encoder_from_manifest`; models are not compared.
+    """
     identity = manifest.get("text_encoder")
     advice = "make the data again with tools/preprocess_video.py."
     if not isinstance(identity, Mapping) or identity.get("text_encoder") not in FOLDERS:
@@ -83,12 +103,6 @@ def text_encoder_from_manifest(
             f"The manifest's text encoder ({dict(identity)}) lacks a size ({error!r}); {advice}"
         ) from None
     config = TextEncoderConfig(name, t5_path, clip_path, *sizes)
-    encoder = build_text_encoder(config, device)
-    differing = compared(identity, encoder.identity)
-    if differing:
-        models = " and ".join(f"`{x}` ({getattr(config, x)})" for x in FOLDERS[name])
-        raise DataError(
-            f"The captions were not encoded with the models of {models}: {differing}; give the "
-            "folders that preprocessed them."
-        )
-    return encoder
+    for folder in FOLDERS[name]:
+        read_settings(folder, str(getattr(config, folder)))
+    return config
