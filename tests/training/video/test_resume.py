@@ -137,3 +137,18 @@ def test_criterion_20_one_rank_goes_on_as_tp2_pp2(runs: Runs, tmp_path: Path) ->
     assert averages and set(averages) <= found.keys()
     for name in averages:
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_sgd_goes_on_bit_for_bit(clips: Path, tmp_path: Path) -> None:
+    words = "--optimizer sgd --train-iters 4 --save-interval 2"
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    rows = steps(clips, whole, words)
+    resumed = steps(clips, again, f"{words} --load {whole} --ckpt-step 2")
+    assert [row["iteration"] for row in resumed] == [3, 4]
+    for key in ("loss", "grad_norm", "learning_rate"):
+        assert [row[key] for row in resumed] == [row[key] for row in rows[2:]], key
+    found, wanted = (
+        whole_tensors(save / "iter_0000004", save / "whole.pt") for save in (again, whole)
+    )
+    assert any("momentum" in name for name in wanted) and found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
