@@ -193,10 +193,18 @@ def check_index_memory(config: RunConfig, spec: BlendSpec, sizes: Sequence[int |
     if needed > memory:
         drawn = ", ".join(f"{name} {size or 0}" for name, size in zip(SPLITS, sizes, strict=True))
         raise DataError(
-            f"The samples of the run ({drawn}) need indices of at least {needed / 1e9:,.1f} GB, but "
-            f"this machine has {memory / 1e9:,.1f} GB; lower `--train-iters`, `--train-samples`, "
-            "`--eval-iters` or `--global-batch-size`, or evaluate less often (`--eval-interval`)."
+            f"The samples of the run ({drawn}) need indices of at least {needed / 1e9:,.1f} GB, "
+            f"but this machine has {memory / 1e9:,.1f} GB; lower `--train-iters`, "
+            "`--train-samples`, `--eval-iters` or `--global-batch-size`."
         )
+
+
+def mock_validation_samples(config: RunConfig, tokenizer: Tokenizer) -> int:
+    """Return the samples in an epoch of made-up validation data, a third whatever ``--split``."""
+    lengths = MockGPTLowLevelDataset(tokenizer).sequence_lengths
+    first, last = split_bounds("1,1,1", len(lengths))[1]
+    assert config.model.seq_length is not None
+    return (int(lengths[first:last].sum(dtype=np.int64)) - 1) // config.model.seq_length
 
 
 def _check_splits_of_their_own(spec: BlendSpec, sizes: Sequence[int | None]) -> None:

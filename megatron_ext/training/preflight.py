@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,13 @@ from megatron_ext.checkpoint.stored import check_start
 from megatron_ext.checkpoint.wanted import check_resume
 from megatron_ext.data.blend import BlendSpec, training_blend
 from megatron_ext.data.folders import check_cached_indices, why_not_writable
-from megatron_ext.data.gpt import KeyedGPTDataset, check_index_memory, check_inputs, given_lengths
+from megatron_ext.data.gpt import (
+    KeyedGPTDataset,
+    check_index_memory,
+    check_inputs,
+    given_lengths,
+    mock_validation_samples,
+)
 from megatron_ext.data.tokenizers import build_tokenizer
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.custom import load_loss
@@ -67,6 +74,7 @@ def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     sizes = split_sizes(config, iterations)
     if config.data.mock_data:
         check_index_memory(config, BlendSpec(None, None), sizes)
+        _say_how_long_an_evaluation_is(config, tokenizer)
     else:
         spec = training_blend(config)
         check_inputs(config, spec, tokenizer, sizes)
@@ -75,6 +83,19 @@ def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
         check_cached_indices(spec.prefixes(), cache, KeyedGPTDataset.__name__)
         given_lengths(config, spec)
     return config
+
+
+def _say_how_long_an_evaluation_is(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Made-up data is long: at a short sequence length one evaluation of it takes minutes."""
+    training = config.training
+    if training.full_validation and int(os.environ.get("RANK", "0")) == 0:
+        samples = mock_validation_samples(config, tokenizer)
+        print(
+            f"> `--full-validation` goes through all {samples} samples of the made-up validation "
+            f"data, {samples // training.batch_sizes[1]} steps, each time; `--eval-iters` without "
+            "it takes as many steps as you say.",
+            flush=True,
+        )
 
 
 def check_folders(config: RunConfig) -> None:

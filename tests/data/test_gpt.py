@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from megatron.core.datasets.gpt_dataset import MockGPTDataset
 
 from megatron_ext.config import parse_args
 from megatron_ext.data.blend import BlendSpec, read_blend
@@ -22,6 +23,7 @@ from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.data.tokenizers import build_tokenizer
 from megatron_ext.errors import DataError
+from megatron_ext.training.preflight import check_gpt_data
 from tests.training_runs import TINY, train_on_ranks, training_rows
 
 SEQUENCE = 8
@@ -163,3 +165,14 @@ def test_lists_from_files(tmp_path: Path) -> None:
     splits.write_text("[1]")
     with pytest.raises(DataError, match="must be a JSON object with the keys train, valid"):
         read_blend(_config("--per-split-data-args-path", str(splits)))
+
+
+def test_the_length_of_made_up_validation_data_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    config = _config("--mock-data", "--full-validation")
+    tokenizer = build_tokenizer(config.tokenizer)
+    assert check_gpt_data(config, tokenizer) is config
+    datasets = build_gpt_datasets(config, tokenizer, [0, None, 0], lambda: True)
+    assert isinstance(datasets.valid, MockGPTDataset)
+    samples = len(datasets.valid)
+    told = f"goes through all {samples} samples of the made-up validation data, {samples // 16} st"
+    assert told in capsys.readouterr().out
