@@ -75,6 +75,7 @@ class ShardedVideos(Dataset[VideoSample]):
         ]
         self._begins = np.cumsum([0, *(len(shard) for shard in self._shards)])
         self._plan = plan
+        self._null = read_null(self.folder, self.manifest)
 
     def __len__(self) -> int:
         return int(self._begins[-1])
@@ -111,7 +112,7 @@ class ShardedVideos(Dataset[VideoSample]):
     @property
     def null_text(self) -> tuple[Tensor, Tensor]:
         """See `VideoClips.null_text`."""
-        return read_null(self.folder, self.manifest)
+        return self._null
 
 
 class OnlineVideos(Dataset[VideoSample]):

@@ -58,6 +58,9 @@ def test_data_must_be_given_and_whole(refused: Printed, tmp_path: Path) -> None:
         f"error: {tmp_path}/nowhere/manifest.json does not exist, so the data is not whole; make "
         "it with tools/preprocess_video.py.\n"
     )
+    caption = write_clips(tmp_path / "clips", {SHORT: 8}) / "null_text.bin"
+    caption.unlink()
+    assert f"error: {caption} is missing, but its index asks for" in refused(caption.parent, "")
 
 
 def test_references_of_all_modes_must_be_there(refused: Printed, clips: Path) -> None:
