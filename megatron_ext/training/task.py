@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_ext.config.flags import changed
 from megatron_ext.data.batch import Batch
-from megatron_ext.data.gpt import Datasets
+from megatron_ext.data.gpt import Datasets, build_gpt_datasets
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.contract import LossFunction, StepCounts
 from megatron_ext.models.chunks import ModelChunk
@@ -73,7 +73,8 @@ class Task:
         after_step: ``(run)``, called when training begins, to what is called on all ranks after
             each of its steps; None where there is nothing to do.
         sample_name: what a sample is called in the log, whose rate is then shown.
-        perplexity: the losses are cross-entropies, and evaluation reports their exponentials too.
+        perplexity: the loss named "lm loss" is a cross-entropy, and evaluation reports its
+            exponential too.
         step_runner: ``(config, task, context, core, chunks, optimizer, scheduler)`` to what runs
             the steps and holds what else a checkpoint needs; None for `step.StepRunner`.
         preflight: ``(config, tokenizer)`` to the configuration with what only the data decides;
@@ -123,7 +124,7 @@ def choose(task: TaskOrChoice, config: RunConfig) -> Task:
     chosen = task if isinstance(task, Task) else task(config)
     for kind in chosen.sections:
         config.section(kind)
-    errors = _step_flag_errors(chosen, config)
+    errors = [*_step_flag_errors(chosen, config), *_data_flag_errors(chosen, config)]
     if errors:
         raise ConfigError(errors)
     return chosen
@@ -145,6 +146,16 @@ def _step_flag_errors(task: Task, config: RunConfig) -> list[str]:
         "out, or let the step call `training.gpt.gpt_forward_step`, which knows it, and say "
         "`takes_step_flags=True` in the task."
         for flag in given
+    ]
+
+
+def _data_flag_errors(task: Task, config: RunConfig) -> list[str]:
+    """Fine-tuning is another task than GPT's, with datasets of conversations."""
+    if not config.sft.sft or task.datasets is not build_gpt_datasets:
+        return []
+    return [
+        "`--sft` is left out of account by the datasets of this task (`build_gpt_datasets`); leave "
+        "it out, or start from the task that `pretrain_gpt.task_of(config)` returns."
     ]
 
 

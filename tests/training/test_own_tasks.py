@@ -181,3 +181,14 @@ def test_flags_that_a_forward_step_of_ones_own_leaves_out_are_refused(
     )
     allowed = dataclasses.replace(task, takes_step_flags=True)
     train_on_ranks([*RUN, *words.split(), "--dry-run"], save=tmp_path, task=allowed)
+
+
+def test_fine_tuning_with_datasets_of_pretraining_is_refused(tmp_path: Path) -> None:
+    task = dataclasses.replace(GPT, model_chunk=build_gpt_chunk)
+    run = [word for word in RUN if word != "--mock-data"]
+    words = ["--sft", "--data-path", str(tmp_path / "none")]
+    with pytest.raises(ConfigError) as caught:
+        train_on_ranks([*run, *words], save=tmp_path, task=task)
+    assert caught.value.messages[0].startswith(
+        "`--sft` is left out of account by the datasets of this task (`build_gpt_datasets`); leave"
+    )

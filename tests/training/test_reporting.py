@@ -153,6 +153,10 @@ def test_evaluation_lines_are_framed() -> None:
         f"lm loss PPL: {math.exp(2):.6E} | "
     )
     assert lines[0] == lines[2] == "-" * (len(lines[1]) + 1)
+    losses = {"lm loss": 2.0, "kept tokens": 0.5}
+    lines = evaluation_lines(EvaluationRecord("validation", 5, losses))
+    assert lines[1].endswith(f"lm loss PPL: {math.exp(2):.6E} | kept tokens value: 5.000000E-01 | ")
+    assert "PPL" not in evaluation_lines(EvaluationRecord("validation", 5, {"focal loss": 1.0}))[1]
 
 
 def test_a_resumed_run_rewrites_what_it_does_again(tmp_path: Path) -> None:
@@ -214,8 +218,12 @@ def test_tags_are_megatron_lms() -> None:
         "loss-scale",
         "throughput",
     }
-    tags = evaluation_scalars(EvaluationRecord("validation", 1, {"lm loss": 1.0}), config)
-    assert tags == {"lm loss validation": 1.0, "lm loss validation ppl": math.exp(1.0)}
+    record = EvaluationRecord("validation", 1, {"lm loss": 1.0, "kept tokens": 0.5})
+    assert evaluation_scalars(record, config) == {
+        "lm loss validation": 1.0,
+        "lm loss validation ppl": math.exp(1.0),
+        "kept tokens validation": 0.5,
+    }
 
 
 COMMON = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from datetime import datetime, timedelta
 
 from megatron_ext.training.reporting.records import (
@@ -56,8 +55,9 @@ def evaluation_lines(record: EvaluationRecord) -> list[str]:
     text = f" validation loss at {where} | "
     for name, value in record.losses.items():
         text += f"{name} value: {value:.6E} | "
-        if record.perplexity:
-            text += f"{name} PPL: {math.exp(min(20, value)):.6E} | "
+        perplexity = record.perplexity_of(name)
+        if perplexity is not None:
+            text += f"{name} PPL: {perplexity:.6E} | "
     frame = "-" * (len(text) + 1)
     return [frame, text, frame]
 

@@ -108,6 +108,8 @@ class IterationRecord:
 
 AVERAGED = " ema"
 """Ends the name of a split that was evaluated with the averaged weights."""
+LANGUAGE_LOSS = "lm loss"
+"""The loss of language models; others, and further values beside it, have no perplexity."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class EvaluationRecord:
         losses: by name.
         consumed_samples: training samples used so far.
         final: after the last step.
-        perplexity: the losses are cross-entropies, whose exponentials are perplexities.
+        perplexity: `LANGUAGE_LOSS` is a cross-entropy, whose exponential is a perplexity.
     """
 
     split: str
@@ -129,6 +131,12 @@ class EvaluationRecord:
     consumed_samples: int = 0
     final: bool = False
     perplexity: bool = True
+
+    def perplexity_of(self, name: str) -> float | None:
+        """The perplexity of a loss, None where the word means nothing; as Megatron-LM caps it."""
+        if not self.perplexity or name != LANGUAGE_LOSS:
+            return None
+        return math.exp(min(20, self.losses[name]))
 
     @property
     def common(self) -> dict[str, float]:

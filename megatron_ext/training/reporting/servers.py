@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from typing import Any
 
@@ -54,8 +53,9 @@ def evaluation_scalars(record: EvaluationRecord, config: LoggingConfig) -> dict[
     scalars = {}
     for name, value in record.losses.items():
         scalars[f"{name} {record.split}"] = value
-        if config.log_validation_ppl_to_tensorboard:
-            scalars[f"{name} {record.split} ppl"] = math.exp(min(20, value))
+        perplexity = record.perplexity_of(name)
+        if config.log_validation_ppl_to_tensorboard and perplexity is not None:
+            scalars[f"{name} {record.split} ppl"] = perplexity
     return scalars
 
 
