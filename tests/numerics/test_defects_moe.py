@@ -327,3 +327,23 @@ def test_d35_d36_runs_log_the_same_however_experts_are_shared(tmp_path: Path) ->
         for row, want in zip(training_rows(rows), truth, strict=True):
             for key in ("lm loss", "grad_norm"):
                 assert row[key] == pytest.approx(want[key], rel=1e-5), (words, key)
+
+
+@pytest.mark.parametrize(
+    ("balancing", "ranks", "more", "equal"),
+    [
+        ("aux_loss", 2, "", True),
+        ("aux_loss", 1, "--micro-batch-size 4", False),
+        ("global_aux_loss", 2, "", False),
+    ],
+)
+def test_what_load_balancing_depends_on(
+    balancing: str, ranks: int, more: str, equal: bool, tmp_path: Path
+) -> None:
+    """As docs/numerics.md says, "What is not invariant"."""
+    flags = [*TINY, *mock_data(), *"--num-experts 4 --num-layers 2 --train-iters 2".split()]
+    flags += ["--moe-router-load-balancing-type", balancing, "--moe-aux-loss-coeff", "1"]
+    one = train_on_ranks(flags, save=tmp_path / "one")[1]
+    other = train_on_ranks([*flags, *more.split()], ranks=ranks, save=tmp_path / "other")[1]
+    norms = [[row["grad_norm"] for row in training_rows(rows)] for rows in (one, other)]
+    assert (norms[1] == pytest.approx(norms[0], rel=1e-5)) is equal
