@@ -80,6 +80,8 @@ def leave_out_nothing(state: dict[Any, Any]) -> None:
             inner.get("state", {}).pop(_NOTHING, None)
         if part.get("param_state") == {}:
             del part["param_state"]
+        if not any(part.get("fp32_from_fp16_params", [True])):
+            del part["fp32_from_fp16_params"]
 
 
 def mend_padded_buckets(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
@@ -145,6 +147,10 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
         for part, part_state in zip(parts, inner, strict=True):
             if isinstance(getattr(part, "optimizer", None), torch.optim.Adam):
                 part_state.setdefault("common_step", count)
+        for part, part_state in zip(parts, states, strict=True):
+            if hasattr(part, "fp32_from_float16_groups"):
+                # An optimizer of no parameter has no weights in the checkpoint.
+                part_state.setdefault("fp32_from_fp16_params", [])
         optimizer.load_state_dict(states[0] if len(parts) == 1 else dict(enumerate(states)))
         return
     states = _regrouped(parts, state) if regroups else _states_of(optimizer, state)

@@ -70,7 +70,7 @@ def joined_text(*texts: str) -> str:
 
 _MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --lr 1e-2 "
+    "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --lr 3e-3 "
     "--log-interval 1 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0 "
     "--init-method-std 0.1 --num-workers 0 "
 )
