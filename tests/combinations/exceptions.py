@@ -92,10 +92,10 @@ def reason_resume_differs(words: Sequence[str]) -> str | None:
     return next((text for text, rule in RESUME_DIFFERS if rule(settings)), None)
 
 
-def reason_restarts(kind: str, layouts: Sequence[Layout]) -> str | None:
-    """What the documentation says about going on in another layout, None if nothing is lost."""
+def reason_replicas_differ(kind: str, layouts: Sequence[Layout]) -> str | None:
+    """What the documentation says about the samples of replicas, None if they are the same."""
     if kind == "streaming" and len({layout.replicas for layout in layouts}) > 1:
-        return "with another number of replicas new sequences are begun"
+        return "each replica has sequences of its own"
     return None
 
 

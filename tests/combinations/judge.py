@@ -20,7 +20,7 @@ from tests.combinations.draw import Case
 from tests.combinations.exceptions import (
     NOT_IN_LOGS,
     reason_layouts_differ,
-    reason_restarts,
+    reason_replicas_differ,
     reason_resume_differs,
     reason_starts_differ,
     tolerance_of,
@@ -255,7 +255,7 @@ def _relayout(bench: Bench, first: Ended) -> None:
     words = bench.case.words(str(bench.data))
     pair = [bench.case.layout, other]
     reason = reason_resume_differs(words) or reason_layouts_differ(words, pair)
-    reason = reason or reason_restarts(bench.case.kind, pair)
+    reason = reason or reason_replicas_differ(bench.case.kind, pair)
     if reason:
         bench.verdict.excused["relayout"] = reason
         return
@@ -271,7 +271,8 @@ def _one_rank(bench: Bench, first: Ended) -> None:
         return
     words = bench.case.words(str(bench.data))
     pair = [bench.case.layout, ONE]
-    if reason := reason_layouts_differ(words, pair) or reason_starts_differ(words, pair):
+    reason = reason_layouts_differ(words, pair) or reason_starts_differ(words, pair)
+    if reason := reason or reason_replicas_differ(bench.case.kind, pair):
         bench.verdict.excused["one rank"] = reason
         return
     second = bench.run("d", layout=ONE)
