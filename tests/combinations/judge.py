@@ -363,6 +363,8 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
+        # Padding of these buffers is whatever memory held before; what they hold decides the rows.
+        and "dp_group_idx" not in name
     }
     load(state, storage_reader=reader, no_dist=True)
     return state
