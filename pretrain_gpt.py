@@ -14,14 +14,13 @@ from megatron_ext.errors import end_on_interrupt, run_program
 if __name__ == "__main__":
     end_on_interrupt()
 
-from megatron_ext.config import RunConfig
-from megatron_ext.data.gpt import build_gpt_datasets
-from megatron_ext.data.sft.dataset import build_sft_datasets
-from megatron_ext.models.gpt import build_gpt_chunk
-from megatron_ext.training.gpt import gpt_forward_step, prepare_window
-from megatron_ext.training.pretrain import main
-from megatron_ext.training.sft import prepare_sft
-from megatron_ext.training.task import Task
+from megatron_ext.config.run import RunConfig
+from megatron_ext.text.data.gpt import build_gpt_datasets
+from megatron_ext.text.model.gpt import build_gpt_chunk
+from megatron_ext.text.sft.dataset import build_sft_datasets, prepare_sft
+from megatron_ext.text.step import gpt_forward_step, prepare_window
+from megatron_ext.train.main import main
+from megatron_ext.train.task import Task
 
 GPT = Task(
     datasets=build_gpt_datasets,

@@ -15,21 +15,23 @@ from megatron_ext.errors import end_on_interrupt, run_program
 if __name__ == "__main__":
     end_on_interrupt()
 
-from megatron_ext.config import RunConfig
-from megatron_ext.config.cli import read_words
-from megatron_ext.config.video_rules import (
-    STREAMING_DEFAULTS,
-    VIDEO_DEFAULTS,
-    VIDEO_DIT_DEFAULTS,
+from megatron_ext.config.parser import read_words
+from megatron_ext.config.run import RunConfig
+from megatron_ext.train.main import main
+from megatron_ext.train.task import Task
+from megatron_ext.video.config.rules import STREAMING_DEFAULTS, VIDEO_DEFAULTS, VIDEO_DIT_DEFAULTS
+from megatron_ext.video.data.setup import build_video_datasets, planned_clips, prepare_video
+from megatron_ext.video.data.step_loader import video_source, video_step_size
+from megatron_ext.video.sampling.samples import sample_while_training
+from megatron_ext.video.step import (
+    boundary_shape,
+    build_dit_chunk,
+    build_video_chunk,
+    dit_boundary_shape,
+    dit_forward_step,
+    flow_forward_step,
 )
-from megatron_ext.training.pretrain import main
-from megatron_ext.training.streaming.task import STREAMING
-from megatron_ext.training.task import Task
-from megatron_ext.training.video.data import build_video_datasets, planned_clips, prepare_video
-from megatron_ext.training.video.dit import build_dit_chunk, dit_boundary_shape, dit_forward_step
-from megatron_ext.training.video.samples import sample_while_training
-from megatron_ext.training.video.source import video_source, video_step_size
-from megatron_ext.training.video.task import boundary_shape, build_video_chunk, flow_forward_step
+from megatron_ext.video.streaming.task import STREAMING
 
 FLOW = Task(
     datasets=build_video_datasets,

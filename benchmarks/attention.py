@@ -40,9 +40,9 @@ from benchmarks.gpu_setup import (
 )
 from benchmarks.targets import ATTENTION, verdict
 from megatron_ext.device.rates import seconds_of
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.attention import DotProductAttention
-from megatron_ext.models.transformer_config import StepTransformerConfig
+from megatron_ext.layers.attention import DotProductAttention
+from megatron_ext.layers.transformer_config import StepTransformerConfig
+from megatron_ext.parallel.context import ParallelContext
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

@@ -28,13 +28,15 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext.device import select
-from megatron_ext.layout import Layout, ParallelContext, init_groups
-from megatron_ext.models.linear import DeferredWeightGradients
-from megatron_ext.models.transformer_config import StepTransformerConfig
-from megatron_ext.schedules import Durations, build_plan, price
+from megatron_ext.layers.linear import DeferredWeightGradients
+from megatron_ext.layers.transformer_config import StepTransformerConfig
+from megatron_ext.parallel.context import ParallelContext, init_groups
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.schedules.orders import build_plan
+from megatron_ext.schedules.plan import Durations, price
 from megatron_ext.schedules.runtime import PipelineEngine
-from megatron_ext.training.known_warnings import silence_known_warnings
-from megatron_ext.training.launch import fork_ranks
+from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.main import silence_known_warnings
 
 SHAPE = (4, 1, 8)
 CHUNKS = {"interleaved": 2, "zb-v": 2}

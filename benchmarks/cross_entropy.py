@@ -46,13 +46,14 @@ from torch import Tensor
 from benchmarks.gpu_setup import Results, add_result_flags, table_row
 from benchmarks.targets import LOSS_MEMORY, LOSS_TIME, LOSS_TIME_OF_OTHERS, Target, over, verdict
 from megatron_ext.device import select
-from megatron_ext.layout import Layout, ParallelContext, init_groups
 from megatron_ext.losses.linear_cross_entropy import (
     linear_cross_entropy,
     weighted_linear_cross_entropy,
 )
 from megatron_ext.losses.vocabulary import VocabularyHead
-from megatron_ext.training.launch import fork_ranks, run_rank
+from megatron_ext.parallel.context import ParallelContext, init_groups
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.train.launch import fork_ranks, run_rank
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 

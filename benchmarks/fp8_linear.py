@@ -39,14 +39,13 @@ from benchmarks.gpu_setup import (
     table_row,
 )
 from benchmarks.targets import FP8_OVER_BF16, verdict
-from megatron_ext.config.fp8 import Fp8Config
+from megatron_ext.config.precision import Fp8Config
 from megatron_ext.device.rates import seconds_of
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.fp8.parts import Parts
-from megatron_ext.models.fp8.scaling import RECIPES
-from megatron_ext.models.fp8.weights import KeptWeights
-from megatron_ext.models.linear import ColumnParallelLinear
-from megatron_ext.models.transformer_config import StepTransformerConfig
+from megatron_ext.layers.fp8.linear import KeptWeights
+from megatron_ext.layers.fp8.scaling import RECIPES, Parts
+from megatron_ext.layers.linear import ColumnParallelLinear
+from megatron_ext.layers.transformer_config import StepTransformerConfig
+from megatron_ext.parallel.context import ParallelContext
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = ((8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (8192, 8192, 8192))

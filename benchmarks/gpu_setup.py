@@ -16,14 +16,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.streaming_setup import heading, one_rank, saved_as, show, table_head, table_row
-from megatron_ext.config import RunConfig, parse_args
-from megatron_ext.data.tokenizers import Tokenizer
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
 from megatron_ext.device import select
 from megatron_ext.device.rates import has_fp8, matrix_rate
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.training.flops import peak_flops
-from megatron_ext.training.preflight import preflight
-from megatron_ext.training.setup import Run
+from megatron_ext.text.cost import peak_flops
+from megatron_ext.text.tokenizers.base import Tokenizer
+from megatron_ext.train.preflight import preflight
+from megatron_ext.train.setup import Run
 
 __all__ = [
     "LLAMAS",
@@ -77,7 +78,7 @@ class Llama:
     def flops_per_token(self, length: int) -> float:
         """Of a forward and a backward pass, matrix products only, causal attention counted half.
 
-        The count of Megatron-LM and of ``training.flops.flops_per_sample``.
+        The count of Megatron-LM and of ``text.cost.flops_per_sample``.
         """
         products = self.hidden * self.head_size * (2 * self.heads + 2 * self.groups)
         products += 3 * self.hidden * self.ffn + self.heads * self.head_size * length

@@ -49,9 +49,9 @@ from benchmarks.gpu_setup import (
     table_row,
 )
 from benchmarks.targets import FP8_OVER_BF16, MFU, Target, verdict
-from megatron_ext.layout import ParallelContext, seed_everything
-from megatron_ext.training.loop import train
-from megatron_ext.training.setup import Run, build_run
+from megatron_ext.parallel.context import ParallelContext, seed_everything
+from megatron_ext.train.loop import train
+from megatron_ext.train.setup import Run, build_run
 from pretrain_gpt import GPT
 
 IMPLEMENTATIONS = {"torch": "torch", "te": "transformer_engine"}

@@ -25,22 +25,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.streaming_setup import one_rank, show, table_head, table_row
 from benchmarks.traffic import KINDS, Traffic, compiled_traffic, eager_traffic
-from megatron_ext.config.mmdit_sizes import MMDiTSizes
-from megatron_ext.config.video_dit_sizes import VideoDiTSizes
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.attention import DotProductAttention
-from megatron_ext.models.causal_video.attention import AttentionPlan
-from megatron_ext.models.causal_video.blocks import Block, Run
-from megatron_ext.models.causal_video.embedder import Conditioning
-from megatron_ext.models.causal_video.options import VideoDiTOptions
-from megatron_ext.models.causal_video.rope import rotary_table as frame_table
-from megatron_ext.models.layers import torch_layer_spec
-from megatron_ext.models.mmdit.double_block import DoubleBlock
-from megatron_ext.models.mmdit.options import MMDiTOptions
-from megatron_ext.models.mmdit.rope import rotary_table
-from megatron_ext.models.mmdit.sequence import LocalTokens, TokenRange
-from megatron_ext.models.mmdit.single_block import SingleBlock
-from megatron_ext.models.transformer_config import StepTransformerConfig
+from megatron_ext.layers.attention import DotProductAttention
+from megatron_ext.layers.specs import torch_layer_spec
+from megatron_ext.layers.transformer_config import StepTransformerConfig
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.config.mmdit import MMDiTSizes
+from megatron_ext.video.config.wan import VideoDiTSizes
+from megatron_ext.video.model.mmdit.blocks import DoubleBlock, SingleBlock
+from megatron_ext.video.model.mmdit.inputs import MMDiTOptions
+from megatron_ext.video.model.mmdit.pointwise import rotary_table
+from megatron_ext.video.model.tokens import LocalTokens, TokenRange
+from megatron_ext.video.model.wan.attention import AttentionPlan
+from megatron_ext.video.model.wan.blocks import Block, Run
+from megatron_ext.video.model.wan.embedder import Conditioning
+from megatron_ext.video.model.wan.embedder import rotary_table as frame_table
+from megatron_ext.video.model.wan.inputs import VideoDiTOptions
 
 Step = Callable[[], None]
 DTYPE = torch.bfloat16

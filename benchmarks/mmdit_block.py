@@ -1,7 +1,7 @@
 """One block of a video transformer (MMDiT) on one GPU: forward and backward at long sequences.
 
-Both kinds of block of `models.mmdit` at the width of Open-Sora 2.0's 11b, for one clip of so many
-video tokens and its text. FLOP are those of the matrix products, attention between all tokens
+Both kinds of block of `video.model.mmdit` at the width of Open-Sora 2.0's 11b, for one clip of so
+many video tokens and its text. FLOP are those of the matrix products, attention between all tokens
 counted in full; recomputation, of which there is none, would not count. MFU is the share of the
 matrix rate that is measured in this same run.
 
@@ -39,16 +39,15 @@ from benchmarks.gpu_setup import (
     table_row,
 )
 from benchmarks.targets import VIDEO_MFU, verdict
-from megatron_ext.config.mmdit_sizes import SIZES, MMDiTSizes
 from megatron_ext.device.rates import seconds_of
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.flops import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
-from megatron_ext.models.mmdit.double_block import DoubleBlock
-from megatron_ext.models.mmdit.options import MMDiTOptions
-from megatron_ext.models.mmdit.rope import rotary_table
-from megatron_ext.models.mmdit.sequence import LocalTokens, TokenRange
-from megatron_ext.models.mmdit.single_block import SingleBlock
-from megatron_ext.models.transformer_config import StepTransformerConfig
+from megatron_ext.layers.transformer_config import StepTransformerConfig
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.planning.flops import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
+from megatron_ext.video.config.mmdit import SIZES, MMDiTSizes
+from megatron_ext.video.model.mmdit.blocks import DoubleBlock, SingleBlock
+from megatron_ext.video.model.mmdit.inputs import MMDiTOptions
+from megatron_ext.video.model.mmdit.pointwise import rotary_table
+from megatron_ext.video.model.tokens import LocalTokens, TokenRange
 
 BLOCKS = {"double": DoubleBlock, "single": SingleBlock}
 MODULATIONS = {"double": 12, "single": 3}
@@ -77,7 +76,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Of a forward and a backward pass: see `models.mmdit.flops`, without the embedders."""
+        """Of a forward and a backward pass: see `video.cost.flops`, without the embedders."""
         h, m, s = self.sizes.hidden_size, self.sizes.mlp_size, self.num_tokens
         products = s * (4 * h * h + 2 * h * m + 2 * s * h) + MODULATIONS[self.kind] * h * h
         return float(FORWARD_AND_BACKWARD * MULTIPLY_AND_ADD * products)

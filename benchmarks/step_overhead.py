@@ -27,14 +27,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_ext.config import parse_args
+from megatron_ext.config.parser import parse_args
 from megatron_ext.device import select
-from megatron_ext.layout import Layout, init_groups, seed_everything
-from megatron_ext.training.loop import train
-from megatron_ext.training.preflight import preflight
-from megatron_ext.training.reporting.build import Reporters
-from megatron_ext.training.reporting.metrics_file import MetricsFile
-from megatron_ext.training.setup import Run, build_run
+from megatron_ext.parallel.context import init_groups, seed_everything
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.train.loop import train
+from megatron_ext.train.preflight import preflight
+from megatron_ext.train.reporting.build import Reporters
+from megatron_ext.train.reporting.files import MetricsFile
+from megatron_ext.train.setup import Run, build_run
 from pretrain_gpt import GPT
 
 FLAGS = (

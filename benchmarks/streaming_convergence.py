@@ -41,29 +41,25 @@ from benchmarks.streaming_setup import (
     table_head,
     table_row,
 )
-from megatron_ext.layout import ParallelContext
-from megatron_ext.losses.dmd import DMDConfig
-from megatron_ext.losses.noise_schedule import NoiseConfig, NoiseSchedule
-from megatron_ext.models.causal_video import (
-    FrameWindow,
-    KVCache,
-    VideoDiT,
-    VideoDiTOptions,
-    VideoDiTSizes,
-    recache,
-)
-from megatron_ext.streaming.analytic import MixtureTeacher, sliced_wasserstein
-from megatron_ext.streaming.options import StreamingOptions
-from megatron_ext.streaming.prompts import Prompts
-from megatron_ext.streaming.ratio import passes
-from megatron_ext.streaming.rollout import Generator
-from megatron_ext.streaming.scores import (
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.config.wan import VideoDiTSizes
+from megatron_ext.video.model.wan.attention import FrameWindow
+from megatron_ext.video.model.wan.cache import KVCache
+from megatron_ext.video.model.wan.inputs import VideoDiTOptions
+from megatron_ext.video.model.wan.model import VideoDiT
+from megatron_ext.video.model.wan.recache import recache
+from megatron_ext.video.streaming.analytic import MixtureTeacher, sliced_wasserstein
+from megatron_ext.video.streaming.loss import DMDConfig
+from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedule
+from megatron_ext.video.streaming.options import Prompts, StreamingOptions, passes
+from megatron_ext.video.streaming.rollout import Generator
+from megatron_ext.video.streaming.scores import (
     critic_chunk_loss,
     generator_direction,
     generator_losses,
     noised_chunk,
 )
-from megatron_ext.streaming.sequence import Replica, StreamingSequence
+from megatron_ext.video.streaming.sequence import Replica, StreamingSequence
 
 OPTIONS = StreamingOptions(
     block=2,

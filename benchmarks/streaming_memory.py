@@ -42,25 +42,20 @@ from benchmarks.streaming_setup import (
     table_head,
     table_row,
 )
-from megatron_ext.layout import ParallelContext
-from megatron_ext.losses.dmd import dmd_loss
-from megatron_ext.losses.noise_schedule import NoiseConfig, NoiseSchedule
-from megatron_ext.models.causal_video import (
-    SIZES,
-    FrameWindow,
-    KVCache,
-    VideoDiT,
-    VideoDiTOptions,
-    VideoDiTSizes,
-    recache,
-)
-from megatron_ext.streaming import draws
-from megatron_ext.streaming.chunk import StreamChunk
-from megatron_ext.streaming.options import StreamingOptions
-from megatron_ext.streaming.prompts import Prompts
-from megatron_ext.streaming.rollout import Generator
-from megatron_ext.streaming.scores import generator_losses
-from megatron_ext.streaming.sequence import Replica, StreamingSequence
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.config.wan import SIZES, VideoDiTSizes
+from megatron_ext.video.model.wan.attention import FrameWindow
+from megatron_ext.video.model.wan.cache import KVCache
+from megatron_ext.video.model.wan.inputs import VideoDiTOptions
+from megatron_ext.video.model.wan.model import VideoDiT
+from megatron_ext.video.model.wan.recache import recache
+from megatron_ext.video.streaming import options as draws
+from megatron_ext.video.streaming.loss import dmd_loss
+from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedule
+from megatron_ext.video.streaming.options import Prompts, StreamingOptions
+from megatron_ext.video.streaming.rollout import Generator, StreamChunk
+from megatron_ext.video.streaming.scores import generator_losses
+from megatron_ext.video.streaming.sequence import Replica, StreamingSequence
 
 WINDOW = FrameWindow(block=3, window=12, sink=3)
 TEXT_LENGTH = 8

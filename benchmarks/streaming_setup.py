@@ -15,16 +15,14 @@ from pathlib import Path
 import torch
 
 from megatron_ext.device import select
-from megatron_ext.layout import Layout, ParallelContext, init_groups, seed_everything
-from megatron_ext.models.causal_video import (
-    VideoDiT,
-    VideoDiTOptions,
-    VideoDiTSizes,
-    build_video_dit_chunk,
-)
-from megatron_ext.models.initialization import initialize_by_name, mark_methods, unmark_methods
-from megatron_ext.models.transformer_config import StepTransformerConfig
-from megatron_ext.training.known_warnings import silence_known_warnings
+from megatron_ext.layers.initialization import initialize_by_name, mark_methods, unmark_methods
+from megatron_ext.layers.transformer_config import StepTransformerConfig
+from megatron_ext.parallel.context import ParallelContext, init_groups, seed_everything
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.train.main import silence_known_warnings
+from megatron_ext.video.config.wan import VideoDiTSizes
+from megatron_ext.video.model.wan.inputs import VideoDiTOptions
+from megatron_ext.video.model.wan.model import VideoDiT, build_video_dit_chunk
 
 RESULTS = Path(__file__).parent / "results"
 SEED = 1234

@@ -45,18 +45,15 @@ from benchmarks.streaming_setup import (
     table_head,
     table_row,
 )
-from megatron_ext.layout import ParallelContext
-from megatron_ext.losses.noise_schedule import NoiseConfig, NoiseSchedule
-from megatron_ext.models.causal_video import (
-    SIZES,
-    FrameWindow,
-    KVCache,
-    VideoDiT,
-    VideoDiTOptions,
-    VideoDiTSizes,
-)
-from megatron_ext.streaming import draws
-from megatron_ext.streaming.rollout import Generator
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.config.wan import SIZES, VideoDiTSizes
+from megatron_ext.video.model.wan.attention import FrameWindow
+from megatron_ext.video.model.wan.cache import KVCache
+from megatron_ext.video.model.wan.inputs import VideoDiTOptions
+from megatron_ext.video.model.wan.model import VideoDiT
+from megatron_ext.video.streaming import options as draws
+from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedule
+from megatron_ext.video.streaming.rollout import Generator
 
 BLOCK, SINK, TEXT_LENGTH = 3, 3, 8
 

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_ext.models.compiled import compiled_on_cpu
+from megatron_ext.layers.compiled import compiled_on_cpu
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul")
 KINDS = ("products", "attention", "pointwise")

@@ -37,18 +37,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from megatron_ext.config import RunConfig, parse_args
-from megatron_ext.config.mmdit_sizes import SIZES
-from megatron_ext.config.video_rules import VIDEO_DEFAULTS
-from megatron_ext.data.tokenizers import Tokenizer
-from megatron_ext.data.video.preprocess import main as preprocess
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
 from megatron_ext.device import select
-from megatron_ext.layout import Layout, init_groups, seed_everything
-from megatron_ext.training.known_warnings import silence_known_warnings
-from megatron_ext.training.launch import fork_ranks
-from megatron_ext.training.loop import train
-from megatron_ext.training.preflight import preflight
-from megatron_ext.training.setup import Run, build_run
+from megatron_ext.parallel.context import init_groups, seed_everything
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.text.tokenizers.base import Tokenizer
+from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.loop import train
+from megatron_ext.train.main import silence_known_warnings
+from megatron_ext.train.preflight import preflight
+from megatron_ext.train.setup import Run, build_run
+from megatron_ext.video.config.mmdit import SIZES
+from megatron_ext.video.config.rules import VIDEO_DEFAULTS
+from megatron_ext.video.data.preprocess import main as preprocess
 from pretrain_video import FLOW
 
 FLAGS = (

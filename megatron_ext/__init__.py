@@ -5,7 +5,7 @@ raw jsonl / video -> .bin/.idx -> samples -> batch -> model chunks -> schedule -
 
     tools/  data/  models/  schedules/  losses/  optim/  checkpoint/
 
-Every arrow runs over the ranks of ``layout.py``, on the device of ``device/``. Imports point one
+Every arrow runs over the ranks of ``parallel.py``, on the device of ``device/``. Imports point one
 way: training -> checkpoint -> optim -> schedules -> streaming -> losses -> models -> data ->
 layout -> device -> config -> errors.
 """

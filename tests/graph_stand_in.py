@@ -98,7 +98,7 @@ class Capture:
 def graphs_on_a_cpu() -> Iterator[None]:
     """Within, torch's functions capture and replay on the CPU, and runs on it ask for graphs.
 
-    The answers of `device.cuda_on_cpu` must be in place when something is captured.
+    The answers of `device.cuda_shim` must be in place when something is captured.
     """
     CpuGraph.made, CpuGraph.replays, Capture.default_capture_stream = [], [], None
     with (

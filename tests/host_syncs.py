@@ -27,7 +27,7 @@ WAITING = {
     "aten::_unique2",
     "aten::repeat_interleave.Tensor",
 }
-READ = "megatron_ext/device/transfer.py:read"
+READ = "megatron_ext/device/streams.py:read"
 """Where the host reads what the step before did, which is over by then."""
 METHODS = ("tolist", "numpy", "cpu")
 ON_THE_HOST = ("torch/optim/", "torch/utils/data/", "torch/_refs", "torch/testing")

@@ -24,7 +24,8 @@ import pytest
 import torch
 
 from megatron_ext.device import Device, select
-from megatron_ext.layout import Layout, ParallelContext, init_groups, seed_everything
+from megatron_ext.parallel.context import ParallelContext, init_groups, seed_everything
+from megatron_ext.parallel.grid import Layout
 
 Body = Callable[..., None]
 SEED = 1234

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_ext.config import parse_args
+from megatron_ext.config.parser import parse_args
 from megatron_ext.data.batch import Batch
 from megatron_ext.device import select
-from megatron_ext.layout import ParallelContext, seed_everything
-from megatron_ext.training.loop import advance, average
-from megatron_ext.training.preflight import preflight
-from megatron_ext.training.setup import Run, build_run
-from megatron_ext.training.window import LogWindow
+from megatron_ext.parallel.context import ParallelContext, seed_everything
+from megatron_ext.train.loop import advance, average
+from megatron_ext.train.metrics import LogWindow
+from megatron_ext.train.preflight import preflight
+from megatron_ext.train.setup import Run, build_run
 from pretrain_gpt import GPT
 
 

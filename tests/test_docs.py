@@ -16,10 +16,9 @@ import megatron.core
 import pytest
 
 from examples.custom_model.train import SECTIONS
-from megatron_ext.config.cli import all_flags, spellings
-from megatron_ext.config.own import OWN_FLAGS
-from megatron_ext.config.spelling import NO_EFFECT, RENAMED
-from megatron_ext.config.unsupported import UNSUPPORTED
+from megatron_ext.config.megatron_flags import NO_EFFECT, RENAMED, UNSUPPORTED
+from megatron_ext.config.parser import all_flags, spellings
+from megatron_ext.config.sections import OWN_FLAGS
 from tests.examples.test_scripts import SMOKED
 from tests.test_surface import ORDER
 

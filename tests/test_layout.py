@@ -12,8 +12,8 @@ from megatron.core import parallel_state
 from megatron.core.parallel_state import RankGenerator
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.layout import Layout, ParallelContext, embedding_ranks
-from megatron_ext.layout.grid import DENSE_GROUPS, EXPERT_GROUPS
+from megatron_ext.parallel.context import ParallelContext, embedding_ranks
+from megatron_ext.parallel.grid import DENSE_GROUPS, EXPERT_GROUPS, Layout
 from tests.ranks import ranks, run_on_ranks
 
 LAYOUTS = [
@@ -134,7 +134,7 @@ def test_sizes_that_do_not_fit(sizes: tuple[int, ...], text: str) -> None:
 
 def test_the_command_prints_the_grid_without_torch() -> None:
     code = (
-        "import sys; from megatron_ext.layout.__main__ import main; "
+        "import sys; from megatron_ext.parallel.__main__ import main; "
         "code = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)"
     )
     flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --world-size 16"
@@ -147,7 +147,7 @@ def test_the_command_prints_the_grid_without_torch() -> None:
 
 
 def test_the_command_refuses_in_one_sentence() -> None:
-    command = [sys.executable, "-m", "megatron_ext.layout", "--world-size", "6"]
+    command = [sys.executable, "-m", "megatron_ext.parallel", "--world-size", "6"]
     done = subprocess.run(
         [*command, "--tensor-model-parallel-size", "4"], capture_output=True, text=True, timeout=60
     )

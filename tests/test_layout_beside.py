@@ -6,8 +6,8 @@ import torch
 from megatron.core import parallel_state
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
-from megatron_ext.layout import Layout, ParallelContext
-from megatron_ext.layout.beside import groups_beside, peers
+from megatron_ext.parallel.context import ParallelContext, groups_beside, peers
+from megatron_ext.parallel.grid import Layout
 from tests.ranks import ranks
 
 

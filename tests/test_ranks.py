@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.layout import Layout, ParallelContext
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.grid import Layout
 from tests.ranks import _spawn, ranks, run_on_ranks
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.training.reporting.metrics_file import read_metrics
+from megatron_ext.train.reporting.files import read_metrics
 from tests.training_runs import train_on_ranks
 
 ROOT = Path(__file__).resolve().parents[1]

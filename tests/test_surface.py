@@ -11,11 +11,11 @@ from typing import Any
 from megatron.core.optimizer import OptimizerConfig
 
 from megatron_ext.checkpoint.changes import ANSWERS, WHOLE
-from megatron_ext.config import RunConfig
-from megatron_ext.config.cli import all_flags
-from megatron_ext.config.conditions import MODES
 from megatron_ext.config.flags import flags_of
 from megatron_ext.config.moe import MoEConfig
+from megatron_ext.config.parser import all_flags
+from megatron_ext.config.run import RunConfig
+from megatron_ext.video.config.run import MODES
 
 PACKAGE = Path(__file__).parent.parent / "megatron_ext"
 ORDER = (

@@ -10,15 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.config import parse_args
+from megatron_ext.config.parser import parse_args
 from megatron_ext.device import select
-from megatron_ext.training.launch import fork_ranks
-from megatron_ext.training.preflight import preflight
-from megatron_ext.training.pretrain import pretrain, stored_config
-from megatron_ext.training.reporting.metrics_file import read_metrics
-from megatron_ext.training.reporting.plot import plot_metrics
-from megatron_ext.training.setup import Run
-from megatron_ext.training.task import TaskOrChoice, choose, sections_of
+from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.main import pretrain, stored_config
+from megatron_ext.train.preflight import preflight
+from megatron_ext.train.reporting.files import plot_metrics, read_metrics
+from megatron_ext.train.setup import Run
+from megatron_ext.train.task import TaskOrChoice, choose, sections_of
 from pretrain_gpt import task_of
 
 REFERENCE = Path(

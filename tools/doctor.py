@@ -18,7 +18,7 @@ from megatron_ext.errors import end_on_interrupt, run_program
 if __name__ == "__main__":
     end_on_interrupt()
 
-from megatron_ext.doctor import main
+from megatron_ext.inspect.doctor.examine import main
 
 if __name__ == "__main__":
     run_program(main)

@@ -24,15 +24,19 @@ from megatron_ext.errors import end_on_interrupt, run_program
 if __name__ == "__main__":
     end_on_interrupt()
 
-from megatron_ext.checkpoint import read_run_config
-from megatron_ext.checkpoint.lora_export import NETWORKS, check_network, export_adapters
-from megatron_ext.checkpoint.lora_merge import merge_checkpoint
-from megatron_ext.config import RunConfig
-from megatron_ext.config.ranges import NATURAL
+from megatron_ext.checkpoint.stored import read_run_config
+from megatron_ext.config.flags import NATURAL
+from megatron_ext.config.run import RunConfig
 from megatron_ext.device import Device, select
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.training.known_warnings import silence_known_warnings
-from megatron_ext.training.streaming.merging import network_of
+from megatron_ext.text.convert.lora import (
+    NETWORKS,
+    check_network,
+    export_adapters,
+    merge_checkpoint,
+)
+from megatron_ext.train.main import silence_known_warnings
+from megatron_ext.video.streaming.networks import network_of
 
 
 def parser() -> argparse.ArgumentParser:

@@ -31,13 +31,20 @@ if __name__ == "__main__":
 
 from rich.console import Console
 
-from megatron_ext.config.ranges import COUNT, WEIGHT
+from megatron_ext.config.flags import COUNT, WEIGHT
 from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.known_warnings import silence_known_warnings
-from megatron_ext.training.parity.compare import Parity, Tolerances, compare, table
-from megatron_ext.training.parity.layouts import NamedLayout, parse_layout, split_layouts
-from megatron_ext.training.parity.run import record
+from megatron_ext.inspect.parity import (
+    NamedLayout,
+    Parity,
+    Tolerances,
+    compare,
+    parse_layout,
+    record,
+    split_layouts,
+    table,
+)
+from megatron_ext.train.main import silence_known_warnings
 from pretrain_gpt import task_of
 
 DEFAULT = "tp2,tp2sp,pp2,pp2vpp2,cp2,cp2a2a,dp2,tp2pp2"

@@ -33,18 +33,19 @@ if __name__ == "__main__":
     end_on_interrupt()
 
 import pretrain_video
-from megatron_ext.config import RunConfig, parse_args
-from megatron_ext.config.planning import GPU_NAMES
-from megatron_ext.config.ranges import COUNT, SIZE
+from megatron_ext.config.flags import COUNT, SIZE
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.reporting import GPU_NAMES
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.planning.checks import check_core
 from megatron_ext.planning.hardware import Gpu, gpu_named
 from megatron_ext.planning.picture import save
 from megatron_ext.planning.report import console, search_table, show
 from megatron_ext.planning.search import search
-from megatron_ext.planning.video.clip import Clip
-from megatron_ext.training.known_warnings import silence_known_warnings
-from megatron_ext.training.preflight import preflight, with_vocabulary
+from megatron_ext.train.main import silence_known_warnings
+from megatron_ext.train.preflight import preflight, with_vocabulary
+from megatron_ext.video.cost.clip import Clip
 
 
 def main(argv: Sequence[str]) -> int:

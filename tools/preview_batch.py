@@ -29,9 +29,9 @@ if __name__ == "__main__":
 
 from rich.console import Console
 
-from megatron_ext.config.ranges import COUNT, NATURAL
+from megatron_ext.config.flags import COUNT, NATURAL
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.training.preview.main import Options, preview
+from megatron_ext.inspect.preview.main import Options, preview
 from pretrain_gpt import task_of
 
 

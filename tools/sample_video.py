@@ -28,8 +28,8 @@ from megatron_ext.errors import end_on_interrupt, run_program
 if __name__ == "__main__":
     end_on_interrupt()
 
-from megatron_ext.training.streaming.sample_tool import sample_streaming
-from megatron_ext.training.video.sample_tool import sample_video
+from megatron_ext.video.sampling.tool import sample_video
+from megatron_ext.video.streaming.tool import sample_streaming
 from pretrain_video import task_of
 
 STREAMING = "--streaming"

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from megatron_ext.data.batch import Batch
 from megatron_ext.errors import DataError
-from megatron_ext.layout import ParallelContext
 from megatron_ext.losses.custom import LossInputs, TokenLoss, TokenLossConfig
 from megatron_ext.losses.vocabulary import VocabularyHead
+from megatron_ext.parallel.context import ParallelContext
 
 
 def write_cache(folder: Path, logits: Sequence[Tensor], k: int) -> None:

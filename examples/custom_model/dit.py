@@ -26,23 +26,22 @@ from torch.nn import GELU, Linear, Module, ModuleDict, Sequential, SiLU
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_ext.config.flags import changed
-from megatron_ext.config.mmdit_sizes import TIMESTEP_WIDTH, MMDiTSizes
-from megatron_ext.config.video_rules import VIDEO_DEFAULTS
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.mmdit.embedding import timestep_sinusoid
-from megatron_ext.models.mmdit.modulation import modulated, start_at_zero
-from megatron_ext.models.mmdit.rope import rotary_table, rotate
-from megatron_ext.models.mmdit.stages import stage_blocks
-from megatron_ext.training.pretrain import main
-from megatron_ext.training.video.source import video_step_size
-from megatron_ext.training.window import StepSize
+from megatron_ext.train.main import main
+from megatron_ext.train.metrics import StepSize
+from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH, MMDiTSizes
+from megatron_ext.video.config.rules import VIDEO_DEFAULTS
+from megatron_ext.video.data.step_loader import video_step_size
+from megatron_ext.video.model.mmdit.inputs import stage_blocks
+from megatron_ext.video.model.mmdit.pointwise import rotary_table, rotate
+from megatron_ext.video.model.modulation import modulated, start_at_zero, timestep_sinusoid
 from pretrain_video import FLOW
 
 if TYPE_CHECKING:
-    from megatron_ext.config import RunConfig
-    from megatron_ext.data.tokenizers import Tokenizer
-    from megatron_ext.layout import ParallelContext
-    from megatron_ext.training.setup import Run
+    from megatron_ext.config.run import RunConfig
+    from megatron_ext.parallel.context import ParallelContext
+    from megatron_ext.text.tokenizers.base import Tokenizer
+    from megatron_ext.train.setup import Run
 
 
 OTHER_MODELS = {

@@ -29,15 +29,15 @@ import pretrain_gpt
 from megatron_ext.config.flags import flag
 from megatron_ext.losses.custom import TokenLoss, TokenLossConfig
 from megatron_ext.losses.vocabulary import VocabularyHead
-from megatron_ext.models.gpt import GPTModel, build_gpt_chunk
-from megatron_ext.training.pretrain import main
+from megatron_ext.text.model.gpt import GPTModel, build_gpt_chunk
+from megatron_ext.train.main import main
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-    from megatron_ext.config import RunConfig
-    from megatron_ext.layout import ParallelContext
-    from megatron_ext.training.task import Task
+    from megatron_ext.config.run import RunConfig
+    from megatron_ext.parallel.context import ParallelContext
+    from megatron_ext.train.task import Task
 
 
 @dataclass(frozen=True)

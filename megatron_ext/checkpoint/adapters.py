@@ -1,19 +1,39 @@
-"""Adapters, and branches that start at zero: new ones may start on weights saved without them."""
+"""Adapters, and branches that start at zero: new ones may start on weights saved without them.
+
+Checkpoints of adapters alone: the frozen weights under them lie in another checkpoint.
+
+What lies there is known by the digest of that checkpoint's manifest, which holds the digests of all
+its files, so that adapters go on only on the weights that they were trained on, wherever these are.
+Random weights, as of tests, are known by their seed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_ext.checkpoint.ema import PREFIX
-from megatron_ext.checkpoint.fit import LENIENT, is_new_branch
-from megatron_ext.checkpoint.unpickling import stored_entries
+from megatron_ext.checkpoint.compatibility import LENIENT, is_new_branch
+from megatron_ext.checkpoint.files import MANIFEST, describe_file, standing_folder_of
+from megatron_ext.checkpoint.optimizer_state import PREFIX, holds_averages
+from megatron_ext.checkpoint.state import Chunks, apply_state, chunk_keys, sharded_state
+from megatron_ext.checkpoint.storage import read_state, verify
+from megatron_ext.checkpoint.stored import Found, choose, find
+from megatron_ext.checkpoint.unpickling import common_state_of, stored_entries
+from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.errors import CheckpointError
-from megatron_ext.models.fp8.scaling import HISTORY
+from megatron_ext.layers.fp8.scaling import HISTORY
+
+if TYPE_CHECKING:
+    from megatron_ext.config.run import RunConfig
+    from megatron_ext.parallel.context import ParallelContext
 
 MARK = ".lora."
 
@@ -105,3 +125,172 @@ def check_adapters(
             f"{path} holds no adapter `{missing[0]}`, which the model needs; give `--finetune` to "
             "start new adapters on its weights."
         )
+
+
+BASE = "frozen_base"
+"""Key of the record in a checkpoint that holds adapters alone."""
+
+
+@dataclass(frozen=True)
+class FrozenBase:
+    """Which weights lie under adapters.
+
+    Attributes:
+        path: folder of their checkpoint, None for random weights.
+        identity: equal for equal weights.
+    """
+
+    path: str | None
+    identity: str
+
+    @classmethod
+    def at(cls, path: Path, *, average: bool = False) -> FrozenBase:
+        """The weights of a checkpoint.
+
+        Args:
+            path: folder of its iteration.
+            average: the averaged ones, where it keeps some.
+        """
+        manifest = path / MANIFEST
+        # Megatron-LM writes no manifest; its metadata tell at least names and shapes.
+        file = manifest if manifest.is_file() else path / ".metadata"
+        identity = str(describe_file(file)["blake2b"])
+        return cls(
+            str(path), f"{identity} averaged" if average and holds_averages(path) else identity
+        )
+
+    @classmethod
+    def given(cls, root: str, *, average: bool) -> FrozenBase:
+        """The newest weights in a folder that a flag names; ``average`` as of `at`.
+
+        Raises:
+            CheckpointError: it holds none.
+        """
+        found = find(CheckpointConfig(pretrained_checkpoint=root))
+        assert found is not None
+        return cls.at(found.path, average=average)
+
+    @classmethod
+    def under(cls, root: Path, step: int | None) -> FrozenBase | None:
+        """What adapters were trained on, None of a whole checkpoint.
+
+        Args:
+            root: folder of checkpoints, one of which is whole.
+            step: iteration, None for the latest.
+
+        Raises:
+            CheckpointError: a damaged checkpoint.
+        """
+        iteration = choose(root, step)
+        assert iteration is not None
+        return cls.recorded(common_state_of(standing_folder_of(root, iteration)))
+
+    @classmethod
+    def of_run(cls, config: RunConfig) -> FrozenBase | None:
+        """What a run starts from that loads no weights; None where checkpoints are whole.
+
+        A run of several networks leaves their frozen weights out: the checkpoint would be as large
+        as that of a run that trains them.
+        """
+        if config.lora.lora_rank is None or not config.video.streams:
+            return None
+        return cls(None, f"seed {config.training.seed}")
+
+    @classmethod
+    def recorded(cls, state: Mapping[str, Any]) -> FrozenBase | None:
+        """What a checkpoint's state names, None if the checkpoint is whole."""
+        record = state.get(BASE)
+        return None if record is None else cls(**record)
+
+    def record(self) -> dict[str, Any]:
+        """What `recorded` reads."""
+        return dataclasses.asdict(self)
+
+    def check(self, path: Path, recorded: FrozenBase, flag: str) -> None:
+        """Refuse adapters of other weights.
+
+        Args:
+            path: the checkpoint of the adapters.
+            recorded: what it names.
+            flag: by which this base was given.
+
+        Raises:
+            CheckpointError: the weights differ.
+        """
+        if self.identity == recorded.identity:
+            return
+        given = f"`{flag}` ({self.path or 'not given'}; {self.identity})"
+        there = f"random ones of {recorded.identity}; leave it out"
+        if recorded.path is not None:
+            there = f"those of {recorded.path} ({recorded.identity}); give these"
+        raise CheckpointError(
+            f"{given} must be the weights under the adapters in {path}, which were {there}."
+        )
+
+
+def leave_out_base(state: dict[str, Any], chunks: Sequence[str]) -> None:
+    """Take all but adapters out of the model chunks of a sharded state, in place.
+
+    Args:
+        state: of a run.
+        chunks: keys of the model chunks in it.
+    """
+    for chunk in chunks:
+        if chunk in state:
+            state[chunk] = {
+                name: entry for name, entry in state[chunk].items() if MARK in f".{name}"
+            }
+
+
+def put_back_base(loaded: dict[str, Any], model: Chunks) -> None:
+    """Add the model's present values to loaded adapters, in place, so that nothing is missing."""
+    for key, chunk in zip(chunk_keys(model), unwrap_model(model), strict=True):
+        loaded[key] = {**chunk.state_dict(), **loaded.get(key, {})}
+
+
+def refuse_adapters_alone(path: Path, recorded: FrozenBase | None) -> None:
+    """Refuse to start from a checkpoint that lacks the weights under its adapters.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    if recorded is not None:
+        raise CheckpointError(
+            f"{path} holds adapters without the weights under them, so that no run can start from "
+            "it; merge them first with `tools/lora.py merge`."
+        )
+
+
+def load_adapters(
+    found: Found,
+    base: FrozenBase,
+    model: Chunks,
+    section: str,
+    config: CheckpointConfig,
+    context: ParallelContext,
+) -> None:
+    """Load the adapters of a network that is not the model of the run; all ranks call this.
+
+    Args:
+        found: the checkpoint.
+        base: what the network is now.
+        model: the network.
+        section: key of its state in the checkpoint, and what its names begin with.
+        config: how to read.
+        context: of this rank.
+
+    Raises:
+        CheckpointError: a damaged checkpoint, or adapters of another network or of other weights.
+    """
+    verify(found, context)
+    common = common_state_of(found.path)
+    recorded = FrozenBase.recorded(common[section])
+    assert recorded is not None
+    base.check(found.path, recorded, "--pretrained-checkpoint")
+    metadata = {**common["content_metadata"], "dp_cp_group": context.pgs.dp_cp}
+    state = sharded_state(model, None, metadata=metadata, is_loading=True)
+    leave_out_base(state, chunk_keys(model))
+    add_prefix_for_sharding(state, f"{section}.")
+    loaded = read_state(found.path, {section: state}, config, context, [])[section]
+    put_back_base(loaded, model)
+    apply_state(loaded, model, None, None, with_optimizer=False)

@@ -14,64 +14,77 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megatron_ext.checkpoint.adapters import check_adapters, leave_out_new, new_branches
-from megatron_ext.checkpoint.agreement import together
-from megatron_ext.checkpoint.best import BEST_TRACKER, BestCheckpoint, write_best
+from megatron_ext.checkpoint.adapters import (
+    BASE,
+    FrozenBase,
+    check_adapters,
+    leave_out_base,
+    leave_out_new,
+    new_branches,
+    put_back_base,
+    refuse_adapters_alone,
+)
 from megatron_ext.checkpoint.changes import check_changes
-from megatron_ext.checkpoint.companion import Companion
-from megatron_ext.checkpoint.ema import (
+from megatron_ext.checkpoint.compatibility import (
+    check_model,
+    check_optimizer,
+    check_unwanted,
+    weights_in,
+)
+from megatron_ext.checkpoint.files import folder_of
+from megatron_ext.checkpoint.optimizer_state import (
     EMA,
     PREFIX,
     averages_to_load,
     averages_to_save,
     goes_on_averaging,
+    has_main_weights,
     holds_averages,
+    is_distributed,
     load_averages,
     take_named,
 )
-from megatron_ext.checkpoint.fit import check_model, check_optimizer
-from megatron_ext.checkpoint.frozen import (
-    BASE,
-    FrozenBase,
-    leave_out_base,
-    put_back_base,
-    refuse_adapters_alone,
+from megatron_ext.checkpoint.publish import (
+    BEST_TRACKER,
+    BestCheckpoint,
+    prepare,
+    publish,
+    remove_old,
+    temporary_folder_of,
+    write_best,
 )
-from megatron_ext.checkpoint.loaded import LoadedCheckpoint
-from megatron_ext.checkpoint.optimizer_state import has_main_weights, is_distributed
-from megatron_ext.checkpoint.paths import folder_of
-from megatron_ext.checkpoint.publish import prepare, publish, remove_old, temporary_folder_of
-from megatron_ext.checkpoint.random_state import random_state, restore_random_state
-from megatron_ext.checkpoint.reading import read_state, verify
+from megatron_ext.checkpoint.resume import (
+    loads_optimizer,
+    loads_random,
+    random_state,
+    restore_random_state,
+)
 from megatron_ext.checkpoint.state import (
     Chunks,
+    Companion,
+    LoadedCheckpoint,
     apply_state,
     chunk_keys,
     common_state,
     content_metadata,
     sharded_state,
 )
-from megatron_ext.checkpoint.stored import (
-    RUN_CONFIG,
-    Found,
-    find,
-    read_json,
-    stored_progress,
-)
-from megatron_ext.checkpoint.strategies import save_strategy
-from megatron_ext.checkpoint.unpickling import common_state_of
-from megatron_ext.checkpoint.unwanted import check_unwanted, weights_in
-from megatron_ext.checkpoint.wanted import loads_optimizer, loads_random
-from megatron_ext.checkpoint.writing import (
+from megatron_ext.checkpoint.storage import (
     describe_written,
     on_first_rank,
     one_line,
+    read_state,
+    save_strategy,
+    verify,
     write_state,
 )
+from megatron_ext.checkpoint.stored import RUN_CONFIG, Found, find, read_json, stored_progress
+from megatron_ext.checkpoint.unpickling import common_state_of
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.errors import CheckpointError
-from megatron_ext.layout import ParallelContext
 from megatron_ext.optim.ema import ShardedEMA
+from megatron_ext.parallel.collectives import together
+from megatron_ext.parallel.context import ParallelContext
 
 
 class CheckpointManager:

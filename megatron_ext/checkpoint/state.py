@@ -1,9 +1,16 @@
-"""The state of a run under Megatron-LM's keys, cut into shards by megatron-core."""
+"""The state of a run under Megatron-LM's keys, cut into shards by megatron-core.
+
+What a checkpoint holds besides the model of a run: other networks, and where a task stands.
+
+What a load gives back.
+"""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -159,3 +166,56 @@ def _load_schedule(scheduler: OptimizerParamScheduler, state: dict[str, Any]) ->
         ) from error
     # megatron-core has set rates and decay before it read the decay of the checkpoint.
     scheduler.step(0)
+
+
+CRITIC = "critic"
+"""Begins the names of the weights of a network that judges the model of the run."""
+
+
+class Companion(Protocol):
+    """Adds its own keys to the state of a run; all ranks call each method together."""
+
+    def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:
+        """Sharded and common state, under keys that no run of Megatron-LM has.
+
+        Args:
+            metadata: how megatron-core is to cut sharded state.
+            with_optimizer: moments and schedules are wanted too.
+        """
+
+    def state_to_load(
+        self, path: Path, metadata: dict[str, Any], *, with_optimizer: bool
+    ) -> dict[str, Any]:
+        """What is asked of a checkpoint; arguments as of `state_to_save`.
+
+        Raises:
+            CheckpointError: the checkpoint does not fit.
+        """
+
+    def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
+        """Take over what was read.
+
+        Args:
+            loaded: whole state, in which the entries of `state_to_load` are filled in.
+            with_optimizer: as it was given to `state_to_load`.
+            notes: gets a sentence about whatever starts anew.
+        """
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """What was loaded besides weights and optimizer.
+
+    Attributes:
+        iteration: training steps done; 0 with ``--finetune``.
+        progress: the counters that were saved.
+        run_config: the configuration of the run that saved.
+        path: the folder.
+        notes: what was not loaded, and why.
+    """
+
+    iteration: int
+    progress: dict[str, Any]
+    run_config: dict[str, Any]
+    path: Path
+    notes: list[str] = field(default_factory=list)

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.checkpoint.manifest import MANIFEST, read_manifest, size_fault
-from megatron_ext.checkpoint.paths import (
+from megatron_ext.checkpoint.files import (
+    MANIFEST,
     TRACKER,
     announced,
     published,
+    read_manifest,
     read_tracker,
     root_of,
+    size_fault,
     standing_folder_of,
 )
 from megatron_ext.config.checkpoint import CheckpointConfig

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from megatron_ext.checkpoint.manifest import is_plain_name
+from megatron_ext.checkpoint.files import is_plain_name
 from megatron_ext.errors import CheckpointError
 
 _OF_METADATA = {

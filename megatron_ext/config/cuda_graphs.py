@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_ext.config.flags import flag
-from megatron_ext.config.ranges import SIZE
+from megatron_ext.config.flags import SIZE, flag
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig

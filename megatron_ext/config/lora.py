@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_ext.config.flags import flag
-from megatron_ext.config.ranges import BELOW_ONE, FACTOR, SIZE
+from megatron_ext.config.flags import BELOW_ONE, FACTOR, SIZE, flag
 
 if TYPE_CHECKING:
     from megatron_ext.config.model import ModelConfig
@@ -20,7 +19,7 @@ TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Linear layers of a GPT's blocks."""
 
 VIDEO_TARGETS = (*TARGETS, "linear_q", "linear_kv")
-"""Of the blocks of `models.causal_video`, whose attention to the text has its own."""
+"""Of the blocks of `video.model.wan`, whose attention to the text has its own."""
 
 DEFAULT_ALPHA = 32.0
 

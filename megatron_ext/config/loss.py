@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from megatron_ext.config.flags import flag
-from megatron_ext.config.ranges import BELOW_ONE, COUNT, WEIGHT, Range
+from megatron_ext.config.flags import BELOW_ONE, COUNT, WEIGHT, Range, flag
 
 REDUCTIONS = ("token", "sample", "square")
 CROSS_ENTROPY = "cross-entropy"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from megatron_ext.config.flags import flag
-from megatron_ext.config.ranges import BELOW_ONE, COUNT, FACTOR, RATE, SIZE, WEIGHT, Range
+from megatron_ext.config.flags import BELOW_ONE, COUNT, FACTOR, RATE, SIZE, WEIGHT, Range, flag
 
 FUSED = "a fused kernel of a GPU"
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ext.config.flags import flag
-from megatron_ext.config.ranges import FACTOR, RATE, SHARE, SIZE, WEIGHT
+from megatron_ext.config.flags import FACTOR, RATE, SHARE, SIZE, WEIGHT, flag
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,20 @@
-"""Number formats of parameters, gradients and losses."""
+"""Number formats of parameters, gradients and losses.
+
+Matrix products in 8-bit floating point (arXiv:2209.05433).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron_ext.config.flags import flag
-from megatron_ext.config.ranges import COUNT, Range
+from megatron_ext.config.flags import COUNT, NATURAL, SIZE, Range, flag
+from megatron_ext.config.rules.fp8 import TE_RECIPES, TORCH_RECIPES, fp8_errors
+from megatron_ext.config.transformer_engine import needs_torch_layers
+
+if TYPE_CHECKING:
+    from megatron_ext.config.run import RunConfig
 
 SCALE = Range(0, 2.0**64, above=True)
 """A loss scale."""
@@ -57,3 +65,81 @@ class PrecisionConfig:
         if self.bf16 and self.fp16:
             found.append("`--bf16` and `--fp16` exclude each other; give one.")
         return found
+
+
+@dataclass(frozen=True)
+class Fp8Config:
+    """bf16 unless ``--fp8-format``; names, meanings and defaults are Megatron-LM's."""
+
+    fp8_format: str | None = flag(
+        None,
+        "products of the layers in 8 bits: e4m3 throughout, or hybrid with e5m2 for gradients",
+        choices=("e4m3", "hybrid"),
+    )
+    fp8_recipe: str = flag(
+        "delayed",
+        "where scales come from: the steps before, the tensor itself, each of its rows (torch "
+        "only), its blocks of 128, or runs of 32 values (blockwise, mxfp8, custom: Transformer "
+        "Engine only)",
+        choices=("delayed", "tensorwise", *TORCH_RECIPES, *TE_RECIPES),
+    )
+    fp8_margin: int = flag(
+        0, "headroom: a scale of the delayed recipe is divided by 2^margin", bounds=Range(0, 64)
+    )
+    fp8_amax_history_len: int = flag(
+        1, "steps whose largest magnitudes the delayed recipe remembers", unit="steps", bounds=SIZE
+    )
+    fp8_amax_compute_algo: str = flag(
+        "most_recent",
+        "which of the remembered magnitudes decides",
+        choices=("most_recent", "max"),
+    )
+    fp8_wgrad: bool = flag(True, "weight gradients in 8 bits as well; torch layers only")
+    fp8_param_gather: bool = flag(
+        False, "keep the weights of Transformer Engine's layers in 8 bits, and gather them so"
+    )
+    fp8_quantizer_factory: str | None = flag(
+        None, "function that makes the quantizers of --fp8-recipe custom: package.module.function"
+    )
+    reuse_grad_buf_for_mxfp8_param_ag: bool = flag(
+        False, "gather the weights of mxfp8 through the memory of their gradients"
+    )
+    tp_only_amax_red: bool = flag(
+        False,
+        "largest magnitudes of the delayed recipe over tensor-parallel ranks only; Transformer "
+        "Engine only",
+    )
+    moe_router_padding_for_quantization: bool = flag(
+        False,
+        "route tokens so that each expert's number suits 8-bit products, in place of padding",
+        names=("--moe-router-padding-for-fp8",),
+    )
+    first_last_layers_bf16: bool = flag(False, "keep the first and the last layers in bf16")
+    num_layers_at_start_in_bf16: int = flag(
+        1, "first layers to keep with --first-last-layers-bf16", unit="layers", bounds=NATURAL
+    )
+    num_layers_at_end_in_bf16: int = flag(
+        1, "last layers to keep with --first-last-layers-bf16", unit="layers", bounds=NATURAL
+    )
+
+    def resolved(self, *, te: bool) -> Fp8Config:
+        """Without weights in 8 bits where the layers are not Transformer Engine's."""
+        if te or self.fp8_format is None:
+            return self
+        return dataclasses.replace(self, fp8_param_gather=False)
+
+    def keeps_bf16(self, layer_number: int, num_layers: int) -> bool:
+        """Whether a layer is computed in bf16.
+
+        Args:
+            layer_number: from 1, along the whole model.
+            num_layers: of the whole model.
+        """
+        if not self.first_last_layers_bf16:
+            return False
+        after = num_layers - self.num_layers_at_end_in_bf16
+        return not self.num_layers_at_start_in_bf16 < layer_number <= after
+
+    def errors(self, run: RunConfig) -> list[str]:
+        """What cannot be run, one sentence each."""
+        return fp8_errors(self, run, may_use_te=not needs_torch_layers(run))

@@ -9,41 +9,39 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from megatron_ext.config.build_rules import build_errors
 from megatron_ext.config.checkpoint import CheckpointConfig
-from megatron_ext.config.conditions import ConditionConfig, TextDropoutConfig
 from megatron_ext.config.cuda_graphs import CudaGraphConfig
-from megatron_ext.config.data import DataConfig
-from megatron_ext.config.ema import EmaConfig
-from megatron_ext.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.config.flags import default_of, range_errors
-from megatron_ext.config.flow import FlowConfig
-from megatron_ext.config.fp8 import Fp8Config
-from megatron_ext.config.logs import LoggingConfig
 from megatron_ext.config.lora import LoraConfig
 from megatron_ext.config.loss import LossConfig
-from megatron_ext.config.mmdit import MMDiTConfig
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.moe import MoEConfig
-from megatron_ext.config.optimizer import OptimizerConfig
-from megatron_ext.config.own import named, section_name
+from megatron_ext.config.optimizer import EmaConfig, OptimizerConfig
 from megatron_ext.config.parallel import ParallelConfig
-from megatron_ext.config.planning import PlanningConfig
-from megatron_ext.config.precision import PrecisionConfig
-from megatron_ext.config.sft import SftConfig
-from megatron_ext.config.stages import interleaving_errors
-from megatron_ext.config.streaming import StreamingConfig
-from megatron_ext.config.streaming_sample import StreamingSampleConfig
+from megatron_ext.config.pipeline import interleaving_errors
+from megatron_ext.config.precision import Fp8Config, PrecisionConfig
+from megatron_ext.config.reporting import LoggingConfig, PlanningConfig
+from megatron_ext.config.rules.build import build_errors
+from megatron_ext.config.sections import named, section_name
 from megatron_ext.config.te_versions import found_version
-from megatron_ext.config.teacher import teacher_errors
-from megatron_ext.config.tokenizer import TokenizerConfig
 from megatron_ext.config.training import TrainingConfig
-from megatron_ext.config.transformer import transformer_fields
 from megatron_ext.config.transformer_engine import TransformerEngineConfig, needs_torch_layers
-from megatron_ext.config.video import SampleConfig, VideoConfig
-from megatron_ext.config.video_dit import VideoDiTConfig, described_by
-from megatron_ext.config.video_rules import video_errors
+from megatron_ext.config.transformer_fields import transformer_fields
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.config import DataConfig, SftConfig, TokenizerConfig
+from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
+from megatron_ext.video.config.mmdit import MMDiTConfig
+from megatron_ext.video.config.rules import video_errors
+from megatron_ext.video.config.run import (
+    ConditionConfig,
+    FlowConfig,
+    SampleConfig,
+    TextDropoutConfig,
+    VideoConfig,
+)
+from megatron_ext.video.config.wan import VideoDiTConfig, described_by
+from megatron_ext.video.streaming.config import StreamingConfig, StreamingSampleConfig
+from megatron_ext.video.streaming.teacher_config import teacher_errors
 
 Section = TypeVar("Section")
 
@@ -53,7 +51,7 @@ class RunConfig:
     """Everything that decides what a run does, by concern.
 
     Attributes:
-        own: sections of the user's, see `config.own`.
+        own: sections of the user's, see `config.sections`.
     """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

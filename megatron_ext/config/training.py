@@ -7,8 +7,7 @@ import signal
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megatron_ext.config.flags import flag
-from megatron_ext.config.ranges import COUNT, LONG_COUNT, LONG_NATURAL, NATURAL, SIZE, Range
+from megatron_ext.config.flags import COUNT, LONG_COUNT, LONG_NATURAL, NATURAL, SIZE, Range, flag
 
 
 @dataclass(frozen=True)

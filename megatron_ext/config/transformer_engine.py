@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from megatron_ext.config.flags import changed_fields, flag
-from megatron_ext.config.fp8_rules import TORCH_RECIPES
-from megatron_ext.config.ranges import SIZE
+from megatron_ext.config.flags import SIZE, changed_fields, flag
+from megatron_ext.config.rules.fp8 import TORCH_RECIPES
 from megatron_ext.config.te_versions import version_errors
 from megatron_ext.errors import ConfigError
 

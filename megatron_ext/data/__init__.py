@@ -1,0 +1,1 @@
+"""Data that every task shares: batches, loaders, samplers, and indexed datasets on disk."""

@@ -10,16 +10,19 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from megatron_ext.data.samplers import RandomSampler, SequentialSampler
-from megatron_ext.data.sft.epochs import StepPlan, StepSampler
-from megatron_ext.data.step_loader import MappingLoader, StepLoader
-from megatron_ext.device.processes import loader_ends_with_parent
-from megatron_ext.errors import DataError
-from megatron_ext.layout import mtp_rank
+from megatron_ext.data.epochs import StepPlan, StepSampler
+from megatron_ext.data.step_loader import (
+    MappingLoader,
+    RandomSampler,
+    SequentialSampler,
+    StepLoader,
+)
+from megatron_ext.errors import DataError, loader_ends_with_parent
+from megatron_ext.parallel.context import mtp_rank
 
 if TYPE_CHECKING:
-    from megatron_ext.config import RunConfig
-    from megatron_ext.layout import ParallelContext
+    from megatron_ext.config.run import RunConfig
+    from megatron_ext.parallel.context import ParallelContext
 
 
 def stage_reads_data(config: RunConfig, context: ParallelContext) -> bool:

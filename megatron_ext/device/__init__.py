@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from megatron_ext.device import cuda_on_cpu
+from megatron_ext.device import cuda_shim as cuda_on_cpu
 from megatron_ext.errors import ConfigError
 
 logger = logging.getLogger(__name__)

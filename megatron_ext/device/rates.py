@@ -2,6 +2,8 @@
 
 ``python -m megatron_ext.device.rates --index 0`` prints the rates of a GPU as JSON; the doctor runs
 it apart, so that a broken driver ends that process only.
+
+What NVIDIA GPUs of a compute capability multiply in 8 bits.
 """
 
 from __future__ import annotations
@@ -16,8 +18,39 @@ from functools import partial
 
 import torch
 
-from megatron_ext.capability import FP8
 from megatron_ext.errors import DeviceNotSupported
+
+Capability = tuple[int, int]
+
+FP8: Capability = (8, 9)
+"""Of the first GPUs with 8-bit products, Ada; Hopper (9.0) and newer have them too."""
+
+FIRST: dict[str, Capability] = {
+    "delayed": FP8,
+    "tensorwise": FP8,
+    "blockwise": (9, 0),
+    "mxfp8": (10, 0),
+}
+"""The first compute capability with the products of a recipe of Transformer Engine; a recipe of the
+user's own may need any.
+"""
+
+CONSUMER_BLACKWELL: Capability = (12, 0)
+"""The first without MXFP8 again."""
+
+
+def engine_recipes(capability: Capability) -> tuple[str, ...]:
+    """Recipes of Transformer Engine that a GPU has the products for.
+
+    The rules are those of ``transformer_engine/pytorch/quantization.py`` 2.9: its blocks of 128
+    are made for Hopper, and MXFP8 for Blackwell of data centres (10.0 and 10.3).
+    """
+    return tuple(
+        recipe
+        for recipe, first in FIRST.items()
+        if first <= capability and not (recipe == "mxfp8" and capability >= CONSUMER_BLACKWELL)
+    )
+
 
 MATRIX = 8192
 COPIED = 2**30

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.losses.chunk_size import default_rows, fused_rows
-from megatron_ext.losses.fused_softmax import statistics, to_gradient_
-from megatron_ext.models.compiled import compiles
+from megatron_ext.layers.compiled import compiles
+from megatron_ext.losses.vocabulary import default_rows, fused_rows, statistics, to_gradient_
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_ext.models.transformer_config import params_dtype
+from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.optim.update import parts_of
 
 if TYPE_CHECKING:
-    from megatron_ext.config import RunConfig
+    from megatron_ext.config.run import RunConfig
 
 OPTIMIZERS = {"adam": AdamOptimizerConfig, "sgd": SGDOptimizerConfig}
 
@@ -28,7 +28,7 @@ OPTIMIZERS = {"adam": AdamOptimizerConfig, "sgd": SGDOptimizerConfig}
 def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
     """The optimizer of this rank's chunks; biases and norm weights do not decay.
 
-    The process groups are those that `layout.init_groups` created in megatron-core: passing them
+    The process groups are those that `parallel.init_groups` created in megatron-core: passing them
     as a collection would lose the Gloo groups that checkpoints on GPUs need.
     """
     cls = OPTIMIZERS[config.optimizer.optimizer]

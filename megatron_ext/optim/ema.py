@@ -156,7 +156,7 @@ class ShardedEMA:
 
         The others wait in the host's memory, so that no rank needs another one to bring them back,
         also after an error. Forward hooks that gather parameters must be off
-        (`training.overlap.ParameterGather.paused`).
+        (`optim.update.ParameterGather.paused`).
 
         Args:
             chunks: whose parameters are exchanged; wrapped ones will do.

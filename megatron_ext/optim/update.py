@@ -6,21 +6,26 @@ Where torch's fused Adam updates, the device decides by itself, and the host lea
 
 A skipped step uses up its samples and counts as an iteration, but the learning rate stays where it
 is: like Megatron-LM, the schedule counts updates only, so that no part of a warm-up is lost.
+
+Forward hooks that gather parameters while the forward pass runs (--overlap-param-gather).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_ext.device.transfer import HostCopy
+from megatron_ext.device.streams import HostCopy
 
 
 class UpdateResult:
@@ -215,3 +220,47 @@ def _clip(optimizer: MegatronOptimizer, clip_grad: float, grad_norm: float) -> N
                 total_norm=grad_norm,
                 use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
             )
+
+
+class ParameterGather:
+    """Switches the hooks off where the parameters must be whole.
+
+    The first step also runs without them, so that an error in initial or loaded weights is not
+    copied to all ranks by the first gather.
+    """
+
+    def __init__(
+        self, chunks: list[DistributedDataParallel], core: TransformerConfig, *, overlap: bool
+    ) -> None:
+        self._chunks = chunks
+        self._core = core
+        self._overlap = overlap
+        self._sync_func = core.param_sync_func
+        self._on = overlap
+
+    def switch_off(self, *, gather: bool) -> None:
+        """Remove the hooks; with ``gather``, collect the latest parameters now."""
+        if self._on:
+            for chunk in self._chunks:
+                chunk.disable_forward_pre_hook(param_sync=gather)
+            self._core.param_sync_func = None
+            self._on = False
+
+    def switch_on(self) -> None:
+        """Put the hooks back, where the run overlaps at all."""
+        if self._overlap and not self._on:
+            for chunk in self._chunks:
+                chunk.enable_forward_pre_hook()
+            self._core.param_sync_func = self._sync_func
+            self._on = True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Whole parameters inside the block, for evaluation and checkpoints."""
+        was_on = self._on
+        self.switch_off(gather=True)
+        try:
+            yield
+        finally:
+            if was_on:
+                self.switch_on()

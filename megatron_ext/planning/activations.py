@@ -6,29 +6,94 @@ operations share count once. It differs where our layers do: SDPA keeps queries,
 output and a log-sum-exp instead of the scores; RMSNorm and SwiGLU take the place of LayerNorm and
 GELU; the cross-entropy is chunked. On a CPU some kernels are not fused and keep more.
 tests/planning compares the sums with what training holds.
+
+What changes of the inputs that linear layers keep: in 8 bits, and beside adapters.
+
+A linear layer keeps its input for the gradient of its weight. In 8 bits it keeps one byte for each
+number (`layers.fp8`); with a frozen weight nothing, but its adapter (`layers.lora`) does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron_ext.losses.chunk_size import default_rows, fused_rows
-from megatron_ext.planning.contents import Sizes, Stage
-from megatron_ext.planning.inputs import Inputs, copies
-from megatron_ext.planning.layer_bytes import (
+from megatron_ext.losses.vocabulary import default_rows, fused_rows
+from megatron_ext.planning.contents import (
     FP32,
     INT64,
     LayerBytes,
+    Sizes,
+    Stage,
     in_order,
     layer_norm,
     recomputed,
     rms_norm,
 )
-from megatron_ext.planning.parameters import in_8_bits, weights
+from megatron_ext.planning.parameters import LINEAR, Weight, in_8_bits, weights
 
 if TYPE_CHECKING:
-    from megatron_ext.config import RunConfig
+    from megatron_ext.config.run import RunConfig
+
+KEPT_LAYOUTS = 2
+"""In which a step keeps a weight in 8 bits: as it is and transposed."""
+
+
+def copies(config: RunConfig, weights: Iterable[Weight]) -> int:
+    """Bytes of the 8-bit matrices that a step keeps beside weights of 8-bit layers.
+
+    With ``--fp8-param-gather`` the weight itself is one of the layouts.
+    """
+    numbers = sum(weight.numel for weight in weights if LINEAR.search(weight.name))
+    return (KEPT_LAYOUTS - config.fp8.fp8_param_gather) * numbers
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Numbers that go into the linear layers of one transformer layer, on one rank.
+
+    Attributes:
+        linear_qkv, linear_proj, linear_fc1, linear_fc2: into the layer of that name.
+        attended: attention keeps its output, which is what goes into ``linear_proj``.
+    """
+
+    linear_qkv: int
+    linear_proj: int
+    linear_fc1: int
+    linear_fc2: int
+    attended: bool
+
+    @classmethod
+    def of(cls, config: RunConfig, sizes: Sizes, *, experts: bool, attended: bool) -> Inputs:
+        """Of a layer, of experts or not."""
+        moe, stream = config.moe, sizes.residual_tokens * sizes.h
+        fc1, fc2 = stream, sizes.tokens * sizes.f // sizes.tp
+        if experts:
+            routed = sizes.residual_tokens * moe.moe_router_topk * sizes.etp
+            fc1 = routed * sizes.h
+            fc2 = routed * (moe.moe_ffn_hidden_size or sizes.f) // sizes.etp
+        return cls(stream, sizes.tokens * sizes.n // sizes.tp * sizes.d, fc1, fc2, attended)
+
+    def saved_in_8_bits(self, width: int) -> int:
+        """Bytes less, where numbers took ``width`` bytes; negative where others keep them too."""
+        fresh = self.linear_qkv + self.linear_fc1 + self.linear_fc2
+        proj = -self.linear_proj if self.attended else self.linear_proj * (width - 1)
+        return fresh * (width - 1) + proj
+
+    def of_frozen(self, config: RunConfig, sizes: Sizes) -> int:
+        """Bytes more beside adapters: their narrow tensors, without inputs that nothing keeps."""
+        rank, targets = config.lora.lora_rank or 0, config.lora.lora_target_modules or []
+        total = len(targets) * sizes.tokens * rank * sizes.width
+        for name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"):
+            kept_anyway = name == "linear_proj" and self.attended
+            numbers: int = getattr(self, name)
+            if name in targets and config.lora.lora_dropout:
+                # The adapter keeps the dropped input instead, and what was dropped.
+                total += numbers * (1 if sizes.gpu else sizes.width)
+            elif name not in targets and not kept_anyway:
+                total -= numbers * sizes.width
+        return total
 
 
 @dataclass(frozen=True)
@@ -91,7 +156,7 @@ class Activations:
 
     @property
     def attends_eagerly(self) -> bool:
-        """See `models.attention.DotProductAttention._follows_core`."""
+        """See `layers.attention.DotProductAttention._follows_core`."""
         model = self.config.model
         drops = model.attention_dropout > 0
         if self.sizes.gpu:
@@ -249,7 +314,7 @@ class Activations:
     def deferred(self, stage: Stage) -> int:
         """Of a stage, what weight gradients that are put off need: inputs and gradients of outputs.
 
-        See `models.linear`; a zero-bubble schedule holds it between its two backward passes.
+        See `layers.linear`; a zero-bubble schedule holds it between its two backward passes.
         """
         sizes, moe = self.sizes, self.config.moe
         inner = 3 if self.config.model.gated else 2

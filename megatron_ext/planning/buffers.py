@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
-from megatron_ext.planning.contents import Ranks
-from megatron_ext.planning.layer_bytes import FP32
+from megatron_ext.planning.contents import FP32, Ranks
 from megatron_ext.planning.parameters import Weight
 
 if TYPE_CHECKING:
-    from megatron_ext.config import RunConfig
+    from megatron_ext.config.run import RunConfig
 
 PARAMETER_ALIGNMENT = 64
 BUCKET_ALIGNMENT = 128
@@ -111,7 +110,7 @@ def _up(number: int, multiple: int) -> int:
 
 
 def bucket_size(config: RunConfig, sizes: Ranks, count: int) -> int | None:
-    """Elements of a bucket on the first pipeline rank's first chunk; see `models.chunks`."""
+    """Elements of a bucket on the first pipeline rank's first chunk; see `layers.chunks`."""
     optimizer = config.optimizer
     if not optimizer.overlap_grad_reduce:
         return None

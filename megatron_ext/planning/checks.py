@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from megatron_ext.doctor.host import this_host
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.transformer_config import build_transformer_config
+from megatron_ext.inspect.doctor.host import this_host
+from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.planning.hardware import size
 from megatron_ext.planning.memory import rank_state
 from megatron_ext.planning.models import network_of
-from megatron_ext.planning.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from megatron_ext.config import RunConfig
+    from megatron_ext.config.run import RunConfig
     from megatron_ext.planning.contents import Stage
 
 

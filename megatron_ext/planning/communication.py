@@ -10,11 +10,10 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from megatron_ext.planning.buffers import State
-from megatron_ext.planning.contents import Ranks, Sizes, Stage
-from megatron_ext.planning.layer_bytes import FP32
+from megatron_ext.planning.contents import FP32, Ranks, Sizes, Stage
 
 if TYPE_CHECKING:
-    from megatron_ext.config import RunConfig
+    from megatron_ext.config.run import RunConfig
 
 
 @dataclass(frozen=True)

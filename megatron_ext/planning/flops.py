@@ -1,4 +1,6 @@
-"""Floating-point operations of a stage, forward, for one micro-batch on one rank.
+"""Factors that every count of floating-point operations shares.
+
+Floating-point operations of a stage, forward, for one micro-batch on one rank.
 
 Matrix products only, two operations for each multiplication and addition, causal attention counted
 half. The sum over stages and ranks, times three for the backward pass, is what Megatron-LM counts.
@@ -9,16 +11,23 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from megatron_ext.models.flops import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
 from megatron_ext.planning.contents import Sizes, Stage
 from megatron_ext.planning.parameters import in_8_bits
 
 if TYPE_CHECKING:
-    from megatron_ext.config import RunConfig
+    from megatron_ext.config.run import RunConfig
+
+MULTIPLY_AND_ADD = 2
+"""Operations for each product of two numbers that is added to a sum."""
+
+FORWARD_AND_BACKWARD = 3
+"""Matrix products of a training step for each one forward: backward there are two, of the
+gradients of the input and of the weight."""
+
 
 CASTS = {"delayed": 4, "tensorwise": 6, "rowwise": 8}
 """Bytes that a cast to 8 bits in both layouts reads and writes for each number, by recipe, as
-`models.fp8` does it; Transformer Engine's recipes are taken for tensorwise."""
+`layers.fp8` does it; Transformer Engine's recipes are taken for tensorwise."""
 
 
 @dataclass(frozen=True)

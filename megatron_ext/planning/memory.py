@@ -8,16 +8,15 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from megatron_ext.planning.buffers import State, bucket_size, chunk_state
-from megatron_ext.planning.contents import Ranks, Stage
-from megatron_ext.planning.layer_bytes import LayerBytes
+from megatron_ext.planning.contents import LayerBytes, Ranks, Stage
 from megatron_ext.planning.models import network_of
 from megatron_ext.planning.network import Network
 from megatron_ext.planning.parameters import Weight
-from megatron_ext.schedules import Plan, build_plan
-from megatron_ext.schedules.plan import COMPUTE, RECEIVES, Kind
+from megatron_ext.schedules.orders import build_plan
+from megatron_ext.schedules.plan import COMPUTE, RECEIVES, Kind, Plan
 
 if TYPE_CHECKING:
-    from megatron_ext.config import RunConfig
+    from megatron_ext.config.run import RunConfig
 
 _plan = lru_cache(maxsize=64)(build_plan)
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from megatron_ext.errors import ConfigError
 from megatron_ext.planning.contents import Sizes
 from megatron_ext.planning.network import GptNetwork, Network
-from megatron_ext.planning.video.clip import Clip
-from megatron_ext.planning.video.dit import DiTNetwork
-from megatron_ext.planning.video.mmdit import MMDiTNetwork
+from megatron_ext.video.cost.clip import Clip
+from megatron_ext.video.cost.mmdit import MMDiTNetwork
+from megatron_ext.video.cost.wan import DiTNetwork
 
 if TYPE_CHECKING:
-    from megatron_ext.config import RunConfig
+    from megatron_ext.config.run import RunConfig
 
 
 def network_of(config: RunConfig, clip: Clip | None = None) -> Network:

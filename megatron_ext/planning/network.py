@@ -7,16 +7,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.planning.activations import Activations
+from megatron_ext.planning.activations import Activations, copies
 from megatron_ext.planning.communication import Traffic, Volume
-from megatron_ext.planning.contents import Ranks, Sizes, Stage, stages
+from megatron_ext.planning.contents import LayerBytes, Ranks, Sizes, Stage, stages
 from megatron_ext.planning.flops import Operated, Operations, step_flops
-from megatron_ext.planning.inputs import copies
-from megatron_ext.planning.layer_bytes import LayerBytes
 from megatron_ext.planning.parameters import Weight, weights
 
 if TYPE_CHECKING:
-    from megatron_ext.config import RunConfig
+    from megatron_ext.config.run import RunConfig
 
 
 class Network(ABC):

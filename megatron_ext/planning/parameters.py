@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from megatron_ext.planning.contents import Sizes, Stage
 
 if TYPE_CHECKING:
-    from megatron_ext.config import RunConfig
-
+    from megatron_ext.config.run import RunConfig
 
 LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2|q|kv)\.weight$")
 """Names of the matrices that may multiply in 8 bits."""
@@ -47,7 +46,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Linear:
-    """A matrix as ranks share it, perhaps with a bias and an adapter (`models.lora`).
+    """A matrix as ranks share it, perhaps with a bias and an adapter (`layers.lora`).
 
     Attributes:
         name: of the layer.

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.planning.hardware import GB, Gpu
 from megatron_ext.planning.memory import RankMemory, memory, step_plan
-from megatron_ext.schedules import price
 from megatron_ext.schedules.picture import save as save_schedule
 from megatron_ext.schedules.picture import write_figure
+from megatron_ext.schedules.plan import price
 
 if TYPE_CHECKING:
-    from megatron_ext.config import RunConfig
+    from megatron_ext.config.run import RunConfig
 
 COLORS = {
     "weights": "#7aa6da",

@@ -16,7 +16,7 @@ from megatron_ext.planning.assumptions import assumed
 from megatron_ext.planning.checks import check_core
 from megatron_ext.planning.communication import Volume
 from megatron_ext.planning.contents import Sizes
-from megatron_ext.planning.hardware import Gpu, gpu_named
+from megatron_ext.planning.hardware import Gpu, gpu_named, size
 from megatron_ext.planning.memory import (
     RankMemory,
     memory,
@@ -30,14 +30,12 @@ from megatron_ext.planning.network import Network
 from megatron_ext.planning.parameters import distinct
 from megatron_ext.planning.search import Found
 from megatron_ext.planning.step_time import Estimate, estimate, rank_volume
-from megatron_ext.planning.units import size
-from megatron_ext.planning.video.clip import Clip
-from megatron_ext.planning.video.streaming import streaming_memory
-from megatron_ext.planning.video.streaming_report import fits_on, streaming_plan
-from megatron_ext.schedules import price
+from megatron_ext.schedules.plan import price
+from megatron_ext.video.cost.clip import Clip
+from megatron_ext.video.streaming.cost import fits_on, streaming_memory, streaming_plan
 
 if TYPE_CHECKING:
-    from megatron_ext.config import RunConfig
+    from megatron_ext.config.run import RunConfig
 
 MILLION = 10**6
 

@@ -16,7 +16,7 @@ from megatron_ext.planning.models import network_of
 from megatron_ext.planning.step_time import Estimate, estimate, reserve_of
 
 if TYPE_CHECKING:
-    from megatron_ext.config import RunConfig
+    from megatron_ext.config.run import RunConfig
 
 MOST_CHUNKS = 4
 MOST_REASONS = 5

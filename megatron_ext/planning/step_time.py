@@ -17,10 +17,10 @@ from megatron_ext.planning.hardware import Gpu
 from megatron_ext.planning.memory import RankMemory, memory, num_microbatches, step_plan
 from megatron_ext.planning.models import network_of
 from megatron_ext.planning.network import Network
-from megatron_ext.schedules import Durations, Plan, Price, price
+from megatron_ext.schedules.plan import Durations, Plan, Price, price
 
 if TYPE_CHECKING:
-    from megatron_ext.config import RunConfig
+    from megatron_ext.config.run import RunConfig
 
 
 @dataclass(frozen=True)

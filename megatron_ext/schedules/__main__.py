@@ -9,12 +9,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_ext.config.ranges import FACTOR, SIZE, WEIGHT
+from megatron_ext.config.flags import FACTOR, SIZE, WEIGHT
 from megatron_ext.errors import ConfigError, run_program
-from megatron_ext.schedules.build import SCHEDULES, build_plan
+from megatron_ext.schedules.orders import SCHEDULES, build_plan
 from megatron_ext.schedules.picture import save, text
-from megatron_ext.schedules.plan import Durations
-from megatron_ext.schedules.price import price
+from megatron_ext.schedules.plan import Durations, price
 
 DEFAULT_CHUNKS = {"interleaved": 2, "zb-v": 2}
 

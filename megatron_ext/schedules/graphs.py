@@ -9,13 +9,13 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.layout import Placement
-from megatron_ext.models.graphs import ChunkGraphs
-from megatron_ext.models.moe import TransformerLayer
+from megatron_ext.layers.graphs import ChunkGraphs
+from megatron_ext.layers.moe import TransformerLayer
+from megatron_ext.parallel.grid import Placement
 from megatron_ext.schedules.plan import Action, Kind
 
 if TYPE_CHECKING:
-    from megatron_ext.config import RunConfig
+    from megatron_ext.config.run import RunConfig
 
 
 def records_graphs(config: RunConfig) -> bool:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.schedules.plan import Kind, Plan, Timed
-from megatron_ext.schedules.price import Price
+from megatron_ext.schedules.plan import Kind, Plan, Price, Timed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

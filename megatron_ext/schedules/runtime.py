@@ -1,4 +1,7 @@
-"""Runs one rank's list of actions over megatron-core's ``forward_step`` and ``backward_step``."""
+"""Runs one rank's list of actions over megatron-core's ``forward_step`` and ``backward_step``.
+
+Division of a step's gradients by its tokens, without asking the device how many there were.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel.schedules import (
     backward_step,
@@ -18,16 +22,43 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megatron_ext.schedules.build import build_plan
-from megatron_ext.schedules.channel import Channels
-from megatron_ext.schedules.gradient_sync import GradientSync
+from megatron_ext.schedules.communication import Channels, GradientSync
 from megatron_ext.schedules.graphs import StepGraphs
+from megatron_ext.schedules.orders import build_plan
 from megatron_ext.schedules.plan import Action, Kind, Plan
-from megatron_ext.schedules.token_scaling import scale_by_tokens
 
 if TYPE_CHECKING:
-    from megatron_ext.layout import ParallelContext
+    from megatron_ext.parallel.context import ParallelContext
+
+
+def scale_by_tokens(
+    chunks: Sequence[DistributedDataParallel],
+    num_tokens: Tensor,
+    *,
+    pp: ProcessGroup,
+    dp_cp: ProcessGroup,
+    last_stage_rank: int,
+) -> None:
+    """Divide the gradients by the tokens of all data- and context-parallel ranks.
+
+    The arithmetic of megatron-core's ``finalize_model_grads``, which waits for the device to learn
+    whether there was a token at all; here the device decides by itself.
+
+    Args:
+        chunks: of this rank, their gradients summed over the data-parallel ranks.
+        num_tokens: of this rank's micro-batches, int ``[]``; it is overwritten.
+        pp: ranks of the pipeline.
+        dp_cp: data- and context-parallel ranks.
+        last_stage_rank: rank within ``pp`` that has counted.
+    """
+    torch.distributed.broadcast(num_tokens, group=pp, group_src=last_stage_rank)
+    torch.distributed.all_reduce(num_tokens, group=dp_cp)
+    scale = torch.where(num_tokens > 0, 1.0 / num_tokens, 1.0)
+    for chunk in chunks:
+        chunk.scale_gradients(scale)
+
 
 ForwardStep = Callable[[Any, torch.nn.Module], tuple[Any, Any]]
 

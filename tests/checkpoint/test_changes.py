@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.checkpoint.changes import check_changes
-from megatron_ext.config import parse_args
+from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import CheckpointError
 from tests.training_runs import TINY, mock_data, train_on_ranks
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.checkpoint.paths import TRACKER, root_of
+from megatron_ext.checkpoint.files import TRACKER, root_of
 from megatron_ext.checkpoint.stored import find
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.errors import CheckpointError

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.checkpoint.paths import TRACKER, published
+from megatron_ext.checkpoint.files import TRACKER, published
 from megatron_ext.checkpoint.stored import choose, newest_whole
 from megatron_ext.device import select
 from megatron_ext.errors import CheckpointError
-from megatron_ext.layout import Layout, init_groups, seed_everything
+from megatron_ext.parallel.context import init_groups, seed_everything
+from megatron_ext.parallel.grid import Layout
 from tests.checkpoint.tiny import build, load, manager, save
 from tests.ranks import ranks, run_on_ranks
 

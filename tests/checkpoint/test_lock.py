@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.checkpoint.lock import NAME, _lock, hold_save_folder
+from megatron_ext.checkpoint.files import NAME, _lock, hold_save_folder
 from megatron_ext.errors import CheckpointError
-from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
-from megatron_ext.training.pretrain import main
+from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.train.main import main
 from pretrain_gpt import GPT
 from tests.ranks import ranks
 from tests.training_runs import TINY, mock_data

@@ -11,16 +11,16 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megatron_ext.checkpoint import CheckpointManager
-from megatron_ext.checkpoint.lora_export import export_adapters
-from megatron_ext.config import RunConfig
+from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.config.checkpoint import CheckpointConfig
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.chunks import build_chunks
-from megatron_ext.models.gpt import build_gpt_chunk
-from megatron_ext.models.transformer_config import build_transformer_config
-from megatron_ext.training.launch import fork_ranks
+from megatron_ext.layers.chunks import build_chunks
+from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.convert.lora import export_adapters
+from megatron_ext.text.model.gpt import build_gpt_chunk
+from megatron_ext.train.launch import fork_ranks
 from tests.models import plain
 from tests.numerics.stock import LENGTH, VOCABULARY, gpt_config, whole_batch
 from tests.ranks import ranks

@@ -11,10 +11,10 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing import load_common_state_dict
 
-from megatron_ext.checkpoint import read_run_config
-from megatron_ext.checkpoint.paths import TRACKER, folder_of, published
+from megatron_ext.checkpoint.files import TRACKER, folder_of, published
+from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.errors import CheckpointError
-from megatron_ext.layout import Layout
+from megatron_ext.parallel.grid import Layout
 from tests.checkpoint.tiny import RUN_CONFIG, build, load, manager, save, whole_tensors
 from tests.ranks import ranks, run_on_ranks
 

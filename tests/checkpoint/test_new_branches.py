@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.config.video_rules import VIDEO_DEFAULTS
-from megatron_ext.training.setup import Run
+from megatron_ext.train.setup import Run
+from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from pretrain_video import FLOW
 from tests.examples.latents import make_latents
 from tests.training_runs import train_on_ranks

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.checkpoint.paths import folder_of
+from megatron_ext.checkpoint.files import folder_of
 from megatron_ext.errors import CheckpointError
 from tests.checkpoint.tiny import whole_tensors
 from tests.training_runs import train_on_ranks, training_rows

@@ -14,12 +14,11 @@ import pytest
 import torch
 
 import megatron_ext
-from megatron_ext.checkpoint.manifest import MANIFEST, describe_file, read_manifest
-from megatron_ext.checkpoint.paths import folder_of
+from megatron_ext.checkpoint.files import MANIFEST, describe_file, folder_of, read_manifest
 from megatron_ext.checkpoint.unpickling import MetadataReader, read_tensors
 from megatron_ext.errors import CheckpointError
-from megatron_ext.training.launch import EXIT_CODE_USER_ERROR, fork_ranks
-from megatron_ext.training.pretrain import main
+from megatron_ext.train.launch import EXIT_CODE_USER_ERROR, fork_ranks
+from megatron_ext.train.main import main
 from pretrain_gpt import GPT
 from tests.checkpoint.tiny import build, load, manager, save
 from tests.ranks import ranks

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-from megatron_ext.checkpoint import CheckpointManager, LoadedCheckpoint, unwanted
-from megatron_ext.checkpoint.unwanted import check_unwanted
+from megatron_ext.checkpoint import compatibility as unwanted
+from megatron_ext.checkpoint.compatibility import check_unwanted
+from megatron_ext.checkpoint.manager import CheckpointManager
+from megatron_ext.checkpoint.state import LoadedCheckpoint
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.errors import CheckpointError
-from megatron_ext.layout import Layout, ParallelContext
-from megatron_ext.models.causal_video import SIZES
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.video.config.wan import SIZES
 from tests.checkpoint.test_new_branches import I2V, T2V, latents
 from tests.checkpoint.test_new_branches import run as train
 from tests.models.causal_video.problem import Problem, build

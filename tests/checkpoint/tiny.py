@@ -16,9 +16,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from megatron_ext.checkpoint import CheckpointManager
+from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.config.checkpoint import CheckpointConfig
-from megatron_ext.layout import ParallelContext
+from megatron_ext.parallel.context import ParallelContext
 
 RUN_CONFIG: dict[str, Any] = {"training": {"seed": 1234}, "model": {"num_layers": 4}}
 

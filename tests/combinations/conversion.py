@@ -61,7 +61,7 @@ def draw(dice: random.Random) -> Case:
 
 def judge(case: Case, data: Path, limit: float) -> tuple[str, str]:
     """What came out: "equal", "refused" or a failure, with the commands."""
-    from megatron_ext.training.pretrain import main as train
+    from megatron_ext.train.main import main as train
     from pretrain_gpt import task_of
     from tests.checkpoint.huggingface.models import make
 

@@ -23,8 +23,8 @@ from typing import IO, Any
 
 import torch
 
-from megatron_ext.training.reporting import plot
-from megatron_ext.training.reporting.metrics_file import read_metrics
+from megatron_ext.train.reporting import files as plot
+from megatron_ext.train.reporting.files import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTED = "> the resolved configuration"

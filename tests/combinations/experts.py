@@ -9,9 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_ext.device import select
-from megatron_ext.training.parity.compare import Parity, Tolerances, compare
-from megatron_ext.training.parity.layouts import NamedLayout, parse_layout
-from megatron_ext.training.parity.run import Recording, record
+from megatron_ext.inspect.parity import (
+    NamedLayout,
+    Parity,
+    Recording,
+    Tolerances,
+    compare,
+    parse_layout,
+    record,
+)
 from tests.combinations.execute import execute, workplace
 
 STEPS = 2

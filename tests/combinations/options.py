@@ -6,8 +6,8 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron_ext.config.cli import all_flags, spellings
 from megatron_ext.config.flags import Flag
+from megatron_ext.config.parser import all_flags, spellings
 from tests.combinations.values import FIXED, NEEDS, SECTION_NEEDS, VALUES, WHOLES, whole, words_of
 
 Settings = dict[str, tuple[bool, tuple[str, ...]]]

@@ -145,7 +145,7 @@ def given(source: Path, form: str, folder: Path) -> list[str]:
 
 def run(words: list[str], folder: Path, name: str, limit: float) -> Ended:
     """Run the tool in a process of its own."""
-    from megatron_ext.data.preprocess.cli import main
+    from megatron_ext.text.preprocess.cli import main
 
     stdin = folder / "input"
     return execute(

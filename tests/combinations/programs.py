@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_ext.training.pretrain import main
+from megatron_ext.train.main import main
 from tests.combinations import layouts
 from tests.combinations.layouts import Layout
 from tests.combinations.options import Option, joined, options_of

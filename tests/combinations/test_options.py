@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from megatron_ext.config.cli import all_flags
+from megatron_ext.config.parser import all_flags
 from tests.combinations import layouts
 from tests.combinations.draw import Case, Draws
 from tests.combinations.options import joined, name_of, settings_of, values_of

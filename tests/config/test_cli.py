@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_ext.config import RunConfig, parse_args
-from megatron_ext.config.cli import read_words
+from megatron_ext.config.parser import parse_args, read_words
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 
 GPT3 = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.config import parse_args
-from megatron_ext.config.ema import STREAMING_START, EmaConfig
+from megatron_ext.config.optimizer import STREAMING_START, EmaConfig
+from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError
 from tests.training_runs import TINY, mock_data
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.config import parse_args
-from megatron_ext.config.fp8 import Fp8Config
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.precision import Fp8Config
 from megatron_ext.errors import ConfigError
 
 TINY = (

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.config import RunConfig, parse_args
 from megatron_ext.config.lora import TARGETS, VIDEO_TARGETS
-from megatron_ext.config.video_rules import STREAMING_DEFAULTS
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.video.config.rules import STREAMING_DEFAULTS
 from tests.training_runs import TINY, mock_data
 
 WORDS = [*TINY, *mock_data(), "--train-iters", "1"]

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_ext.config import RunConfig, parse_args
 from megatron_ext.config.flags import flag
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.pretrain import main
-from megatron_ext.training.task import choose
+from megatron_ext.train.main import main
+from megatron_ext.train.task import choose
 from pretrain_gpt import GPT
 
 RUN = (

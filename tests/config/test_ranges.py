@@ -10,13 +10,12 @@ from random import Random
 
 import pytest
 
-from megatron_ext.config import RunConfig, parse_args
-from megatron_ext.config.cli import all_flags
-from megatron_ext.config.flags import Flag, range_errors
-from megatron_ext.config.ranges import COUNT, SHARE, Range
+from megatron_ext.config.flags import COUNT, SHARE, Flag, Range, range_errors
+from megatron_ext.config.parser import all_flags, parse_args
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
 from megatron_ext.planning.checks import check_core
-from megatron_ext.training.preflight import preflight
+from megatron_ext.train.preflight import preflight
 
 TINY = shlex.split(
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 
 BASE = (

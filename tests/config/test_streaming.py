@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config.video_rules import STREAMING_DEFAULTS
-from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
-from megatron_ext.training.pretrain import main
+from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.train.main import main
+from megatron_ext.video.config.rules import STREAMING_DEFAULTS
 from pretrain_video import task_of
 from tests.training.streaming.tiny import FLAGS, flags_of, write_prompts
 
@@ -19,7 +19,7 @@ STARTED = 99
 @pytest.fixture(autouse=True)
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is not refused ends with a code of its own."""
-    monkeypatch.setattr("megatron_ext.training.pretrain.launch", lambda *_, **__: STARTED)
+    monkeypatch.setattr("megatron_ext.train.main.launch", lambda *_, **__: STARTED)
 
 
 class Printed:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config import RunConfig, parse_args
-from megatron_ext.config.video_rules import STREAMING_DEFAULTS, VIDEO_DEFAULTS
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.video.config.rules import STREAMING_DEFAULTS, VIDEO_DEFAULTS
 from tests.training_runs import TINY, mock_data
 
 TASK = "--task streaming --prompts-path p.txt --micro-batch-size 1 --train-iters 1 "

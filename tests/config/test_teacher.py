@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config import parse_args
+from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
-from megatron_ext.config.teacher import TeacherSizes, teacher_sizes
-from megatron_ext.config.video_rules import STREAMING_DEFAULTS
 from megatron_ext.errors import ConfigError
+from megatron_ext.video.config.rules import STREAMING_DEFAULTS
+from megatron_ext.video.streaming.teacher_config import TeacherSizes, teacher_sizes
 from tests.training.streaming.tiny import flags_of
 
 TENSOR, STAGES = "--teacher-tensor-model-parallel-size", "--teacher-pipeline-model-parallel-size"

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from megatron_ext.config import RunConfig, parse_args, run, te_versions, transformer_engine
+from megatron_ext.config import run, te_versions, transformer_engine
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
 from megatron_ext.config.te_versions import MINIMUM, NEEDS, version_errors
 from megatron_ext.config.transformer_engine import OVERLAPPED, SWITCHES
 from megatron_ext.errors import ConfigError

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.data.preprocess.tokenizer_flags import TokenizerFlags
-from megatron_ext.data.tokenizers import Tokenizer, build_tokenizer
-from megatron_ext.data.tokenizers import fast as fast_module
-from megatron_ext.data.tokenizers.fast import FastEncoder, InexactEngine, has_combining
+from megatron_ext.text.preprocess.options import TokenizerFlags
+from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers import fast as fast_module
+from megatron_ext.text.tokenizers.base import Tokenizer
+from megatron_ext.text.tokenizers.fast import FastEncoder, InexactEngine, has_combining
 from tests.data import tiny
 
 KINDS = ("SentencePieceTokenizer", "HuggingFaceTokenizer")

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 from megatron.core.datasets.gpt_dataset import MockGPTDataset
 
-from megatron_ext.config import parse_args
-from megatron_ext.data.blend import BlendSpec, read_blend
-from megatron_ext.data.gpt import (
+from megatron_ext.config.parser import parse_args
+from megatron_ext.data.indexed import optimal_dtype
+from megatron_ext.data.indexed_writer import IndexedWriter
+from megatron_ext.errors import DataError
+from megatron_ext.text.data.blend import BlendSpec, read_blend
+from megatron_ext.text.data.gpt import (
     KeyedGPTDataset,
     build_gpt_datasets,
     check_inputs,
     dataset_config,
     split_bounds,
 )
-from megatron_ext.data.indexed import optimal_dtype
-from megatron_ext.data.indexed_writer import IndexedWriter
-from megatron_ext.data.tokenizers import build_tokenizer
-from megatron_ext.errors import DataError
-from megatron_ext.training.preflight import check_gpt_data
+from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.train.preflight import check_gpt_data
 from tests.training_runs import TINY, train_on_ranks, training_rows
 
 SEQUENCE = 8

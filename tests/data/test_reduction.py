@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.data.batch import Batch, documents_of_positions
-from megatron_ext.data.reduction import reduced_weights, with_reduced_weights
+from megatron_ext.data.batch import (
+    Batch,
+    documents_of_positions,
+    reduced_weights,
+    with_reduced_weights,
+)
 
 WEIGHTS = torch.tensor([[1.0, 1, 0, 1, 1, 1, 0, 0], [0.0, 0, 0, 0, 1, 0, 0, 0]])
 POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0], [0, 1, 2, 0, 1, 2, 3, 4]])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ext.data.step_loader import StepLoader
-from megatron_ext.layout import ParallelContext
+from megatron_ext.parallel.context import ParallelContext
 from tests.ranks import ranks
 
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_ext.checkpoint.huggingface.read import TensorFolder
-from megatron_ext.config import parse_args
-from megatron_ext.config.encoding import CodecConfig
-from megatron_ext.data.preprocess.parts import Done, marker_path, read_marker
-from megatron_ext.data.tokenizers.huggingface import load_pretrained
-from megatron_ext.data.video.codecs import build_codec
-from megatron_ext.data.video.manifest import read_manifest
-from megatron_ext.data.video.shards import write_json
-from megatron_ext.data.video.text_encoders.loading import load
+from megatron_ext.checkpoint.safetensors_files import TensorFolder
+from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
+from megatron_ext.text.preprocess.parts import Done, marker_path, read_marker
+from megatron_ext.text.tokenizers.huggingface import load_pretrained
+from megatron_ext.video.config.encoding import CodecConfig
+from megatron_ext.video.data.codecs import build_codec
+from megatron_ext.video.data.manifest import read_manifest
+from megatron_ext.video.data.shards import write_json
+from megatron_ext.video.data.text_models import load
 from tests.data.sft.tiny import tokenizer
 from tests.data.tiny import hf_folder
 from tests.data.video.making import write_vaes

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.data.preprocess.tokenizer_flags import TokenizerFlags
-from megatron_ext.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError
+from megatron_ext.text.preprocess.options import TokenizerFlags
+from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers.base import Tokenizer
 from tests.data import tiny
 
 TEXTS = [text for text in tiny.HARD_TEXTS if text] + tiny.sentences()[:20]
@@ -404,8 +405,8 @@ def test_bad_settings_are_told_in_one_sentence(tmp_path: Path, number: int) -> N
 @pytest.mark.parametrize("case", ["sentencepiece", "huggingface", "tiktoken_v2"])
 def test_building_imports_no_torch(case: str) -> None:
     script = (
-        "import sys; from megatron_ext.data.tokenizers import build_tokenizer\n"
-        "from megatron_ext.data.preprocess.tokenizer_flags import TokenizerFlags\n"
+        "import sys; from megatron_ext.text.tokenizers import build_tokenizer\n"
+        "from megatron_ext.text.preprocess.options import TokenizerFlags\n"
         f"chosen = TokenizerFlags(**{dataclasses.asdict(CASES[case]())!r})\n"
         "build_tokenizer(chosen).tokenize('a b')\n"
         "print([m for m in ('torch', 'transformers', 'megatron') if m in sys.modules])"

@@ -14,8 +14,9 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
-from megatron_ext.device import Device, cuda_on_cpu, select
-from megatron_ext.device.answers import TABLE, Heading
+from megatron_ext.device import Device, select
+from megatron_ext.device import cuda_shim as cuda_on_cpu
+from megatron_ext.device.cuda_shim import TABLE, Heading
 from megatron_ext.errors import ConfigError, DeviceNotSupported
 
 SURFACE = {

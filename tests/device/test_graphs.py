@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from unittest import mock
 
-from megatron_ext.device.graphs import destroy_graphs
-from megatron_ext.layout import ParallelContext
+from megatron_ext.device.streams import destroy_graphs
+from megatron_ext.parallel.context import ParallelContext
 from tests.graph_stand_in import Capture, CpuGraph, graphs_on_a_cpu
 from tests.ranks import ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ext.device.transfer import sent
+from megatron_ext.device.streams import sent
 
 
 def test_on_the_host_nothing_is_copied() -> None:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.doctor import Outcome
-from megatron_ext.doctor.host import Host
+from megatron_ext.inspect.doctor.host import Host, Outcome
 
 SMI = "/usr/bin/nvidia-smi"
 REQUIRES = ["megatron-core<0.17,>=0.16.1", 'transformer-engine[pytorch]>=2.4; extra == "te"']

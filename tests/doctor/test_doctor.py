@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.doctor import Outcome, ThisMachine, examine, main, report
-from megatron_ext.doctor.packages import is_nvidia_apex
-from megatron_ext.doctor.surroundings import ask_python, run_python
-from megatron_ext.doctor.torch_facts import QUESTIONS
+from megatron_ext.inspect.doctor.examine import examine, main, report
+from megatron_ext.inspect.doctor.host import Outcome, ThisMachine, ask_python, run_python
+from megatron_ext.inspect.doctor.packages import is_nvidia_apex
+from megatron_ext.inspect.doctor.torch_facts import QUESTIONS
 from tests.doctor.machines import H200, NO_CUDA, Machine
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.doctor import Outcome, ThisMachine, examine
-from megatron_ext.doctor import host as host_module
-from megatron_ext.doctor.host import Host, this_host
-from megatron_ext.doctor.links import parse
+from megatron_ext.inspect.doctor import host as host_module
+from megatron_ext.inspect.doctor.examine import examine
+from megatron_ext.inspect.doctor.gpus import parse
+from megatron_ext.inspect.doctor.host import Host, Outcome, ThisMachine, this_host
 from tests.doctor.machines import H200, NO_CUDA, SERVER, Machine
 
 TWO = {**H200, "gpus": 2 * H200["gpus"]}

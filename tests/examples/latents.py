@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_ext.data.video.preprocess import main
+from megatron_ext.video.data.preprocess import main
 
 CLIPS = Path(__file__).resolve().parents[2] / "examples" / "video" / "make_clips.py"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from examples.custom_model.train import DEFAULTS, SECTIONS, task_of
-from megatron_ext.config import parse_args
+from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError
 from tests.training_runs import train_on_ranks, training_rows
 

@@ -18,11 +18,11 @@ from benchmarks.gpu_setup import LLAMAS, Ceiling, config_of
 from benchmarks.peers import PEERS, Place, hugging_face_config
 from benchmarks.targets import LOSS_TIME, MFU, over, verdict
 from benchmarks.torch_llama import TorchLlama, token_loss
-from megatron_ext.config.mmdit_sizes import SIZES
-from megatron_ext.models.fp8.scaling import RECIPES
-from megatron_ext.models.mmdit.flops import flops_of_clip
-from megatron_ext.training.flops import flops_per_sample
-from megatron_ext.training.launch import fork_ranks
+from megatron_ext.layers.fp8.scaling import RECIPES
+from megatron_ext.text.cost import flops_per_sample
+from megatron_ext.train.launch import fork_ranks
+from megatron_ext.video.config.mmdit import SIZES
+from megatron_ext.video.cost.flops import flops_of_clip
 from tests.ranks import ParallelContext, ranks
 
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from benchmarks import layer_traffic
 from benchmarks.traffic import compiled_traffic, eager_traffic
-from megatron_ext.models.pointwise import activated
-from megatron_ext.training.launch import fork_ranks
+from megatron_ext.layers.pointwise import activated
+from megatron_ext.train.launch import fork_ranks
 
 UNIT = 4 * 6 * 2 * 8
 X = torch.randn(6, 2, 8)

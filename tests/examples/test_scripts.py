@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from benchmarks import cross_entropy, gpu_peers, gpu_throughput
-from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES, TESTS = ROOT / "examples", ROOT / "tests" / "examples"

@@ -11,7 +11,7 @@ from matplotlib.image import imread
 
 from benchmarks import streaming_convergence, streaming_memory, streaming_setup, streaming_speed
 from benchmarks.streaming_memory import SavedTensors
-from megatron_ext.models.causal_video import SIZES
+from megatron_ext.video.config.wan import SIZES
 from tests.ranks import ParallelContext, ranks
 
 

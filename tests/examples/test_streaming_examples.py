@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.config import RunConfig, parse_args
-from megatron_ext.config.video_rules import STREAMING_DEFAULTS
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
+from megatron_ext.video.config.rules import STREAMING_DEFAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 STREAMING = ROOT / "examples" / "streaming"

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from megatron_ext.device import Device
-from megatron_ext.layout import Layout, ParallelContext, init_groups
-from megatron_ext.training.known_warnings import silence_known_warnings
-from megatron_ext.training.reporting.metrics_file import read_metrics
+from megatron_ext.parallel.context import ParallelContext, init_groups
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.train.main import silence_known_warnings
+from megatron_ext.train.reporting.files import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 300.0

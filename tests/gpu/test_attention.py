@@ -12,8 +12,9 @@ from torch import Tensor
 
 from benchmarks.attention import SHAPES, Inputs, Shape, make_inputs, measure, ours
 from megatron_ext.device.rates import seconds_of
-from megatron_ext.models import block_mask, sdpa
-from megatron_ext.models.attention import DotProductAttention
+from megatron_ext.layers import sdpa
+from megatron_ext.layers import sdpa as block_mask
+from megatron_ext.layers.attention import DotProductAttention
 from tests.gpu.runs import one_gpu
 from tests.models import plain
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_ext.models import compiled as module
-from megatron_ext.models.compiled import compiles
-from megatron_ext.models.pointwise import activated, norm_beside
+from megatron_ext.layers import compiled as module
+from megatron_ext.layers.compiled import compiles
+from megatron_ext.layers.pointwise import activated, norm_beside
 from tests.models.pointwise_cases import CASES, Case, cast, run
 from tests.models.test_pointwise import HALF_FACTOR, error
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.cross_entropy import GPU_SIZE, WAYS, Inputs, Setting, make_inputs, one_pass
+from megatron_ext.layers.compiled import compiles
 from megatron_ext.losses.chunked_logits import adds_in_float32
-from megatron_ext.models.compiled import compiles
 from tests.gpu.runs import one_gpu
 from tests.losses.dense_cross_entropy import ALONE, Form, dense, leaves, per_token, weighted
 

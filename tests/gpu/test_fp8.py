@@ -9,12 +9,10 @@ from typing import Literal
 import pytest
 import torch
 
-from megatron_ext.config.fp8 import Fp8Config
+from megatron_ext.config.precision import Fp8Config
 from megatron_ext.device.rates import has_fp8
-from megatron_ext.models.fp8.linear import Fp8Call, fp8_linear
-from megatron_ext.models.fp8.parts import Parts
-from megatron_ext.models.fp8.scaling import RECIPES
-from megatron_ext.models.fp8.weights import KeptWeights
+from megatron_ext.layers.fp8.linear import Fp8Call, KeptWeights, fp8_linear
+from megatron_ext.layers.fp8.scaling import RECIPES, Parts
 from tests.gpu.runs import losses, one_gpu, train
 from tests.training_runs import TINY, mock_data
 

@@ -9,9 +9,15 @@ import torch
 from torch._inductor import metrics
 
 from megatron_ext.device.rates import has_fp8
-from megatron_ext.models.fp8.formats import E4M3, E5M2, Quantized
-from megatron_ext.models.fp8.passes import Function, quantize_with
-from megatron_ext.models.fp8.product import arguments, product
+from megatron_ext.layers.fp8.matrices import (
+    E4M3,
+    E5M2,
+    Function,
+    Quantized,
+    arguments,
+    product,
+    quantize_with,
+)
 from tests.models.fp8.test_passes import FUNCTIONS, matrix
 from tests.models.fp8.test_product import VIOLATIONS, matrices, operands, quantized
 

@@ -17,8 +17,8 @@ import torch
 
 from megatron_ext.device.rates import has_fp8
 from megatron_ext.optim.update import decides_on_device
-from megatron_ext.training.setup import Run
-from megatron_ext.training.window import LogWindow
+from megatron_ext.train.metrics import LogWindow
+from megatron_ext.train.setup import Run
 from tests.gpu.runs import one_gpu
 from tests.runs_from_inside import build, one_step
 from tests.training_runs import TINY, mock_data

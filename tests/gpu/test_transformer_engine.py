@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.capability import FIRST
 from megatron_ext.config.te_versions import found_version
-from megatron_ext.models.transformer_engine import recipe_error
+from megatron_ext.device.rates import FIRST
+from megatron_ext.layers.transformer_engine import recipe_error
 from tests.gpu.runs import losses, needs_gpus, train
 from tests.training_runs import TINY, mock_data
 

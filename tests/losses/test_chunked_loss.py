@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.layout import ParallelContext
 from megatron_ext.losses.chunked_loss import TokenLosses, chunked_loss
 from megatron_ext.losses.vocabulary import VocabularyHead
+from megatron_ext.parallel.context import ParallelContext
 from tests.ranks import ranks
 
 S, B, H, V, K = 12, 2, 8, 20, 3

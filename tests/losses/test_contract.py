@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.losses.contract import checked, pair
-from megatron_ext.losses.cross_entropy import weighted_token_loss
+from megatron_ext.losses.contract import checked, pair, weighted_token_loss
 
 
 def test_two_values_are_refused() -> None:

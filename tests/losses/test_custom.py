@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.config import RunConfig
+from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
 from megatron_ext.errors import ConfigError
-from megatron_ext.losses.contract import LossFunction, StepCounts
-from megatron_ext.losses.cross_entropy import weighted_token_loss
+from megatron_ext.losses.contract import LossFunction, StepCounts, weighted_token_loss
 from megatron_ext.losses.custom import load_loss
 from pretrain_gpt import GPT
 from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows

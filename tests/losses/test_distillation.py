@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from examples.custom_loss.distillation import Distillation, DistillationConfig, write_cache
-from megatron_ext.config import parse_args
+from megatron_ext.config.parser import parse_args
 from megatron_ext.data.batch import Batch
-from megatron_ext.data.sft.dataset import SftDataset, build_splits
-from megatron_ext.data.tokenizers import build_tokenizer
 from megatron_ext.errors import DataError
 from megatron_ext.losses.vocabulary import VocabularyHead
+from megatron_ext.text.sft.dataset import SftDataset, build_splits
+from megatron_ext.text.tokenizers import build_tokenizer
 from tests.data.sft import tiny
 from tests.training.test_sft import MODEL
 from tests.training_runs import train_on_ranks, training_rows

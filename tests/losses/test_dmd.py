@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.contract import checked
-from megatron_ext.losses.dmd import DMDConfig, critic_loss, dmd_direction, dmd_loss
+from megatron_ext.video.streaming.loss import DMDConfig, critic_loss, dmd_direction, dmd_loss
 
 SHAPE = (2, 7, 2, 3, 4)
 ELEMENTS = 2 * 3 * 4

@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.config.conditions import MODES, ConditionConfig
-from megatron_ext.config.flow import FlowConfig
-from megatron_ext.data.video.conditions import frame_masks, loss_mask
 from megatron_ext.errors import ConfigError
-from megatron_ext.losses.contract import StepCounts, checked
-from megatron_ext.losses.cross_entropy import share_of_step
-from megatron_ext.losses.flow_matching import (
+from megatron_ext.losses.contract import StepCounts, checked, share_of_step
+from megatron_ext.video.config.run import MODES, ConditionConfig, FlowConfig
+from megatron_ext.video.data.conditions import frame_masks, loss_mask
+from megatron_ext.video.loss import (
     QUARTERS,
     FlowTargets,
     flow_matching_loss,

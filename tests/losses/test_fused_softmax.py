@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
+from megatron_ext.layers.compiled import compiled_on_cpu
 from megatron_ext.losses import chunked_logits
 from megatron_ext.losses.chunked_logits import Head
-from megatron_ext.losses.fused_softmax import statistics, to_gradient_
-from megatron_ext.models.compiled import compiled_on_cpu
+from megatron_ext.losses.vocabulary import statistics, to_gradient_
 from tests.losses.dense_cross_entropy import (
     ALONE,
     CHUNK_SIZES,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.losses.noise_schedule import NoiseConfig, NoiseSchedule, mixed
-from megatron_ext.models.causal_video.conversions import flow_from_x0, x0_from_flow
+from megatron_ext.video.model.wan.recache import flow_from_x0, x0_from_flow
+from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedule, mixed
 
 SCHEDULE = NoiseSchedule(NoiseConfig())
 

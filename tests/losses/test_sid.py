@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.losses.dmd import DMDConfig, critic_loss, dmd_loss, sid_losses
+from megatron_ext.video.streaming.loss import DMDConfig, critic_loss, dmd_loss, sid_losses
 from tests.losses.test_dmd import ELEMENTS, OVERLAP, SHAPE, new_frames, random
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.layout import ParallelContext
+from megatron_ext.parallel.context import ParallelContext
 
 
 def attention(

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.models import pointwise
-from megatron_ext.models.causal_video import modulation as video_modulation
-from megatron_ext.models.causal_video import norm as full_width
-from megatron_ext.models.causal_video import pointwise as video
-from megatron_ext.models.mmdit import modulation
-from megatron_ext.models.mmdit import pointwise as mmdit
+from megatron_ext.layers import pointwise
+from megatron_ext.video.model import modulation
+from megatron_ext.video.model.mmdit import pointwise as mmdit
+from megatron_ext.video.model.wan import pointwise as full_width
+from megatron_ext.video.model.wan import pointwise as video
+from megatron_ext.video.model.wan import pointwise as video_modulation
 
 S, B, H, N, D = 12, 2, 64, 4, 16
 TEXT = 5
 FRAMES = 3
-RMS: pointwise.Norm = ("RMSNorm", 1e-5, False)
-LAYER: pointwise.Norm = ("LayerNorm", 1e-5, False)
+RMS: pointwise.NormSpec = ("RMSNorm", 1e-5, False)
+LAYER: pointwise.NormSpec = ("LayerNorm", 1e-5, False)
 
 
 @dataclass(frozen=True)

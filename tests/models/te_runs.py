@@ -21,15 +21,14 @@ import torch
 import transformer_engine.record as record
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-from megatron_ext.config import parse_args
+from megatron_ext.config.parser import parse_args
 from megatron_ext.device import Device
-from megatron_ext.models.transformer_engine import prepare_transformer_engine
-from megatron_ext.training.preflight import preflight
-from megatron_ext.training.pretrain import pretrain
-from megatron_ext.training.reporting.metrics_file import read_metrics
-from megatron_ext.training.reporting.plot import LossPlot
-from megatron_ext.training.setup import Run
-from megatron_ext.training.task import choose
+from megatron_ext.layers.transformer_engine import prepare_transformer_engine
+from megatron_ext.train.main import pretrain
+from megatron_ext.train.preflight import preflight
+from megatron_ext.train.reporting.files import LossPlot, read_metrics
+from megatron_ext.train.setup import Run
+from megatron_ext.train.task import choose
 from pretrain_gpt import task_of
 from tests.training_runs import TINY, mock_data, training_rows
 

@@ -15,9 +15,9 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.layout import ParallelContext, seed_everything
-from megatron_ext.models.attention import DotProductAttention
-from megatron_ext.models.layers import torch_layer_spec
+from megatron_ext.layers.attention import DotProductAttention
+from megatron_ext.layers.specs import torch_layer_spec
+from megatron_ext.parallel.context import ParallelContext, seed_everything
 from tests.models import plain
 from tests.ranks import ranks
 

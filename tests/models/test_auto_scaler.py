@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.config import parse_args
+from megatron_ext.config.parser import parse_args
 from megatron_ext.device import select
-from megatron_ext.models.auto_scaler import attach, attach_microbatch_loss
-from megatron_ext.models.gpt import GPTModel, build_gpt_chunk
-from megatron_ext.models.shards import shards_of
-from megatron_ext.training.launch import fork_ranks
-from megatron_ext.training.parity.run import GradientRecorder, read_gradients
-from megatron_ext.training.preflight import preflight
-from megatron_ext.training.pretrain import pretrain
-from megatron_ext.training.setup import Run
+from megatron_ext.inspect.parity import GradientRecorder, read_gradients
+from megatron_ext.layers.autograd import attach, attach_microbatch_loss
+from megatron_ext.layers.initialization import shards_of
+from megatron_ext.text.model.gpt import GPTModel, build_gpt_chunk
+from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.main import pretrain
+from megatron_ext.train.preflight import preflight
+from megatron_ext.train.setup import Run
 from pretrain_gpt import GPT
 from tests.training_runs import TINY, mock_data
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models import block_mask
-from megatron_ext.models.attention import DotProductAttention
-from megatron_ext.models.block_mask import Span
-from megatron_ext.models.context_parallel import chunks_of, to_rank_order
+from megatron_ext.layers import sdpa as block_mask
+from megatron_ext.layers.attention import DotProductAttention
+from megatron_ext.layers.context_parallel import chunks_of, to_rank_order
+from megatron_ext.layers.sdpa import Span
+from megatron_ext.parallel.context import ParallelContext
 from tests.losses.dense_cross_entropy import Watch
 from tests.models import plain
 from tests.models.test_attention import build, config

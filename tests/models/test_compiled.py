@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.models import compiled as module
-from megatron_ext.models.beside import Beside
-from megatron_ext.models.compiled import (
+from megatron_ext.layers import compiled as module
+from megatron_ext.layers.compiled import (
+    Beside,
     compile_nothing,
     compiled,
     compiled_on_cpu,

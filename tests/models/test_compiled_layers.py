@@ -11,12 +11,12 @@ from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
-from megatron_ext.layout import ParallelContext, seed_everything
-from megatron_ext.models import fused_layer
-from megatron_ext.models.compiled import compiled_on_cpu
-from megatron_ext.models.dropout import microbatch_masks
-from megatron_ext.models.layers import layer_spec
-from megatron_ext.models.transformer_config import StepTransformerConfig
+from megatron_ext.layers import fused_layer
+from megatron_ext.layers.compiled import compiled_on_cpu
+from megatron_ext.layers.dropout import microbatch_masks
+from megatron_ext.layers.specs import layer_spec
+from megatron_ext.layers.transformer_config import StepTransformerConfig
+from megatron_ext.parallel.context import ParallelContext, seed_everything
 from tests.models.test_layers import check_block
 from tests.ranks import ranks
 

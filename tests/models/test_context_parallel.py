@@ -8,15 +8,15 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.attention import DotProductAttention
-from megatron_ext.models.context_parallel import (
+from megatron_ext.layers.attention import DotProductAttention
+from megatron_ext.layers.context_parallel import (
     gather_sequence,
     heads_to_sequence,
     sequence_to_heads,
     to_rank_order,
     to_sequence_order,
 )
+from megatron_ext.parallel.context import ParallelContext
 from tests.models import plain
 from tests.models.test_attention import ENDS, build, config
 from tests.ranks import ranks

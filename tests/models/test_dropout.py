@@ -7,18 +7,18 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from megatron_ext.config import parse_args
+from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.compiled import compiled_on_cpu
-from megatron_ext.models.context_parallel import chunks_of
-from megatron_ext.models.dropout import (
+from megatron_ext.layers.compiled import compiled_on_cpu
+from megatron_ext.layers.context_parallel import chunks_of
+from megatron_ext.layers.dropout import (
     BiasDropoutAdd,
     HiddenDropout,
     attention_dropout,
     microbatch_masks,
     uniform,
 )
+from megatron_ext.parallel.context import ParallelContext
 from tests.ranks import ranks
 from tests.training_runs import TINY, mock_data
 

@@ -6,8 +6,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from megatron_ext.config import parse_args
-from megatron_ext.models.transformer_config import build_transformer_config
+from megatron_ext.config.parser import parse_args
+from megatron_ext.layers.transformer_config import build_transformer_config
 
 WORDS = (
     "--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 8 "

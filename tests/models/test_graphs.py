@@ -12,10 +12,10 @@ import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.compiled import Compiled, compiled_on_cpu
-from megatron_ext.models.graphs import ChunkGraphs, arguments_of
-from megatron_ext.models.layers import layer_spec
+from megatron_ext.layers.compiled import Compiled, compiled_on_cpu
+from megatron_ext.layers.graphs import ChunkGraphs, arguments_of
+from megatron_ext.layers.specs import layer_spec
+from megatron_ext.parallel.context import ParallelContext
 from tests.graph_stand_in import Capture, CpuGraph, graphs_on_a_cpu
 from tests.models import plain
 from tests.models.test_layers import HEADS, LAYERS, B, H, S, config

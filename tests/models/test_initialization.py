@@ -16,15 +16,16 @@ from megatron.core.models.gpt import GPTModel as CoreGPTModel
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
-from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.layout import Layout, ParallelContext, embedding_ranks, mtp_rank
-from megatron_ext.models.chunks import build_chunks
-from megatron_ext.models.initialization import Marked, initialize_by_name, mark_methods
-from megatron_ext.models.layers import layer_spec
-from megatron_ext.models.shards import shards_of
-from megatron_ext.models.transformer_config import build_transformer_config
-from megatron_ext.training.preflight import preflight
+from megatron_ext.layers.chunks import build_chunks
+from megatron_ext.layers.initialization import Marked, initialize_by_name, mark_methods, shards_of
+from megatron_ext.layers.specs import layer_spec
+from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.parallel.context import ParallelContext, embedding_ranks, mtp_rank
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.train.preflight import preflight
 from pretrain_gpt import GPT
 from tests.ranks import ranks, run_on_ranks
 from tests.training_runs import TINY, mock_data

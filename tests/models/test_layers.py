@@ -17,16 +17,16 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.layout import ParallelContext, seed_everything
-from megatron_ext.models.attention import DotProductAttention
-from megatron_ext.models.layers import (
+from megatron_ext.layers.attention import DotProductAttention
+from megatron_ext.layers.moe import Router
+from megatron_ext.layers.pointwise import LayerNorm, RMSNorm
+from megatron_ext.layers.specs import (
     expert_pattern,
     has_transformer_engine,
     layer_spec,
     mtp_block_spec,
 )
-from megatron_ext.models.moe import Router
-from megatron_ext.models.norm import LayerNorm, RMSNorm
+from megatron_ext.parallel.context import ParallelContext, seed_everything
 from tests.models import plain
 from tests.ranks import ranks
 

@@ -11,19 +11,24 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from megatron_ext.config import RunConfig
 from megatron_ext.config.lora import TARGETS
+from megatron_ext.config.run import RunConfig
 from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
-from megatron_ext.layout import ParallelContext, seed_everything
-from megatron_ext.models.chunks import build_chunks, wrap_chunks
-from megatron_ext.models.gpt import build_gpt_chunk
-from megatron_ext.models.lora import merge_adapters
-from megatron_ext.models.transformer_config import build_transformer_config
+from megatron_ext.inspect.parity import (
+    Recording,
+    Tolerances,
+    compare,
+    parse_layout,
+    read_gradients,
+    record,
+)
+from megatron_ext.layers.chunks import build_chunks, wrap_chunks
+from megatron_ext.layers.lora import merge_adapters
+from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer, build_scheduler
-from megatron_ext.training.parity.compare import Tolerances, compare
-from megatron_ext.training.parity.layouts import parse_layout
-from megatron_ext.training.parity.run import Recording, read_gradients, record
+from megatron_ext.parallel.context import ParallelContext, seed_everything
+from megatron_ext.text.model.gpt import build_gpt_chunk
 from pretrain_gpt import GPT
 from tests.models import plain
 from tests.numerics.stock import gpt_chunk, gpt_config, whole_batch

@@ -13,11 +13,11 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.auto_scaler import AuxiliaryScale
-from megatron_ext.models.layers import layer_spec
-from megatron_ext.models.moe import Router
-from megatron_ext.models.transformer_config import StepTransformerConfig
+from megatron_ext.layers.autograd import AuxiliaryScale
+from megatron_ext.layers.moe import Router
+from megatron_ext.layers.specs import layer_spec
+from megatron_ext.layers.transformer_config import StepTransformerConfig
+from megatron_ext.parallel.context import ParallelContext
 from tests.models import plain
 from tests.models.test_layers import local_part, near
 from tests.ranks import ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.models.mtp import MTPTargets, mean_of_means_weights, per_token_weights
+from megatron_ext.layers.mtp import MTPTargets, mean_of_means_weights, per_token_weights
 
 
 def test_per_token_weights_give_each_depth_its_own_mean() -> None:

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
 from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
-from megatron_ext.layout import Layout, ParallelContext, embedding_ranks, mtp_rank
-from megatron_ext.training import pretrain
-from megatron_ext.training.parity.compare import Parity, Tolerances, compare
-from megatron_ext.training.parity.layouts import parse_layout
-from megatron_ext.training.parity.run import Recording, record
-from megatron_ext.training.preflight import preflight
-from megatron_ext.training.setup import build_run
+from megatron_ext.inspect.parity import Parity, Recording, Tolerances, compare, parse_layout, record
+from megatron_ext.parallel.context import ParallelContext, embedding_ranks, mtp_rank
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.train import main as pretrain
+from megatron_ext.train.preflight import preflight
+from megatron_ext.train.setup import build_run
 from pretrain_gpt import GPT
 from tests.ranks import run_on_ranks
 from tests.training_runs import TINY, mock_data, train_on_ranks

@@ -12,22 +12,26 @@ from megatron.core.models.gpt import GPTModel as CoreGPTModel
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
-from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
 from megatron_ext.device import select
-from megatron_ext.layout import Layout, ParallelContext, embedding_ranks, mtp_rank
-from megatron_ext.models.chunks import build_chunks
-from megatron_ext.models.shards import shards_of
-from megatron_ext.models.transformer_config import build_transformer_config
-from megatron_ext.training.parity.compare import (
+from megatron_ext.inspect.parity import (
+    Recording,
     Tolerances,
     compare,
     gradient_difference,
+    parse_layout,
+    read_gradients,
+    record,
 )
-from megatron_ext.training.parity.layouts import parse_layout
-from megatron_ext.training.parity.run import Recording, read_gradients, record
-from megatron_ext.training.preflight import preflight
-from megatron_ext.training.setup import Run, build_run
+from megatron_ext.layers.chunks import build_chunks
+from megatron_ext.layers.initialization import shards_of
+from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.parallel.context import ParallelContext, embedding_ranks, mtp_rank
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.train.preflight import preflight
+from megatron_ext.train.setup import Run, build_run
 from pretrain_gpt import GPT
 from tests.models.plain import PlainBlock, causal
 from tests.ranks import run_on_ranks

@@ -11,7 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 from torch import Tensor
 
-from megatron_ext.config import parse_args
+from megatron_ext.config.parser import parse_args
 from megatron_ext.data.batch import (
     Batch,
     document_attention_mask,
@@ -21,10 +21,10 @@ from megatron_ext.data.batch import (
     with_mtp_targets,
 )
 from megatron_ext.data.step_loader import StepLoader
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.chunks import build_chunks
-from megatron_ext.models.mtp import MTPTargets
-from megatron_ext.models.transformer_config import build_transformer_config
+from megatron_ext.layers.chunks import build_chunks
+from megatron_ext.layers.mtp import MTPTargets
+from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.parallel.context import ParallelContext
 from pretrain_gpt import GPT
 from tests.models.plain import zigzag
 from tests.ranks import ranks

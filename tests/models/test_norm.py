@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.norm import Norm
+from megatron_ext.layers.pointwise import Norm
 
 
 def config(**changes: Any) -> TransformerConfig:

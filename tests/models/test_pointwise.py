@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.models import pointwise
-from megatron_ext.models.compiled import compiled_on_cpu
+from megatron_ext.layers import pointwise
+from megatron_ext.layers.compiled import compiled_on_cpu
 from tests.models.pointwise_cases import CASES, Case, cast, run
 
 EXACT = 1e-12

@@ -13,11 +13,11 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models import sdpa
-from megatron_ext.models.attention import DotProductAttention
-from megatron_ext.models.causal_video.attention import AttentionPlan, FrameAttention
-from megatron_ext.models.mmdit.attention import _attend as joint_attention
+from megatron_ext.layers import sdpa
+from megatron_ext.layers.attention import DotProductAttention
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.model.attention import _attend as joint_attention
+from megatron_ext.video.model.wan.attention import AttentionPlan, FrameAttention
 from tests.models import plain
 from tests.models.test_attention import build, config
 from tests.ranks import ranks

@@ -10,12 +10,13 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from megatron_ext.config import parse_args, run
+from megatron_ext.config import run
+from megatron_ext.config.parser import parse_args
 from megatron_ext.device import Device
-from megatron_ext.layout import ParallelContext, init_groups
-from megatron_ext.models.layers import layer_spec
-from megatron_ext.models.transformer_config import build_transformer_config
-from megatron_ext.models.transformer_engine import buffer_arguments, recipe_error
+from megatron_ext.layers.specs import layer_spec
+from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.layers.transformer_engine import buffer_arguments, recipe_error
+from megatron_ext.parallel.context import ParallelContext, init_groups
 from tests.config.test_fp8 import TINY
 from tests.ranks import ranks
 

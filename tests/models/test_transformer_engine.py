@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config import RunConfig
-from megatron_ext.training.implementation import implementation_line
+from megatron_ext.config.run import RunConfig
+from megatron_ext.train.metrics import implementation_line
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = ROOT / "tests" / "fake_te"

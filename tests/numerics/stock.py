@@ -11,17 +11,17 @@ from megatron.core.models.gpt import GPTModel as CoreGPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch, with_mtp_targets
-from megatron_ext.data.gpt import build_gpt_datasets
-from megatron_ext.layout import ParallelContext
-from megatron_ext.losses.contract import LossFunction, StepCounts
-from megatron_ext.losses.cross_entropy import weighted_token_loss
-from megatron_ext.models.chunks import ModelChunk
-from megatron_ext.models.gpt import build_gpt_chunk
-from megatron_ext.models.layers import layer_spec, mtp_block_spec
-from megatron_ext.models.transformer_config import build_transformer_config
-from megatron_ext.training.task import Task
+from megatron_ext.layers.chunks import ModelChunk
+from megatron_ext.layers.specs import layer_spec, mtp_block_spec
+from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.losses.contract import LossFunction, StepCounts, weighted_token_loss
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.data.gpt import build_gpt_datasets
+from megatron_ext.text.model.gpt import build_gpt_chunk
+from megatron_ext.train.task import Task
 from tests.models import plain
 
 LENGTH, SEQUENCES, VOCABULARY = 32, 4, 96

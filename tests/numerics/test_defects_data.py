@@ -18,19 +18,20 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 
-from megatron_ext.config import RunConfig, parse_args
-from megatron_ext.data.blend import read_blend
-from megatron_ext.data.gpt import (
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
+from megatron_ext.data.indexed import optimal_dtype
+from megatron_ext.data.indexed_writer import IndexedWriter
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.data.blend import read_blend
+from megatron_ext.text.data.gpt import (
     KeyedGPTDataset,
     build_gpt_datasets,
     check_inputs,
     dataset_config,
 )
-from megatron_ext.data.indexed import optimal_dtype
-from megatron_ext.data.indexed_writer import IndexedWriter
-from megatron_ext.data.tokenizers import build_tokenizer
-from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.layout import ParallelContext
+from megatron_ext.text.tokenizers import build_tokenizer
 from tests.ranks import ranks
 from tests.training_runs import TINY
 

@@ -10,9 +10,9 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention 
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.attention import DotProductAttention
-from megatron_ext.models.norm import Norm
+from megatron_ext.layers.attention import DotProductAttention
+from megatron_ext.layers.pointwise import Norm
+from megatron_ext.parallel.context import ParallelContext
 from tests.models.test_layers import check_block
 from tests.ranks import ranks
 

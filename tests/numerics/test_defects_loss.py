@@ -22,11 +22,12 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.config import parse_args
+from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError
-from megatron_ext.layout import Layout, ParallelContext
+from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.losses.contract import checked, pair
-from megatron_ext.models.transformer_config import build_transformer_config
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.grid import Layout
 from tests.numerics.stock import cross_entropy, gpt_chunk, gpt_config, gradients, whole_batch, worst
 from tests.ranks import ranks, run_on_ranks
 from tests.training_runs import TINY, mock_data

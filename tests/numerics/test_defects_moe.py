@@ -24,14 +24,14 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
-from megatron_ext.layout import ParallelContext
+from megatron_ext.layers import specs as layers
+from megatron_ext.layers.autograd import AuxiliaryScale
+from megatron_ext.layers.moe import Router, mark_experts
+from megatron_ext.layers.specs import has_transformer_engine
+from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.losses.contract import StepCounts
-from megatron_ext.models import layers
-from megatron_ext.models.auto_scaler import AuxiliaryScale
-from megatron_ext.models.layers import has_transformer_engine
-from megatron_ext.models.moe import Router, mark_experts
-from megatron_ext.models.transformer_config import StepTransformerConfig
-from megatron_ext.training.gpt import gpt_forward_step
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.step import gpt_forward_step
 from tests.models import plain
 from tests.models.test_layers import local_part
 from tests.models.test_moe import E, H, S, config, plain_auxiliary

@@ -14,17 +14,18 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from torch import Tensor
 
-from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
 from megatron_ext.device import select
-from megatron_ext.layout import ParallelContext
 from megatron_ext.losses.contract import StepCounts
-from megatron_ext.training.gpt import gpt_forward_step
-from megatron_ext.training.launch import fork_ranks
-from megatron_ext.training.preflight import preflight
-from megatron_ext.training.pretrain import pretrain
-from megatron_ext.training.task import Task
-from megatron_ext.training.totals import mean_of
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.step import gpt_forward_step
+from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.main import pretrain
+from megatron_ext.train.preflight import preflight
+from megatron_ext.train.task import Task
+from megatron_ext.train.totals import mean_of
 from pretrain_gpt import GPT
 from tests.numerics.stock import (
     LENGTH,

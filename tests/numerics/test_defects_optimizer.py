@@ -11,8 +11,8 @@ from megatron.core.optimizer import AdamOptimizerConfig, MegatronOptimizer, get_
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
-from megatron_ext.layout import ParallelContext
 from megatron_ext.optim.update import parts_of, update_parameters
+from megatron_ext.parallel.context import ParallelContext
 from tests.ranks import ranks
 
 

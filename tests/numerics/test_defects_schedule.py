@@ -19,10 +19,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megatron_ext.config import parse_args
+from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.transformer_config import build_transformer_config
+from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.parallel.context import ParallelContext
 from tests.ranks import ranks
 from tests.training_runs import TINY, mock_data
 

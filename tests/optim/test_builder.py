@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config import parse_args
+from megatron_ext.config.parser import parse_args
 from megatron_ext.optim.builder import build_scheduler, schedule_lengths
 from tests.training_runs import TINY, mock_data
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.layout import Layout, ParallelContext
 from megatron_ext.optim.ema import ShardedEMA
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.grid import Layout
 from tests.checkpoint.tiny import Tiny, build
 from tests.ranks import ranks, run_on_ranks
 

@@ -12,7 +12,6 @@ from megatron.core.optimizer import AdamOptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
-from megatron_ext.layout import ParallelContext
 from megatron_ext.optim.builder import choose_kernels
 from megatron_ext.optim.update import (
     count_zeros,
@@ -20,6 +19,7 @@ from megatron_ext.optim.update import (
     global_grad_norm,
     update_parameters,
 )
+from megatron_ext.parallel.context import ParallelContext
 from tests.ranks import ranks
 
 

@@ -20,18 +20,19 @@ from megatron.core.utils import unwrap_model
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from megatron_ext.config import RunConfig, parse_args
-from megatron_ext.data.tokenizers import Tokenizer
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
 from megatron_ext.device import select
-from megatron_ext.models import attention
+from megatron_ext.layers import attention
 from megatron_ext.optim.ema import ShardedEMA
-from megatron_ext.training.launch import fork_ranks
-from megatron_ext.training.loop import train
-from megatron_ext.training.preflight import preflight
-from megatron_ext.training.pretrain import pretrain
-from megatron_ext.training.setup import Run
-from megatron_ext.training.streaming.step import StreamingRunner
-from megatron_ext.training.task import Task, TaskOrChoice, choose
+from megatron_ext.text.tokenizers.base import Tokenizer
+from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.loop import train
+from megatron_ext.train.main import pretrain
+from megatron_ext.train.preflight import preflight
+from megatron_ext.train.setup import Run
+from megatron_ext.train.task import Task, TaskOrChoice, choose
+from megatron_ext.video.streaming.step import StreamingRunner
 from pretrain_gpt import GPT
 
 KINDS = ("count", "parameters", "gradients", "optimizer", "average")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.planning.units import size
-from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
-from megatron_ext.training.pretrain import main
+from megatron_ext.planning.hardware import size
+from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.train.main import main
 from pretrain_gpt import GPT
 from tests.planning.layouts import MODEL
 
@@ -147,7 +147,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(
     def refuse(*_args: object, **_kwargs: object) -> int:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr("megatron_ext.training.pretrain.launch", refuse)
+    monkeypatch.setattr("megatron_ext.train.main.launch", refuse)
     flags = "--pipeline-model-parallel-size 4 --nproc-per-node 4 --dry-run-nodes 2 --dry-run"
     assert main(GPT, [*MODEL, *flags.split()]) == 0
     shown = capfd.readouterr().out

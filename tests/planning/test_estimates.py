@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 
-from megatron_ext.config import RunConfig, parse_args
-from megatron_ext.config.fp8 import Fp8Config
-from megatron_ext.config.planning import GPU_NAMES
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.precision import Fp8Config
+from megatron_ext.config.reporting import GPU_NAMES
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.planning.assumptions import Efficiency
 from megatron_ext.planning.communication import Traffic, Volume
@@ -20,7 +21,7 @@ from megatron_ext.planning.models import network_of
 from megatron_ext.planning.report import model_parameters
 from megatron_ext.planning.search import candidates, search
 from megatron_ext.planning.step_time import estimate, rank_volume
-from megatron_ext.training.flops import PEAK_FLOPS_BF16, flops_per_sample
+from megatron_ext.text.cost import PEAK_FLOPS_BF16, flops_per_sample
 from tests.planning.layouts import LAYOUTS, MORE, flags_of
 from tests.planning.measure import configuration
 

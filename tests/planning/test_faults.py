@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
-from megatron_ext.training.pretrain import main
+from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.train.main import main
 from pretrain_gpt import GPT
 from pretrain_video import defaults_of, task_of
 from tests.planning.layouts import MODEL

@@ -7,14 +7,14 @@ import traceback
 
 import pytest
 
-from megatron_ext.config import parse_args
+from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.planning.checks import check_core
 from megatron_ext.planning.hardware import GPUS, gpu_named
 from megatron_ext.planning.memory import memory
 from megatron_ext.planning.models import network_of
 from megatron_ext.planning.step_time import estimate
-from megatron_ext.training.preflight import with_padded_vocabulary
+from megatron_ext.train.preflight import with_padded_vocabulary
 from tests.planning.layouts import MODEL
 
 NUMBERS = (0, 1, 2, 3, 4, 6, 8, 16, 64, 100, -1)

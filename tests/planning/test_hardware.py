@@ -8,21 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config import parse_args
-from megatron_ext.doctor.findings import Examination, Rates
-from megatron_ext.doctor.findings import Gpu as Found
+from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError
-from megatron_ext.planning.assumptions import (
-    DEFAULT,
-    Efficiency,
-    assumed,
-    reserve,
-)
+from megatron_ext.inspect.doctor.findings import Examination, Rates
+from megatron_ext.inspect.doctor.findings import Gpu as Found
+from megatron_ext.planning.assumptions import DEFAULT, Efficiency, assumed, reserve
 from megatron_ext.planning.assumptions import Rates as Reached
 from megatron_ext.planning.contents import Ranks, ranks_of
 from megatron_ext.planning.hardware import GPUS, gpu_named
 from megatron_ext.planning.step_time import estimate
-from megatron_ext.training.pretrain import main
+from megatron_ext.train.main import main
 from pretrain_gpt import GPT
 from tests.planning.layouts import MODEL
 from tests.planning.test_estimates import LLAMA_8B

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.planning.buffers import buckets, chunk_state
-from megatron_ext.planning.contents import Sizes, stages
-from megatron_ext.planning.layer_bytes import LayerBytes
+from megatron_ext.planning.contents import LayerBytes, Sizes, stages
 from megatron_ext.planning.memory import memory, rank_state, step_plan, walk, with_recomputation
 from megatron_ext.planning.parameters import Weight
 from tests.planning.layouts import LAYOUTS, MORE, PEAKS, QUICK, QUICK_PEAKS, flags_of

@@ -6,15 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config.video_rules import STREAMING_DEFAULTS
 from megatron_ext.planning.parameters import Weight
-from megatron_ext.planning.video.streaming import (
-    Held,
-    StreamingMemory,
-    not_estimated,
-    streaming_memory,
-)
-from megatron_ext.training.pretrain import main
+from megatron_ext.train.main import main
+from megatron_ext.video.config.rules import STREAMING_DEFAULTS
+from megatron_ext.video.streaming.cost import Held, StreamingMemory, not_estimated, streaming_memory
 from pretrain_video import defaults_of, task_of
 from tests.planning.measure import KINDS, Measured, Program, configuration, measure
 from tests.training.streaming.tiny import flags_of

@@ -7,20 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config import RunConfig, parse_args
-from megatron_ext.config.mmdit_sizes import SIZES as MMDIT_SIZES
-from megatron_ext.config.video_dit_sizes import SIZES as DIT_SIZES
-from megatron_ext.models.mmdit.flops import flops_of_clip
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.contents import Stage
 from megatron_ext.planning.hardware import GPUS
 from megatron_ext.planning.memory import memory, rank_state, with_recomputation
 from megatron_ext.planning.models import network_of
 from megatron_ext.planning.parameters import distinct
 from megatron_ext.planning.step_time import estimate
-from megatron_ext.planning.video.clip import Clip
-from megatron_ext.planning.video.dit_weights import dit_weights
-from megatron_ext.training.pretrain import main
-from megatron_ext.training.video.data import planned_clips
+from megatron_ext.train.main import main
+from megatron_ext.video.config.mmdit import SIZES as MMDIT_SIZES
+from megatron_ext.video.config.wan import SIZES as DIT_SIZES
+from megatron_ext.video.cost.clip import Clip
+from megatron_ext.video.cost.flops import flops_of_clip
+from megatron_ext.video.cost.wan import dit_weights
+from megatron_ext.video.data.setup import planned_clips
 from pretrain_video import defaults_of, task_of
 from tests.planning.measure import KINDS, configuration, measure
 from tests.planning.video_layouts import COMMON, LAYOUTS, flags_of

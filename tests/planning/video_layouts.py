@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_ext.config.video_rules import VIDEO_DEFAULTS, VIDEO_DIT_DEFAULTS
+from megatron_ext.video.config.rules import VIDEO_DEFAULTS, VIDEO_DIT_DEFAULTS
 from pretrain_video import task_of
 from tests.planning.measure import Program
 

@@ -14,9 +14,9 @@ from PIL import Image
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.sampling import clips as module
-from megatron_ext.sampling.clips import CONTACT_SHEET, LIST, write_clips
-from megatron_ext.sampling.requests import ClipRequest
+from megatron_ext.video.sampling import clips as module
+from megatron_ext.video.sampling.clips import CONTACT_SHEET, LIST, write_clips
+from megatron_ext.video.sampling.requests import ClipRequest
 
 ASKED = [ClipRequest("a red square moves left"), ClipRequest("Größe " * 40, "a.png", "i2v_head")]
 

@@ -11,9 +11,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from megatron_ext.sampling.clips import CONTACT_SHEET, LIST
-from megatron_ext.sampling.films import Film, FilmWriter, NotFiniteError, describe_films
-from megatron_ext.sampling.long_requests import LongRequest, Switch
+from megatron_ext.video.sampling.clips import CONTACT_SHEET, LIST
+from megatron_ext.video.sampling.films import (
+    Film,
+    FilmWriter,
+    LongRequest,
+    NotFiniteError,
+    Switch,
+    describe_films,
+)
 from tests.sampling.test_clips import read, smooth
 
 FRAMES = 21

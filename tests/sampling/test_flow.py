@@ -9,15 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.config.conditions import MODES, ConditionConfig
-from megatron_ext.config.flow import FlowConfig
-from megatron_ext.data.video.conditions import condition, frame_masks
-from megatron_ext.data.video.text_dropout import Text
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.losses.flow_matching import noised, shift_factor, timesteps
-from megatron_ext.models.mmdit.tokens import condition_width, pack
-from megatron_ext.sampling.flow import References, SamplingConfig, initial_noise, sample, times
-from megatron_ext.sampling.guidance import GuidanceConfig
+from megatron_ext.video.config.run import MODES, ConditionConfig, FlowConfig
+from megatron_ext.video.data.conditions import Text, condition, frame_masks
+from megatron_ext.video.loss import noised, shift_factor, timesteps
+from megatron_ext.video.model.tokens import condition_width, pack
+from megatron_ext.video.sampling.flow import (
+    GuidanceConfig,
+    References,
+    SamplingConfig,
+    initial_noise,
+    sample,
+    times,
+)
 
 B, C, T, H, W = 2, 4, 3, 8, 8
 FLOW = FlowConfig()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.sampling.guidance import GuidanceConfig, guided, image_scale, text_scale
+from megatron_ext.video.sampling.flow import GuidanceConfig, guided, image_scale, text_scale
 
 PLAIN = GuidanceConfig(oscillate_text=False, oscillate_image=False, scale_image_by_frame=False)
 

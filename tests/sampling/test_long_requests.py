@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.sampling.long_requests import (
+from megatron_ext.video.sampling.films import (
     LongRequest,
     Switch,
     at_block_starts,

@@ -11,15 +11,15 @@ import pytest
 import torch
 from PIL import Image
 
-from megatron_ext.config.conditions import ConditionConfig
-from megatron_ext.config.encoding import CodecConfig, TextEncoderConfig
-from megatron_ext.data.video.clips import Clip, decode, with_suffix
-from megatron_ext.data.video.codecs import build_codec
-from megatron_ext.data.video.text_dropout import Text
-from megatron_ext.data.video.text_encoders import build_text_encoder
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.sampling.clips import write_mp4
-from megatron_ext.sampling.requests import (
+from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
+from megatron_ext.video.config.run import ConditionConfig
+from megatron_ext.video.data.clips import Clip, decode, with_suffix
+from megatron_ext.video.data.codecs import build_codec
+from megatron_ext.video.data.conditions import Text
+from megatron_ext.video.data.text_encoders import build_text_encoder
+from megatron_ext.video.sampling.clips import write_mp4
+from megatron_ext.video.sampling.requests import (
     ClipRequest,
     EncodedRequests,
     SampleShape,

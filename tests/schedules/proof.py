@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from megatron_ext.schedules.plan import (
-    COMPUTE,
-    RECEIVES,
-    SENDS,
-    Action,
-    Kind,
-    Plan,
-    gives,
-    needs,
-)
+from megatron_ext.schedules.plan import COMPUTE, RECEIVES, SENDS, Action, Kind, Plan, gives, needs
 
 
 def errors(plan: Plan, *, capacity: int | None = None) -> list[str]:

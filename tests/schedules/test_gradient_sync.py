@@ -12,10 +12,11 @@ import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import Tensor
 
-from megatron_ext.config import RunConfig, parse_args
-from megatron_ext.layout import ParallelContext, seed_everything
-from megatron_ext.training.preflight import preflight
-from megatron_ext.training.setup import Run, build_run
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
+from megatron_ext.parallel.context import ParallelContext, seed_everything
+from megatron_ext.train.preflight import preflight
+from megatron_ext.train.setup import Run, build_run
 from pretrain_gpt import GPT
 from tests.ranks import ranks
 from tests.training_runs import TINY, mock_data

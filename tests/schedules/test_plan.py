@@ -8,9 +8,18 @@ from dataclasses import replace
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.layout import Placement
-from megatron_ext.schedules import SCHEDULES, Action, Durations, Kind, Plan, build_plan, price
-from megatron_ext.schedules.plan import CyclicOrder, timeline, with_messages
+from megatron_ext.parallel.grid import Placement
+from megatron_ext.schedules.orders import SCHEDULES, build_plan
+from megatron_ext.schedules.plan import (
+    Action,
+    CyclicOrder,
+    Durations,
+    Kind,
+    Plan,
+    price,
+    timeline,
+    with_messages,
+)
 from tests.schedules.proof import errors
 
 NUM_PLANS = 2000

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from megatron_ext.schedules import Durations, build_plan, price
 from megatron_ext.schedules.__main__ import main
+from megatron_ext.schedules.orders import build_plan
 from megatron_ext.schedules.picture import text
+from megatron_ext.schedules.plan import Durations, price
 
 TIMES = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.9), (2.0, 1.5, 1.0)]
 

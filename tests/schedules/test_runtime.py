@@ -12,10 +12,11 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_ext.layout import Layout, ParallelContext
-from megatron_ext.models.linear import DeferredWeightGradients
-from megatron_ext.models.transformer_config import StepTransformerConfig
-from megatron_ext.schedules import SCHEDULES
+from megatron_ext.layers.linear import DeferredWeightGradients
+from megatron_ext.layers.transformer_config import StepTransformerConfig
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.schedules.orders import SCHEDULES
 from megatron_ext.schedules.runtime import PipelineEngine
 from tests.ranks import run_on_ranks
 from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows

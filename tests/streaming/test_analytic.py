@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.losses.noise_schedule import NoiseConfig, NoiseSchedule
-from megatron_ext.models.causal_video.conversions import x0_from_flow
-from megatron_ext.streaming.analytic import MixtureTeacher, sliced_wasserstein
+from megatron_ext.video.model.wan.recache import x0_from_flow
+from megatron_ext.video.streaming.analytic import MixtureTeacher, sliced_wasserstein
+from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedule
 
 SCHEDULE = NoiseSchedule(NoiseConfig())
 MEANS = torch.tensor([[2.0, 1.0], [-1.0, 0.5], [0.0, -2.0]]).view(3, 2, 1, 1)

@@ -8,10 +8,10 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from megatron_ext.data.video.draws import sample_numbers
-from megatron_ext.layout import ParallelContext
-from megatron_ext.streaming import draws
-from megatron_ext.streaming.sequence import Replica
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.data.draws import sample_numbers
+from megatron_ext.video.streaming import options as draws
+from megatron_ext.video.streaming.sequence import Replica
 from tests.ranks import ranks
 from tests.streaming.tiny import PAPER, build
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.config.encoding import CodecConfig
-from megatron_ext.data.video.codecs import PatchCodec
-from megatron_ext.streaming.first_frame import CodecFirstFrame
+from megatron_ext.video.config.encoding import CodecConfig
+from megatron_ext.video.data.codecs import PatchCodec
+from megatron_ext.video.streaming.state import CodecFirstFrame
 
 CODEC = PatchCodec(CodecConfig(codec_spatial=2, codec_temporal=2))
 

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import DataError
-from megatron_ext.layout import ParallelContext
-from megatron_ext.losses.noise_schedule import NoiseConfig, NoiseSchedule
-from megatron_ext.models.causal_video import recache as recache_of_model
-from megatron_ext.streaming import draws
-from megatron_ext.streaming.generate import Scene, generate_blocks
-from megatron_ext.streaming.history import num_sinks
-from megatron_ext.streaming.options import SinkAtSwitch
-from megatron_ext.streaming.rollout import Generator
-from megatron_ext.streaming.sequence import Replica
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.model.wan.recache import recache as recache_of_model
+from megatron_ext.video.streaming import options as draws
+from megatron_ext.video.streaming.generate import Scene, generate_blocks, num_sinks
+from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedule
+from megatron_ext.video.streaming.options import SinkAtSwitch
+from megatron_ext.video.streaming.rollout import Generator
+from megatron_ext.video.streaming.sequence import Replica
 from tests.models.causal_video.problem import Problem, largest, new_cache, one, plain_of
 from tests.ranks import ranks
 from tests.streaming.tiny import (

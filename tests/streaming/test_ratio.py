@@ -8,8 +8,13 @@ import math
 
 import pytest
 
-from megatron_ext.streaming.options import num_chunks
-from megatron_ext.streaming.ratio import aliasing, chunks_seen, passes, warn_of_aliasing
+from megatron_ext.video.streaming.options import (
+    aliasing,
+    chunks_seen,
+    num_chunks,
+    passes,
+    warn_of_aliasing,
+)
 from tests.streaming.tiny import PAPER
 
 

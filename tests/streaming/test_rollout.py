@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.losses.dmd import dmd_loss
-from megatron_ext.losses.noise_schedule import NoiseConfig, NoiseSchedule
-from megatron_ext.streaming import draws
-from megatron_ext.streaming.options import StreamingOptions
-from megatron_ext.streaming.rollout import WRITE_BACK, Generator
-from megatron_ext.streaming.scores import generator_losses
-from megatron_ext.streaming.sequence import StreamingSequence
+from megatron_ext.video.streaming import options as draws
+from megatron_ext.video.streaming.loss import dmd_loss
+from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedule
+from megatron_ext.video.streaming.options import StreamingOptions
+from megatron_ext.video.streaming.rollout import WRITE_BACK, Generator
+from megatron_ext.video.streaming.scores import generator_losses
+from megatron_ext.video.streaming.sequence import StreamingSequence
 from tests.streaming.tiny import OPTIONS, PLAIN, Cache, TinyDiT, Window, build, network
 
 STEPS = len(NoiseSchedule(NoiseConfig()).denoising_timesteps)

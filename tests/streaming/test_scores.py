@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.losses.dmd import DMDConfig, dmd_direction, dmd_loss
-from megatron_ext.losses.noise_schedule import NoiseConfig, NoiseSchedule
-from megatron_ext.models.causal_video.conversions import x0_from_flow
-from megatron_ext.streaming.chunk import StreamChunk
-from megatron_ext.streaming.scores import (
+from megatron_ext.video.model.wan.recache import x0_from_flow
+from megatron_ext.video.streaming.loss import DMDConfig, dmd_direction, dmd_loss
+from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedule
+from megatron_ext.video.streaming.rollout import StreamChunk
+from megatron_ext.video.streaming.scores import (
     critic_chunk_loss,
     generator_direction,
     generator_losses,

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
-from megatron_ext.streaming.options import StreamingOptions
-from megatron_ext.streaming.prompts import Prompts
-from megatron_ext.streaming.sequence import Replica, StreamingSequence
+from megatron_ext.video.streaming.options import Prompts, StreamingOptions
+from megatron_ext.video.streaming.sequence import Replica, StreamingSequence
 from tests.streaming.tiny import (
     OPTIONS,
     PAPER,

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.losses.noise_schedule import NoiseConfig
-from megatron_ext.streaming.chunk import StreamChunk
-from megatron_ext.streaming.prompts import Prompts
-from megatron_ext.streaming.rollout import Generator
-from megatron_ext.streaming.sequence import StreamingSequence
+from megatron_ext.video.streaming.noise_schedule import NoiseConfig
+from megatron_ext.video.streaming.options import Prompts
+from megatron_ext.video.streaming.rollout import Generator, StreamChunk
+from megatron_ext.video.streaming.sequence import StreamingSequence
 from tests.streaming.tiny import (
     OPTIONS,
     PAPER,

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.losses.noise_schedule import NoiseConfig, NoiseSchedule
-from megatron_ext.streaming.chunk import StreamChunk
-from megatron_ext.streaming.options import StreamingOptions
-from megatron_ext.streaming.prompts import Prompts
-from megatron_ext.streaming.rollout import Generator
-from megatron_ext.streaming.sequence import Replica, StreamingSequence
+from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedule
+from megatron_ext.video.streaming.options import Prompts, StreamingOptions
+from megatron_ext.video.streaming.rollout import Generator, StreamChunk
+from megatron_ext.video.streaming.sequence import Replica, StreamingSequence
 
 TEXT, WIDTH = 4, 16
 OPTIONS = StreamingOptions(

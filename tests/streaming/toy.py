@@ -9,19 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ext.losses.dmd import DMDConfig
-from megatron_ext.losses.noise_schedule import NoiseConfig, NoiseSchedule
-from megatron_ext.streaming.analytic import MixtureTeacher, sliced_wasserstein
-from megatron_ext.streaming.options import StreamingOptions
-from megatron_ext.streaming.prompts import Prompts
-from megatron_ext.streaming.ratio import passes
-from megatron_ext.streaming.scores import (
+from megatron_ext.video.streaming.analytic import MixtureTeacher, sliced_wasserstein
+from megatron_ext.video.streaming.loss import DMDConfig
+from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedule
+from megatron_ext.video.streaming.options import Prompts, StreamingOptions, passes
+from megatron_ext.video.streaming.scores import (
     critic_chunk_loss,
     generator_direction,
     generator_losses,
     noised_chunk,
 )
-from megatron_ext.streaming.sequence import Replica, StreamingSequence
+from megatron_ext.video.streaming.sequence import Replica, StreamingSequence
 from tests.streaming.tiny import TEXT, TinyDiT, Window, build, network
 
 OPTIONS = StreamingOptions(

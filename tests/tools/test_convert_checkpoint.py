@@ -13,10 +13,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_ext.config import parse_args
+from megatron_ext.config.parser import parse_args
 from megatron_ext.device import select
-from megatron_ext.layout import Layout, init_groups
-from megatron_ext.training.launch import fork_ranks
+from megatron_ext.parallel.context import init_groups
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.train.launch import fork_ranks
 from tests.checkpoint.huggingface.models import in_child, make
 from tests.checkpoint.wan import models as wan
 

@@ -16,10 +16,10 @@ import pytest
 
 from megatron_ext.data import indexed, indexed_writer
 from megatron_ext.data.indexed_writer import IndexedWriter
-from megatron_ext.data.inspect import inspect_dataset
-from megatron_ext.data.preprocess import TokenizerFlags
-from megatron_ext.data.tokenizers import build_tokenizer
 from megatron_ext.errors import DataError
+from megatron_ext.text.data.inspect import inspect_dataset
+from megatron_ext.text.preprocess.options import TokenizerFlags
+from megatron_ext.text.tokenizers import build_tokenizer
 from tests.data import tiny
 from tests.data.preprocess.truth import read_pair
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.data.preprocess import TokenizerFlags
-from megatron_ext.data.preprocess.cli import main, parse_options
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.preprocess.cli import main, parse_options
+from megatron_ext.text.preprocess.options import TokenizerFlags
 from tests.data import tiny
 from tests.data.preprocess.truth import read_pair, write_expected
 
@@ -182,7 +182,7 @@ def test_starts_in_half_a_second_without_torch(tmp_path: Path) -> None:
     assert min(seconds) < 0.5
     script = (
         f"import sys; sys.path.insert(0, {str(tiny.ROOT)!r})\n"
-        "from megatron_ext.data.preprocess.cli import main\n"
+        "from megatron_ext.text.preprocess.cli import main\n"
         f"assert main({command(tmp_path)[2:]!r}) == 0\n"
         "heavy = ('torch', 'triton', 'transformer_engine', 'megatron', 'transformers', 'awkward')\n"
         "print([name for name in heavy if name in sys.modules])"

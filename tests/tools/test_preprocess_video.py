@@ -10,16 +10,15 @@ import pytest
 import torch
 from PIL import Image
 
-from megatron_ext.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
-from megatron_ext.data.video.clips import Clip, decode, probe, read_list
-from megatron_ext.data.video.codecs import build_codec
-from megatron_ext.data.video.dataset import OnlineVideos, ShardedVideos, collate
-from megatron_ext.data.video.encode import ClipEncoder
-from megatron_ext.data.video.geometry import parse_plan
-from megatron_ext.data.video.planning import plan_clips
-from megatron_ext.data.video.preprocess import main
-from megatron_ext.data.video.text_encoders import build_text_encoder
 from megatron_ext.errors import DataError
+from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
+from megatron_ext.video.data.clips import Clip, decode, probe, read_list
+from megatron_ext.video.data.codecs import build_codec
+from megatron_ext.video.data.dataset import OnlineVideos, ShardedVideos, collate
+from megatron_ext.video.data.encode import ClipEncoder, plan_clips
+from megatron_ext.video.data.geometry import parse_plan
+from megatron_ext.video.data.preprocess import main
+from megatron_ext.video.data.text_encoders import build_text_encoder
 
 PLAN = '{"32px": {"1": [1, 2], "5": [1, 2]}}'
 SIZES = ["--codec-spatial=4", "--codec-channels=24", "--text-length=6", "--text-width=16"]

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.config import parse_args
+from megatron_ext.config.parser import parse_args
 from megatron_ext.data.batch import Batch
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.device import select
-from megatron_ext.training.launch import fork_ranks
-from megatron_ext.training.preflight import preflight
-from megatron_ext.training.pretrain import pretrain
-from megatron_ext.training.preview.collect import Row, Step, collect
-from megatron_ext.training.setup import Run
+from megatron_ext.inspect.preview.collect import Row, Step, collect
+from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.main import pretrain
+from megatron_ext.train.preflight import preflight
+from megatron_ext.train.setup import Run
 from pretrain_gpt import task_of
 from tests.data.sft.tiny import tokenizer
 from tools.preview_batch import main

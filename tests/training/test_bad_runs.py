@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import megatron_ext.data.gpt
+import megatron_ext.text.data.gpt
 from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.data.indexed_writer import IndexedWriter
-from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
-from megatron_ext.training.pretrain import main
+from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.train.main import main
 from pretrain_gpt import GPT
 from tests.training_runs import TINY, mock_data
 
@@ -267,7 +267,7 @@ def test_a_strange_id_that_only_reading_finds_ends_all_layouts_alike(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # As in a data set that is longer than what is looked at before training.
-    monkeypatch.setattr(megatron_ext.data.gpt, "id_range", lambda *_: (0, 39))
+    monkeypatch.setattr(megatron_ext.text.data.gpt, "id_range", lambda *_: (0, 39))
     flags = _flags(*NULL, "--data-path", _far_id(tmp_path, number), "--split", "1,0,0")
     flags[flags.index("--train-iters") + 1] = "30"
     assert (

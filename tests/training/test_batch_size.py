@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ext.config.training import parse_batch_schedule
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.batch_size import BatchSize, number_of_iterations
+from megatron_ext.train.batch_size import BatchSize, number_of_iterations
 
 
 def _config(**values: Any) -> Any:

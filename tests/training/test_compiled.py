@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
-from megatron_ext.models.compiled import compiled_on_cpu
-from megatron_ext.training.setup import Run
+from megatron_ext.layers.compiled import compiled_on_cpu
+from megatron_ext.train.setup import Run
 from tests.training_runs import TINY, mock_data, train_on_ranks
 
 RUNS = {

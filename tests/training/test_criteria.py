@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.config import parse_args
+from megatron_ext.config.parser import parse_args
 from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.data.indexed_writer import IndexedWriter
-from megatron_ext.training.preflight import preflight
-from megatron_ext.training.setup import Run
+from megatron_ext.train.preflight import preflight
+from megatron_ext.train.setup import Run
 from pretrain_gpt import GPT
 from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.training.reporting.metrics_file import read_metrics
+from megatron_ext.train.reporting.files import read_metrics
 from tests.checkpoint.tiny import whole_tensors
 from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
 

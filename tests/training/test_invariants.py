@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config import parse_args
+from megatron_ext.config.parser import parse_args
 from megatron_ext.device import select
-from megatron_ext.training.invariants import InvariantError, check_replicas, check_zeroed
-from megatron_ext.training.launch import fork_ranks
-from megatron_ext.training.preflight import preflight
-from megatron_ext.training.pretrain import pretrain
-from megatron_ext.training.setup import Run
+from megatron_ext.train.callbacks.invariants import InvariantError, check_replicas, check_zeroed
+from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.main import pretrain
+from megatron_ext.train.preflight import preflight
+from megatron_ext.train.setup import Run
 from pretrain_gpt import GPT
 from tests.training_runs import TINY, mock_data, train_on_ranks
 

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from megatron_ext.training.known_warnings import silence_known_warnings
+from megatron_ext.train.main import silence_known_warnings
 
 COLLECTIVE = "`torch.distributed.all_gather_into_tensor` is deprecated. Please use another."
 ORDER = (

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from megatron_ext.optim.builder import choose_kernels
-from megatron_ext.training.setup import Run
-from megatron_ext.training.window import LogWindow
+from megatron_ext.train.metrics import LogWindow
+from megatron_ext.train.setup import Run
 from tests.checkpoint.tiny import whole_tensors
 from tests.ranks import ParallelContext, ranks
 from tests.runs_from_inside import build, one_step

@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from megatron_ext.device import Device
-from megatron_ext.device.processes import loader_ends_with_parent
-from megatron_ext.errors import ConfigError
-from megatron_ext.layout import Layout, init_groups
-from megatron_ext.training.launch import fork_ranks, launch, run_rank
-from megatron_ext.training.supervise import EXIT_CODE_NO_ANSWER
+from megatron_ext.errors import ConfigError, loader_ends_with_parent
+from megatron_ext.parallel.context import init_groups
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.train.launch import EXIT_CODE_NO_ANSWER, fork_ranks, launch, run_rank
 
 CPU = Device("cpu", "gloo")
 
@@ -196,9 +195,9 @@ def test_exit_codes_of_a_rank() -> None:
 SCRIPT = """
 import os, sys, time
 from megatron_ext.device import Device
-from megatron_ext.device.processes import loader_ends_with_parent
-from megatron_ext.layout import Layout, init_groups
-from megatron_ext.training.launch import fork_ranks
+from megatron_ext.errors import loader_ends_with_parent
+from megatron_ext.parallel import Layout, init_groups
+from megatron_ext.train.launch import fork_ranks
 def main():
     init_groups(Layout(2), Device("cpu", "gloo"))
     open(sys.argv[1] + "/" + str(os.getpid()), "w").close()

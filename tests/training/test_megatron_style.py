@@ -18,12 +18,12 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megatron_ext.config import parse_args
-from megatron_ext.config.extra_args import section_of
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.sections import section_of
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.megatron_style import get_args, get_tokenizer, megatron_task, pretrain
-from megatron_ext.training.reporting.metrics_file import read_metrics
-from megatron_ext.training.task import Task
+from megatron_ext.text.megatron_style import get_args, get_tokenizer, megatron_task, pretrain
+from megatron_ext.train.reporting.files import read_metrics
+from megatron_ext.train.task import Task
 from tests.training_runs import train_on_ranks, training_rows
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "porting.md"
@@ -225,8 +225,8 @@ def test_what_the_adapter_cannot_run_gets_a_sentence(capsys: pytest.CaptureFixtu
 
 
 def test_globals_are_there_only_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_ext.training.megatron_style._current.args", None)
-    monkeypatch.setattr("megatron_ext.training.megatron_style._current.tokenizer", None)
+    monkeypatch.setattr("megatron_ext.text.megatron_style._current.args", None)
+    monkeypatch.setattr("megatron_ext.text.megatron_style._current.tokenizer", None)
     for function in (get_args, get_tokenizer):
         with pytest.raises(ConfigError, match="was called before the run has begun"):
             function()

@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.config import RunConfig
+from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
 from megatron_ext.errors import ConfigError
-from megatron_ext.losses.contract import LossFunction, StepCounts, checked
-from megatron_ext.losses.cross_entropy import weighted_token_loss
-from megatron_ext.models.gpt import build_gpt_chunk
-from megatron_ext.training.task import Task
+from megatron_ext.losses.contract import LossFunction, StepCounts, checked, weighted_token_loss
+from megatron_ext.text.model.gpt import build_gpt_chunk
+from megatron_ext.train.task import Task
 from pretrain_gpt import GPT
 from tests.training_runs import train_on_ranks
 

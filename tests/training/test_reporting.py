@@ -14,20 +14,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext.config import parse_args
-from megatron_ext.config.logs import LoggingConfig
-from megatron_ext.training.flops import flops_per_sample, peak_flops
-from megatron_ext.training.reporting import AVERAGED, EvaluationRecord, IterationRecord
-from megatron_ext.training.reporting.build import Reporters
-from megatron_ext.training.reporting.line import evaluation_lines, iteration_line
-from megatron_ext.training.reporting.metrics_file import MetricsFile, read_metrics
-from megatron_ext.training.reporting.plot import plot_metrics
-from megatron_ext.training.reporting.servers import (
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.reporting import LoggingConfig
+from megatron_ext.text.cost import flops_per_sample, peak_flops
+from megatron_ext.train.reporting.build import (
+    Reporters,
     TensorBoard,
     WeightsAndBiases,
     evaluation_scalars,
     iteration_scalars,
 )
+from megatron_ext.train.reporting.files import (
+    MetricsFile,
+    evaluation_lines,
+    iteration_line,
+    plot_metrics,
+    read_metrics,
+)
+from megatron_ext.train.reporting.records import AVERAGED, EvaluationRecord, IterationRecord
 from tests.training_runs import TINY, mock_data
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoint.paths import TRACKER
-from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
-from megatron_ext.training.pretrain import main
+from megatron_ext.checkpoint.files import TRACKER
+from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.train.main import main
 from pretrain_gpt import GPT
 from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
 
@@ -63,7 +63,7 @@ def test_path_without_a_checkpoint_is_refused_before_any_rank_starts(
     load = tmp_path / "load"
     if made:
         load.mkdir()
-    monkeypatch.setattr("megatron_ext.training.pretrain.launch", lambda *_, **__: 99)
+    monkeypatch.setattr("megatron_ext.train.main.launch", lambda *_, **__: 99)
     flags = [*TINY, *mock_data(), "--train-iters", "1", "--load", str(load)]
     assert main(GPT, [*flags, "--resume-mode", "path"]) == EXIT_CODE_USER_ERROR
     assert capfd.readouterr().err == (

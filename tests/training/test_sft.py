@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_ext.config import parse_args
-from megatron_ext.data.sft.dataset import SftDataset, build_splits
-from megatron_ext.data.tokenizers import build_tokenizer
+from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError
-from megatron_ext.training.preflight import preflight
-from megatron_ext.training.sft import prepare_sft
+from megatron_ext.text.sft.dataset import SftDataset, build_splits, prepare_sft
+from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.train.preflight import preflight
 from tests.data.sft import tiny
 from tests.training_runs import train_on_ranks, training_rows
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from megatron_ext.checkpoint.paths import read_tracker
-from megatron_ext.config import parse_args
-from megatron_ext.training.reporting.metrics_file import read_metrics
-from megatron_ext.training.signals import EXIT_CODE_SIGNAL, StopRequests
+from megatron_ext.checkpoint.files import read_tracker
+from megatron_ext.config.parser import parse_args
+from megatron_ext.train.callbacks.stopping import EXIT_CODE_SIGNAL, StopRequests
+from megatron_ext.train.reporting.files import read_metrics
 from tests.ranks import ParallelContext, ranks
 from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoint.best import BEST_TRACKER, BestCheckpoint, with_candidate
-from megatron_ext.checkpoint.paths import published
-from megatron_ext.checkpoint.publish import doomed
-from megatron_ext.training import loop
-from megatron_ext.training.watch import mean_validation_loss
+from megatron_ext.checkpoint.files import published
+from megatron_ext.checkpoint.publish import BEST_TRACKER, BestCheckpoint, doomed, with_candidate
+from megatron_ext.train import loop
+from megatron_ext.train.callbacks.early_stopping import mean_validation_loss
 from tests.training.test_criteria import LAYOUTS, NULL, documents, without
 from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
 

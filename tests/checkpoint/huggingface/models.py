@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_ext.checkpoint import CheckpointManager
-from megatron_ext.checkpoint.huggingface.importing import Import, import_model
-from megatron_ext.config import RunConfig, parse_args
-from megatron_ext.models.chunks import build_chunks
-from megatron_ext.models.gpt import build_gpt_chunk
-from megatron_ext.models.transformer_config import build_transformer_config
-from megatron_ext.training.launch import fork_ranks
+from megatron_ext.checkpoint.manager import CheckpointManager
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
+from megatron_ext.layers.chunks import build_chunks
+from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.text.convert.huggingface import Import, import_model
+from megatron_ext.text.model.gpt import build_gpt_chunk
+from megatron_ext.train.launch import fork_ranks
 
 LENGTH = 24
 SIZES: dict[str, Any] = {

@@ -13,14 +13,9 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from megatron_ext.checkpoint.huggingface.config import (
-    HuggingFaceModel,
-    config_json,
-    read_model,
-    words_of,
-)
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.errors import CheckpointError
+from megatron_ext.text.convert.config import HuggingFaceModel, config_json, read_model, words_of
 from tests.checkpoint.huggingface.models import LLAMA3, MODELS, SIZES
 
 

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_ext.checkpoint import CheckpointManager, read_run_config
-from megatron_ext.checkpoint.huggingface import exporting
-from megatron_ext.checkpoint.huggingface.exporting import Export, export_model
-from megatron_ext.checkpoint.huggingface.importing import Import, import_model
-from megatron_ext.checkpoint.huggingface.single_rank import build_bare, one_rank
-from megatron_ext.config import parse_args
+from megatron_ext.checkpoint.manager import CheckpointManager
+from megatron_ext.checkpoint.stored import read_run_config
+from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import CheckpointError
-from megatron_ext.layout import Layout
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.text.convert import huggingface as exporting
+from megatron_ext.text.convert.huggingface import Export, Import, export_model, import_model
+from megatron_ext.text.convert.names import build_bare, one_rank
 from tests.checkpoint.huggingface.models import (
     MODELS,
     check_logits,

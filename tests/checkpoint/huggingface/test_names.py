@@ -6,9 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.checkpoint.huggingface import RowShape, join_rows, split_rows
-from megatron_ext.checkpoint.huggingface.names import from_hf, hf_names, to_hf
 from megatron_ext.errors import CheckpointError
+from megatron_ext.text.convert.names import (
+    RowShape,
+    from_hf,
+    hf_names,
+    join_rows,
+    split_rows,
+    to_hf,
+)
 
 SHAPES = [RowShape(8, 2, 4), RowShape(4, 4, 6), RowShape(6, 1, 2), RowShape(1, 1, 8)]
 

@@ -12,14 +12,15 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_ext.checkpoint import CheckpointManager
-from megatron_ext.checkpoint.wan.exporting import WanExport, export_wan
-from megatron_ext.checkpoint.wan.importing import WanImport, import_wan
+from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.config.checkpoint import CheckpointConfig
-from megatron_ext.config.video_dit_sizes import SIZES, VideoDiTSizes
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.causal_video import VideoDiT, VideoDiTOptions, build_video_dit_chunk
-from megatron_ext.models.transformer_config import StepTransformerConfig
+from megatron_ext.layers.transformer_config import StepTransformerConfig
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.config.wan import SIZES, VideoDiTSizes
+from megatron_ext.video.convert.export import WanExport, export_wan
+from megatron_ext.video.convert.wan import WanImport, import_wan
+from megatron_ext.video.model.wan.inputs import VideoDiTOptions
+from megatron_ext.video.model.wan.model import VideoDiT, build_video_dit_chunk
 from tests.checkpoint.huggingface.models import in_child
 
 STEM = "diffusion_pytorch_model"

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.checkpoint.wan.config import (
+from megatron_ext.errors import CheckpointError
+from megatron_ext.video.config.wan import SIZES
+from megatron_ext.video.convert.config import (
     WanModel,
     config_json,
     read_json,
     understand,
     understand_shapes,
 )
-from megatron_ext.checkpoint.wan.names import Naming, shapes, wan_names
-from megatron_ext.config.video_dit_sizes import SIZES
-from megatron_ext.errors import CheckpointError
+from megatron_ext.video.convert.names import Naming, shapes, wan_names
 from tests.checkpoint.wan.models import TINY, network
 
 PATH = Path("config.json")
@@ -117,7 +117,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"num_layers": 30, "ffn_dim": 14336},
         "no named size, the nearest being `14b` (ffn_size 14336 instead of 13824, num_blocks 30 "
         "instead of 40); give the weights of a named size (tiny, mini, small, base, 1.3b, 14b), or "
-        "add one to SIZES in megatron_ext/config/video_dit_sizes.py.",
+        "add one to SIZES in megatron_ext/video/config/wan.py.",
     ),
 ]
 

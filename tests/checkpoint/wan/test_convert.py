@@ -12,9 +12,9 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_ext.checkpoint.wan import Naming
-from megatron_ext.checkpoint.wan.importing import WanImport, import_wan
 from megatron_ext.errors import CheckpointError
+from megatron_ext.video.convert.names import Naming
+from megatron_ext.video.convert.wan import WanImport, import_wan
 from tests.checkpoint.tiny import whole_tensors
 from tests.checkpoint.wan.models import (
     STEM,

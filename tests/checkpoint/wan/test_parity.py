@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.checkpoint.huggingface.read import TensorFolder
-from megatron_ext.checkpoint.wan import Naming
-from megatron_ext.checkpoint.wan.importing import check_tensors, fill
-from megatron_ext.config.video_dit_sizes import VideoDiTSizes
-from megatron_ext.layout import Layout, ParallelContext
+from megatron_ext.checkpoint.safetensors_files import TensorFolder
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.video.config.wan import VideoDiTSizes
+from megatron_ext.video.convert.names import Naming
+from megatron_ext.video.convert.wan import check_tensors, fill
 from tests.checkpoint.wan.models import (
     STEM,
     bare,

@@ -12,11 +12,11 @@ from diffusers import WanTransformer3DModel
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_ext.checkpoint.wan import Naming
 from megatron_ext.errors import CheckpointError
-from megatron_ext.models.shards import shards_of
-from megatron_ext.training.setup import Run
-from megatron_ext.training.streaming.step import StreamingRunner
+from megatron_ext.layers.initialization import shards_of
+from megatron_ext.train.setup import Run
+from megatron_ext.video.convert.names import Naming
+from megatron_ext.video.streaming.step import StreamingRunner
 from tests.checkpoint.tiny import whole_tensors
 from tests.checkpoint.wan.models import (
     exported,

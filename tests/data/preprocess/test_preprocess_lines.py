@@ -12,12 +12,11 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.data.preprocess import inputs
-from megatron_ext.data.preprocess.inputs import Part, blocks, cut, expand, needs_spool, spool
-from megatron_ext.data.preprocess.progress import Progress
-from megatron_ext.data.preprocess.records import BadLine, parse_line
-from megatron_ext.data.preprocess.sentences import LANGUAGES, sentence_splitter
 from megatron_ext.errors import DataError
+from megatron_ext.text.preprocess import inputs
+from megatron_ext.text.preprocess.encode import LANGUAGES, BadLine, parse_line, sentence_splitter
+from megatron_ext.text.preprocess.inputs import Part, blocks, cut, expand, needs_spool, spool
+from megatron_ext.text.preprocess.workers import Progress
 
 # --------------------------------------------------------------------------------------- records
 

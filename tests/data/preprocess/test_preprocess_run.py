@@ -19,19 +19,15 @@ import zstandard
 
 from megatron_ext.data import indexed_writer
 from megatron_ext.data.indexed import check_indexed_dataset
-from megatron_ext.data.preprocess import (
-    PreprocessOptions,
-    Report,
-    TokenizerFlags,
-    inputs,
-    preprocess,
-    texts,
-)
-from megatron_ext.data.preprocess import worker as worker_module
-from megatron_ext.data.preprocess.parts import Workplace
-from megatron_ext.data.preprocess.sentences import sentence_splitter
-from megatron_ext.data.tokenizers.fast import FastEncoder
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.preprocess import encode as texts
+from megatron_ext.text.preprocess import inputs
+from megatron_ext.text.preprocess import workers as worker_module
+from megatron_ext.text.preprocess.encode import sentence_splitter
+from megatron_ext.text.preprocess.options import PreprocessOptions, TokenizerFlags
+from megatron_ext.text.preprocess.parts import Workplace
+from megatron_ext.text.preprocess.run import Report, preprocess
+from megatron_ext.text.tokenizers.fast import FastEncoder
 from tests.data import tiny
 from tests.data.preprocess.truth import read_pair, write_expected
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_ext.data.preprocess import TokenizerFlags
+from megatron_ext.text.preprocess.options import TokenizerFlags
 
 Split = Callable[[str], list[str]]
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.data.sft import Place, TemplateOptions, beginnings, read_conversation
-from megatron_ext.data.sft.beginnings import find_beginnings, marked_source
-from megatron_ext.data.sft.masks import tokenize_conversation
-from megatron_ext.data.sft.template import Template
+from megatron_ext.text.sft import beginnings
+from megatron_ext.text.sft.beginnings import find_beginnings, marked_source
+from megatron_ext.text.sft.chat import Template, TemplateOptions
+from megatron_ext.text.sft.conversation import Place, read_conversation
+from megatron_ext.text.sft.masks import tokenize_conversation
 from tests.data.sft import tiny
 
 FAMILIES = sorted(path.stem for path in tiny.TEMPLATES.glob("*.jinja"))

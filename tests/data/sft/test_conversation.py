@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_ext.data.sft import Place, RowFormat, read_conversation
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.sft.conversation import Place, RowFormat, read_conversation
 
 PLACE = Place("a.jsonl", 12)
 USER = {"role": "user", "content": "Hi"}

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import documents_of_positions
-from megatron_ext.data.gpt import Datasets
-from megatron_ext.data.sft import Place, read_conversation, tokenize_conversation
-from megatron_ext.data.sft.dataset import SftDataset, build_splits, cost_model
-from megatron_ext.data.tokenizers import build_tokenizer
+from megatron_ext.text.data.gpt import Datasets
+from megatron_ext.text.sft.conversation import Place, read_conversation
+from megatron_ext.text.sft.dataset import SftDataset, build_splits, cost_model
+from megatron_ext.text.sft.masks import tokenize_conversation
+from megatron_ext.text.tokenizers import build_tokenizer
 from tests.data.sft import tiny
 
 ROWS = tiny.chats(40)
@@ -129,7 +131,7 @@ def test_a_preprocessed_prefix_and_its_file_are_the_same(folder: Path, train: Sf
 def test_the_cost_is_that_of_the_model(folder: Path) -> None:
     """h 8, n 2, d 4, f 20 gated, 2 layers, v 258: 2 (4 * 64 + 3 * 160) + 8 v, and 2 * 2 * 4."""
     config = config_of(folder, "--data-path", "f", "--make-vocab-size-divisible-by", "1")
-    from megatron_ext.training.preflight import with_padded_vocabulary
+    from megatron_ext.train.preflight import with_padded_vocabulary
 
     model = cost_model(with_padded_vocabulary(config, 258))
     linear, quadratic = 2 * (4 * 64 + 3 * 160) + 8 * 258, 2 * 2 * 4

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_ext.data.sft.epochs import (
+from megatron_ext.data.epochs import (
     BudgetEpochs,
     Epochs,
     PackedEpochs,
@@ -16,8 +16,8 @@ from megatron_ext.data.sft.epochs import (
     StepPlan,
     StepSampler,
 )
-from megatron_ext.data.sft.packing import CostModel
 from megatron_ext.errors import DataError
+from megatron_ext.text.sft.packing import CostModel
 
 MODEL = CostModel(100, 1)
 LENGTHS = np.random.default_rng(1).integers(1, 60, 50)

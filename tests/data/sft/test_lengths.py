@@ -6,19 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.data.sft import (
-    Place,
-    SftRow,
-    TokenizedConversation,
-    Truncation,
-    lay_out,
-    pad_id_of,
-    read_conversation,
-    shift,
-    tokenize_conversation,
-    truncate,
-)
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.sft.conversation import Place, read_conversation
+from megatron_ext.text.sft.masks import TokenizedConversation, tokenize_conversation
+from megatron_ext.text.sft.rows import SftRow, Truncation, lay_out, pad_id_of, shift, truncate
 from tests.data.sft import tiny
 
 PLACE = Place("chats.parquet", 3)

@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.data.sft import (
-    Conversation,
-    Place,
-    TemplateOptions,
-    read_conversation,
-    tokenize_conversation,
-)
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.sft.chat import TemplateOptions
+from megatron_ext.text.sft.conversation import Conversation, Place, read_conversation
+from megatron_ext.text.sft.masks import tokenize_conversation
 from tests.data.sft import tiny
 
 PLACE = Place("chats.jsonl", 7)

@@ -11,16 +11,14 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config import RunConfig
-from megatron_ext.config.data import DataConfig
-from megatron_ext.config.sft import SftConfig
-from megatron_ext.config.tokenizer import TokenizerConfig
-from megatron_ext.data.sft import online
-from megatron_ext.data.sft.chat import Chat, build_chat
-from megatron_ext.data.sft.rows import ConversationEncoder
-from megatron_ext.data.sft.store import SftStore
-from megatron_ext.data.tokenizers import build_tokenizer
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.config import DataConfig, SftConfig, TokenizerConfig
+from megatron_ext.text.sft import preprocess as online
+from megatron_ext.text.sft.chat import Chat, build_chat
+from megatron_ext.text.sft.rows import ConversationEncoder
+from megatron_ext.text.sft.store import SftStore
+from megatron_ext.text.tokenizers import build_tokenizer
 from tests.data.sft import tiny
 
 FORK = multiprocessing.get_context("fork")

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron_ext.data.sft.epochs import PackedEpochs, shuffled
-from megatron_ext.data.sft.packing import (
+from megatron_ext.data.epochs import PackedEpochs, shuffled
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.sft.packing import (
     CostModel,
     Ints,
     Row,
@@ -25,7 +26,6 @@ from megatron_ext.data.sft.packing import (
     small_ends,
     token_budget,
 )
-from megatron_ext.errors import ConfigError, DataError
 
 MODEL = CostModel.of_sizes(
     4096, 14336, 32, num_query_groups=8, gated=True, num_layers=32, vocab_size=128256

@@ -13,14 +13,15 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from megatron_ext.config.sft import SftConfig
-from megatron_ext.data.preprocess.cli import main
-from megatron_ext.data.preprocess.tokenizer_flags import TokenizerFlags
-from megatron_ext.data.sft import Place, read_conversation, tokenize_conversation
-from megatron_ext.data.sft.chat import build_chat
-from megatron_ext.data.sft.store import SftStore, about_path
-from megatron_ext.data.tokenizers import build_tokenizer
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.config import SftConfig
+from megatron_ext.text.preprocess.cli import main
+from megatron_ext.text.preprocess.options import TokenizerFlags
+from megatron_ext.text.sft.chat import build_chat
+from megatron_ext.text.sft.conversation import Place, read_conversation
+from megatron_ext.text.sft.masks import tokenize_conversation
+from megatron_ext.text.sft.store import SftStore, about_path
+from megatron_ext.text.tokenizers import build_tokenizer
 from tests.data.sft import tiny
 
 
@@ -71,7 +72,7 @@ def test_files_of_every_kind_keep_their_order(workers: int, folder: Path, tmp_pa
 
 
 def test_tools_of_a_parquet_file_have_no_keys_of_other_rows(tmp_path: Path) -> None:
-    from megatron_ext.data.preprocess.parquet import json_lines
+    from megatron_ext.text.preprocess.parquet import json_lines
 
     rows = [
         {"messages": [{"role": "user", "content": "x", "args": {"a": 1}}], "tools": None},

@@ -12,8 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.data.sft import TokenizedConversation
-from megatron_ext.data.tokenizers.base import require_package
+from megatron_ext.text.sft.masks import TokenizedConversation
+from megatron_ext.text.tokenizers.base import require_package
 
 TEMPLATES = Path(__file__).parent / "templates"
 

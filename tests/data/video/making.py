@@ -12,13 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
-from megatron_ext.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
-from megatron_ext.data.video.clips import read_list
-from megatron_ext.data.video.codecs import build_codec
-from megatron_ext.data.video.encode import ClipEncoder, PlannedClip
-from megatron_ext.data.video.geometry import parse_plan
-from megatron_ext.data.video.planning import plan_clips
-from megatron_ext.data.video.text_encoders import build_text_encoder
+from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
+from megatron_ext.video.data.clips import read_list
+from megatron_ext.video.data.codecs import build_codec
+from megatron_ext.video.data.encode import ClipEncoder, PlannedClip, plan_clips
+from megatron_ext.video.data.geometry import parse_plan
+from megatron_ext.video.data.text_encoders import build_text_encoder
 
 CODEC = CodecConfig(codec_spatial=4, codec_channels=24)
 TEXT = TextEncoderConfig(text_length=6, text_width=16)

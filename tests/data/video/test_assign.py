@@ -2,10 +2,18 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.data.video.assign import ClipShape, Drop, assign, first_frame, subsampling
-from megatron_ext.data.video.clips import with_suffix
-from megatron_ext.data.video.geometry import Bucket, parse_plan, sizes
 from megatron_ext.errors import ConfigError
+from megatron_ext.video.data.clips import with_suffix
+from megatron_ext.video.data.geometry import (
+    Bucket,
+    ClipShape,
+    Drop,
+    assign,
+    first_frame,
+    parse_plan,
+    sizes,
+    subsampling,
+)
 
 PLAN = parse_plan(
     {"256px": {"1": [1, 8], "5": [1, 4], "17": [1, 2]}, "768px": {"1": [0.5, 2], "17": [0.5, 1]}}

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.config.encoding import CodecConfig
-from megatron_ext.data.video.block_decoder import (
+from megatron_ext.errors import DataError
+from megatron_ext.video.config.encoding import CodecConfig
+from megatron_ext.video.data.codecs import (
     FeatureCacheDecoder,
     OverlapDecoder,
+    PatchCodec,
     block_decoder,
+    build_codec,
 )
-from megatron_ext.data.video.codecs import PatchCodec, build_codec
-from megatron_ext.errors import DataError
 from tests.data.video.making import CODEC, write_vaes
 
 STRETCHES = (3, 3, 1, 5)

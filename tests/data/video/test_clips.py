@@ -8,10 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
-from megatron_ext.data.video import clips
-from megatron_ext.data.video.assign import ClipShape
-from megatron_ext.data.video.clips import Clip, decode, fit, probe, read_list
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.data import clips
+from megatron_ext.video.data.clips import Clip, decode, fit, probe, read_list
+from megatron_ext.video.data.geometry import ClipShape
 from tests.data.video.making import (
     hide_the_beginning,
     lay_on_its_side,

@@ -3,10 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ext.config.encoding import CodecConfig
-from megatron_ext.data.video.codecs import build_codec
-from megatron_ext.data.video.patch_transform import cosine_basis, rotation
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.config.encoding import CodecConfig
+from megatron_ext.video.data.codecs import build_codec, cosine_basis, rotation
 
 
 @pytest.mark.parametrize(

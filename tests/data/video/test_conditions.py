@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.config.conditions import MODES, ConditionConfig
-from megatron_ext.data.video.conditions import (
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.config.run import MODES, ConditionConfig
+from megatron_ext.video.data.conditions import (
     Section,
     condition,
     draw_modes,
@@ -19,8 +20,7 @@ from megatron_ext.data.video.conditions import (
     place_references,
     sections,
 )
-from megatron_ext.data.video.draws import draw_uniforms
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.data.draws import draw_uniforms
 
 SHORT_V2V = ConditionConfig(v2v_frames=2, v2v_easy_frames=3)
 

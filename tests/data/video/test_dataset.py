@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from megatron_ext.config.encoding import EncodeConfig
-from megatron_ext.data.video.dataset import OnlineVideos, ShardedVideos, collate, pad_text
-from megatron_ext.data.video.encode import VideoSample
-from megatron_ext.data.video.geometry import Bucket, parse_plan
-from megatron_ext.data.video.preprocess import main
-from megatron_ext.data.video.sampler import BucketSteps, BucketStepSampler, Members
 from megatron_ext.errors import DataError
+from megatron_ext.video.config.encoding import EncodeConfig
+from megatron_ext.video.data.dataset import OnlineVideos, ShardedVideos, collate, pad_text
+from megatron_ext.video.data.encode import VideoSample
+from megatron_ext.video.data.geometry import Bucket, parse_plan
+from megatron_ext.video.data.preprocess import main
+from megatron_ext.video.data.sampler import BucketSteps, BucketStepSampler, Members
 from tests.data.video.making import FLAGS, PLAN, encoder, pictures, planned, write_folder, write_gif
 
 VIDEO, IMAGE = Bucket("32px", 5, 32, 32), Bucket("32px", 1, 32, 32)

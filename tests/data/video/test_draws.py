@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.config.conditions import ConditionConfig, TextDropoutConfig
-from megatron_ext.data.video.draws import (
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.config.run import ConditionConfig, TextDropoutConfig
+from megatron_ext.video.data.draws import (
     Draws,
     draw_microbatch,
     draw_noise,
@@ -18,7 +19,6 @@ from megatron_ext.data.video.draws import (
     draw_uniforms,
     sample_numbers,
 )
-from megatron_ext.layout import ParallelContext
 from tests.ranks import ranks
 
 SHAPE = (4, 3, 8, 8)

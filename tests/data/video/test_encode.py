@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.config.encoding import EncodeConfig
-from megatron_ext.data.video.assign import ClipShape
-from megatron_ext.data.video.clips import Clip
-from megatron_ext.data.video.encode import ClipEncoder, PlannedClip, VideoSample, reference_names
-from megatron_ext.data.video.geometry import Bucket
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.config.encoding import EncodeConfig
+from megatron_ext.video.data.clips import Clip
+from megatron_ext.video.data.encode import ClipEncoder, PlannedClip, VideoSample, reference_names
+from megatron_ext.video.data.geometry import Bucket, ClipShape
 from tests.data.video.making import encoder, pictures, write_folder
 
 

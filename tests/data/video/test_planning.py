@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config.encoding import CodecConfig, EncodeConfig
-from megatron_ext.data.video.assign import Drop
-from megatron_ext.data.video.clips import Clip, read_list
-from megatron_ext.data.video.codecs import build_codec
-from megatron_ext.data.video.geometry import BucketRule, parse_plan
-from megatron_ext.data.video.planning import check_codec, plan_clips, report
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig
+from megatron_ext.video.data.clips import Clip, read_list
+from megatron_ext.video.data.codecs import build_codec
+from megatron_ext.video.data.encode import check_codec, plan_clips, report
+from megatron_ext.video.data.geometry import BucketRule, Drop, parse_plan
 from tests.data.video.making import PLAN, pictures, write_folder, write_gif, write_video
 
 

@@ -18,12 +18,12 @@ import torch
 from filelock import FileLock
 from PIL import Image
 
-from megatron_ext.data.video import run as run_module
-from megatron_ext.data.video.dataset import ShardedVideos
-from megatron_ext.data.video.options import VideoPreprocessOptions
-from megatron_ext.data.video.preprocess import main, parse_options
-from megatron_ext.data.video.shards import ShardWriter
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.data import preprocess as run_module
+from megatron_ext.video.data.dataset import ShardedVideos
+from megatron_ext.video.data.manifest import VideoPreprocessOptions
+from megatron_ext.video.data.preprocess import main, parse_options
+from megatron_ext.video.data.shards import ShardWriter
 from tests.data.video.making import CODEC, FLAGS, PLAN, TEXT, pictures, write_folder, write_gif
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -4,9 +4,9 @@ from itertools import chain, islice
 
 import pytest
 
-from megatron_ext.data.video.geometry import Bucket, sizes
-from megatron_ext.data.video.sampler import BucketSteps, BucketStepSampler, Members
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.data.geometry import Bucket, sizes
+from megatron_ext.video.data.sampler import BucketSteps, BucketStepSampler, Members
 
 SMALL, LONG = Bucket("256px", 1, 256, 256), Bucket("256px", 17, 192, 336)
 

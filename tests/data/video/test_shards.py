@@ -13,17 +13,11 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_ext.data.video.encode import VideoSample
-from megatron_ext.data.video.geometry import Bucket
-from megatron_ext.data.video.manifest import read_manifest
-from megatron_ext.data.video.shards import (
-    Shard,
-    ShardWriter,
-    read_null,
-    write_json,
-    write_null,
-)
 from megatron_ext.errors import DataError
+from megatron_ext.video.data.encode import VideoSample
+from megatron_ext.video.data.geometry import Bucket
+from megatron_ext.video.data.manifest import read_manifest
+from megatron_ext.video.data.shards import Shard, ShardWriter, read_null, write_json, write_null
 
 MANIFEST: dict[str, Any] = {
     "format": 1, "codec": {"codec": "/vae"}, "plan": {}, "shards": [],

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from megatron_ext.config.conditions import TextDropoutConfig
-from megatron_ext.data.video.draws import draw_uniforms
-from megatron_ext.data.video.text_dropout import Text, drop_text, fit_length
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.config.run import TextDropoutConfig
+from megatron_ext.video.data.conditions import Text, drop_text, fit_length
+from megatron_ext.video.data.draws import draw_uniforms
 
 NULL = Text(torch.randn(1, 3, 4), torch.randn(1, 6))
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config.encoding import TextEncoderConfig
-from megatron_ext.data.video import text_encoders
-from megatron_ext.data.video.text_encoders import build_text_encoder, text_encoder_from_manifest
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.config.encoding import TextEncoderConfig
+from megatron_ext.video.data import text_encoders
+from megatron_ext.video.data.text_encoders import build_text_encoder, text_encoder_from_manifest
 
 HASHED = TextEncoderConfig(text_length=5, text_width=12, pooled_width=7)
 WORDS = "a red green square circle moves left right".split()
@@ -41,7 +41,7 @@ def test_hashed_words_are_cut_at_the_length_but_pooled_whole() -> None:
 def test_hashed_words_are_the_same_in_every_process() -> None:
     caption = "a red square 24 FPS, 4 motion score."
     code = (
-        "from megatron_ext.data.video.text_encoders import *\n"
+        "from megatron_ext.video.data.text_encoders import *\n"
         "rows, pooled = build_text_encoder(TextEncoderConfig(text_length=5, text_width=12, "
         f"pooled_width=7)).encode([{caption!r}])\n"
         "print(rows.tolist(), pooled.tolist())"

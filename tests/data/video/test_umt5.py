@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.config.encoding import TextEncoderConfig
-from megatron_ext.data.video.dataset import ShardedVideos, collate
-from megatron_ext.data.video.preprocess import main
-from megatron_ext.data.video.text_encoders import (
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.config.encoding import TextEncoderConfig
+from megatron_ext.video.data.dataset import ShardedVideos, collate
+from megatron_ext.video.data.preprocess import main
+from megatron_ext.video.data.text_encoders import (
     build_text_encoder,
     text_encoder_from_manifest,
     width_of,
 )
-from megatron_ext.errors import ConfigError, DataError
 from tests.data.video.tiny_umt5 import WIDTH, write_umt5
 from tests.tools.test_preprocess_video import PLAN, frames
 

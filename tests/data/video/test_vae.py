@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.config.encoding import CodecConfig, EncodeConfig
-from megatron_ext.data.video.codecs import build_codec, codec_from_manifest
-from megatron_ext.data.video.dataset import OnlineVideos, ShardedVideos
-from megatron_ext.data.video.draws import generator
-from megatron_ext.data.video.encode import ClipEncoder
-from megatron_ext.data.video.preprocess import main
-from megatron_ext.data.video.text_encoders import text_encoder_from_manifest
-from megatron_ext.data.video.vae import DiffusersCodec
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig
+from megatron_ext.video.data.codecs import build_codec, codec_from_manifest
+from megatron_ext.video.data.dataset import OnlineVideos, ShardedVideos
+from megatron_ext.video.data.draws import generator
+from megatron_ext.video.data.encode import ClipEncoder
+from megatron_ext.video.data.preprocess import main
+from megatron_ext.video.data.text_encoders import text_encoder_from_manifest
+from megatron_ext.video.data.vae import DiffusersCodec
 from tests.data.video.making import PLAN, pictures, planned, write_gif, write_vaes
 
 KINDS = ("AutoencoderKLHunyuanVideo", "AutoencoderKLWan")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_ext.models.causal_video import VideoDiTSizes
+from megatron_ext.video.config.wan import VideoDiTSizes
 
 Tensors = dict[str, Tensor]
 

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megatron_ext.config.video_dit_sizes import VideoDiTSizes
+from megatron_ext.video.config.wan import VideoDiTSizes
 
 Rule = tuple[int, int, int]
 """Frame block, window and sink."""

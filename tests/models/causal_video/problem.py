@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.causal_video import (
-    SIZES,
-    FrameWindow,
-    KVCache,
-    VideoDiT,
-    VideoDiTOptions,
-    VideoDiTSizes,
-    build_video_dit_chunk,
+from megatron_ext.layers.initialization import (
+    initialize_by_name,
+    mark_methods,
+    shards_of,
+    unmark_methods,
 )
-from megatron_ext.models.initialization import initialize_by_name, mark_methods, unmark_methods
-from megatron_ext.models.linear import DeferredWeightGradients
-from megatron_ext.models.shards import shards_of
-from megatron_ext.models.transformer_config import StepTransformerConfig
+from megatron_ext.layers.linear import DeferredWeightGradients
+from megatron_ext.layers.transformer_config import StepTransformerConfig
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.config.wan import SIZES, VideoDiTSizes
+from megatron_ext.video.model.wan.attention import FrameWindow
+from megatron_ext.video.model.wan.cache import KVCache
+from megatron_ext.video.model.wan.inputs import VideoDiTOptions
+from megatron_ext.video.model.wan.model import VideoDiT, build_video_dit_chunk
 from tests.models.causal_video.names import Tensors, to_plain
 from tests.models.causal_video.plain import PlainVideoDiT, Rule
 

@@ -14,11 +14,11 @@ from megatron.core.distributed import (
 )
 from torch import Tensor
 
-from megatron_ext.layout import ParallelContext
+from megatron_ext.layers.initialization import shards_of
 from megatron_ext.losses.contract import pair
-from megatron_ext.models.causal_video import VideoDiT
-from megatron_ext.models.shards import shards_of
+from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.runtime import PipelineEngine
+from megatron_ext.video.model.wan.model import VideoDiT
 from tests.models.causal_video.names import Tensors, to_parallel
 from tests.models.causal_video.problem import (
     Problem,

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.causal_video import SIZES, FrameWindow, KVCache
-from megatron_ext.models.causal_video.cache import CachePass, CacheShape
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.config.wan import SIZES
+from megatron_ext.video.model.wan.attention import FrameWindow
+from megatron_ext.video.model.wan.cache import CachePass, CacheShape, KVCache
 from tests.models.causal_video.problem import (
     CAUSAL,
     Problem,

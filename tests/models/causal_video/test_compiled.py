@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.causal_video import VideoDiTOptions
-from megatron_ext.models.compiled import compiled_on_cpu
+from megatron_ext.layers.compiled import compiled_on_cpu
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.model.wan.inputs import VideoDiTOptions
 from tests.models.causal_video.problem import BIDIRECTIONAL, CAUSAL, Problem, largest, one
 from tests.models.test_compiled_layers import called, holders
 from tests.ranks import ranks

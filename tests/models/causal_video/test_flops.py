@@ -9,8 +9,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.causal_video.flops import flops_of_pass
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.cost.flops import flops_of_pass
 from tests.models.causal_video.problem import BIDIRECTIONAL, Problem, frames_of, new_cache, one
 from tests.ranks import ranks
 

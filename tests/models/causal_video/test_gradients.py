@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.causal_video import KVCache, VideoDiT
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.model.wan.cache import KVCache
+from megatron_ext.video.model.wan.model import VideoDiT
 from tests.models.causal_video.names import Tensors, to_parallel
 from tests.models.causal_video.problem import (
     CAUSAL,

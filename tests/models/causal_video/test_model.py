@@ -9,15 +9,12 @@ import pytest
 import torch
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.causal_video import (
-    SIZES,
-    FrameWindow,
-    VideoDiT,
-    VideoDiTOptions,
-    flow_from_x0,
-    x0_from_flow,
-)
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.config.wan import SIZES
+from megatron_ext.video.model.wan.attention import FrameWindow
+from megatron_ext.video.model.wan.inputs import VideoDiTOptions
+from megatron_ext.video.model.wan.model import VideoDiT
+from megatron_ext.video.model.wan.recache import flow_from_x0, x0_from_flow
 from tests.models.causal_video.problem import (
     BIDIRECTIONAL,
     CAUSAL,

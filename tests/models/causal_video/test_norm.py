@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.causal_video.norm import FullWidthRMSNorm
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.model.wan.pointwise import FullWidthRMSNorm
 from tests.models.causal_video.problem import Problem, core_config
 from tests.ranks import ranks
 

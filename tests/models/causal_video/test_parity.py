@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.layout import Layout, ParallelContext
-from megatron_ext.models.shards import shards_of
+from megatron_ext.layers.initialization import shards_of
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.grid import Layout
 from tests.models.causal_video.problem import (
     BIDIRECTIONAL,
     CAUSAL,

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.causal_video import FrameWindow, KVCache, VideoDiT, recache
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.model.wan.attention import FrameWindow
+from megatron_ext.video.model.wan.cache import KVCache
+from megatron_ext.video.model.wan.model import VideoDiT
+from megatron_ext.video.model.wan.recache import recache
 from tests.models.causal_video.problem import (
     CAUSAL,
     Problem,

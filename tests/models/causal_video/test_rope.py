@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.models.causal_video.rope import rotary_table, rotate
+from megatron_ext.video.model.wan.embedder import rotary_table, rotate
 
 AXES = (8, 4, 4)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.causal_video import SIZES, VideoDiTOptions
-from megatron_ext.models.causal_video.stages import stage_blocks
+from megatron_ext.video.config.wan import SIZES
+from megatron_ext.video.model.wan.inputs import VideoDiTOptions, stage_blocks
 from tests.models.causal_video.plain import PlainVideoDiT
 
 

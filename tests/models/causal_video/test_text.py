@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.causal_video import VideoDiT
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.model.wan.model import VideoDiT
 from tests.models.causal_video.problem import (
     Problem,
     frames_of,

@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import DataError
-from megatron_ext.models.causal_video.tokens import (
-    FrameTokens,
-    frames_first,
-    parts_first,
-    positions,
-)
+from megatron_ext.video.model.tokens import FrameTokens, frames_first, parts_first, positions
 
 
 def test_ranks_hold_every_token_of_every_frame_once() -> None:

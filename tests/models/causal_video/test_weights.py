@@ -11,9 +11,9 @@ import torch
 from megatron.core import dist_checkpointing
 
 from megatron_ext.config.lora import LoraConfig
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.causal_video import VideoDiT
-from megatron_ext.models.lora import attach_adapters, merge_adapters
+from megatron_ext.layers.lora import attach_adapters, merge_adapters
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.model.wan.model import VideoDiT
 from tests.models.causal_video.problem import (
     CAUSAL,
     Problem,

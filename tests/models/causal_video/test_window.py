@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.models.causal_video import FrameWindow
+from megatron_ext.video.model.wan.attention import FrameWindow
 from tests.models.causal_video.plain import frame_mask
 
 

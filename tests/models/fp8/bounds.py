@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_ext.models.fp8.formats import Quantized
+from megatron_ext.layers.fp8.matrices import Quantized
 
 ROUNDING = {torch.float8_e4m3fn: 2.0**-4, torch.float8_e5m2: 2.0**-3}
 """Half of the distance to the next number, relative."""

@@ -10,14 +10,15 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from megatron_ext.config import RunConfig, parse_args
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.chunks import build_chunks
-from megatron_ext.models.fp8.attach import attach_fp8
-from megatron_ext.models.fp8.parts import ExpertParts, Parts, Role
-from megatron_ext.models.gpt import build_gpt_chunk
-from megatron_ext.models.linear import ColumnParallelLinear
-from megatron_ext.models.transformer_config import build_transformer_config
+from megatron_ext.layers.chunks import build_chunks
+from megatron_ext.layers.fp8.attach import attach_fp8
+from megatron_ext.layers.fp8.scaling import ExpertParts, Parts, Role
+from megatron_ext.layers.linear import ColumnParallelLinear
+from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.text.model.gpt import build_gpt_chunk
 from tests.ranks import ParallelContext, ranks
 from tests.training_runs import TINY, mock_data
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.models.fp8.formats import E4M3, E5M2, Quantized, cast, largest, scale_for
+from megatron_ext.layers.fp8.matrices import E4M3, E5M2, Quantized, cast, largest, scale_for
 
 FORMATS = [E4M3, E5M2]
 ONE = torch.ones(())

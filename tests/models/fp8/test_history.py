@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.config.fp8 import Fp8Config
-from megatron_ext.models.fp8.history import AmaxHistories
-from megatron_ext.models.fp8.parts import Parts, Role
-from megatron_ext.models.fp8.scaling import DelayedScaling
+from megatron_ext.config.precision import Fp8Config
+from megatron_ext.layers.fp8.linear import AmaxHistories
+from megatron_ext.layers.fp8.scaling import DelayedScaling, Parts, Role
 from tests.ranks import ParallelContext, ranks
 
 

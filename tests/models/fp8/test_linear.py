@@ -9,14 +9,12 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_ext.config.fp8 import Fp8Config
-from megatron_ext.models.fp8 import linear
-from megatron_ext.models.fp8.formats import Quantized
-from megatron_ext.models.fp8.linear import Fp8Call, fp8_linear
-from megatron_ext.models.fp8.parts import Parts, Role
-from megatron_ext.models.fp8.product import arguments, product
-from megatron_ext.models.fp8.scaling import RECIPES, Scaling
-from megatron_ext.models.linear import (
+from megatron_ext.config.precision import Fp8Config
+from megatron_ext.layers.fp8 import linear
+from megatron_ext.layers.fp8.linear import Fp8Call, fp8_linear
+from megatron_ext.layers.fp8.matrices import Quantized, arguments, product
+from megatron_ext.layers.fp8.scaling import RECIPES, Parts, Role, Scaling
+from megatron_ext.layers.linear import (
     ColumnParallelLinear,
     DeferredWeightGradients,
     RowParallelLinear,

@@ -9,9 +9,18 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from megatron_ext.models.compiled import compiled_on_cpu
-from megatron_ext.models.fp8.formats import E4M3, E5M2, cast, largest, scale_for
-from megatron_ext.models.fp8.passes import Function, Pass, quantize, quantize_with
+from megatron_ext.layers.compiled import compiled_on_cpu
+from megatron_ext.layers.fp8.matrices import (
+    E4M3,
+    E5M2,
+    Function,
+    Pass,
+    cast,
+    largest,
+    quantize,
+    quantize_with,
+    scale_for,
+)
 
 FUNCTIONS = {
     "tensor": (quantize, (None, E4M3, None, "both")),

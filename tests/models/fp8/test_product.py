@@ -9,8 +9,17 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_ext.models.fp8.formats import E4M3, E5M2, Quantized, cast, largest, scale_for
-from megatron_ext.models.fp8.product import arguments, check_layout, product
+from megatron_ext.layers.fp8.matrices import (
+    E4M3,
+    E5M2,
+    Quantized,
+    arguments,
+    cast,
+    check_layout,
+    largest,
+    product,
+    scale_for,
+)
 from tests.models.fp8.bounds import error_of_product
 
 ONE = torch.ones(())

@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.models.fp8.linear import Fp8Call, fp8_linear
-from megatron_ext.models.fp8.parts import Role
-from megatron_ext.models.fp8.scaling import RECIPES
-from megatron_ext.models.fp8.weights import KeptWeights
+from megatron_ext.layers.fp8.linear import Fp8Call, KeptWeights, fp8_linear
+from megatron_ext.layers.fp8.scaling import RECIPES, Role
 from tests.models.fp8.test_linear import scaling_of, tensors, whole_layer
 
 

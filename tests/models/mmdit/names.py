@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_ext.config.mmdit_sizes import MMDiTSizes
+from megatron_ext.video.config.mmdit import MMDiTSizes
 
 Tensors = dict[str, Tensor]
 

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megatron_ext.config.mmdit_sizes import MMDiTSizes
+from megatron_ext.video.config.mmdit import MMDiTSizes
 
 
 def sinusoid(u: Tensor) -> Tensor:

@@ -15,14 +15,20 @@ from megatron.core.distributed import (
 )
 from torch import Tensor
 
-from megatron_ext.layout import ParallelContext
+from megatron_ext.layers.initialization import (
+    initialize_by_name,
+    mark_methods,
+    shards_of,
+    unmark_methods,
+)
+from megatron_ext.layers.linear import DeferredWeightGradients
+from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.losses.contract import pair
-from megatron_ext.models.initialization import initialize_by_name, mark_methods, unmark_methods
-from megatron_ext.models.linear import DeferredWeightGradients
-from megatron_ext.models.mmdit import SIZES, MMDiT, MMDiTOptions, MMDiTSizes, build_mmdit_chunk
-from megatron_ext.models.shards import shards_of
-from megatron_ext.models.transformer_config import StepTransformerConfig
+from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.runtime import PipelineEngine
+from megatron_ext.video.config.mmdit import SIZES, MMDiTSizes
+from megatron_ext.video.model.mmdit.inputs import MMDiTOptions
+from megatron_ext.video.model.mmdit.model import MMDiT, build_mmdit_chunk
 from tests.models.mmdit.names import Tensors, to_parallel, to_plain
 from tests.models.mmdit.plain import PlainMMDiT
 

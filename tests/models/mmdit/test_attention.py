@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.mmdit.attention import heads_to_sequence, sequence_to_heads
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.model.attention import heads_to_sequence, sequence_to_heads
 from tests.ranks import ranks
 
 

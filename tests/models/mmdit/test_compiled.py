@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.compiled import compiled_on_cpu
+from megatron_ext.layers.compiled import compiled_on_cpu
+from megatron_ext.parallel.context import ParallelContext
 from tests.models.mmdit.problem import (
     Problem,
     build,

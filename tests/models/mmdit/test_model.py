@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.mmdit import SIZES, MMDiT, MMDiTOptions
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.config.mmdit import SIZES
+from megatron_ext.video.model.mmdit.inputs import MMDiTOptions
+from megatron_ext.video.model.mmdit.model import MMDiT
 from tests.models.mmdit.problem import (
     I2V,
     Problem,
@@ -95,8 +97,7 @@ class counted_forward_passes:
     """Counts the runs of blocks."""
 
     def __enter__(self) -> dict[str, int]:
-        from megatron_ext.models.mmdit.double_block import DoubleBlock
-        from megatron_ext.models.mmdit.single_block import SingleBlock
+        from megatron_ext.video.model.mmdit.blocks import DoubleBlock, SingleBlock
 
         self.calls = {"blocks": 0}
 

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.layout import Layout, ParallelContext
-from megatron_ext.models.mmdit import MMDiTOptions
-from megatron_ext.models.shards import shards_of
+from megatron_ext.layers.initialization import shards_of
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.video.model.mmdit.inputs import MMDiTOptions
 from tests.models.mmdit.names import Tensors
 from tests.models.mmdit.problem import (
     Problem,

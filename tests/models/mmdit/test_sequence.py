@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.errors import DataError
-from megatron_ext.models.mmdit.sequence import TokenRange
+from megatron_ext.video.model.tokens import TokenRange
 
 
 @pytest.mark.parametrize(("num_text", "num_image", "size"), [(8, 48, 4), (20, 12, 4), (0, 6, 3)])

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.models.mmdit import SIZES, MMDiTOptions, MMDiTSizes
+from megatron_ext.video.config.mmdit import SIZES, MMDiTSizes
+from megatron_ext.video.model.mmdit.inputs import MMDiTOptions
 from tests.models.mmdit.plain import PlainMMDiT
 
 

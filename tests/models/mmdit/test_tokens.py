@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import DataError
-from megatron_ext.models.mmdit.tokens import (
+from megatron_ext.video.model.tokens import (
     condition_width,
     pack,
     position_ids,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.mmdit import MMDiTOptions
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.model.mmdit.inputs import MMDiTOptions
 from tests.models.mmdit.problem import Problem, build, gathered_weights
 from tests.models.mmdit.test_parity import layout_of
 from tests.ranks import run_on_ranks

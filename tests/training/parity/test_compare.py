@@ -11,15 +11,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from megatron_ext.training.parity.compare import (
+from megatron_ext.inspect.parity import (
+    Recording,
     Tolerances,
     compare,
     gradient_difference,
+    parse_layout,
+    read_gradients,
     relative,
     table,
 )
-from megatron_ext.training.parity.layouts import parse_layout
-from megatron_ext.training.parity.run import Recording, read_gradients
 
 
 def recording(folder: Path, name: str, loss: float = 2.0, gradient: float = 1.0) -> Recording:

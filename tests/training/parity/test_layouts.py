@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.parity.layouts import parse_layout, split_layouts
+from megatron_ext.inspect.parity import parse_layout, split_layouts
 
 
 @pytest.mark.parametrize(

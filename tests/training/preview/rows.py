@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_ext.training.preview.collect import Row, Step
-from megatron_ext.training.preview.origins import Origin
+from megatron_ext.inspect.preview.collect import Row, Step
+from megatron_ext.inspect.preview.origins import Origin
 
 
 def packed(

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.training.preview.checks import warnings_of
-from megatron_ext.training.preview.collect import Row
-from megatron_ext.training.preview.pieces import Pieces
+from megatron_ext.inspect.preview.checks import warnings_of
+from megatron_ext.inspect.preview.collect import Row
+from megatron_ext.inspect.preview.text import Pieces
 from tests.training.preview.rows import packed, step_of, stream
 from tests.training.preview.test_pieces import chatml
 

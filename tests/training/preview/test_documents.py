@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_ext.training.preview.documents import documents_of
-from megatron_ext.training.preview.summary import cells, summarize
+from megatron_ext.inspect.preview.documents import documents_of
+from megatron_ext.inspect.preview.summary import cells, summarize
 from tests.training.preview.rows import packed, step_of, stream
 
 NAN = float("nan")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.data.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron_ext.data.tokenizers.plain import ByteLevelTokenizer, NullTokenizer
-from megatron_ext.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
-from megatron_ext.training.preview.pieces import Pieces, visible
+from megatron_ext.inspect.preview.text import Pieces, visible
+from megatron_ext.text.tokenizers.base import ByteLevelTokenizer, NullTokenizer
+from megatron_ext.text.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_ext.text.tokenizers.models import SentencePieceTokenizer
 from tests.data import tiny
 from tests.data.sft.tiny import tokenizer
 

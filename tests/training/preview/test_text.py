@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_ext.training.preview.pieces import Pieces
-from megatron_ext.training.preview.text import Terminal, grade
+from megatron_ext.inspect.preview.text import Pieces, Terminal, grade
 from tests.training.preview.rows import packed
 from tests.training.preview.test_pieces import chatml
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from megatron.core.utils import unwrap_model
 
-from megatron_ext.training.setup import Run
+from megatron_ext.train.setup import Run
 from tests.training.streaming.test_layouts import check_same, trained
 from tests.training.streaming.tiny import run, runner_of
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.config import RunConfig, parse_args
-from megatron_ext.config.video_rules import STREAMING_DEFAULTS
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.video.config.rules import STREAMING_DEFAULTS
 from pretrain_video import defaults_of, task_of
 from tests.training.streaming.tiny import flags_of
 from tests.training.streaming.tuned import ADAPTERS, STEPS, Tuned

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.config import parse_args
-from megatron_ext.config.video_rules import STREAMING_DEFAULTS
-from megatron_ext.training.preflight import preflight
-from megatron_ext.training.setup import Run
-from megatron_ext.training.streaming.configuration import options_of
+from megatron_ext.config.parser import parse_args
+from megatron_ext.train.preflight import preflight
+from megatron_ext.train.setup import Run
+from megatron_ext.video.config.rules import STREAMING_DEFAULTS
+from megatron_ext.video.streaming.configuration import options_of
 from pretrain_video import task_of
 from tests.training.streaming.tiny import flags_of, run, runner_of
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.training.setup import Run
+from megatron_ext.train.setup import Run
 from tests.checkpoint.tiny import whole_tensors
 from tests.training.streaming.tiny import attempt, run, runner_of, weights
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megatron_ext.config.video_rules import STREAMING_DEFAULTS
+from megatron_ext.video.config.rules import STREAMING_DEFAULTS
 from pretrain_video import task_of
 from tests.checkpoint.tiny import whole_tensors
 from tests.training.streaming.tiny import flags_of, run

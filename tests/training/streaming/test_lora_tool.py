@@ -10,17 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.checkpoint import CheckpointManager, read_run_config
-from megatron_ext.checkpoint.lora_export import export_adapters
-from megatron_ext.config import RunConfig
+from megatron_ext.checkpoint.manager import CheckpointManager
+from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.config.checkpoint import CheckpointConfig
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.causal_video.layers import heads_of
-from megatron_ext.models.chunks import build_chunks
-from megatron_ext.models.transformer_config import build_transformer_config
-from megatron_ext.training.launch import fork_ranks
-from megatron_ext.training.streaming.merging import network_of
+from megatron_ext.layers.chunks import build_chunks
+from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.convert.lora import export_adapters
+from megatron_ext.train.launch import fork_ranks
+from megatron_ext.video.model.linear import heads_of
+from megatron_ext.video.streaming.networks import network_of
 from tests.checkpoint.tiny import whole_tensors
 from tests.ranks import ranks
 from tests.training.streaming.tiny import run

@@ -11,16 +11,16 @@ import pytest
 import torch
 from PIL import Image
 
-from megatron_ext.config import parse_args
-from megatron_ext.config.encoding import CodecConfig, TextEncoderConfig
-from megatron_ext.config.video_rules import STREAMING_DEFAULTS
-from megatron_ext.data.video.codecs import PatchCodec
-from megatron_ext.data.video.text_encoders import HashedWords, width_of
+from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.layout import ParallelContext
-from megatron_ext.training.preflight import preflight
-from megatron_ext.training.setup import Run
-from megatron_ext.training.streaming.prompts import FilePrompts
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.train.preflight import preflight
+from megatron_ext.train.setup import Run
+from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
+from megatron_ext.video.config.rules import STREAMING_DEFAULTS
+from megatron_ext.video.data.codecs import PatchCodec
+from megatron_ext.video.data.text_encoders import HashedWords, width_of
+from megatron_ext.video.streaming.prompts import FilePrompts
 from pretrain_video import task_of
 from tests.ranks import ranks
 from tests.training.streaming.tiny import flags_of, run, runner_of

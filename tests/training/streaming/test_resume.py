@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.checkpoint.paths import read_tracker
+from megatron_ext.checkpoint.files import read_tracker
 from megatron_ext.errors import CheckpointError
-from megatron_ext.training.reporting.metrics_file import read_metrics
-from megatron_ext.training.setup import Run
+from megatron_ext.train.reporting.files import read_metrics
+from megatron_ext.train.setup import Run
 from tests.checkpoint.tiny import whole_tensors
 from tests.training.streaming.tiny import CHUNKS, Rows, attempt, losses_of, run, runner_of
 

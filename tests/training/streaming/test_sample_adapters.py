@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.checkpoint.paths import TRACKER
-from megatron_ext.config.video_rules import STREAMING_DEFAULTS
-from megatron_ext.sampling.films import FilmWriter
-from megatron_ext.training.launch import EXIT_CODE_USER_ERROR, fork_ranks
-from megatron_ext.training.streaming.sample_tool import sample_streaming
+from megatron_ext.checkpoint.files import TRACKER
+from megatron_ext.train.launch import EXIT_CODE_USER_ERROR, fork_ranks
+from megatron_ext.video.config.rules import STREAMING_DEFAULTS
+from megatron_ext.video.sampling.films import FilmWriter
+from megatron_ext.video.streaming.tool import sample_streaming
 from pretrain_video import task_of
 from tests.training.streaming.tiny import flags_of, run
 from tests.training.streaming.tuned import ADAPTERS, FAST, STEPS, Tuned
@@ -37,7 +37,7 @@ def sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sampled:
         torch.save(latents[0], tmp_path / f"latents_{self.num_frames:03}.pt")
         append(self, latents)
 
-    monkeypatch.setattr("megatron_ext.training.pretrain.launch", launch)
+    monkeypatch.setattr("megatron_ext.train.main.launch", launch)
     monkeypatch.setattr(FilmWriter, "append", kept)
 
     def call(checkpoint: Path, words: str = "", code: int = 0) -> Tensor:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.sampling.clips import CONTACT_SHEET, LIST
-from megatron_ext.sampling.films import FilmWriter
-from megatron_ext.training.launch import EXIT_CODE_USER_ERROR, fork_ranks
-from megatron_ext.training.streaming.sample_tool import sample_streaming
-from megatron_ext.training.video.sample_tool import sample_video
+from megatron_ext.train.launch import EXIT_CODE_USER_ERROR, fork_ranks
+from megatron_ext.video.sampling.clips import CONTACT_SHEET, LIST
+from megatron_ext.video.sampling.films import FilmWriter
+from megatron_ext.video.sampling.tool import sample_video
+from megatron_ext.video.streaming.tool import sample_streaming
 from pretrain_video import FLOW
 from tests.sampling.test_clips import read
 from tests.training.streaming.tiny import run
@@ -56,7 +56,7 @@ def sample(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             torch.save(one, tmp_path / f"latents_{number}_{self.num_frames:03}.pt")
         append(self, latents)
 
-    monkeypatch.setattr("megatron_ext.training.pretrain.launch", launch)
+    monkeypatch.setattr("megatron_ext.train.main.launch", launch)
     monkeypatch.setattr(FilmWriter, "append", kept)
 
     def call(words: str, name: str = "videos") -> int:
@@ -268,7 +268,7 @@ def test_checkpoints_of_the_other_task_are_refused(
         "made block by block; give `--streaming`.\n"
     )
     monkeypatch.setattr(
-        "megatron_ext.training.video.sample_tool.read_run_config",
+        "megatron_ext.video.sampling.tool.read_run_config",
         lambda *_: {"video": {"video": True, "task": "flow"}},
     )
     assert refused(argv, capfd, sample_streaming) == (

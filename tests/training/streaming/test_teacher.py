@@ -17,16 +17,17 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megatron_ext.checkpoint import CheckpointManager
-from megatron_ext.config import RunConfig, parse_args
-from megatron_ext.config.video_rules import STREAMING_DEFAULTS
+from megatron_ext.checkpoint.manager import CheckpointManager
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import DataError
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.shards import shards_of
+from megatron_ext.layers.initialization import shards_of
 from megatron_ext.optim.update import parts_of
-from megatron_ext.training.setup import Run
-from megatron_ext.training.streaming import step
-from megatron_ext.training.streaming.teacher import ParallelTeacher, build_teacher
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.train.setup import Run
+from megatron_ext.video.config.rules import STREAMING_DEFAULTS
+from megatron_ext.video.streaming import step
+from megatron_ext.video.streaming.teacher import ParallelTeacher, build_teacher
 from tests.ranks import ranks
 from tests.training.streaming.tiny import flags_of, run, runner_of
 

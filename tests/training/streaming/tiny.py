@@ -10,9 +10,9 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_ext.config.video_rules import STREAMING_DEFAULTS
-from megatron_ext.training.setup import Run
-from megatron_ext.training.streaming.step import StreamingRunner
+from megatron_ext.train.setup import Run
+from megatron_ext.video.config.rules import STREAMING_DEFAULTS
+from megatron_ext.video.streaming.step import StreamingRunner
 from pretrain_video import task_of
 from tests.training_runs import train_on_ranks, training_rows
 

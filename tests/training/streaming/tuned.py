@@ -11,8 +11,8 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_ext.optim.update import parts_of
-from megatron_ext.training.setup import Run
-from megatron_ext.training.streaming.step import StreamingRunner
+from megatron_ext.train.setup import Run
+from megatron_ext.video.streaming.step import StreamingRunner
 from tests.training.streaming.tiny import run
 
 STEPS, SAVED = 6, 3

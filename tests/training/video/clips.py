@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.config.encoding import CodecConfig, TextEncoderConfig
-from megatron_ext.config.video_rules import VIDEO_DEFAULTS
-from megatron_ext.data.video.encode import VideoSample, reference_names
-from megatron_ext.data.video.geometry import Bucket
-from megatron_ext.data.video.shards import FORMAT, ShardWriter, shard_name, write_json, write_null
-from megatron_ext.data.video.text_encoders import build_text_encoder
+from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
+from megatron_ext.video.config.rules import VIDEO_DEFAULTS
+from megatron_ext.video.data.encode import VideoSample, reference_names
+from megatron_ext.video.data.geometry import Bucket
+from megatron_ext.video.data.shards import FORMAT, ShardWriter, shard_name, write_json, write_null
+from megatron_ext.video.data.text_encoders import build_text_encoder
 from pretrain_video import FLOW
 from tests.training_runs import train_on_ranks, training_rows
 

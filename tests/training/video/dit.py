@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.config.flow import FlowConfig
-from megatron_ext.config.video_rules import VIDEO_DIT_DEFAULTS
-from megatron_ext.data.video.draws import draw_noise, draw_normals, draw_uniforms
-from megatron_ext.models.causal_video import SIZES
-from megatron_ext.models.mmdit.tokens import pack, unpack
-from megatron_ext.models.shards import shards_of
-from megatron_ext.training.setup import Run
-from megatron_ext.training.video.samples import velocity_of
+from megatron_ext.layers.initialization import shards_of
+from megatron_ext.train.setup import Run
+from megatron_ext.video.config.rules import VIDEO_DIT_DEFAULTS
+from megatron_ext.video.config.run import FlowConfig
+from megatron_ext.video.config.wan import SIZES
+from megatron_ext.video.data.draws import draw_noise, draw_normals, draw_uniforms
+from megatron_ext.video.model.tokens import pack, unpack
+from megatron_ext.video.sampling.samples import velocity_of
 from pretrain_video import FLOW_OF_DIT
 from tests.models.causal_video.names import Tensors, to_parallel
 from tests.models.causal_video.problem import plain_model

@@ -10,16 +10,16 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.module import Float16Module
 
-from megatron_ext.config.encoding import CodecConfig, TextEncoderConfig
-from megatron_ext.config.flow import FlowConfig
-from megatron_ext.data.video.codecs import build_codec
-from megatron_ext.data.video.text_encoders import build_text_encoder
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.mmdit import SIZES, MMDiTOptions
-from megatron_ext.sampling.flow import SamplingConfig
-from megatron_ext.sampling.guidance import GuidanceConfig
-from megatron_ext.sampling.requests import ClipRequest, SampleShape
-from megatron_ext.training.video.velocity import ParallelVelocity, forward_engine
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
+from megatron_ext.video.config.mmdit import SIZES
+from megatron_ext.video.config.run import FlowConfig
+from megatron_ext.video.data.codecs import build_codec
+from megatron_ext.video.data.text_encoders import build_text_encoder
+from megatron_ext.video.model.mmdit.inputs import MMDiTOptions
+from megatron_ext.video.sampling.flow import GuidanceConfig, SamplingConfig
+from megatron_ext.video.sampling.requests import ClipRequest, SampleShape
+from megatron_ext.video.sampling.velocity import ParallelVelocity, forward_engine
 from tests.models.mmdit.problem import Problem, build
 
 SHAPE = SampleShape(num_frames=9, height=32, width=32, fps=8)

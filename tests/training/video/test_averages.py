@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ext.models.shards import shards_of
-from megatron_ext.training.setup import Run
+from megatron_ext.layers.initialization import shards_of
+from megatron_ext.train.setup import Run
 from tests.checkpoint.tiny import whole_tensors
 from tests.training.video.clips import train
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config import parse_args
-from megatron_ext.config.video_rules import VIDEO_DEFAULTS
-from megatron_ext.training.pretrain import main
+from megatron_ext.config.parser import parse_args
+from megatron_ext.train.main import main
+from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from pretrain_video import FLOW
 from tests.training.video.clips import FLAGS, train
 

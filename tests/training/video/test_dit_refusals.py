@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
-from megatron_ext.training.pretrain import main
+from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.train.main import main
 from pretrain_video import defaults_of, task_of
 from tests.training.video.clips import IMAGE, LONG, SHORT, write_clips
 from tests.training.video.dit import FLAGS, KINDS
@@ -18,7 +18,7 @@ TWIN, CAUSAL = "--video-model video-dit", "--video-model causal-video-dit"
 @pytest.fixture(autouse=True)
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is not refused ends with a code of its own."""
-    monkeypatch.setattr("megatron_ext.training.pretrain.launch", lambda *_, **__: 99)
+    monkeypatch.setattr("megatron_ext.train.main.launch", lambda *_, **__: 99)
 
 
 @pytest.fixture(scope="module")

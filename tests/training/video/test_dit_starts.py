@@ -14,9 +14,9 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_ext.models.shards import shards_of
-from megatron_ext.training.setup import Run
-from megatron_ext.training.streaming.step import StreamingRunner
+from megatron_ext.layers.initialization import shards_of
+from megatron_ext.train.setup import Run
+from megatron_ext.video.streaming.step import StreamingRunner
 from tests.checkpoint.tiny import whole_tensors
 from tests.training.streaming.tiny import run as stream
 from tests.training.video.clips import POOLED, SHORT, TEXT, WIDTH, write_clips

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config import parse_args
-from megatron_ext.config.video_rules import VIDEO_DEFAULTS
+from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.video.data import prepare_video
+from megatron_ext.video.config.rules import VIDEO_DEFAULTS
+from megatron_ext.video.data.setup import prepare_video
 from tests.training.video.clips import FLAGS, IMAGE, LONG, SHORT, steps, train, write_clips
 
 PER_EPOCH = 6

@@ -12,17 +12,24 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from megatron_ext.data.video.clips import Clip, decode
-from megatron_ext.data.video.conditions import condition
-from megatron_ext.data.video.text_dropout import Text
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.layout import Layout, ParallelContext
-from megatron_ext.models.mmdit import SIZES, MMDiTOptions
-from megatron_ext.models.mmdit.tokens import pack, position_ids, unpack
-from megatron_ext.sampling.flow import References, SamplingConfig, initial_noise, sample, times
-from megatron_ext.sampling.guidance import GuidanceConfig
-from megatron_ext.sampling.requests import ClipRequest, encode_requests
-from megatron_ext.training.video.generate import generate, generate_latents
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.video.config.mmdit import SIZES
+from megatron_ext.video.data.clips import Clip, decode
+from megatron_ext.video.data.conditions import Text, condition
+from megatron_ext.video.model.mmdit.inputs import MMDiTOptions
+from megatron_ext.video.model.tokens import pack, position_ids, unpack
+from megatron_ext.video.sampling.flow import (
+    GuidanceConfig,
+    References,
+    SamplingConfig,
+    initial_noise,
+    sample,
+    times,
+)
+from megatron_ext.video.sampling.generate import generate, generate_latents
+from megatron_ext.video.sampling.requests import ClipRequest, encode_requests
 from tests.models.mmdit.problem import gathered_weights, plain_model
 from tests.ranks import ranks, run_on_ranks
 from tests.training.video.problem import (

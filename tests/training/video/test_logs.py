@@ -12,13 +12,13 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from megatron_ext.config.conditions import MODES, ConditionConfig
-from megatron_ext.data.video.conditions import draw_modes
-from megatron_ext.data.video.draws import draw_uniforms
-from megatron_ext.losses.flow_matching import QUARTERS
-from megatron_ext.training.reporting.plot import _plot_losses
-from megatron_ext.training.setup import Run
-from megatron_ext.training.video.source import EVALUATION_SEED
+from megatron_ext.train.reporting.files import _plot_losses
+from megatron_ext.train.setup import Run
+from megatron_ext.video.config.run import MODES, ConditionConfig
+from megatron_ext.video.data.conditions import draw_modes
+from megatron_ext.video.data.draws import draw_uniforms
+from megatron_ext.video.data.step_loader import EVALUATION_SEED
+from megatron_ext.video.loss import QUARTERS
 from tests.training.video.clips import LONG, SHORT, Rows, steps, train, write_clips
 from tests.training.video.record import record_steps, recorded_steps
 

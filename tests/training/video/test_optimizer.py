@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.config import parse_args
-from megatron_ext.config.video_rules import VIDEO_DEFAULTS
+from megatron_ext.config.parser import parse_args
 from megatron_ext.optim.builder import build_scheduler
-from megatron_ext.training.setup import Run
+from megatron_ext.train.setup import Run
+from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from tests.training.video.clips import steps
 
 BETAS, EPS, DECAY, LR = (0.9, 0.95), 1e-15, 0.01, 1e-3

@@ -9,12 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_ext.data.video.text_dropout import Text
-from megatron_ext.sampling.flow import SamplingConfig, initial_noise, sample
-from megatron_ext.sampling.guidance import GuidanceConfig
-from megatron_ext.training.setup import Run
-from megatron_ext.training.video.data import null_text_of
-from megatron_ext.training.video.velocity import ParallelVelocity
+from megatron_ext.train.setup import Run
+from megatron_ext.video.data.conditions import Text
+from megatron_ext.video.data.setup import null_text_of
+from megatron_ext.video.sampling.flow import GuidanceConfig, SamplingConfig, initial_noise, sample
+from megatron_ext.video.sampling.velocity import ParallelVelocity
 from pretrain_video import FLOW
 from tests.training.video.clips import SHORT, clip, steps, write_clips
 

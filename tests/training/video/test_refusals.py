@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config.video_rules import VIDEO_DEFAULTS
-from megatron_ext.training.launch import EXIT_CODE_USER_ERROR
-from megatron_ext.training.pretrain import main
+from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.train.main import main
+from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from pretrain_gpt import task_of
 from pretrain_video import FLOW
 from tests.training.video.clips import FLAGS, LONG, SHORT, TEXT, write_clips
@@ -23,7 +23,7 @@ SHAPE = "its shape follows from `--mmdit-size` and the flags beside it; leave it
 @pytest.fixture(autouse=True)
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is not refused ends with a code of its own."""
-    monkeypatch.setattr("megatron_ext.training.pretrain.launch", lambda *_, **__: 99)
+    monkeypatch.setattr("megatron_ext.train.main.launch", lambda *_, **__: 99)
 
 
 class Printed:

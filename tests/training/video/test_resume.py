@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.config.video_rules import VIDEO_DEFAULTS
-from megatron_ext.training.setup import Run
+from megatron_ext.train.setup import Run
+from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from pretrain_video import FLOW
 from tests.checkpoint.tiny import whole_tensors
 from tests.training.video.clips import FLAGS, IMAGE, LONG, SHORT, Rows, steps, write_clips

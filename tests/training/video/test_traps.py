@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.data.video.draws import draw_noise
-from megatron_ext.models.mmdit.embedding import timestep_sinusoid
-from megatron_ext.models.mmdit.tokens import pack
-from megatron_ext.training.setup import Run
+from megatron_ext.train.setup import Run
+from megatron_ext.video.data.draws import draw_noise
+from megatron_ext.video.model.modulation import timestep_sinusoid
+from megatron_ext.video.model.tokens import pack
 from tests.training.video.clips import SHORT, steps, write_clips
 
 SEED = 3

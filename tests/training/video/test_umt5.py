@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config import parse_args
-from megatron_ext.config.encoding import TextEncoderConfig
-from megatron_ext.config.video_rules import VIDEO_DEFAULTS
-from megatron_ext.data.video.text_encoders import build_text_encoder
+from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError
-from megatron_ext.training.preflight import preflight
-from megatron_ext.training.setup import Run
+from megatron_ext.train.preflight import preflight
+from megatron_ext.train.setup import Run
+from megatron_ext.video.config.encoding import TextEncoderConfig
+from megatron_ext.video.config.rules import VIDEO_DEFAULTS
+from megatron_ext.video.data.text_encoders import build_text_encoder
 from pretrain_video import FLOW
 from tests.data.video.tiny_umt5 import WIDTH, write_umt5
 from tests.training.streaming.tiny import FLAGS as STREAMING_FLAGS

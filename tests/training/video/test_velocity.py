@@ -12,11 +12,11 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.layout import ParallelContext
-from megatron_ext.models.mmdit import SIZES
-from megatron_ext.models.transformer_config import StepTransformerConfig
+from megatron_ext.layers.transformer_config import StepTransformerConfig
+from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.runtime import PipelineEngine
-from megatron_ext.training.video.velocity import ParallelVelocity
+from megatron_ext.video.config.mmdit import SIZES
+from megatron_ext.video.sampling.velocity import ParallelVelocity
 from tests.models.mmdit.problem import I2V as DISTILLED
 from tests.models.mmdit.problem import gathered_weights, plain_model
 from tests.ranks import ranks

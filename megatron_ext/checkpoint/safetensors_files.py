@@ -1,0 +1,340 @@
+"""Tensors of a folder of safetensors files, one at a time.
+
+Writes a folder that ``from_pretrained`` of transformers loads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron_ext.checkpoint.files import is_plain_name, make_durable, sync_folder
+from megatron_ext.errors import CheckpointError
+from megatron_ext.text.convert.names import VOCABULARY, RowShape, to_hf
+
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Names of safetensors, and torch's."""
+
+
+class TensorSource(Protocol):
+    """Tensors by name, which are read when they are asked for.
+
+    Attributes:
+        folder: where they lie, for messages.
+    """
+
+    folder: Path
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+
+    def dtypes(self) -> dict[str, str]:
+        """Names of tensors to names of torch's dtypes."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names of tensors to their shapes."""
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor."""
+
+
+def index_of(stem: str) -> str:
+    """The file that says which file holds which tensor."""
+    return f"{stem}.safetensors.index.json"
+
+
+class TensorFolder:
+    """The tensors of ``model.safetensors``, or of the files that its index lists.
+
+    Files are mapped into memory, so that a tensor takes memory only while it is used.
+
+    Args:
+        folder: with the files.
+        stem: what their names begin with.
+
+    Raises:
+        CheckpointError: no such file, a damaged one, or an index that names what is not there.
+    """
+
+    def __init__(self, folder: Path, stem: str = "model") -> None:
+        self.folder = folder
+        self._index = index_of(stem)
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        self._file_of = _file_of_each(folder, stem)
+        try:
+            for name in sorted(set(self._file_of.values())) or [f"{stem}.safetensors"]:
+                self._files[name] = self._open(name)
+            self._check_index()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> TensorFolder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def _open(self, name: str) -> Any:
+        path = self.folder / name
+        try:
+            return self._stack.enter_context(safe_open(path, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({error}); copy the whole model again."
+            ) from error
+
+    def _check_index(self) -> None:
+        held = {name: file for file in self._files for name in self._files[file].keys()}  # noqa: SIM118
+        self._file_of = self._file_of or held
+        missing = sorted(name for name, file in self._file_of.items() if held.get(name) != file)
+        if missing:
+            raise CheckpointError(
+                f"{self.folder / self._file_of[missing[0]]} does not hold `{missing[0]}`, which "
+                f"{self._index} says; copy the whole model again."
+            )
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._file_of)
+
+    def dtypes(self) -> dict[str, str]:
+        """Names of tensors to names of torch's dtypes, read without the tensors."""
+        found = {}
+        for name, file in self._file_of.items():
+            kind = self._files[file].get_slice(name).get_dtype()
+            if kind not in DTYPES:
+                raise CheckpointError(
+                    f"{self.folder / file} holds `{name}` as {kind}, which is no float32, bfloat16 "
+                    "or float16; use the model before it was quantized."
+                )
+            found[name] = DTYPES[kind]
+        return found
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names of tensors to their shapes, read without the tensors."""
+        slices = {name: self._files[file].get_slice(name) for name, file in self._file_of.items()}
+        return {name: tuple(part.get_shape()) for name, part in slices.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor.
+
+        Raises:
+            CheckpointError: there is none of that name.
+        """
+        if name not in self._file_of:
+            raise CheckpointError(
+                f"{self.folder} holds no `{name}`, which its config.json implies; copy the whole "
+                "model again."
+            )
+        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        return tensor
+
+
+def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
+    """The index, or nothing where one file holds all.
+
+    Raises:
+        CheckpointError: neither, or an index that cannot be read.
+    """
+    path, single = folder / index_of(stem), f"{stem}.safetensors"
+    if path.is_file():
+        try:
+            files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            for file in files.values():
+                if not is_plain_name(file):
+                    raise ValueError(f"it names {file}, which does not lie in this folder")
+            return {str(name): str(file) for name, file in files.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged ({error!r}); copy it again.") from error
+    if not (folder / single).is_file():
+        raise CheckpointError(
+            f"{folder} holds neither {single} nor {path.name}; save the model with safetensors."
+        )
+    return {}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """``float32``, ``bfloat16`` or ``float16`` as torch's dtype."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+COMPANIONS = (
+    "tokenizer*",
+    "*.model",
+    "vocab*",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template*",
+    "generation_config.json",
+)
+"""Files beside the weights that belong to the tokenizer or to generation."""
+
+
+class Writable(Protocol):
+    """Tensors to write.
+
+    Attributes:
+        described: all of them, on the meta device.
+    """
+
+    described: dict[str, Tensor]
+
+    def some(self, names: list[str]) -> dict[str, Tensor]:
+        """Some tensors, each in memory of its own, as safetensors wants them."""
+
+
+class Exported:
+    """Our parameters as tensors of transformers, made when they are asked for.
+
+    Args:
+        parameters: full, by our names.
+        shape: of the attention.
+        vocab_size: rows of the vocabulary without padding.
+        dtype: of the tensors to give.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        shape: RowShape,
+        *,
+        vocab_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._parameters = parameters
+        self._shape = shape
+        self._vocab_size = vocab_size
+        self._dtype = dtype
+        self._owner: dict[str, str] = {}
+        self.described: dict[str, Tensor] = {}
+        for ours, parameter in parameters.items():
+            for theirs, tensor in self._of(ours, parameter.detach().to("meta")).items():
+                self._owner[theirs] = ours
+                self.described[theirs] = tensor
+
+    def _of(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
+        parts = to_hf(name, parameter, self._shape)
+        return {
+            theirs: (part[: self._vocab_size] if theirs in VOCABULARY else part).to(self._dtype)
+            for theirs, part in parts.items()
+        }
+
+    def some(self, names: list[str]) -> dict[str, Tensor]:
+        """Some tensors, each in memory of its own, as safetensors wants them."""
+        found: dict[str, Tensor] = {}
+        for ours in dict.fromkeys(self._owner[name] for name in names):
+            parts = self._of(ours, self._parameters[ours].detach())
+            found.update({n: p.clone().contiguous() for n, p in parts.items() if n in names})
+        return found
+
+
+def write_folder(
+    target: Path,
+    tensors: Writable,
+    config: Mapping[str, Any],
+    *,
+    like: Path | None,
+    max_shard_size: int | str,
+    stem: str = "model",
+) -> None:
+    """Write weights, config.json and the files of the tokenizer; all of it, or nothing.
+
+    Args:
+        target: a folder that does not exist yet, or is empty.
+        tensors: what to write, a file at a time.
+        config: content of config.json.
+        like: folder whose tokenizer files are copied.
+        max_shard_size: of one file, in bytes or such as ``"5GB"``.
+        stem: what the names of the files with tensors begin with.
+
+    Raises:
+        CheckpointError: the folder holds something, or cannot be written.
+    """
+    with _aside(target) as folder:
+        _write_weights(folder, tensors, max_shard_size, stem)
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+        for path in companions(like) if like is not None else []:
+            shutil.copyfile(path, folder / path.name)
+        for path in folder.iterdir():
+            make_durable(path)
+
+
+def check_target(target: Path) -> None:
+    """Refuse to write over anything.
+
+    Raises:
+        CheckpointError: the target is a file, or a folder that holds something.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"`--hf` ({target}) holds something already; give a new folder.")
+
+
+@contextmanager
+def _aside(target: Path) -> Iterator[Path]:
+    """A folder beside the target that takes its name when all went well."""
+    check_target(target)
+    folder = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+        try:
+            yield folder
+            sync_folder(folder)
+            if target.is_dir():
+                target.rmdir()
+            folder.rename(target)
+            sync_folder(target.parent)
+        finally:
+            if folder.exists():
+                shutil.rmtree(folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"`--hf` ({target}) cannot be written ({error}); free some space or give another "
+            "folder."
+        ) from error
+
+
+def _write_weights(folder: Path, tensors: Writable, max_shard_size: int | str, stem: str) -> None:
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    plan = split_torch_state_dict_into_shards(
+        tensors.described,
+        max_shard_size=max_shard_size,
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+    )
+    files = plan.filename_to_tensors.items()
+    for file, names in tqdm(files, "Exporting", unit="file", delay=1.0, leave=False, disable=None):
+        # transformers refuses files that do not say which framework wrote them.
+        save_file(tensors.some(list(names)), folder / file, metadata={"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (folder / index_of(stem)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def companions(folder: Path) -> list[Path]:
+    """Files of the tokenizer and of generation in a folder, sorted."""
+    return sorted({path for form in COMPANIONS for path in folder.glob(form) if path.is_file()})

@@ -1,0 +1,321 @@
+"""How sharded tensors reach the disk.
+
+megatron-core's default writer forks helper processes and talks to them over queues; when a helper
+dies (a full disk, a missing psutil) the job hangs. torch's own writer of the same format needs
+none, and reports the failure of one rank on all of them. One thread for each rank: torch loses the
+errors of a second one.
+
+Writing the state of all ranks into one folder, so that no rank waits for one that failed.
+
+Verifying a checkpoint, and reading its sharded state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+    _replace_sharded_keys_with_state_dict_keys,
+    _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.state_dict_loader import load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+
+from megatron_ext.checkpoint.files import checksum_fault, describe_file, make_durable, read_manifest
+from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG, Found, refusal
+from megatron_ext.checkpoint.unpickling import (
+    MetadataReader,
+    PlainCommonStrategy,
+    PlainObjectsPlanner,
+)
+from megatron_ext.errors import CheckpointError
+from megatron_ext.parallel.collectives import together
+from megatron_ext.parallel.context import contact_fault
+
+if TYPE_CHECKING:
+    from megatron_ext.config.checkpoint import CheckpointConfig
+    from megatron_ext.parallel.context import ParallelContext
+
+BACKEND, VERSION = "torch_dist", 1
+
+
+class InProcessSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """megatron-core's ``torch_dist`` format, written by torch's FileSystemWriter."""
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
+        """Write this rank's shards; all ranks call this together.
+
+        Raises:
+            CheckpointException: on every rank, when one of them could not write.
+        """
+        renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        save_state(
+            mcore_to_pyt_state_dict(renamed, False),
+            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
+            planner=MCoreSavePlanner(
+                dedup_replicated_tensors=not self.keep_only_main_replica,
+                flatten_state_dict=False,
+            ),
+        )
+
+
+class PlainLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
+    """megatron-core's reader of ``torch_dist``, by a reader and a plan that run no code of a file.
+
+    megatron-core makes both by itself; besides that, `load` does what its own does.
+    """
+
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> StateDict:
+        """Fill a sharded state; all ranks call this together.
+
+        Raises:
+            CheckpointException: on every rank, when one of them could not read.
+        """
+        tensors = [x for x in nested_values(sharded_state_dict) if isinstance(x, ShardedTensor)]
+        renamed, flat, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        state = mcore_to_pyt_state_dict(renamed, True)
+        reader = MetadataReader(str(checkpoint_dir))
+        planner = PlainObjectsPlanner(
+            shapes_validation_sharded_tensors=[x for x in tensors if not x.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={
+                x.key: x for x in tensors if x.allow_shape_mismatch
+            },
+        )
+        load_state_dict(state, reader, planner=planner)
+        self.cached_global_metadata = reader.read_metadata()
+        whole = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
+        loaded: StateDict = _replace_sharded_keys_with_state_dict_keys(whole, flat, names)
+        _restore_dict_types(loaded, sharded_state_dict)
+        return loaded
+
+    def load_tensors_metadata(
+        self, checkpoint_dir: Path, metadata: Metadata | None = None
+    ) -> ShardedStateDict:
+        """Describe the stored tensors."""
+        known = metadata or MetadataReader(str(checkpoint_dir)).read_metadata()
+        return super().load_tensors_metadata(checkpoint_dir, known)
+
+    def load_sharded_metadata(self, checkpoint_dir: Path) -> ShardedStateDict:
+        """Describe the stored tensors and objects."""
+        metadata = MetadataReader(str(checkpoint_dir)).read_metadata()
+        objects = (
+            ShardedObject.empty_from_unique_key(key)
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, BytesStorageMetadata)
+        )
+        found = {entry.unique_key: entry for entry in objects}
+        return {**found, **self.load_tensors_metadata(checkpoint_dir, metadata)}
+
+
+def save_strategy(backend: str, group: ProcessGroup, *, fully_parallel: bool) -> Any:
+    """The writer; with ``fully_parallel`` the replicas share the work."""
+    strategy = InProcessSaveStrategy(backend, VERSION)
+    return FullyParallelSaveStrategyWrapper(strategy, group) if fully_parallel else strategy
+
+
+def load_strategy(group: ProcessGroup, *, fully_parallel: bool) -> Any:
+    """The reader; with ``fully_parallel`` the replicas share the work."""
+    strategy = PlainLoadStrategy()
+    return FullyParallelLoadStrategyWrapper(strategy, group) if fully_parallel else strategy
+
+
+Files = dict[str, dict[str, Any]]
+
+
+def write_state(state: dict[str, Any], folder: Path, strategy: Any) -> None:
+    """Write sharded and common state as `dist_checkpointing.save` does.
+
+    megatron-core's own function lets rank 0 fail alone when the common state cannot be written;
+    here each step that one rank does for all is agreed on.
+
+    Raises:
+        CheckpointError: on every rank, when one of them could not write.
+    """
+    sharded, common = save_preprocess(state)
+    on_first_rank(lambda: torch.save(common, folder / COMMON_STATE_FNAME), COMMON_STATE_FNAME)
+    try:
+        strategy.save(sharded, folder)
+    except CheckpointException as error:
+        rank, cause = first_failure(error)
+        raise CheckpointError(f"{folder} could not be written by rank {rank}: {cause}") from error
+    on_first_rank(lambda: save_config(CheckpointingConfig(BACKEND, VERSION), str(folder)), "config")
+
+
+def describe_written(folder: Path, progress: dict[str, Any], run_config: dict[str, Any]) -> Files:
+    """Add the readable files, and list all files with size and checksum.
+
+    Each rank reads back what it wrote; rank 0 also checks that the index of the shards is covered
+    by the files.
+
+    Raises:
+        CheckpointError: on every rank, when a file cannot be read back or is too short.
+    """
+    rank = torch.distributed.get_rank()
+
+    def describe() -> Files:
+        mine = sorted(folder.glob(f"__{rank}_*"))
+        if rank == 0:
+            (folder / RUN_CONFIG).write_text(json.dumps(run_config, indent=1), encoding="utf-8")
+            (folder / PROGRESS).write_text(json.dumps(progress, indent=1), encoding="utf-8")
+            mine += [path for path in folder.iterdir() if not path.name.startswith("__")]
+        for path in mine:
+            make_durable(path)
+        return {path.name: describe_file(path) for path in mine}
+
+    files: Files = {}
+    for part in together(describe, f"{folder} cannot be read back"):
+        files.update(part)
+    on_first_rank(lambda: _check_index(folder, files), f"{folder} cannot be read back")
+    return files
+
+
+def _check_index(folder: Path, files: Files) -> None:
+    metadata = MetadataReader(str(folder)).read_metadata()
+    for index, place in metadata.storage_data.items():
+        size = files.get(place.relative_path, {"bytes": -1})["bytes"]
+        if size < place.offset + place.length:
+            raise CheckpointError(
+                f"{folder / place.relative_path} is too short for `{index.fqn}`; the file system "
+                "lost what was written, so give another `--save`."
+            )
+
+
+def on_first_rank(work: Callable[[], Any], what: str) -> None:
+    """Work that rank 0 does for all, and that fails on all."""
+    rank = torch.distributed.get_rank()
+    together(lambda: (work(), None)[1] if rank == 0 else None, what)
+
+
+def first_failure(error: CheckpointException) -> tuple[int, str]:
+    """The first failing rank of a collective read or write, and the innermost message."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+    return rank, one_line(cause)
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of a message, without its full stop."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return first_failure(error)[1]
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(". ")
+
+
+def refusal_within(error: BaseException) -> str | None:
+    """The sentence of a rank that refused a file, None where something else failed."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = min(error.failures.items(), key=lambda item: item[0])[1][0]
+    return str(error) if isinstance(error, CheckpointError) else None
+
+
+def verify(found: Found, context: ParallelContext) -> None:
+    """Compare the checksums, each rank its share of the files.
+
+    Raises:
+        CheckpointError: on every rank, where one file differs.
+    """
+    path = found.path
+
+    def compare() -> None:
+        files = read_manifest(path) or {}
+        largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
+        own = largest_first[context.rank :: context.layout.world_size]
+        fault = checksum_fault(path, files, own)
+        if fault is not None:
+            raise CheckpointError(refusal(found.root, found.iteration, fault))
+
+    together(compare, f"{path} cannot be read")
+
+
+def read_state(
+    path: Path,
+    state: dict[str, Any],
+    config: CheckpointConfig,
+    context: ParallelContext,
+    notes: list[str],
+) -> dict[str, Any]:
+    """Fill a sharded state, together with what is the same on all ranks; all ranks call this.
+
+    Args:
+        path: the checkpoint.
+        state: what is asked of it.
+        config: which names may differ, and how to read.
+        context: of this rank.
+        notes: gets sentences about names that differ.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit.
+    """
+    strategy = load_strategy(context.pgs.dp_cp, fully_parallel=config.ckpt_fully_parallel_load)
+    strictness = config.dist_ckpt_strictness
+    raises = strictness == "raise_all"
+    try:
+        loaded = dist_checkpointing.load(
+            state,
+            str(path),
+            sharded_strategy=strategy,
+            common_strategy=PlainCommonStrategy(),
+            strict="return_all" if raises else strictness,
+        )
+    # torch's exception of a collective read derives from BaseException.
+    except (Exception, CheckpointException) as error:
+        if contact_fault(error) is not None:
+            raise
+        told = refusal_within(error)
+        if told is not None:
+            raise CheckpointError(f"{path} cannot be loaded: {told}") from None
+        raise CheckpointError(
+            f"{path} does not fit this run: {one_line(error)}; give the flags that it was "
+            "saved with, or `--no-load-optim` where only the optimizer differs."
+        ) from error
+    if isinstance(loaded, tuple):
+        loaded, missing, unexpected = loaded
+        # Random states of another layout are left, which has been said.
+        missing = {key for key in missing if not key.startswith("rng_state")}
+        named = (("not wanted by the run", missing), ("not in it", unexpected))
+        differ = [
+            f"Of {path} these names are {kind}: {sorted(keys)}" for kind, keys in named if keys
+        ]
+        if raises:
+            together(lambda: _refuse(differ), f"{path} cannot be loaded")
+        notes += [f"{text}." for text in differ]
+    return dict(loaded)
+
+
+def _refuse(differ: list[str]) -> None:
+    """Raise the first sentence about names that differ, where there is one."""
+    if differ:
+        raise CheckpointError(
+            f"{differ[0]}; give the flags that it was saved with, or another "
+            "`--dist-ckpt-strictness` than raise_all."
+        )

@@ -1,0 +1,382 @@
+"""The only argument parser: dataclass fields to flags with Megatron-LM's names.
+
+Every flag gets one of four answers: it does what it does in Megatron-LM; it has no effect here and
+is listed with the reason; it is known and refused with what to use instead; or it is unknown and
+gets the nearest names. All errors of a command line are reported together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.config.checkpoint import model_of
+from megatron_ext.config.flags import Flag, flags_of
+from megatron_ext.config.megatron_flags import (
+    ALWAYS_ON,
+    NEEDS,
+    NO_EFFECT,
+    OF_ENGINE,
+    RENAMED,
+    UNSUPPORTED,
+)
+from megatron_ext.config.run import RunConfig
+from megatron_ext.config.sections import OWN_FLAGS, check_sections, named
+from megatron_ext.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ParsedArgs:
+    """A command line, understood.
+
+    Attributes:
+        config: the resolved configuration.
+        notes: one line for each flag that has no effect or an old name.
+        print_config: the user asked for the resolved configuration instead of a run.
+    """
+
+    config: RunConfig
+    notes: list[str]
+    print_config: bool = False
+
+
+@dataclass
+class _Reading:
+    """What has been read so far."""
+
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    given: list[Flag] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    config_files: list[str] = field(default_factory=list)
+    print_config: bool = False
+    no_position_embedding: bool = False
+
+    def put(self, flag: Flag, value: Any) -> None:
+        self.values.setdefault(flag.section, {})[flag.field] = value
+        self.given.append(flag)
+
+
+def _sections(own: Sequence[type] = ()) -> dict[str, Any]:
+    """Return the sections of a configuration by name, the user's own last."""
+    found: dict[str, Any] = {
+        section.name: section.default_factory
+        for section in dataclasses.fields(RunConfig)
+        if dataclasses.is_dataclass(section.default_factory)
+    }
+    return found | named(own)
+
+
+def all_flags(own: Sequence[type] = ()) -> list[Flag]:
+    """Every supported flag, by section; those of the user's own sections come last."""
+    return [flag for name, kind in _sections(own).items() for flag in flags_of(name, kind)]
+
+
+def spellings(flags: Sequence[Flag]) -> dict[str, tuple[Flag, bool]]:
+    """Every spelling, canonical, to its flag and whether it sets True (or a value)."""
+    table: dict[str, tuple[Flag, bool]] = {}
+    for flag in flags:
+        table.update({_canonical(name): (flag, False) for name in flag.negative})
+        table.update({_canonical(name): (flag, True) for name in flag.positive})
+    return table
+
+
+def _canonical(name: str) -> str:
+    return "--" + name.lstrip("-").replace("_", "-")
+
+
+def parse_args(
+    argv: Sequence[str],
+    *,
+    world_size: int,
+    device: str,
+    checkpoint_config: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    sections: Sequence[type] = (),
+) -> ParsedArgs:
+    """Understand a command line.
+
+    Args:
+        argv: the words after the program's name.
+        world_size: ranks that torchrun started; 0 lets ``--nproc-per-node`` decide.
+        device: ``"cuda"`` or ``"cpu"``.
+        checkpoint_config: the stored configuration whose model, and whose values of the user's
+            own flags, are to be used (``--use-checkpoint-args``); the command line wins over it.
+        defaults: values of fields in the place of their own defaults.
+        sections: the user's own, see `config.sections`.
+
+    Raises:
+        ConfigError: with one sentence for every error.
+        SystemExit: after ``--help``.
+    """
+    check_sections(sections, _sections())
+    if "--help" in argv or "-h" in argv:
+        from megatron_ext.config.sections import print_help
+
+        print_help(all_flags(sections))
+        raise SystemExit(0)
+    reading = read_words(argv, sections)
+    layers = [_by_section(defaults or {}, sections)]
+    layers += [_read_yaml(path, reading, sections) for path in reading.config_files]
+    if checkpoint_config is not None:
+        asked = {k: v for x in (*layers, reading.values) for k, v in x.get("video", {}).items()}
+        layers.append(model_of(checkpoint_config, asked))
+        layers.append({name: checkpoint_config.get(name, {}) for name in named(sections)})
+    values: dict[str, dict[str, Any]] = {}
+    for layer in [*layers, reading.values]:
+        for section, entries in layer.items():
+            values.setdefault(section, {}).update(entries)
+    precision = values.get("precision", {})
+    if "bf16" in precision or precision.get("fp16"):
+        precision["bf16_on_gpu"] = False
+    if reading.no_position_embedding:
+        _no_position_embedding(values.get("model", {}), reading)
+    try:
+        config = RunConfig.from_dict(values, sections).finalize(world_size, device)
+    except ConfigError as error:
+        raise ConfigError([*reading.errors, *error.messages]) from None
+    if reading.errors:
+        raise ConfigError(reading.errors)
+    notes = [
+        *reading.notes,
+        *_inert(reading, config),
+        *(() if "lr_warmup_iters" in values["optimizer"] else config.optimizer.warmup_notes()),
+    ]
+    return ParsedArgs(config, notes, reading.print_config)
+
+
+def read_words(argv: Sequence[str], sections: Sequence[type] = ()) -> _Reading:
+    """Turn words into values of fields, collecting errors on the way."""
+    reading, table = _Reading(), spellings(all_flags(sections))
+    words = _expand_old_spellings(_split_equals(argv), reading)
+    position = 0
+    while position < len(words):
+        word = words[position]
+        position += 1
+        if not word.startswith("--"):
+            reading.errors.append(
+                f"`{word}` is no flag; flags start with two dashes, and a value follows its flag."
+            )
+            continue
+        values: list[str] = []
+        while position < len(words) and not words[position].startswith("--"):
+            values.append(words[position])
+            position += 1
+        _read_flag(word, values, table, reading)
+    return reading
+
+
+def _split_equals(argv: Sequence[str]) -> list[str]:
+    """``--a=b`` as two words."""
+    words: list[str] = []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        words.extend((name, value) if word.startswith("--") and equals else (word,))
+    return words
+
+
+def _expand_old_spellings(words: Sequence[str], reading: _Reading) -> list[str]:
+    expanded: list[str] = []
+    for word in words:
+        now = RENAMED.get(word) or RENAMED.get(_canonical(word)) if word[:2] == "--" else None
+        if now is None:
+            expanded.append(word)
+            continue
+        reading.notes.append(f"`{word}` is spelled `{' '.join(now)}` now.")
+        expanded.extend(now)
+    return expanded
+
+
+def _read_flag(
+    word: str, values: list[str], table: dict[str, tuple[Flag, bool]], reading: _Reading
+) -> None:
+    name = _canonical(word)
+    if name == "--print-config":
+        reading.print_config = True
+    elif name == "--config":
+        reading.config_files.extend(values)
+        if not values:
+            reading.errors.append(f"`{word}` takes a file, but got none.")
+    elif name == "--no-position-embedding":
+        reading.no_position_embedding = True
+    elif name in table:
+        flag, positive = table[name]
+        _read_value(flag, word, values, positive, reading)
+    elif word in NO_EFFECT or name in NO_EFFECT:
+        _, reason = NO_EFFECT.get(name) or NO_EFFECT[word]
+        reading.notes.append(f"`{word}` has no effect: {reason}.")
+    elif name in UNSUPPORTED or name.replace("--no-", "--", 1) in UNSUPPORTED:
+        reason = UNSUPPORTED.get(name) or UNSUPPORTED[name.replace("--no-", "--", 1)]
+        reading.errors.append(f"`{word}` is known from Megatron-LM but refused here: {reason}.")
+    else:
+        near = difflib.get_close_matches(name, known_names(table), n=3, cutoff=0.6)
+        advice = f"did you mean {' or '.join(f'`{x}`' for x in near)}?" if near else "see --help."
+        reading.errors.append(f"`{word}` is not a flag of this program; {advice}")
+
+
+def known_names(table: Mapping[str, Any]) -> list[str]:
+    """Every name that gets an answer other than "unknown"."""
+    return [*table, *(_canonical(x) for x in NO_EFFECT), *RENAMED, *UNSUPPORTED, *OWN_FLAGS]
+
+
+def _read_value(
+    flag: Flag, word: str, values: list[str], positive: bool, reading: _Reading
+) -> None:
+    if flag.type is bool:
+        if values:
+            reading.errors.append(
+                f"`{word}` takes no value, but got {' '.join(values)}; leave it out."
+            )
+        reading.put(flag, positive)
+        return
+    try:
+        reading.put(flag, _value(flag, word, values))
+    except ConfigError as error:
+        reading.errors += error.messages
+
+
+def _value(flag: Flag, named: str, words: Sequence[str]) -> Any:
+    """Return what words say for a flag that is no switch.
+
+    Raises:
+        ConfigError: too many words or too few, no numbers, or none of the choices.
+    """
+    wanted = flag.nargs or 1
+    if (wanted == "+" and not words) or (isinstance(wanted, int) and len(words) != wanted):
+        number = "at least one value" if wanted == "+" else f"{wanted} value(s)"
+        raise ConfigError(f"`{named}` takes {number}, but got {len(words)}.")
+    try:
+        converted = [_convert(flag, word) for word in words]
+    except ValueError:
+        kind = {int: "an integer", float: "a number"}[flag.type]
+        raise ConfigError(f"`{named}` ({' '.join(words)}) must be {kind}.") from None
+    wrong = [value for value in converted if flag.choices and value not in flag.choices]
+    if wrong:
+        allowed = ", ".join(str(choice) for choice in flag.choices or ())
+        raise ConfigError(f"`{named}` ({wrong[0]}) must be one of {allowed}.")
+    return converted if flag.nargs else converted[0]
+
+
+def _convert(flag: Flag, text: str) -> Any:
+    if flag.type is int:
+        # Megatron-LM's scripts write "(-1,0)" for windows and "1_000" for counts.
+        return int(text.strip("(),").replace("_", ""))
+    return flag.type(text)
+
+
+def _read_yaml(path: str, reading: _Reading, own: Sequence[type] = ()) -> dict[str, dict[str, Any]]:
+    """Sections of a file whose entries may be nested by section or flat."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reading.errors.append(f"`--config` ({path}) cannot be read: {error}.")
+        return {}
+    if not isinstance(content, dict):
+        reading.errors.append(f"`--config` ({path}) must hold names and values.")
+        return {}
+    fields = {flag.field: flag for flag in all_flags(own)}
+    sections: dict[str, dict[str, Any]] = {}
+    flat = {}
+    for key, value in content.items():
+        if isinstance(value, dict):
+            flat.update(value)
+        elif key != "device":
+            flat[key] = value
+    for key, value in flat.items():
+        name = str(key).lstrip("-").replace("-", "_")
+        if name in fields:
+            try:
+                read = _yaml_value(fields[name], f"{key}` in `{path}", value)
+            except ConfigError as error:
+                reading.errors += error.messages
+                continue
+            sections.setdefault(fields[name].section, {})[name] = read
+        elif name not in _derived():
+            near = difflib.get_close_matches(name, list(fields), n=2)
+            advice = f"did you mean {' or '.join(near)}?" if near else "see --help."
+            reading.errors.append(f"`{key}` in {path} is not a flag of this program; {advice}")
+    return sections
+
+
+def _yaml_value(flag: Flag, named: str, value: Any) -> Any:
+    """Return an entry of a file as the flag's type; YAML reads 1e-4 as text, and any name as any.
+
+    Raises:
+        ConfigError: an entry of another type, or see `_value`.
+    """
+    if value == flag.default or (value is None and flag.optional):
+        return value
+    if flag.type is bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"`{named}` ({value}) must be true or false.")
+        return value
+    if value is None or isinstance(value, Mapping):
+        raise ConfigError(f"`{named}` ({value}) must be a value or a list of values.")
+    words = value if isinstance(value, (list, tuple)) else [value]
+    return _value(flag, named, [str(word) for word in words])
+
+
+def _by_section(values: Mapping[str, Any], own: Sequence[type] = ()) -> dict[str, dict[str, Any]]:
+    """Values of fields, each in the section that has it."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, kind in _sections(own).items():
+        fields = {field.name for field in dataclasses.fields(kind)}
+        found[name] = {k: v for k, v in values.items() if k in fields}
+    return found
+
+
+def _derived() -> set[str]:
+    """Fields that follow from others; a printed configuration holds them too."""
+    return {
+        field.name
+        for kind in _sections().values()
+        for field in dataclasses.fields(kind)
+        if "help" not in field.metadata
+    }
+
+
+def _no_position_embedding(model: Mapping[str, Any], reading: _Reading) -> None:
+    """The old way to say "no learned table": needless beside rope or none, a contradiction else."""
+    kind = model.get("position_embedding_type", "learned_absolute")
+    if kind in ("rope", "none"):
+        reading.notes.append(
+            f"`--no-position-embedding` has no effect: `--position-embedding-type {kind}` has no "
+            "learned table."
+        )
+    else:
+        reading.errors.append(
+            f"`--no-position-embedding` contradicts `--position-embedding-type` ({kind}); use "
+            "`--position-embedding-type none`."
+        )
+
+
+def _inert(reading: _Reading, config: RunConfig) -> list[str]:
+    """Notes on flags that were given and do nothing, at all or on this device or in its layers."""
+    given = reading.given
+    reasons = [(flag, ALWAYS_ON.get(flag.field), "") for flag in given]
+    if config.device == "cpu":
+        reasons += [(flag, flag.gpu_only, " on a CPU") for flag in given]
+    if not config.model.group_query_attention:
+        alone = " without `--group-query-attention`"
+        each = "each head has keys and values of its own"
+        reasons += [(flag, each, alone) for flag in given if flag.field == "num_query_groups"]
+    if config.model.transformer_impl != "transformer_engine":
+        without = " without Transformer Engine"
+        told = [flag for flag in given if config.device != "cpu" or flag.gpu_only is None]
+        reasons += [(flag, OF_ENGINE.get(flag.field), without) for flag in told]
+    notes = [
+        f"`{flag.shown}` has no effect{where}: {reason}."
+        for flag, reason, where in reasons
+        if reason
+    ]
+    for names, needed, has in NEEDS:
+        idle = [flag for flag in given if flag.field in names.split()]
+        if idle and not has(config):
+            notes += [f"`{flag.shown}` has no effect without `{needed}`." for flag in idle]
+    return notes

@@ -1,0 +1,327 @@
+"""The table: what each name of ``torch.cuda`` answers on a machine without a GPU.
+
+Three headings. TRUE ON A CPU: the answer holds (there is nothing to wait for, the current device
+is number 0). REDIRECTED: the request is carried out on the CPU. UNTRUE: the answer is false, and
+core needs it to be. Whatever would invent a measurement is denied. Every row names the file of
+megatron-core 0.16.1 that asks.
+
+Turning a request for a CUDA device into one for the CPU.
+
+Answering megatron-core's questions to ``torch.cuda`` on a machine without a GPU.
+
+megatron-core addresses ``torch.cuda`` by name. This module puts the answers of `answers.TABLE` in
+the place of those names, on request only, and takes them away again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from megatron_ext.device.streams import CpuEvent, CpuStream
+from megatron_ext.errors import ConfigError, DeviceNotSupported
+
+CPU = torch.device("cpu")
+
+
+def as_cpu(device: Any) -> Any:
+    """The CPU where a CUDA device is named (an integer names one), else the argument itself."""
+    if isinstance(device, bool):
+        return device
+    if isinstance(device, int):
+        return CPU
+    if isinstance(device, str) and device.split(":")[0] == "cuda":
+        return CPU
+    if isinstance(device, torch.device) and device.type == "cuda":
+        return CPU
+    return device
+
+
+def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """A tensor factory whose ``device=`` may name a GPU, and which never pins memory."""
+
+    @functools.wraps(factory)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = as_cpu(kwargs["device"])
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return wrapper
+
+
+def moves_to_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
+    """``Tensor.to`` or ``Module.to`` whose first argument or ``device=`` may name a GPU."""
+
+    @functools.wraps(move)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (as_cpu(args[0]), *args[1:])
+        if "device" in kwargs:
+            kwargs["device"] = as_cpu(kwargs["device"])
+        return move(self, *args, **kwargs)
+
+    return wrapper
+
+
+def stays(move: Callable[..., Any]) -> Callable[..., Any]:
+    """``Tensor.cuda``, ``Module.cuda`` and ``Tensor.pin_memory``: already there."""
+
+    @functools.wraps(move)
+    def wrapper(self: Any, *_args: Any, **_kwargs: Any) -> Any:
+        return self
+
+    return wrapper
+
+
+def claims_cuda_type(type_of: Callable[..., Any]) -> Callable[..., Any]:
+    """``Tensor.type()`` that names a CUDA type; with an argument it converts as ever."""
+
+    @functools.wraps(type_of)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        name = type_of(self, *args, **kwargs)
+        if isinstance(name, str) and not name.startswith("torch.cuda."):
+            return name.replace("torch.", "torch.cuda.", 1)
+        return name
+
+    return wrapper
+
+
+class Heading(Enum):
+    """How far the answer of a row is from what a GPU would say."""
+
+    TRUE_ON_A_CPU = "true on a CPU"
+    REDIRECTED = "redirected"
+    UNTRUE = "untrue"
+    DENIED = "denied"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One name and its answer.
+
+    Attributes:
+        owner: the module or class that holds the name.
+        name: the attribute.
+        heading: see `Heading`.
+        needed_by: who asks, relative to ``megatron/core/``.
+        make: from the original attribute to its stand-in.
+    """
+
+    owner: Any
+    name: str
+    heading: Heading
+    needed_by: str
+    make: Callable[[Any], Any]
+
+
+def _answer(value: Any) -> Callable[[Any], Any]:
+    """A function that gives the same answer whatever it is asked."""
+
+    def make(original: Any) -> Any:
+        def answer(*_args: Any, **_kwargs: Any) -> Any:
+            return value
+
+        return _named_like(original, answer)
+
+    return make
+
+
+def _instead(replacement: Any) -> Callable[[Any], Any]:
+    return lambda original: replacement
+
+
+def _named_like(original: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    function.__name__ = getattr(original, "__name__", function.__name__)
+    function.__doc__ = getattr(original, "__doc__", None)
+    return function
+
+
+def _denied(original: Any) -> Any:
+    name = f"torch.cuda.{original.__name__}"
+
+    def deny(*_args: Any, **_kwargs: Any) -> Any:
+        raise DeviceNotSupported(
+            f"`{name}` measures a GPU, but this run is on a CPU; print `n/a` instead."
+        )
+
+    return _named_like(original, deny)
+
+
+def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
+    """State of the CPU's generator, which is the only one."""
+    return torch.default_generator.get_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+    """Set the state of the CPU's generator."""
+    torch.default_generator.set_state(new_state)
+
+
+def _manual_seed(seed: int) -> None:
+    """Seed the CPU's generator."""
+    torch.default_generator.manual_seed(int(seed))
+
+
+@contextlib.contextmanager
+def _stream(stream: Any) -> Any:
+    """All streams are the same one."""
+    yield
+
+
+def _run_at_once(original: Any) -> Any:
+    def run(callback: Callable[[], Any], **_kwargs: Any) -> None:
+        callback()
+
+    return _named_like(original, run)
+
+
+cuda = torch.cuda
+TRUE, REDIRECTED = Heading.TRUE_ON_A_CPU, Heading.REDIRECTED
+
+_STATE = [
+    Row(cuda, "current_device", TRUE, "rerun_state_machine.py:525", _answer(0)),
+    Row(cuda, "set_device", TRUE, "dist_checkpointing/strategies/async_utils.py:488",
+        _answer(None)),
+    Row(cuda, "synchronize", TRUE, "parallel_state.py:198", _answer(None)),
+    Row(cuda, "empty_cache", TRUE, "optimizer/optimizer.py:362", _answer(None)),
+    Row(cuda, "is_initialized", TRUE, "tensor_parallel/random.py:111", _answer(True)),
+    Row(cuda, "_lazy_init", TRUE, "tensor_parallel/random.py:57", _answer(None)),
+    Row(cuda, "_lazy_call", TRUE, "tensor_parallel/random.py:111", _run_at_once),
+    Row(cuda, "Stream", TRUE, "pipeline_parallel/utils.py:157", _instead(CpuStream)),
+    Row(cuda, "Event", TRUE, "utils.py:1347", _instead(CpuEvent)),
+    Row(cuda, "stream", TRUE, "pipeline_parallel/utils.py:213", _instead(_stream)),
+    Row(cuda, "current_stream", TRUE, "pipeline_parallel/utils.py:332", _answer(CpuStream())),
+    Row(cuda, "default_stream", TRUE, "distributed/param_and_grad_buffer.py:422",
+        _answer(CpuStream())),
+    Row(cuda.nvtx, "range_push", TRUE, "utils.py:2186", _answer(0)),
+    Row(cuda.nvtx, "range_pop", TRUE, "utils.py:2215", _answer(0)),
+]  # fmt: skip
+
+_RANDOM = [
+    Row(cuda, "default_generators", REDIRECTED, "tensor_parallel/random.py:66",
+        lambda original: (torch.default_generator,)),
+    *(
+        Row(owner, name, REDIRECTED, needed_by, _instead(answer))
+        for owner in (cuda, cuda.random)
+        for name, needed_by, answer in (
+            ("get_rng_state", "tensor_parallel/random.py:55", _get_rng_state),
+            ("set_rng_state", "tensor_parallel/random.py:80", _set_rng_state),
+            ("manual_seed", "tensor_parallel/random.py:237", _manual_seed),
+        )
+    ),
+]  # fmt: skip
+
+_TENSORS = [
+    *(
+        Row(torch, name, REDIRECTED, needed_by, on_cpu)
+        for name, needed_by in (
+            ("tensor", "optimizer/grad_scaler.py:15"),
+            ("empty", "tensor_parallel/layers.py"),
+            ("zeros", "pipeline_parallel/schedules.py:596"),
+            ("ones", "transformer/utils.py:35"),
+            ("arange", "models/common/embeddings/rotary_pos_embedding.py:80"),
+            ("empty_like", "tensor_parallel/mappings.py:436"),
+        )
+    ),
+    Row(torch.Tensor, "new_empty", REDIRECTED, "tensor_parallel/mappings.py:439", on_cpu),
+    Row(torch.Tensor, "to", REDIRECTED, "models/common/embeddings/rotary_pos_embedding.py:162",
+        moves_to_cpu),
+    Row(torch.Tensor, "cuda", REDIRECTED, "models/common/embeddings/rope_utils.py:63", stays),
+    Row(torch.Tensor, "pin_memory", REDIRECTED, "models/common/embeddings/rope_utils.py:63",
+        stays),
+    # The distributed optimizer sorts parameters by this name and refuses any other.
+    Row(torch.Tensor, "type", Heading.UNTRUE, "optimizer/distrib_optimizer.py:361",
+        claims_cuda_type),
+]  # fmt: skip
+
+_MEASUREMENTS = [
+    Row(cuda, name, Heading.DENIED, "would invent a measurement", _denied)
+    for name in (
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+        "memory_stats",
+        "memory_summary",
+        "mem_get_info",
+        "reset_peak_memory_stats",
+        "get_device_properties",
+        "get_device_name",
+        "get_device_capability",
+        "utilization",
+        "temperature",
+        "power_draw",
+        "clock_rate",
+    )
+]
+
+TABLE: tuple[Row, ...] = (*_STATE, *_RANDOM, *_TENSORS, *_MEASUREMENTS)
+
+
+logger = logging.getLogger(__name__)
+
+_MISSING = object()
+_saved: list[tuple[Any, str, Any]] = []
+
+
+class _OneGenerator(logging.Filter):
+    """Drops core's warning that the CPU's random state moved: here it is the device's own."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+
+
+_filter = _OneGenerator()
+_random_logger = logging.getLogger("megatron.core.tensor_parallel.random")
+
+
+def install() -> None:
+    """Put the answers in place; a second call does nothing.
+
+    Also makes ``torch.compile`` run its functions eagerly: core compiles small functions at import,
+    which on a CPU costs minutes and wins nothing.
+
+    Raises:
+        ConfigError: this machine has a GPU, where the answers would be wrong.
+    """
+    if _saved:
+        return
+    if torch.cuda.is_available():
+        raise ConfigError(
+            "`cuda_on_cpu.install` was called on a machine with a GPU, where its answers would be "
+            "wrong; use `device.select()`, or hide the GPU with `CUDA_VISIBLE_DEVICES=`."
+        )
+    for row in TABLE:
+        original = getattr(row.owner, row.name)
+        _saved.append((row.owner, row.name, vars(row.owner).get(row.name, _MISSING)))
+        setattr(row.owner, row.name, row.make(original))
+    torch.compiler.set_stance("force_eager")
+    _random_logger.addFilter(_filter)
+    logger.info("no GPU: torch.cuda is answered on the CPU, and all timings are CPU timings")
+
+
+def uninstall() -> None:
+    """Restore torch as it was; without an earlier `install` this does nothing."""
+    if not _saved:
+        return
+    while _saved:
+        owner, name, original = _saved.pop()
+        if original is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+    torch.compiler.set_stance("default")
+    _random_logger.removeFilter(_filter)
+
+
+def is_installed() -> bool:
+    """Whether the answers are in place."""
+    return bool(_saved)

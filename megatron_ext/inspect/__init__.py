@@ -1,0 +1,1 @@
+"""Looks at machines, layouts and batches without training anything."""

@@ -1,0 +1,378 @@
+"""Differences between a layout and the layout that is taken for the truth.
+
+Layouts by short names, such as ``tp2sp``, ``pp2vpp2`` or ``pp4zbh1``.
+
+Trains a few steps on forked ranks and keeps losses, norms and gradients.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.utils import unwrap_model
+from rich.table import Table
+from torch import Tensor
+
+from megatron_ext.config.parser import parse_args
+from megatron_ext.device import Device
+from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.layers.initialization import shards_of
+from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.main import pretrain
+from megatron_ext.train.preflight import preflight
+from megatron_ext.train.reporting.files import MetricsFile, read_metrics
+from megatron_ext.train.task import TaskOrChoice, choose, sections_of
+
+if TYPE_CHECKING:
+    from megatron_ext.train.setup import Run
+
+SIZES = {
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "vpp": "--num-virtual-stages-per-pipeline-rank",
+    "cp": "--context-parallel-size",
+    "ep": "--expert-model-parallel-size",
+    "etp": "--expert-tensor-parallel-size",
+    "mbs": "--micro-batch-size",
+    "dp": "",
+}
+WORDS = {
+    "sp": "--sequence-parallel",
+    "ag": "--cp-comm-type all_gather",
+    "a2a": "--cp-comm-type a2a",
+    "zbh1": "--pipeline-schedule zb-h1",
+    "zbv": "--pipeline-schedule zb-v",
+    "core1f1b": "--pipeline-schedule core-1f1b",
+    "coreint": "--pipeline-schedule core-interleaved",
+    "do": "--use-distributed-optimizer",
+}
+_TOKEN = re.compile(f"({'|'.join(sorted(SIZES, key=len, reverse=True))})(\\d+)|({'|'.join(WORDS)})")
+
+
+@dataclass(frozen=True)
+class NamedLayout:
+    """A layout to compare.
+
+    Attributes:
+        name: as given.
+        ranks: that it takes.
+        flags: that it adds to the command line.
+    """
+
+    name: str
+    ranks: int
+    flags: tuple[str, ...]
+
+
+def split_layouts(text: str) -> list[NamedLayout]:
+    """Read comma-separated layouts; a comma in brackets belongs to the flags there.
+
+    Raises:
+        ConfigError: a part that is not known.
+    """
+    return [parse_layout(name) for name in re.split(r",(?![^\[]*\])", text) if name]
+
+
+def parse_layout(name: str) -> NamedLayout:
+    """Read a layout's name, which may end with more flags in brackets.
+
+    Experts share the ranks of the other dimensions, so ``ep2`` alone takes two data-parallel ranks.
+
+    Raises:
+        ConfigError: a part that is not known.
+    """
+    position, sizes, flags = 0, dict.fromkeys(SIZES, 1), []
+    end = name.index("[") if name.endswith("]") and "[" in name else len(name)
+    while position < end:
+        match = _TOKEN.match(name, position, end)
+        if match is None:
+            known = ", ".join([*(f"{key}N" for key in SIZES), *WORDS])
+            raise ConfigError(
+                f"`--layouts` has `{name}`, whose part `{name[position:]}` is not known; join "
+                f"parts of {known}."
+            )
+        if match[3]:
+            flags += WORDS[match[3]].split()
+        else:
+            sizes[match[1]] = int(match[2])
+            flags += [SIZES[match[1]], match[2]] if SIZES[match[1]] else []
+        position = match.end()
+    dense = sizes["tp"] * sizes["pp"] * sizes["cp"] * sizes["dp"]
+    experts = sizes["ep"] * sizes["etp"] * sizes["pp"]
+    flags += name[end:].strip("[]").split()
+    return NamedLayout(name, max(dense, experts), tuple(flags))
+
+
+class GradientRecorder:
+    """Writes the gradients of each step that this rank is the one to keep.
+
+    Args:
+        folder: of the run.
+        run: the parts of this rank's run.
+    """
+
+    def __init__(self, folder: Path, run: Run) -> None:
+        self.folder = folder
+        self.run = run
+
+    def __call__(self) -> None:
+        """Write the gradients of the step that has just been computed."""
+        parts = [
+            (shard.name, shard.full_shape, shard.offset, shard.tensor.clone())
+            for chunk in unwrap_model(self.run.chunks)
+            for shard in shards_of(chunk, lambda parameter: getattr(parameter, "main_grad", None))
+            if shard.is_main
+        ]
+        step = self.run.progress.iteration + 1
+        torch.save(parts, self.folder / f"gradients_{step:04d}_{self.run.context.rank:04d}.pt")
+
+
+def read_gradients(folder: Path, step: int) -> dict[str, Tensor]:
+    """Full gradients of one step by name, put together from all ranks' parts."""
+    full: dict[str, Tensor] = {}
+    for path in sorted(folder.glob(f"gradients_{step:04d}_*.pt")):
+        for name, shape, offset, part in torch.load(path, weights_only=True):
+            target = full.setdefault(name, torch.full(shape, float("nan")))
+            sizes = zip(offset, part.shape, strict=True)
+            target[tuple(slice(start, start + size) for start, size in sizes)] = part.float()
+    return full
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a layout's run left behind.
+
+    Attributes:
+        layout: that was run.
+        folder: with the gradients of each step.
+        rows: of each step, with ``grad_norm`` and every loss by name.
+        padded_vocab_size: of the run.
+        failure: what went wrong, None when all went well.
+    """
+
+    layout: NamedLayout
+    folder: Path
+    rows: list[dict[str, Any]]
+    padded_vocab_size: int | None = None
+    failure: str | None = None
+
+
+def record(
+    task: TaskOrChoice,
+    words: Sequence[str],
+    layout: NamedLayout,
+    steps: int,
+    folder: Path,
+    device: Device,
+) -> Recording:
+    """Train ``steps`` steps in a layout.
+
+    Args:
+        task: what to train, or a function that chooses it by the configuration.
+        words: the flags of the run, without its layout.
+        layout: adds its own flags.
+        steps: training steps.
+        folder: for what is kept.
+        device: that the ranks run on.
+    """
+    folder.mkdir(parents=True)
+    fixed = f"--train-iters {steps} --log-interval 1 --eval-iters 0 --nproc-per-node {layout.ranks}"
+    try:
+        parsed = parse_args(
+            [*words, *layout.flags, *fixed.split()],
+            world_size=0,
+            device=device.kind,
+            sections=sections_of(task),
+        )
+        if parsed.config.checkpoint.save is not None:
+            raise ConfigError("`--save` is given, but a parity run keeps nothing; drop it.")
+        with (folder / "log").open("w") as log, redirect_stdout(log):
+            chosen = choose(task, parsed.config)
+            config, tokenizer = preflight(parsed.config, chosen.preflight)
+    except MegatronExtError as error:
+        return Recording(layout, folder, [], failure=" ".join(error.messages))
+
+    def prepare(run: Run) -> None:
+        run.runner.observer = GradientRecorder(folder, run)
+        if run.context.is_reporting_rank:
+            run.reporters.sinks[:] = [MetricsFile(folder, resumed_at=0)]
+
+    main = partial(pretrain, chosen, config, device=device, tokenizer=tokenizer, prepare=prepare)
+    code = fork_ranks(main, layout.ranks)
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
+    failure = None if code == 0 else f"a rank ended with exit code {code}"
+    return Recording(layout, folder, rows, config.model.padded_vocab_size, failure)
+
+
+NOT_COMPARED = frozenset(
+    "kind iteration consumed_samples learning_rate loss_scale global_batch_size "
+    "seconds_per_iteration tokens_per_second skipped_iterations nan_iterations "
+    "total_skipped_iterations num_zeros params_norm grad_norm "
+    "train/throughput train/time(s) memory/allocated memory/reserved".split()
+)
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """Largest relative differences that pass.
+
+    Attributes:
+        loss: of each loss and of the gradient norm.
+        gradient: of each parameter's gradient: L2 norm of the difference over that of the truth.
+    """
+
+    loss: float = 1e-6
+    gradient: float = 1e-5
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One value that differs."""
+
+    step: int
+    name: str
+    size: float
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What came out for one layout.
+
+    Attributes:
+        recording: of the layout.
+        loss, grad_norm, gradient: the largest difference of each kind, None where none was seen.
+        first: the first step, and in it the worst value, that is out of tolerance.
+        problem: why the layout could not be compared.
+    """
+
+    recording: Recording
+    loss: Difference | None = None
+    grad_norm: Difference | None = None
+    gradient: Difference | None = None
+    first: Difference | None = None
+    problem: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.problem is None and self.first is None
+
+
+def relative(mine: float, truth: float) -> float:
+    """Relative difference; both not finite, or both zero, is none."""
+    if not math.isfinite(truth) or not math.isfinite(mine):
+        return 0.0 if str(mine) == str(truth) else math.inf
+    if truth == 0:
+        return 0.0 if mine == 0 else math.inf
+    return abs(mine - truth) / abs(truth)
+
+
+def gradient_difference(mine: Tensor, truth: Tensor) -> float:
+    """L2 norm of the difference over the L2 norm of the truth."""
+    if mine.shape != truth.shape:
+        return math.inf
+    difference = float((mine.double() - truth.double()).norm())
+    norm = float(truth.double().norm())
+    if not math.isfinite(difference):
+        return math.inf
+    return difference / norm if norm else (0.0 if difference == 0 else math.inf)
+
+
+def compare(mine: Recording, truth: Recording, tolerances: Tolerances) -> Parity:
+    """Compare all steps of a layout with those of the truth."""
+    problem = mine.failure
+    if problem is None and len(mine.rows) != len(truth.rows):
+        problem = f"{len(mine.rows)} steps instead of {len(truth.rows)}"
+    if problem is None and mine.padded_vocab_size != truth.padded_vocab_size:
+        problem = (
+            f"the vocabulary is padded to {mine.padded_vocab_size}, not {truth.padded_vocab_size}, "
+            "which changes the model; choose another --make-vocab-size-divisible-by"
+        )
+    if problem is not None:
+        return Parity(mine, problem=problem)
+    losses: list[Difference] = []
+    norms: list[Difference] = []
+    gradients: list[Difference] = []
+    for row, want in zip(mine.rows, truth.rows, strict=True):
+        step = int(row["iteration"])
+        for key in sorted(want.keys() - NOT_COMPARED):
+            size = relative(row[key], want[key]) if key in row else math.inf
+            losses.append(Difference(step, key, size))
+        norms.append(Difference(step, "grad_norm", relative(row["grad_norm"], want["grad_norm"])))
+        gradients += _gradients(mine, truth, step)
+
+    def is_out(difference: Difference) -> bool:
+        limit = tolerances.gradient if difference in gradients else tolerances.loss
+        return difference.size > limit
+
+    return Parity(
+        mine,
+        loss=_worst(losses),
+        grad_norm=_worst(norms),
+        gradient=_worst(gradients),
+        first=_first([*losses, *norms, *gradients], is_out),
+    )
+
+
+def _gradients(mine: Recording, truth: Recording, step: int) -> Iterator[Difference]:
+    ours, theirs = (read_gradients(x.folder, step) for x in (mine, truth))
+    for name in sorted(ours.keys() | theirs.keys()):
+        both = name in ours and name in theirs
+        size = gradient_difference(ours[name], theirs[name]) if both else math.inf
+        yield Difference(step, name, size)
+
+
+def _worst(differences: Sequence[Difference]) -> Difference | None:
+    return max(differences, key=lambda d: d.size, default=None)
+
+
+def _first(
+    differences: Sequence[Difference], is_out: Callable[[Difference], bool]
+) -> Difference | None:
+    out = [difference for difference in differences if is_out(difference)]
+    if not out:
+        return None
+    step = min(difference.step for difference in out)
+    return _worst([difference for difference in out if difference.step == step])
+
+
+def table(results: Sequence[Parity], truth: Recording, tolerances: Tolerances) -> Table:
+    """All layouts, one on a line."""
+    shown = Table(
+        "layout",
+        "ranks",
+        "loss",
+        "grad norm",
+        "gradient",
+        "of",
+        "",
+        "first divergence",
+        title=(
+            f"largest relative difference to {truth.layout.name} over {len(truth.rows)} steps "
+            f"(limits: {tolerances.loss:g}, gradients {tolerances.gradient:g})"
+        ),
+    )
+    for result in results:
+        sizes = [
+            "-" if difference is None else f"{difference.size:.1e}"
+            for difference in (result.loss, result.grad_norm, result.gradient)
+        ]
+        first = result.problem or ""
+        if result.first is not None:
+            first = f"step {result.first.step}: {result.first.name} ({result.first.size:.1e})"
+        shown.add_row(
+            result.recording.layout.name,
+            str(result.recording.layout.ranks),
+            *sizes,
+            result.gradient.name if result.gradient is not None else "",
+            "[green]PASS" if result.passed else "[red]FAIL",
+            first,
+        )
+    return shown

@@ -1,0 +1,198 @@
+"""Rows as one HTML page of its own: no script, no file beside it, light and dark.
+
+Each token is a ``<span>`` with ``data-ids``, ``data-position`` and ``data-weight``; what it shows
+when pointed at is in its ``title``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+from megatron_ext.inspect.preview.collect import Row, Step
+from megatron_ext.inspect.preview.documents import Document, documents_of
+from megatron_ext.inspect.preview.summary import Share, Summary, cells, sentences
+from megatron_ext.inspect.preview.text import (
+    NOTHING,
+    Piece,
+    Pieces,
+    describe,
+    describe_row,
+    grade,
+    visible,
+)
+
+EVERY = 64
+"""Tokens at most from one position number to the next; lines begin with one too."""
+
+_STYLE = """
+:root { color-scheme: light dark; --text: #1d2126; --page: #ffffff; --faint: #717a84;
+  --line: #d8dde2; --one: #f4f6f8; --two: #eaf0f7; --green: 46 160 67; --warn: #9a3412; }
+@media (prefers-color-scheme: dark) { :root { --text: #e4e7ea; --page: #14171a; --faint: #8b949e;
+  --line: #343b43; --one: #1b1f24; --two: #1a2430; --green: 63 200 95; --warn: #fdba74; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page);
+  max-width: 75rem; margin: 1.5rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+h3 { font-size: 1rem; margin: 1.4rem 0 .4rem; }
+table { border-collapse: collapse; } th, td { padding: .2rem .8rem; text-align: right;
+  border-bottom: 1px solid var(--line); } th:first-child, td:first-child { text-align: left;
+  overflow-wrap: anywhere; min-width: 14rem; } tr.all td { font-weight: 600; }
+.scroll { overflow-x: auto; } .warning { color: var(--warn); }
+.document { border-left: 4px solid var(--line); background: var(--one); margin: .3rem 0;
+  padding: .4rem .8rem; } .document:nth-of-type(even) { background: var(--two); }
+.document header, .faint { color: var(--faint); font-size: .85rem; overflow-wrap: anywhere; }
+.tokens { font-family: ui-monospace, monospace; font-size: .92rem; white-space: pre-wrap;
+  overflow-wrap: anywhere; line-height: 1.7; }
+.t { color: var(--faint); border-radius: 3px; } .t:hover { outline: 1px solid var(--text); }
+.t.given { text-decoration: underline dotted; } .special { font-weight: 700; }
+.cut { border-left: 2px dashed var(--warn); }
+.n { font-size: .65rem; color: var(--faint); user-select: none; vertical-align: super; }
+""" + "\n".join(
+    f".w{i} {{ color: var(--text); background: rgb(var(--green) / {16 + 48 * i // 8}%); }}"
+    for i in range(1, 9)
+)
+
+
+class Page:
+    """Writes previewed steps as HTML.
+
+    Args:
+        pieces: of the tokenizer.
+        eod: id that ends a document in a stream.
+        heaviest: weight of the strongest green.
+    """
+
+    def __init__(self, pieces: Pieces, eod: int, heaviest: float) -> None:
+        self._pieces, self._eod, self._heaviest = pieces, eod, heaviest
+
+    def render(
+        self,
+        title: str,
+        steps: Sequence[tuple[Step, Sequence[Row]]],
+        summary: Summary,
+        *,
+        notes: Sequence[str],
+        warnings: Sequence[str],
+    ) -> str:
+        """The whole page.
+
+        Args:
+            title: of the page.
+            steps: each with the rows of it to show.
+            summary: of the steps.
+            notes, warnings: sentences.
+        """
+        body = [self._legend(), *(f'<p class="warning">⚠ {escape(w)}</p>' for w in warnings)]
+        body.append(_table(summary))
+        lines = [*sentences(summary, [step for step, _ in steps]), *notes]
+        body.append("".join(f"<div>{escape(line)}</div>" for line in lines))
+        for step, rows in steps:
+            body.append(f"<h2>Step {step.iteration}</h2>")
+            owners = _owners(step)
+            body += [self._row(row, owners) for row in rows]
+            body.append(f'<p class="faint">{len(rows)} of {len(step.rows)} rows are shown.</p>')
+        return "\n".join([_head(title), *body, "</body></html>\n"])
+
+    def _legend(self) -> str:
+        shades = "".join(f'<span class="t w{i}">&nbsp;&nbsp;</span>' for i in range(1, 9))
+        return (
+            '<p class="faint">Each token is coloured by the weight with which it is predicted: '
+            f"{shades} up to {self._heaviest:.4g}; grey has none; dotted underline: only read. "
+            "↵ is a newline; small numbers are position ids. Point at a token for more.</p>"
+        )
+
+    def _row(self, row: Row, owners: dict[int, int]) -> str:
+        documents = [self._document(document, owners) for document in documents_of(row, self._eod)]
+        head = f"<h3>{escape(describe_row(row))}</h3>"
+        return "\n".join([f'<section class="row">{head}', *documents, "</section>"])
+
+    def _document(self, document: Document, owners: dict[int, int]) -> str:
+        pieces = self._pieces.of(document.ids.tolist(), document.weights.tolist())
+        mtp = [document.mtp_targets(k + 1) for k in range(len(document.row.mtp_labels))]
+        shown, next_number = [], 0
+        for piece in pieces:
+            position = int(document.positions[piece.first])
+            if position >= 0 and piece.first >= next_number:
+                shown.append(f'<span class="n">{position} </span>')
+                next_number = piece.first + EVERY
+            if piece.text.endswith("↵"):
+                next_number = piece.first + 1
+            learns = [
+                self._learns(k + 1, int(ids[piece.first]), float(weights[piece.first]))
+                for k, (ids, weights) in enumerate(mtp)
+            ]
+            shown.append(self._token(document, piece, owners, learns))
+        return (
+            f'<div class="document"><header>{escape(describe(document))}</header>'
+            f'<div class="tokens">{"".join(shown)}</div></div>'
+        )
+
+    def _learns(self, depth: int, token: int, weight: float) -> str:
+        if token < 0:
+            return f"MTP {depth}: {NOTHING}"
+        return f"MTP {depth}: “{self._pieces.text_of(token)}” ({token}), weight {weight:.6g}"
+
+    def _token(
+        self, document: Document, piece: Piece, owners: dict[int, int], learns: Sequence[str]
+    ) -> str:
+        members = slice(piece.first, piece.first + piece.count)
+        ids = ",".join(map(str, document.ids[members].tolist()))
+        column = int(document.columns[piece.first])
+        position = int(document.positions[piece.first])
+        read = position >= 0
+        given = math.isnan(piece.weight)
+        weight = "" if given else f"{piece.weight:.9g}"
+        facts = [
+            f"id {ids}",
+            f"column {column}, position {position}" if read else "only predicted, not read",
+            "only read, not predicted" if given else f"weight {piece.weight:.6g}",
+            f"document {document.number}",
+        ]
+        origin = document.origin
+        if origin is not None:
+            number = "" if origin.number is None else f", conversation {origin.number}"
+            facts.append(f"sample {origin.sample}, {visible(origin.source)}{number}")
+        if read and owners:
+            facts.append(f"context-parallel rank {owners[column]}")
+        facts += learns if read else []
+        shade = grade(piece.weight, self._heaviest)
+        names = ["t", *(["given"] if given else []), *([f"w{shade}"] if shade else [])]
+        names += ["special"] * piece.is_special
+        if read and owners and column and owners[column] != owners[column - 1]:
+            names.append("cut")
+        newline = "\n" if piece.text.endswith("↵") else ""
+        return (
+            f'<span class="{" ".join(names)}" data-ids="{ids}" data-weight="{weight}" '
+            f'data-position="{position if read else ""}" '
+            f'title="{"&#10;".join(map(escape, facts))}">'
+            f"{escape(piece.text)}</span>{newline}"
+        )
+
+
+def _head(title: str) -> str:
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
+        f"<h1>{escape(title)}</h1>"
+    )
+
+
+def _owners(step: Step) -> dict[int, int]:
+    """Context-parallel rank of each column; nothing where rows are not cut."""
+    if len(step.cp_columns) == 1:
+        return {}
+    return {int(column): rank for rank, kept in enumerate(step.cp_columns) for column in kept}
+
+
+def _table(summary: Summary) -> str:
+    def line(name: str, share: Share, kind: str = "") -> str:
+        values = "".join(f"<td>{escape(cell)}</td>" for cell in cells(share))
+        return f"<tr{kind}><td>{escape(name)}</td>{values}</tr>"
+
+    names = ("source", "documents", "trained", "untrained", "trained %", "sum of weights")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    lines = [line(name, share) for name, share in summary.by_source.items()]
+    lines.append(line("all", summary.whole, ' class="all"'))
+    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'

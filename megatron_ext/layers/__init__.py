@@ -1,0 +1,1 @@
+"""Layers that models are made of: attention, linear layers, norms, experts, 8-bit products."""

@@ -1,0 +1,314 @@
+"""Core attention through torch's scaled_dot_product_attention, with context parallelism.
+
+Takes the place of megatron-core's DotProductAttention (which refuses context parallelism and
+materialises every score) and of Transformer Engine's, on GPUs without it and on CPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.layers import sdpa
+from megatron_ext.layers.context_parallel import (
+    chunks_of,
+    gather_sequence,
+    heads_to_sequence,
+    sequence_to_heads,
+)
+from megatron_ext.layers.dropout import attention_dropout
+from megatron_ext.layers.sdpa import Span
+
+GATHER = ("p2p", "all_gather")
+"""Both give the exact result; the torch layers gather keys and values in one collective."""
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class DotProductAttention(MegatronModule):  # type: ignore[misc]
+    """Scaled dot-product attention over this rank's heads.
+
+    Under context parallelism keys and values are gathered (``--cp-comm-type all_gather`` or
+    ``p2p``), or heads are traded for sequence (``a2a``).
+
+    Raises:
+        ConfigError: an option that the torch layers do not have.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        self.cp_group = groups.cp
+        self.cp_comm_type = cp_comm_type or "p2p"
+        self.causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        # --apply-query-key-layer-scaling keeps half-precision scores small by dividing them by the
+        # layer number and multiplying again in single precision. The fused kernels hold scores
+        # in single precision anyway; only the eager path has to do it.
+        self.layer_scaling = max(1, layer_number) if config.apply_query_key_layer_scaling else 1
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.dropout = dropout
+        self.deterministic = bool(getattr(config, "deterministic_dropout", False))
+        self.site = f"scores {layer_number}"
+        self.tp_rank = groups.tp.rank()
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        self.window_size: tuple[int, int] | None = config.window_size if windowed else None
+        self.backend = AttnBackend(config.attention_backend)
+        self._check_options(config)
+
+    def _check_options(self, config: TransformerConfig) -> None:
+        if config.softmax_type != "vanilla":
+            raise ConfigError(
+                f"`--softmax-type` ({config.softmax_type}) must be vanilla with the torch "
+                "layers; use `--transformer-impl transformer_engine`."
+            )
+        if self.cp_group.size() > 1 and self.cp_comm_type not in (*GATHER, "a2a"):
+            raise ConfigError(
+                f"`--cp-comm-type` ({self.cp_comm_type}) must be p2p, all_gather or a2a with the "
+                "torch layers."
+            )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: ``[s/c, b, n, d]``.
+            key: ``[s/c, b, g, d]``, g query groups.
+            value: ``[s/c, b, g, d]``.
+            attention_mask: True where forbidden, ``[b, 1, s/c, s]``; None means causal.
+            attn_mask_type: unused, the constructor's holds.
+            attention_bias: must be None.
+            packed_seq_params: must be None.
+
+        Returns:
+            ``[s/c, b, n * d]``.
+        """
+        if attention_bias is not None or packed_seq_params is not None:
+            raise ConfigError(
+                "Attention bias and packed sequences are not supported by the torch layers; use "
+                "document masks (`--reset-attention-mask`)."
+            )
+        self.length = query.size(0) * self.cp_group.size()
+        if self.cp_group.size() == 1:
+            context = self._attend(query, key, value, attention_mask, first_query=0)
+        elif self.cp_comm_type == "a2a":
+            context = self._attend_with_traded_heads(query, key, value, attention_mask)
+        else:
+            context = self._attend_to_gathered(query, key, value, attention_mask)
+        return context.flatten(2)
+
+    def _attend_to_gathered(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """Own queries against all keys; ``[s/c, b, n, d]``."""
+        size, rank = self.cp_group.size(), self.cp_group.rank()
+        key, value = gather_sequence(torch.stack([key, value], dim=1), self.cp_group).unbind(1)
+        length = query.size(0) // 2
+        outputs = []
+        for part, chunk in enumerate(chunks_of(rank, size)):
+            own = query[part * length : (part + 1) * length]
+            first, end = chunk * length, (chunk + 1) * length
+            if mask is not None:
+                own_mask = mask[:, :, part * length : (part + 1) * length]
+                outputs.append(self._attend(own, key, value, own_mask, first_query=first))
+            else:
+                end = end if self.causal else key.size(0)
+                outputs.append(self._attend(own, key[:end], value[:end], None, first_query=first))
+        return torch.cat(outputs)
+
+    def _attend_with_traded_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """All queries on a part of the heads; ``[s/c, b, n, d]``."""
+        size = self.cp_group.size()
+        if query.size(2) % size:
+            raise ConfigError(
+                f"`--cp-comm-type a2a` needs the attention heads of a tensor-parallel rank "
+                f"({query.size(2)}) to be divisible by `--context-parallel-size` ({size}); use "
+                "all_gather."
+            )
+        if key.size(2) % size:
+            repeats = query.size(2) // key.size(2)
+            key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
+        query, key, value = (heads_to_sequence(x, self.cp_group) for x in (query, key, value))
+        if mask is not None:
+            rows = mask.permute(2, 0, 1, 3).to(torch.uint8)
+            mask = gather_sequence(rows, self.cp_group).permute(1, 2, 0, 3).bool()
+        context = self._attend(query, key, value, mask, first_query=0)
+        return sequence_to_heads(context, self.cp_group)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, first_query: int
+    ) -> Tensor:
+        """Attention without communication.
+
+        Args:
+            query: ``[q, b, n, d]``.
+            key: ``[k, b, g, d]``.
+            value: ``[k, b, g, d]``.
+            mask: True where forbidden, ``[b, 1, q, k]``.
+            first_query: position of the first query in the sequence; the keys start at 0.
+
+        Returns:
+            ``[q, b, n, d]``.
+        """
+        if self._follows_core(query):
+            if self.window_size is not None:
+                mask = self._with_window(mask, query, key, first_query)
+            return self._attend_eagerly(query, key, value, mask, first_query)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if self._skips_blocks(q, mask):
+            # A mask says what is causal itself.
+            causal = self.causal and (mask is None or self.window_size is not None)
+            span = Span(first_query, causal, self.window_size)
+            blocks = sdpa.block_mask(q, k, span, mask)
+            context = sdpa.flex_attend(q, k, v, blocks, self.softmax_scale)
+            return context.permute(2, 0, 1, 3)
+        if self.window_size is not None:
+            mask = self._with_window(mask, query, key, first_query)
+        bias: Any = None
+        if mask is not None:
+            bias = ~mask
+        elif self.causal and q.size(2) != k.size(2):
+            bias = causal_lower_right(q.size(2), k.size(2))
+        dropout = self.dropout if self.training else 0.0
+        with _random_state(self.config, dropout):
+            context = sdpa.attend(
+                q,
+                k,
+                v,
+                mask=bias,
+                causal=self.causal and bias is None,
+                dropout=dropout,
+                scale=self.softmax_scale,
+                backend=self.backend,
+            )
+        return context.permute(2, 0, 1, 3)
+
+    def _skips_blocks(self, q: Tensor, mask: Tensor | None) -> bool:
+        """Whether to leave out the blocks of keys that a mask or window hides from ``q``."""
+        masked = mask is not None or self.window_size is not None
+        dropout = self.dropout if self.training else 0.0
+        return masked and self.backend == AttnBackend.auto and sdpa.fits(q, dropout)
+
+    def _with_window(
+        self, mask: Tensor | None, query: Tensor, key: Tensor, first_query: int
+    ) -> Tensor:
+        """Forbid what lies outside of the sliding window too; ``[b or 1, 1, q, k]``."""
+        assert self.window_size is not None
+        left, right = self.window_size
+        q = torch.arange(query.size(0), device=query.device)[:, None] + first_query
+        k = torch.arange(key.size(0), device=query.device)[None, :]
+        forbidden = torch.zeros(q.size(0), k.size(1), dtype=torch.bool, device=query.device)
+        if left >= 0:
+            forbidden |= k < q - left
+        if self.causal:
+            forbidden |= k > q
+        elif right >= 0:
+            forbidden |= k > q + right
+        return forbidden[None, None] if mask is None else mask | forbidden
+
+    def _follows_core(self, query: Tensor) -> bool:
+        """Whether to compute step by step as megatron-core's unfused attention does.
+
+        Kernels draw their own masks, so ``--deterministic-dropout`` needs it everywhere; on a GPU
+        ``--attention-backend local`` asks for it.
+
+        On a CPU that is what keeps a run with dropout (the same random numbers) or in half
+        precision (the same roundings) at Megatron-LM's losses; in fp32 the kernels agree anyway.
+        """
+        drops = self.dropout > 0 and self.training
+        if query.device.type != "cpu":
+            return (drops and self.deterministic) or self.backend == AttnBackend.local
+        return query.dtype in HALF or drops
+
+    def _attend_eagerly(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first_query: int
+    ) -> Tensor:
+        """The same with every probability written out; see `_attend`."""
+        q_len, batch, heads, _ = query.shape
+        repeats = heads // key.size(2)
+        if repeats > 1:
+            key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
+        q, k, v = (x.flatten(1, 2).transpose(0, 1) for x in (query, key, value))
+        scores = torch.baddbmm(
+            q.new_empty(q.size(0), q_len, k.size(1)),
+            q,
+            k.transpose(1, 2),
+            beta=0.0,
+            alpha=self.softmax_scale / self.layer_scaling,
+        ).view(batch, heads, q_len, k.size(1))
+        if self.config.attention_softmax_in_fp32 and scores.dtype in HALF:
+            scores = scores.float()
+        if self.layer_scaling != 1:
+            scores = scores * self.layer_scaling
+        if mask is None and self.causal:
+            q_at = torch.arange(q_len, device=query.device)[:, None] + first_query
+            mask = torch.arange(k.size(1), device=query.device)[None, :] > q_at
+        if mask is not None:
+            scores = scores.masked_fill(mask, -10000.0)
+        probabilities = torch.softmax(scores, dim=-1).to(query.dtype)
+        if self.dropout > 0 and self.training:
+            probabilities = self._drop(probabilities, first_query)
+        context = torch.bmm(probabilities.flatten(0, 1), v)
+        return context.view(batch, heads, q_len, -1).permute(2, 0, 1, 3)
+
+    def _drop(self, probabilities: Tensor, first_query: int) -> Tensor:
+        """Dropout of ``[b, n, q, k]``."""
+        if not self.deterministic:
+            with _random_state(self.config, self.dropout):
+                return F.dropout(probabilities, self.dropout, training=True)
+        traded = self.cp_comm_type == "a2a" and self.cp_group.size() > 1
+        heads = probabilities.size(1)
+        per_tp_rank = heads * (self.cp_group.size() if traded else 1)
+        return attention_dropout(
+            probabilities,
+            self.dropout,
+            self.site,
+            num_heads=self.config.num_attention_heads,
+            length=self.length,
+            first_head=self.tp_rank * per_tp_rank + (self.cp_group.rank() * heads if traded else 0),
+            first_query=first_query,
+        )
+
+
+def _random_state(config: TransformerConfig, dropout: float) -> Any:
+    """The tensor-parallel random state, where the heads are what differs between ranks."""
+    if dropout > 0 and not config.sequence_parallel:
+        return tensor_parallel.get_cuda_rng_tracker().fork()
+    return contextlib.nullcontext()

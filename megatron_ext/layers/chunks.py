@@ -1,0 +1,213 @@
+"""All model chunks of one rank: built, put on the device, cast, wrapped for data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module, MegatronModule, float16_to_fp32
+
+from megatron_ext.config.transformer_engine import TE_IMPL
+from megatron_ext.errors import ConfigError
+from megatron_ext.layers.fp8.attach import attach_fp8
+from megatron_ext.layers.initialization import initialize_by_name, mark_methods, unmark_methods
+from megatron_ext.layers.lora import attach_adapters
+from megatron_ext.layers.moe import mark_experts
+
+if TYPE_CHECKING:
+    from megatron_ext.config.run import RunConfig
+    from megatron_ext.parallel.context import ParallelContext
+
+ModelChunk = Callable[..., MegatronModule]
+
+
+def build_chunks(
+    build: ModelChunk,
+    config: RunConfig,
+    transformer_config: TransformerConfig,
+    context: ParallelContext,
+    vocab_size: int | None = None,
+) -> list[MegatronModule]:
+    """Build the bare chunks of this rank, one for each virtual stage.
+
+    Args:
+        build: the task's model provider, called as ``build(config, transformer_config, context,
+            pre_process=..., post_process=..., vp_stage=...)``.
+        vocab_size: entries of the tokenizer, before padding.
+    """
+    if config.model.use_cpu_initialization:
+        chunks = _build_all(build, config, transformer_config, context)
+    else:
+        random_state = torch.get_rng_state()
+        mark_methods(transformer_config)
+        chunks = _build_all(build, config, transformer_config, context)
+        initialize_by_name(chunks, transformer_config, config.training.seed, vocab_size)
+        unmark_methods(transformer_config)
+        # Which of its modules a rank builds must not show in what it draws later.
+        torch.set_rng_state(random_state)
+    if config.lora.lora_rank is not None:
+        attach_adapters(chunks, config.lora, config.training.seed)
+    if config.fp8.fp8_format is not None and config.model.transformer_impl != TE_IMPL:
+        attach_fp8(chunks, config, context.pgs)
+    for chunk in chunks:
+        mark_experts(chunk, context.pgs)
+        for parameter in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return chunks
+
+
+def _build_all(
+    build: ModelChunk,
+    config: RunConfig,
+    transformer_config: TransformerConfig,
+    context: ParallelContext,
+) -> list[MegatronModule]:
+    placement = context.placement
+    interleaves = config.parallel.virtual_pipeline_model_parallel_size is not None
+    chunks = []
+    for index in range(placement.num_chunks):
+        position = placement.stage_of(context.pp_rank, index)
+        stage = index if interleaves else None
+        chunk = build(
+            config,
+            transformer_config,
+            context,
+            pre_process=position == 0,
+            post_process=position == placement.num_stages - 1,
+            vp_stage=stage,
+        )
+        check_chunk(chunk, tied_stages=_ties_stages(config))
+        chunk.vp_stage = stage
+        chunks.append(chunk)
+    return chunks
+
+
+def _ties_stages(config: RunConfig) -> bool:
+    """Whether the first and the last pipeline stage hold copies of one embedding."""
+    tied = not config.model.untie_embeddings_and_output_weights
+    return tied and config.parallel.pipeline_model_parallel_size > 1
+
+
+_TIED = (
+    "the first and the last pipeline stage sum the gradients of a shared embedding; set it in "
+    "`__init__` (False where nothing is shared), or give `--untie-embeddings-and-output-weights`"
+)
+_REQUIRED = {
+    "sharded_state_dict": (
+        "its weights are named, drawn and saved; derive its class from "
+        "`megatron.core.transformer.module.MegatronModule`"
+    ),
+    "set_input_tensor": (
+        "a pipeline stage gets what the stage before it computed; add `def set_input_tensor(self, "
+        "tensors)`, which keeps the one tensor of the list (None on the first stage) for `forward`"
+    ),
+}
+
+
+def check_chunk(chunk: torch.nn.Module, *, tied_stages: bool) -> None:
+    """Check that a model has what megatron-core's schedules and checkpoints ask of it.
+
+    Args:
+        chunk: what the task's model provider built.
+        tied_stages: stages share an embedding, as the flags say.
+
+    Raises:
+        ConfigError: with one sentence for each attribute that is missing.
+    """
+    required = dict(_REQUIRED)
+    if tied_stages:
+        required |= dict.fromkeys(("pre_process", "share_embeddings_and_output_weights"), _TIED)
+    missing = [name for name in required if not hasattr(chunk, name)]
+    if missing:
+        raise ConfigError(
+            [
+                f"The model `{type(chunk).__name__}` has no `{name}`, by which {required[name]}."
+                for name in missing
+            ]
+        )
+
+
+def ddp_config(
+    config: RunConfig, context: ParallelContext, num_parameters: int
+) -> DistributedDataParallelConfig:
+    """megatron-core's DDP configuration of a run.
+
+    Gradients are not checked one by one for NaN here: the step looks at the global norm and skips.
+    """
+    optimizer = config.optimizer
+    bucket_size = optimizer.ddp_bucket_size
+    if optimizer.ddp_num_buckets is not None:
+        bucket_size = num_parameters // optimizer.ddp_num_buckets
+    if bucket_size is None:
+        bucket_size = max(40_000_000, 1_000_000 * context.pgs.dp_cp.size())
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=optimizer.overlap_grad_reduce,
+        overlap_param_gather=optimizer.overlap_param_gather,
+        align_param_gather=optimizer.overlap_param_gather and optimizer.align_param_gather,
+        use_distributed_optimizer=optimizer.use_distributed_optimizer,
+        check_for_nan_in_grad=False,
+        bucket_size=bucket_size if optimizer.overlap_grad_reduce else None,
+        average_in_collective=optimizer.ddp_average_in_collective,
+        fp8_param_gather=config.fp8.fp8_param_gather,
+        reuse_grad_buf_for_mxfp8_param_ag=config.fp8.reuse_grad_buf_for_mxfp8_param_ag,
+    )
+
+
+class _In16Bits(Float16Module):  # type: ignore[misc]
+    """megatron-core's wrapper, but the stage whose output becomes float32 is the model's last one.
+
+    megatron-core takes the last pipeline rank for it, which under ``zb-v`` holds others.
+    """
+
+    def __init__(self, config: TransformerConfig, module: Any, *, is_last: bool) -> None:
+        super().__init__(config, module)
+        self._is_last = is_last
+
+    def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
+        """See `Float16Module.forward`."""
+        output = super().forward(*inputs, fp32_output=False, **kwargs)
+        return float16_to_fp32(output) if fp32_output and self._is_last else output
+
+
+def wrap_chunks(
+    chunks: list[MegatronModule],
+    config: RunConfig,
+    transformer_config: TransformerConfig,
+    context: ParallelContext,
+    device: torch.device,
+) -> list[DistributedDataParallel]:
+    """Move the chunks to the device, cast them, and wrap them for data parallelism."""
+    wrapped: list[Any] = [chunk.to(device) for chunk in chunks]
+    if config.precision.bf16 or config.precision.fp16:
+        last = context.placement.num_stages - 1
+        wrapped = [
+            _In16Bits(
+                transformer_config,
+                chunk,
+                is_last=context.placement.stage_of(context.pp_rank, index) == last,
+            )
+            for index, chunk in enumerate(wrapped)
+        ]
+    trained = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
+    num_parameters = sum(parameter.numel() for parameter in trained)
+    core_config = ddp_config(config, context, num_parameters)
+    ddp = [
+        DistributedDataParallel(
+            config=transformer_config,
+            ddp_config=core_config,
+            module=chunk,
+            # Later chunks overlap with computation anyway.
+            disable_bucketing=index > 0,
+            pg_collection=context.pgs,
+        )
+        for index, chunk in enumerate(wrapped)
+    ]
+    if config.training.data_parallel_random_init:
+        for chunk in ddp:
+            chunk.broadcast_params()
+    return ddp

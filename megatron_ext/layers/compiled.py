@@ -1,0 +1,270 @@
+"""`torch.compile` of the pointwise parts of a model, on GPUs only.
+
+A function marked with `compiled` runs as it is written on CPU tensors, bit for bit. On CUDA
+tensors it is compiled on first use into one graph for each direction, so that its intermediate
+results never reach memory.
+
+Compilations are bounded. A function is compiled apart for every set of dtypes, widths and gradient
+needs (and of floats and switches among its arguments), so that no width ever becomes a symbol; what
+varies within one, the first two axes (sequence and batch, or frames and tokens) and integers, is
+compiled for the first lengths, and once more for any lengths when others come. Buckets of a video
+run therefore cost two compilations of a function, however many they are.
+
+Functions whose input goes on beside their output, as a residual connection does.
+
+Autograd adds the gradients of the two uses of a tensor in a kernel of its own: two reads and one
+write of the residual stream. Here they are added where the function's own gradient is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shutil
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch.utils._triton import has_triton
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+Backend = str | Callable[..., Any]
+
+MAX_VARIANTS = 64
+"""Signatures of one function that are compiled; more would be a fault of its caller."""
+
+EAGERLY = "the pointwise parts of the model run kernel by kernel"
+
+
+@dataclass
+class _Compiler:
+    """What this process compiles with.
+
+    Attributes:
+        backend: of `torch.compile`; None runs everything as written.
+        on_cpu: compile functions of CPU tensors too.
+        strict: raise what the compiler raises, rather than run the function as written.
+        checked: whether the backend's own needs have been looked for.
+    """
+
+    backend: Backend | None = "inductor"
+    on_cpu: bool = False
+    strict: bool = False
+    checked: bool = False
+
+
+_compiler = _Compiler()
+
+
+def compile_nothing() -> None:
+    """From now on run everything as written, functions that others compile too (``--no-compile``).
+
+    Those are megatron-core's, a library's or the user's own.
+    """
+    _compiler.backend = None
+    torch.compiler.set_stance("force_eager")
+
+
+@contextmanager
+def compiled_on_cpu(backend: Backend = "aot_eager", *, strict: bool = True) -> Iterator[None]:
+    """Compile functions of CPU tensors within, as tests and traffic counts do.
+
+    Args:
+        backend: of `torch.compile`; ``aot_eager`` makes the graphs and runs them op by op.
+        strict: raise what the compiler raises, rather than run the function as written.
+    """
+    before = dict(vars(_compiler))
+    vars(_compiler).update(backend=backend, on_cpu=True, strict=strict, checked=True)
+    try:
+        with torch.compiler.set_stance("default"):
+            yield
+    finally:
+        vars(_compiler).update(before)
+
+
+def compiles(x: Tensor) -> bool:
+    """Whether functions of this tensor are compiled: there is a compiler, and something to do."""
+    if _compiler.backend is None or not (x.is_cuda or _compiler.on_cpu):
+        return False
+    if not _compiler.checked:
+        _check_compiler()
+    return _compiler.backend is not None and x.numel() > 0
+
+
+def _check_compiler() -> None:
+    """Do without the compiler, and say so, where it lacks what it calls."""
+    _compiler.checked = True
+    missing = _missing()
+    if missing is not None:
+        _compiler.backend = None
+        logger.warning("`torch.compile` needs %s; without it %s.", missing, EAGERLY)
+
+
+def _missing() -> str | None:
+    """What inductor needs and this machine lacks."""
+    if not has_triton():
+        return "Triton and a GPU of compute capability 7.0 or newer; `pip install triton`"
+    wanted = os.environ.get("CC")
+    names = [wanted] if wanted else ["gcc", "clang", "cc"]
+    if not any(shutil.which(name) for name in names):
+        return "a C compiler; `apt-get install gcc python3-dev`, or set `CC`"
+    return None
+
+
+def _signature(arg: Any) -> Any:
+    """What one compilation takes as fixed of an argument."""
+    if not isinstance(arg, Tensor):
+        return int if type(arg) is int else arg
+    widths = arg.shape[2:] if arg.dim() > 2 else arg.shape[-1:]
+    return arg.dtype, arg.dim(), arg.requires_grad, tuple(widths)
+
+
+def _signature_with_shape(arg: Any) -> Any:
+    """The same, where every length is fixed too."""
+    known = _signature(arg)
+    return (*known, tuple(arg.shape), arg.stride()) if isinstance(arg, Tensor) else known
+
+
+class Compiled(Generic[R]):
+    """See `compiled`.
+
+    Attributes:
+        eager: the function as it is written, to be called from other compiled functions.
+    """
+
+    def __init__(self, function: Callable[..., R], *, by_shape: bool = False) -> None:
+        functools.update_wrapper(self, function)
+        self.eager = function
+        self._signature = _signature_with_shape if by_shape else _signature
+        self._variants: dict[Any, Callable[..., R]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
+        """Call it, compiled if its first argument is a tensor of a GPU."""
+        first = args[0]
+        assert isinstance(first, Tensor)
+        if torch.compiler.is_compiling() or not compiles(first):
+            return self.eager(*args, **kwargs)
+        given = (*args, *kwargs.values())
+        key = (_compiler.backend, torch.is_grad_enabled(), *map(self._signature, given))
+        variant = self._variants.get(key)
+        if variant is None:
+            variant = self._variants[key] = self._compile()
+        try:
+            return variant(*args, **kwargs)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            if _compiler.strict:
+                raise
+            cause = getattr(error, "inner_exception", error)
+            reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+            self._variants[key] = self.eager
+            logger.warning(
+                "`torch.compile` failed on `%s` (%s), which now runs kernel by kernel; "
+                "`--no-compile` compiles nothing.",
+                self.eager.__name__,
+                reason,
+            )
+            return self.eager(*args, **kwargs)
+
+    def _compile(self) -> Callable[..., R]:
+        """Another compilation of the function.
+
+        It gets a code object with a name of its own, since torch keeps what it compiled, and what
+        it learned of varying lengths, by code object and by name.
+        """
+        count, function = len(self._variants), self.eager
+        if count >= MAX_VARIANTS:
+            if count == MAX_VARIANTS:
+                logger.warning(
+                    "`%s` has been compiled for %d kinds of arguments; further kinds run kernel by "
+                    "kernel.",
+                    function.__name__,
+                    count,
+                )
+            return function
+        assert isinstance(function, types.FunctionType) and _compiler.backend is not None
+        name = f"{function.__name__}_{count}"
+        code = function.__code__.replace(co_name=name)
+        copy = types.FunctionType(
+            code, function.__globals__, name, function.__defaults__, function.__closure__
+        )
+        made: Callable[..., R] = torch.compile(copy, backend=_compiler.backend, fullgraph=True)
+        return made
+
+
+def compiled(function: Callable[..., R], *, by_shape: bool = False) -> Compiled[R]:
+    """Mark a pure function for compilation; see the module.
+
+    Args:
+        function: of positional arguments: tensors, None, numbers, strings and switches, the first
+            a tensor. It may not depend on values of tensors, nor return one of its arguments or a
+            view of one, whose gradients would be summed outside of the graph.
+        by_shape: compile for each shape apart, whose kernels know all lengths; of a function that
+            sees few of them.
+    """
+    return Compiled(function, by_shape=by_shape)
+
+
+class Beside:
+    """``x`` and the outputs of a pure function of ``x`` and more.
+
+    The backward pass computes the function again from its arguments, within its one kernel; nothing
+    else is kept.
+
+    Args:
+        function: see `compiled`; it gives a tuple of tensors.
+    """
+
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
+        self.forward: Compiled[tuple[Tensor, ...]] = compiled(function)
+
+        def gradients(
+            of_x: Tensor, plan: tuple[int, tuple[int, ...]], *args: Any
+        ) -> tuple[Tensor, ...]:
+            count, wanted = plan
+            of_outputs, inputs = args[:count], args[count:]
+
+            def of_wanted(*values: Tensor) -> tuple[Tensor, ...]:
+                given = dict(zip(wanted, values, strict=True))
+                return function(*(given.get(i, arg) for i, arg in enumerate(inputs)))
+
+            vjp: Any = torch.func.vjp
+            _, pull = vjp(of_wanted, *(inputs[i] for i in wanted))
+            found = pull(of_outputs)
+            return (found[0] + of_x, *found[1:])
+
+        gradients.__name__ = f"{function.__name__}_gradients"
+        self.gradients: Compiled[tuple[Tensor, ...]] = compiled(gradients)
+
+    def __call__(self, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        """``x``, to use beside the function, and the function's outputs."""
+        if not (compiles(x) and x.requires_grad and torch.is_grad_enabled()):
+            return x, *self.forward(x, *args)
+        both: tuple[Tensor, ...] = _Beside.apply(self, x, *args)  # type: ignore[no-untyped-call]
+        return both
+
+
+class _Beside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pair: Beside, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        given = (x, *args)
+        ctx.save_for_backward(*(arg for arg in given if isinstance(arg, Tensor)))
+        ctx.fixed = [None if isinstance(arg, Tensor) else (arg,) for arg in given]
+        ctx.pair = pair
+        return x.view_as(x), *pair.forward(x, *args)
+
+    @staticmethod
+    def backward(ctx: Any, of_x: Tensor, *of_outputs: Tensor) -> Any:
+        saved = iter(ctx.saved_tensors)
+        given = [next(saved) if fixed is None else fixed[0] for fixed in ctx.fixed]
+        wanted = tuple(i for i, needed in enumerate(ctx.needs_input_grad[1:]) if needed)
+        found = ctx.pair.gradients(of_x, (len(of_outputs), wanted), *of_outputs, *given)
+        gradients = dict(zip(wanted, found, strict=True))
+        return None, *(gradients.get(i) for i in range(len(given)))

@@ -1,0 +1,77 @@
+"""Moving keys, values and heads between context-parallel ranks.
+
+megatron-core cuts a sequence into ``2 * cp`` chunks and gives rank r the chunks r and
+``2 * cp - 1 - r``, so that causal attention costs every rank the same ("zig-zag").
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+def chunks_of(rank: int, size: int) -> tuple[int, int]:
+    """The two chunks of the sequence that a rank holds, in order."""
+    return rank, 2 * size - 1 - rank
+
+
+def _slots(size: int) -> list[int]:
+    """Where each chunk stands when the ranks' parts are put one behind the other."""
+    return [2 * c if c < size else 2 * (2 * size - 1 - c) + 1 for c in range(2 * size)]
+
+
+def to_sequence_order(gathered: Tensor, size: int) -> Tensor:
+    """Reorder ``[s, ...]`` from rank order to the order of the sequence."""
+    chunks = gathered.view(2 * size, gathered.size(0) // (2 * size), *gathered.shape[1:])
+    # Not by an index, which would have to be copied to the device.
+    return torch.stack([chunks[slot] for slot in _slots(size)]).view_as(gathered)
+
+
+def to_rank_order(ordered: Tensor, size: int) -> Tensor:
+    """The inverse of `to_sequence_order`."""
+    chunks = ordered.view(2 * size, ordered.size(0) // (2 * size), *ordered.shape[1:])
+    order = [chunk for rank in range(size) for chunk in chunks_of(rank, size)]
+    return torch.stack([chunks[chunk] for chunk in order]).view_as(ordered)
+
+
+def gather_sequence(local: Tensor, group: ProcessGroup) -> Tensor:
+    """All ranks' parts in the order of the sequence; gradients are summed back to their owners.
+
+    Args:
+        local: ``[s/c, ...]``.
+
+    Returns:
+        ``[s, ...]``.
+    """
+    gathered = gather_from_sequence_parallel_region(
+        local.contiguous(), tensor_parallel_output_grad=True, group=group
+    )
+    return to_sequence_order(gathered, group.size())
+
+
+def heads_to_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Trade heads for sequence (Ulysses, arXiv:2309.14509).
+
+    Args:
+        x: ``[s/c, b, n, d]``, n divisible by the number of ranks c.
+
+    Returns:
+        ``[s, b, n/c, d]`` in the order of the sequence.
+    """
+    size = group.size()
+    s, b, n, d = x.shape
+    parts = x.view(s, b, size, n // size, d).permute(2, 0, 1, 3, 4).contiguous()
+    exchanged = all_to_all(group, parts.view(size * s, b, n // size, d))
+    return to_sequence_order(exchanged, size)
+
+
+def sequence_to_heads(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The inverse of `heads_to_sequence`: ``[s, b, n/c, d]`` to ``[s/c, b, n, d]``."""
+    size = group.size()
+    s, b, n, d = x.shape
+    exchanged = all_to_all(group, to_rank_order(x, size).contiguous())
+    parts = exchanged.view(size, s // size, b, n, d).permute(1, 2, 0, 3, 4)
+    out: Tensor = parts.reshape(s // size, b, size * n, d)
+    return out

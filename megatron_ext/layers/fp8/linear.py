@@ -1,0 +1,283 @@
+"""``y = x W^T + b`` with its three products in 8 bits; `passes` counts what it costs.
+
+Weights that are cast to 8 bits once a step.
+
+What the delayed recipe does between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    _gather_along_first_dim,
+    _reduce_scatter_along_first_dim,
+)
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.device.streams import HostCopy
+from megatron_ext.layers.autograd import handed_over
+from megatron_ext.layers.fp8.matrices import Quantized, product
+from megatron_ext.layers.fp8.scaling import DelayedScaling, Role, Scaling
+
+if TYPE_CHECKING:
+    from megatron_ext.layers.linear import DeferredWeightGradients
+
+
+@dataclass(frozen=True)
+class Fp8Call:
+    """What one layer's products are made with.
+
+    Attributes:
+        scaling: of the layer.
+        tp_group: ranks that hold the other parts of the weight; None where nothing is sent.
+        sequence_parallel: the input is gathered, and its gradient reduce-scattered, along s.
+        allreduce_dgrad: the input's gradient is summed over the ranks.
+        parameter: the weight, hidden from autograd, whose gradient goes to ``queue``.
+        queue: where a zero-bubble schedule puts weight gradients off; None lets autograd have them.
+        adds_to_main_grad: add the weight's gradient to its ``main_grad``, where it has one.
+    """
+
+    scaling: Scaling
+    tp_group: ProcessGroup | None
+    sequence_parallel: bool
+    allreduce_dgrad: bool
+    parameter: Tensor
+    queue: DeferredWeightGradients | None
+    adds_to_main_grad: bool = False
+
+    @property
+    def trains(self) -> bool:
+        """The weight wants a gradient."""
+        return self.parameter.requires_grad and torch.is_grad_enabled()
+
+
+def fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Fp8Call) -> Tensor:
+    """The layer's output ``[s, b, out/tp]``.
+
+    Args:
+        input: ``[s, b, in]`` as the layer's products take it, or ``[s/tp, b, in]`` under sequence
+            parallelism. Any dimensions but the last.
+        weight: ``[out, in]`` on this rank.
+        bias: ``[out]``.
+        call: see `Fp8Call`.
+    """
+    trains = call.trains
+    if call.queue is not None:
+        weight = weight.detach()
+    output: Tensor = _Fp8Linear.apply(input, weight, bias, call, trains)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Fp8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: Fp8Call, trains: bool
+    ) -> Tensor:
+        total, kept = _entered(input, call, trains)
+        kernel = call.scaling.weight(weight).rows
+        output = product(total, kernel, input.dtype, fast=True)
+        ctx.save_for_backward(weight, kernel.scale, *kept)
+        ctx.call, ctx.trains = call, trains
+        ctx.use_bias = bias is not None
+        # Not a view, to which megatron-core's experts could not add their bias in place.
+        shape = [-1, *input.shape[1:-1], weight.size(0)]
+        shaped: Tensor = torch.ops.aten._unsafe_view(output, shape)
+        return shaped if bias is None else shaped + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        weight, weight_scale, *kept = ctx.saved_tensors
+        call: Fp8Call = ctx.call
+        scaling = call.scaling
+        flat = grad_output.flatten(0, -2)
+        columns = ctx.trains and scaling.config.fp8_wgrad
+        gradient = scaling.pair(flat, Role.GRADIENT, columns=columns)
+        kernel = scaling.weight_columns(weight, weight_scale)
+        grad_input = product(gradient.rows, kernel, grad_output.dtype)
+        grad_input = grad_input.view(*grad_output.shape[:-1], weight.size(1))
+        sent = None
+        if call.sequence_parallel:
+            grad_input = _reduce_scatter_along_first_dim(grad_input, call.tp_group)
+        elif call.allreduce_dgrad:
+            sent = torch.distributed.all_reduce(grad_input, group=call.tp_group, async_op=True)
+        grad_weight = None
+        if ctx.trains:
+            compute = _weight_gradient(call, flat, gradient.columns, kept)
+            grad_weight = _given(compute, call)
+        if sent is not None:
+            sent.wait()
+        grad_bias = flat.sum(dim=0) if ctx.use_bias else None
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+def _entered(input: Tensor, call: Fp8Call, trains: bool) -> tuple[Quantized, tuple[Tensor, ...]]:
+    """All tokens of the input, and what the backward pass needs of it.
+
+    That is its transpose in 8 bits, half of what the input takes. Under sequence parallelism it is
+    this rank's rows in 8 bits, which are gathered again; without ``--fp8-wgrad`` the input.
+    """
+    scaling, flat = call.scaling, input.flatten(0, -2)
+    in_8_bits = trains and scaling.config.fp8_wgrad
+    kept: tuple[Tensor, ...] = (input,) if trains and not in_8_bits else ()
+    if not call.sequence_parallel:
+        pair = scaling.pair(flat, Role.INPUT, columns=in_8_bits)
+        if pair.columns is not None:
+            kept = pair.columns.values, pair.columns.scale
+        return pair.rows, kept
+    assert call.tp_group is not None
+    rows = scaling.rows(flat, Role.INPUT)
+    if in_8_bits:
+        across = scaling.across(flat, Role.INPUT, rows)
+        kept = across.values, across.scale
+    return rows.gathered(call.tp_group), kept
+
+
+def _weight_gradient(
+    call: Fp8Call, flat: Tensor, gradient: Quantized | None, kept: list[Tensor]
+) -> Callable[[torch.dtype], Tensor]:
+    """What computes the gradient ``[out, in]`` of the weight, in a dtype.
+
+    Args:
+        call: of the layer.
+        flat: gradient of the output ``[tokens, out]``.
+        gradient: its transpose in 8 bits; None without ``--fp8-wgrad``.
+        kept: as `_entered` gives.
+    """
+
+    def from_values(dtype: torch.dtype) -> Tensor:
+        assert gradient is not None
+        entered = Quantized(kept[0], kept[1])
+        if call.sequence_parallel:
+            assert call.tp_group is not None
+            entered = entered.gathered(call.tp_group).transposed()
+        return product(gradient, entered, dtype)
+
+    def from_input(dtype: torch.dtype) -> Tensor:
+        total = kept[0]
+        if call.sequence_parallel:
+            total = _gather_along_first_dim(total, call.tp_group)
+        return flat.t().matmul(total.flatten(0, -2)).to(dtype)
+
+    return from_input if gradient is None else from_values
+
+
+def _given(compute: Callable[[torch.dtype], Tensor], call: Fp8Call) -> Tensor | None:
+    """Put the weight's gradient where it belongs; what autograd gets of it."""
+    weight = call.parameter
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    adds = main_grad is not None and call.adds_to_main_grad
+    # The product cannot add by itself; in the buffer's float32 nothing is rounded in between.
+    dtype = main_grad.dtype if main_grad is not None and adds else weight.dtype
+    if call.queue is not None:
+        call.queue.add_gradient(weight, lambda: compute(dtype))
+        return None
+    if main_grad is None or not adds:
+        return compute(dtype)
+    main_grad.add_(compute(dtype))
+    return handed_over(weight)
+
+
+class KeptWeights:
+    """The 8-bit weights of a rank's model chunks, while nothing changes the weights.
+
+    Within `kept` a layer casts its weight at its first use, as it is and transposed, for all
+    micro-batches, chunks and recomputations. That is 2 bytes for each parameter of an 8-bit layer,
+    beside the bfloat16 weight; they are given back before the optimizer updates the weights, so
+    that they never meet its temporary memory, and an average that is swapped in for an evaluation
+    never meets them. Outside a layer casts its weight whenever it needs it.
+
+    Args:
+        chunks: of the model, with or without wrappers; without 8-bit layers nothing is kept.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self._scalings = [
+            module for chunk in chunks for module in chunk.modules() if isinstance(module, Scaling)
+        ]
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep them within; the weights must not change."""
+        for scaling in self._scalings:
+            scaling.keeps_weight = True
+        try:
+            yield
+        finally:
+            for scaling in self._scalings:
+                scaling.keeps_weight, scaling.kept_weight = False, None
+
+
+class AmaxHistories:
+    """The delayed scalings of a rank's model chunks; none with other recipes.
+
+    Args:
+        chunks: of the model, with or without wrappers.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self._scalings = [
+            module
+            for chunk in chunks
+            for module in chunk.modules()
+            if isinstance(module, DelayedScaling)
+        ]
+        self._asked: tuple[list[DelayedScaling], HostCopy] | None = None
+
+    @property
+    def scalings(self) -> list[DelayedScaling]:
+        """In the order of the modules, which is that of all ranks of a pipeline stage."""
+        return self._scalings
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Take the largest magnitudes of a training step into the histories.
+
+        All ranks of a pipeline stage call this together: they hold parts or copies of the same
+        layers, and each expert's on those that hold the expert. A tensor that was nothing but
+        zeros, or not finite, leaves its history as it is, and so its scale.
+        """
+        self._learn()
+        for experts in (False, True):
+            scalings = [x for x in self._scalings if x.parts.may_idle == experts]
+            if scalings:
+                _advance(scalings)
+        self._ask()
+
+    def _ask(self) -> None:
+        """Which layers have whole histories, without waiting for the device."""
+        lacking = [x for x in self._scalings if not (x.has_history or x.parts.may_idle)]
+        if lacking:
+            histories = torch.stack([scaling.amax_history for scaling in lacking])
+            self._asked = lacking, HostCopy(histories.any(dim=1).all(dim=1))
+
+    def _learn(self) -> None:
+        """The answer of the step before."""
+        if self._asked is None:
+            return
+        scalings, answer = self._asked
+        self._asked = None
+        for scaling, whole in zip(scalings, answer.read(), strict=True):
+            scaling.has_history |= bool(whole)
+
+
+def _advance(scalings: Sequence[DelayedScaling]) -> None:
+    """The same of layers that lie on the same ranks."""
+    amax = torch.stack([scaling.amax for scaling in scalings])
+    # How collectives compare NaN is not defined.
+    amax = torch.where(amax.isfinite(), amax, torch.inf)
+    for group in scalings[0].parts.of_step():
+        torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
+    before = torch.stack([scaling.amax_history for scaling in scalings])
+    shifted = torch.cat([amax.unsqueeze(1), before[:, :-1]], dim=1)
+    counts = (amax.isfinite() & (amax > 0)).unsqueeze(1)
+    after = torch.where(counts, shifted, before)
+    scales = scalings[0].scale_of(after)
+    torch._foreach_copy_([x.amax_history for x in scalings], list(after.unbind()))
+    torch._foreach_copy_([x.scale for x in scalings], list(scales.unbind()))
+    torch._foreach_zero_([x.amax for x in scalings])

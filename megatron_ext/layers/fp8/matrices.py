@@ -1,0 +1,322 @@
+"""The two 8-bit floating-point formats, and matrices in them.
+
+Quantization by as few passes over memory as there can be.
+
+A product ``a b^T`` wants both matrices contiguous along what it sums over. So each of the three
+matrices of a layer is wanted twice, as it is (R, rows) and transposed (C, columns):
+
+=================  ==========================  ===========  ============
+product            sums over                   a            b
+=================  ==========================  ===========  ============
+forward            features of the input       input R      weight R
+input's gradient   features of the output      gradient R   weight C
+weight's gradient  tokens                      gradient C   input C
+=================  ==========================  ===========  ============
+
+On a GPU these functions are compiled, each to as many kernels as there are passes, and R and C are
+written by one of them. Bytes read + written for one number, the unquantized one having two:
+
+==================================  =======  ==========  =======
+what                                delayed  tensorwise  rowwise
+==================================  =======  ==========  =======
+input, at each forward pass: R, C   2 + 2    4 + 2       6 + 2
+gradient, at each backward: R, C    2 + 2    4 + 2       6 + 2
+weight, once a step: R, C           2 + 2    4 + 2       6 + 2
+=================================  =======  ==========  =======
+
+The delayed recipe knows its scale beforehand, so that the largest magnitude is a by-product; one
+scale for the tensor takes a pass before the cast; scales of rows are found while a row lies in the
+cache, those of columns take a pass. Step by step, as on a CPU, the same is 6 to 10 passes. Under
+sequence parallelism the input's C is made of the 8-bit rows that were sent (1 + 1 in the backward
+pass instead of 1 in the forward pass). With experts the delayed recipe is as tensorwise, since one
+that had no tokens yet has no scale either. A reference: torchao's float8 training, whose kernels
+are compiled alike.
+
+The product of two 8-bit matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import _gather_along_first_dim
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.config.rules.fp8 import UNIT
+from megatron_ext.layers.compiled import compiled
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+GRADIENT_FORMATS = {"e4m3": E4M3, "hybrid": E5M2}
+"""Of ``--fp8-format``; inputs and weights are in e4m3 always."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A matrix that is ``values / scale``.
+
+    Attributes:
+        values: ``[m, k]`` in an 8-bit format, contiguous.
+        scale: float32; ``[]`` for the whole matrix, ``[m, 1]`` for its rows or ``[1, k]`` for its
+            columns.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+    def dequantized(self) -> Tensor:
+        """``[m, k]`` in float32."""
+        return self.values.float() * self.scale.reciprocal()
+
+    def transposed(self) -> Quantized:
+        """``[k, m]``, filled up as `turned` does."""
+        return Quantized(turned(self.values), self.scale.t())
+
+    def gathered(self, group: ProcessGroup) -> Quantized:
+        """The rows of all ranks, which have the same scales or one for each row."""
+        values = _gather_along_first_dim(self.values.view(torch.uint8), group)
+        scale = self.scale
+        if scale.dim() and scale.size(1) == 1:
+            scale = _gather_along_first_dim(scale, group)
+        return Quantized(values.view(self.values.dtype), scale)
+
+
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x * scale`` in an 8-bit format, contiguous; what is beyond its range is cut off.
+
+    Args:
+        x: any floating-point matrix ``[m, k]``.
+        scale: float32 ``[]``, ``[m, 1]`` or ``[1, k]``; NaN gives NaN.
+        dtype: the format; rounds to nearest even.
+    """
+    limit = torch.finfo(dtype).max
+    # A scale without dimensions would not raise the product of 16-bit numbers to float32.
+    scale = scale if scale.dim() else scale.reshape(1, 1)
+    # Also of one row, whose strides `contiguous` would leave as they are.
+    return (x * scale).clamp_(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
+
+
+def turned(values: Tensor) -> Tensor:
+    """The transpose ``[k, m]`` of 8-bit values ``[m, k]``, contiguous.
+
+    A product sums over m, which on a GPU must divide by 16, so that columns of zeros fill it up.
+    """
+    missing = -values.size(0) % UNIT
+    if missing:
+        values = F.pad(values.view(torch.uint8), (0, 0, 0, missing)).view(values.dtype)
+    return values.t().contiguous()
+
+
+def largest(x: Tensor, along: int | None = None) -> Tensor:
+    """The largest magnitude, in float32; 0 of nothing, NaN where there is one.
+
+    Args:
+        x: a matrix ``[m, k]``.
+        along: None for one of all numbers, ``[]``; 1 for one of each row, ``[m, 1]``; 0 for one of
+            each column, ``[1, k]``.
+    """
+    if not x.numel():
+        shape = [] if along is None else [1 if d == along else n for d, n in enumerate(x.shape)]
+        return torch.zeros(shape, device=x.device)
+    norm: Tensor = torch.linalg.vector_norm(x, ord=torch.inf, dim=along, keepdim=along is not None)
+    return norm.float()
+
+
+def scale_for(amax: Tensor, limit: float | Tensor, margin: int = 0) -> Tensor:
+    """What brings magnitudes of up to ``amax`` to the largest number of a format over 2^margin.
+
+    Transformer Engine's formula, ``limit / amax / 2^margin``. Nothing but zeros has the scale 1,
+    and what holds an infinity or a NaN the scale NaN, so that it gives NaN wherever it goes, as
+    without quantization, and the step is skipped.
+
+    Args:
+        amax: float32, at least 0, of any shape.
+        limit: the largest number of the format.
+        margin: powers of two to leave free.
+    """
+    scale = limit / amax / 2.0**margin
+    scale = scale.clamp(max=torch.finfo(torch.float32).max)
+    scale = torch.where(amax > 0, scale, torch.ones_like(scale))
+    return torch.where(amax.isfinite(), scale, torch.full_like(scale, torch.nan))
+
+
+Wanted = Literal["rows", "columns", "both"]
+
+
+class Pass(NamedTuple):
+    """What a pass over a matrix ``[m, k]`` gives.
+
+    Attributes:
+        number: scale or largest magnitude; float32 ``[]``, ``[m, 1]`` or ``[1, k]``.
+        rows: ``[m, k]`` in 8 bits; None unless wanted.
+        columns: the transpose ``[k, m]``, with columns of zeros up to a multiple of 16; None unless
+            wanted.
+    """
+
+    number: Tensor
+    rows: Tensor | None
+    columns: Tensor | None
+
+
+def quantize(
+    x: Tensor, amax: Tensor | None, dtype: torch.dtype, along: int | None, wanted: Wanted
+) -> Pass:
+    """Scale by the matrix's largest magnitudes, and cast; the number is the scale.
+
+    Args:
+        x: ``[m, k]``.
+        amax: as `largest` gives; None to find it here.
+        dtype: an 8-bit format.
+        along: see `largest`.
+        wanted: layouts.
+    """
+    amax = largest(x, along) if amax is None else amax
+    scale = scale_for(amax, torch.finfo(dtype).max)
+    return Pass(scale, *_layouts(x, scale, dtype, wanted))
+
+
+def quantize_with(x: Tensor, scale: Tensor, dtype: torch.dtype, wanted: Wanted) -> Pass:
+    """Cast with a scale ``[]``; the number is the largest magnitude, a by-product."""
+    return Pass(largest(x), *_layouts(x, scale, dtype, wanted))
+
+
+def _layouts(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, wanted: Wanted
+) -> tuple[Tensor | None, Tensor | None]:
+    rows = cast(x, scale, dtype) if wanted != "columns" else None
+    if wanted == "rows":
+        return rows, None
+    missing = -x.size(0) % UNIT
+    if rows is None or missing:
+        # Before the cast, so that filling up is a part of the same kernel.
+        filled = F.pad(x, (0, 0, 0, missing)) if missing else x
+        return rows, turned(cast(filled, scale, dtype))
+    return rows, turned(rows)
+
+
+class Function:
+    """A pure function of a matrix, which is compiled where the matrix lies on a GPU.
+
+    Once for each shape, since a kernel that knows its lengths writes a transpose faster; with the
+    number of rows left open where it differs from step to step.
+
+    Args:
+        function: its first argument is the matrix.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._fixed, self._open = compiled(function, by_shape=True), compiled(function)
+
+    def __call__(self, x: Tensor, *more: Any, varies: bool = False) -> Any:
+        """The function's value.
+
+        Args:
+            x: the matrix.
+            more: further arguments.
+            varies: this matrix has another number of rows every time.
+        """
+        return (self._open if varies else self._fixed)(x, *more)
+
+
+LARGEST = Function(largest)
+QUANTIZE = Function(quantize)
+QUANTIZE_WITH = Function(quantize_with)
+
+
+def product(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """``a b^T``, summed in float32.
+
+    On a GPU by ``torch._scaled_mm``. On a CPU the same arithmetic step by step: products of 8-bit
+    numbers are exact in float32, so only the order of the sums differs. The layout of the arguments
+    is checked on both.
+
+    Args:
+        a: ``[m, k]``; may be in e5m2.
+        b: ``[n, k]`` in e4m3.
+        dtype: of the result. With scales for rows a GPU rounds to bfloat16 before.
+        fast: sum in the tensor cores' fewer bits, as Transformer Engine does in forward passes;
+            without effect on a CPU.
+
+    Returns:
+        ``[m, n]``.
+
+    Raises:
+        ValueError: matrices or scales that `check_layout` refuses.
+    """
+    if not (a.values.numel() and b.values.numel()):
+        return torch.zeros(a.values.size(0), b.values.size(0), dtype=dtype, device=a.values.device)
+    given = arguments(a, b, dtype)
+    check_layout(**given)
+    if a.values.is_cuda:
+        result: Tensor = torch._scaled_mm(
+            given.pop("a"), given.pop("b"), **given, use_fast_accum=fast
+        )
+        return result.to(dtype)
+    sums = a.values.float() @ b.values.float().t()
+    return (sums * a.scale.reciprocal() * b.scale.reciprocal().t()).to(dtype)
+
+
+def arguments(a: Quantized, b: Quantized, dtype: torch.dtype) -> dict[str, Any]:
+    """What ``torch._scaled_mm`` is given for ``a b^T``."""
+    return {
+        "a": a.values,
+        "b": b.values.t(),
+        "scale_a": a.scale.reciprocal(),
+        "scale_b": b.scale.reciprocal().t(),
+        # Only lately, and not in all of its kernels, does torch give anything else for rows.
+        "out_dtype": torch.bfloat16 if a.scale.dim() else dtype,
+    }
+
+
+def check_layout(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
+) -> None:
+    """Refuse what ``torch._scaled_mm`` could not multiply on some GPU.
+
+    The rules are those of ATen's ``ScaledBlas.cpp`` and ``RowwiseScaledMM.cu`` in torch 2.6 to
+    2.13, the strictest of them.
+
+    Args:
+        a: ``[m, k]``, row by row.
+        b: ``[k, n]``, column by column.
+        scale_a: what brings a back, float32; ``[]``, or ``[m, 1]`` for its rows.
+        scale_b: ``[]`` or ``[1, n]``.
+        out_dtype: of the result.
+
+    Raises:
+        ValueError: with the rule.
+    """
+    m, k, n = a.size(0), a.size(1), b.size(1)
+    by_rows = bool(scale_a.dim() or scale_b.dim())
+    shapes = ((m, 1), (1, n)) if by_rows else ((), ())
+    rules = (
+        (a.dtype in (E4M3, E5M2) and b.dtype == E4M3, "the second is in e4m3 and both in 8 bits"),
+        (b.size(0) == k, "both have the side that is summed over"),
+        (a.stride() == (k, 1), "the first lies row by row"),
+        (b.stride() == (1, k), "the second lies column by column"),
+        (k % UNIT == 0, f"the side that is summed over divides by {UNIT}"),
+        (n % UNIT == 0, f"the last side divides by {UNIT}"),
+        ((scale_a.shape, scale_b.shape) == shapes, "both have one scale, or one for each row"),
+        (scale_a.dtype == scale_b.dtype == torch.float32, "scales are in float32"),
+        (scale_a.is_contiguous() and scale_b.is_contiguous(), "scales are contiguous"),
+        (
+            out_dtype == torch.bfloat16 or (not by_rows and out_dtype == torch.float32),
+            "the result is in bfloat16, or in float32 where both have one scale",
+        ),
+    )
+    for holds, rule in rules:
+        if not holds:
+            raise ValueError(
+                f"A GPU cannot multiply {_shown(a)} and {_shown(b)} with scales "
+                f"{list(scale_a.shape)} and {list(scale_b.shape)} to {out_dtype}, since it wants "
+                f"that {rule}."
+            )
+
+
+def _shown(matrix: Tensor) -> str:
+    return f"{list(matrix.shape)} {matrix.dtype} with strides {list(matrix.stride())}"

@@ -1,0 +1,375 @@
+"""Which ranks hold parts of the tensors that a layer's products take.
+
+Where the scales of a layer's tensors come from.
+
+No scale may depend on how a tensor is cut: the largest magnitude of a part is completed over the
+ranks that hold the other parts (`Parts`). Data-parallel ranks hold other micro-batches, which are
+other tensors; only the delayed recipe, whose scales serve a whole step, looks at all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.config.precision import Fp8Config
+from megatron_ext.layers.fp8.matrices import (
+    E4M3,
+    GRADIENT_FORMATS,
+    LARGEST,
+    QUANTIZE,
+    QUANTIZE_WITH,
+    Pass,
+    Quantized,
+    Wanted,
+    scale_for,
+)
+
+
+class Role(IntEnum):
+    """The three tensors that a layer's products take."""
+
+    INPUT = 0
+    WEIGHT = 1
+    GRADIENT = 2
+    """Of the output."""
+
+
+class Parts:
+    """Which ranks hold the other parts of what a scale covers; None where it is whole.
+
+    Args:
+        pgs: groups of this rank.
+        cuts_input: the layer is row-parallel, so that the input's features are cut; otherwise the
+            output's are.
+        cuts_sequence: the input comes cut along the sequence (sequence parallelism).
+        varies: the number of tokens differs from product to product.
+    """
+
+    may_idle: ClassVar[bool] = False
+    """There may be no tokens at all in a step."""
+
+    def __init__(
+        self,
+        pgs: ProcessGroupCollection,
+        *,
+        cuts_input: bool,
+        cuts_sequence: bool = False,
+        varies: bool = False,
+    ) -> None:
+        self._pgs = pgs
+        self.varies = varies
+        self._cuts_input = cuts_input
+        self._cuts_sequence = cuts_sequence
+
+    def of_tensor(self, role: Role) -> ProcessGroup | None:
+        """For one scale of a whole tensor."""
+        if role is Role.WEIGHT:
+            return _if_several(self._pgs.tp)
+        cut = self._cuts_input or self._cuts_sequence
+        if role is Role.GRADIENT:
+            cut = not self._cuts_input
+        return _if_several(self._pgs.tp_cp if cut else self._pgs.cp)
+
+    def of_rows(self, role: Role) -> ProcessGroup | None:
+        """For one scale of each row: of a token, or of an output feature of the weight."""
+        return _if_several(self._pgs.tp) if self._cuts_features(role) else None
+
+    def of_columns(self, role: Role) -> ProcessGroup | None:
+        """For one scale of each column: over all tokens, or of an input feature of the weight."""
+        if role is Role.WEIGHT:
+            return None if self._cuts_input else _if_several(self._pgs.tp)
+        cut = role is Role.INPUT and self._cuts_sequence
+        return _if_several(self._pgs.tp_cp if cut else self._pgs.cp)
+
+    def _cuts_features(self, role: Role) -> bool:
+        return self._cuts_input if role is not Role.GRADIENT else not self._cuts_input
+
+    def of_step(self) -> tuple[ProcessGroup, ...]:
+        """Groups over which the largest magnitudes of a step are completed, one after the other:
+        of all ranks that hold parts or copies of the layer.
+        """
+        return (self._pgs.tp_dp_cp,)
+
+
+class ExpertParts(Parts):
+    """Of a layer of an expert, to whose tokens belongs what a dispatcher brings to its rank.
+
+    Which these are depends on the layout, as the scales of the recipes that look at the tensor
+    itself do then.
+    """
+
+    may_idle: ClassVar[bool] = True
+
+    def of_tensor(self, role: Role) -> ProcessGroup | None:
+        """See `Parts.of_tensor`."""
+        cut = role is Role.WEIGHT or self._cuts_features(role)
+        return _if_several(self._pgs.expt_tp) if cut else None
+
+    def of_rows(self, role: Role) -> ProcessGroup | None:
+        """See `Parts.of_rows`."""
+        return _if_several(self._pgs.expt_tp) if self._cuts_features(role) else None
+
+    def of_columns(self, role: Role) -> ProcessGroup | None:
+        """See `Parts.of_columns`."""
+        cut = role is Role.WEIGHT and not self._cuts_input
+        return _if_several(self._pgs.expt_tp) if cut else None
+
+    def of_step(self) -> tuple[ProcessGroup, ...]:
+        """See `Parts.of_step`."""
+        return (self._pgs.expt_tp, self._pgs.expt_dp)
+
+
+def _if_several(group: ProcessGroup) -> ProcessGroup | None:
+    return group if group.size() > 1 else None
+
+
+HISTORY = ".fp8.amax_history"
+"""Ends the names of the delayed recipe's state, of all that there is in a checkpoint."""
+
+
+def _over(amax: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The largest over a group; infinite where a rank's is not finite."""
+    if group is None:
+        return amax
+    # How collectives compare NaN is not defined.
+    amax = torch.where(amax.isfinite(), amax, torch.full_like(amax, torch.inf))
+    torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
+    return amax
+
+
+class Pair(NamedTuple):
+    """A matrix as it is and transposed.
+
+    Attributes:
+        rows: ``[m, k]``, to be summed along k.
+        columns: ``[k, m]``, to be summed along m; None unless wanted.
+    """
+
+    rows: Quantized
+    columns: Quantized | None
+
+
+class Scaling(torch.nn.Module):
+    """One scale for each tensor, from the tensor itself (``--fp8-recipe tensorwise``).
+
+    Args:
+        config: with a format.
+        parts: how the layer is cut.
+
+    Attributes:
+        keeps_weight: the weight stays as it is for a while, so that it is cast once (`weights`).
+        kept_weight: what it was cast to.
+    """
+
+    def __init__(self, config: Fp8Config, parts: Parts) -> None:
+        super().__init__()
+        assert config.fp8_format is not None
+        self.config = config
+        self.parts = parts
+        self.formats = (E4M3, E4M3, GRADIENT_FORMATS[config.fp8_format])
+        self.keeps_weight = False
+        self.kept_weight: Pair | None = None
+
+    def pair(self, x: Tensor, role: Role, *, columns: bool) -> Pair:
+        """A matrix ``[m, k]`` in 8 bits.
+
+        Args:
+            x: the matrix.
+            role: of it.
+            columns: also transposed.
+        """
+        wanted: Wanted = "both" if columns else "rows"
+        scale, rows, turned = self._quantize(x, role, wanted)
+        assert rows is not None
+        return Pair(Quantized(rows, scale), None if turned is None else Quantized(turned, scale))
+
+    def rows(self, x: Tensor, role: Role) -> Quantized:
+        """A matrix ``[m, k]``, to be summed along k."""
+        return self.pair(x, role, columns=False).rows
+
+    def columns(self, x: Tensor, role: Role, scale: Tensor) -> Quantized:
+        """The transpose ``[k, m]`` of a matrix ``[m, k]``, to be summed along m.
+
+        Args:
+            x: the matrix.
+            role: of it.
+            scale: what `rows` gave the same matrix.
+        """
+        _, _, turned = QUANTIZE_WITH(
+            x, scale, self.formats[role], "columns", varies=self.parts.varies
+        )
+        return Quantized(turned, scale)
+
+    def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
+        """A matrix ``[m, k]`` whose transpose is what `columns` would give.
+
+        Args:
+            x: the matrix.
+            role: of it.
+            rows: what `rows` gave the same matrix.
+        """
+        return rows
+
+    def weight(self, weight: Tensor) -> Pair:
+        """The layer's weight; from the second time on as kept, where it is."""
+        if not self.keeps_weight:
+            return self.pair(weight, Role.WEIGHT, columns=False)
+        if self.kept_weight is None:
+            self.kept_weight = self.pair(weight, Role.WEIGHT, columns=True)
+        return self.kept_weight
+
+    def weight_columns(self, weight: Tensor, scale: Tensor) -> Quantized:
+        """The transpose of the layer's weight, for a backward pass.
+
+        Args:
+            weight: ``[out, in]``.
+            scale: of its rows in the forward pass.
+        """
+        if self.kept_weight is not None and self.kept_weight.columns is not None:
+            return self.kept_weight.columns
+        return self.columns(weight, Role.WEIGHT, scale)
+
+    def _quantize(
+        self, x: Tensor, role: Role, wanted: Wanted
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Scale, rows and columns."""
+        varies = self.parts.varies
+        amax = _over(LARGEST(x, varies=varies), self.parts.of_tensor(role))
+        found: Pass = QUANTIZE(x, amax, self.formats[role], None, wanted, varies=varies)
+        return found
+
+
+class RowScaling(Scaling):
+    """A scale for each row that a product sums along (``--fp8-recipe rowwise``)."""
+
+    def pair(self, x: Tensor, role: Role, *, columns: bool) -> Pair:
+        """See `Scaling.pair`; the scales are ``[m, 1]`` and ``[k, 1]``."""
+        found = self._along(x, role, 1, "rows")
+        assert found.rows is not None
+        rows = Quantized(found.rows, found.number)
+        return Pair(rows, self.columns(x, role, rows.scale) if columns else None)
+
+    def columns(self, x: Tensor, role: Role, scale: Tensor) -> Quantized:
+        """See `Scaling.columns`; the scale is made anew, ``[k, 1]``."""
+        found = self._along(x, role, 0, "columns")
+        assert found.columns is not None
+        return Quantized(found.columns, found.number.t())
+
+    def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
+        """See `Scaling.across`; the scale is made anew, ``[1, k]``."""
+        found = self._along(x, role, 0, "rows")
+        assert found.rows is not None
+        return Quantized(found.rows, found.number)
+
+    def _along(self, x: Tensor, role: Role, along: int, wanted: Wanted) -> Pass:
+        varies = self.parts.varies
+        group = self.parts.of_rows(role) if along else self.parts.of_columns(role)
+        # Where no other rank has a part, the magnitudes are found in the same pass.
+        amax = None if group is None else _over(LARGEST(x, along, varies=varies), group)
+        found: Pass = QUANTIZE(x, amax, self.formats[role], along, wanted, varies=varies)
+        return found
+
+
+class DelayedScaling(Scaling):
+    """One scale for each tensor, from the steps before (``--fp8-recipe delayed``).
+
+    The scales of a step are those of its beginning, whatever the order of its micro-batches, and
+    what it sees is gathered as a maximum, so that a pass that is computed twice counts once.
+    `history.AmaxHistories` moves them on after the step. Before its first history, in the first
+    step of all and while it was nothing but zeros or not finite, a tensor has the scale of its own:
+    Transformer Engine's 1 would lose gradients that are below the smallest number of the format.
+
+    Attributes:
+        amax_history: largest magnitudes, ``[steps, 3]`` float32, the latest first; zero where
+            there is none yet. The only state that a checkpoint holds.
+        scale: that follows from it, ``[3]``.
+        amax: of the step so far, on this rank, ``[3]``.
+        has_history: the host knows that all three tensors have one, so that a pass over a tensor
+            for its largest magnitude is saved.
+        limits: the largest numbers of the three formats, ``[3]``; here, since what a step sends to
+            the device anew it waits for.
+    """
+
+    amax_history: Tensor
+    scale: Tensor
+    amax: Tensor
+    limits: Tensor
+
+    def __init__(self, config: Fp8Config, parts: Parts) -> None:
+        super().__init__(config, parts)
+        self.register_buffer("amax_history", torch.zeros(config.fp8_amax_history_len, len(Role)))
+        self.register_buffer("scale", torch.ones(len(Role)), persistent=False)
+        self.register_buffer("amax", torch.zeros(len(Role)), persistent=False)
+        limits = torch.tensor([torch.finfo(dtype).max for dtype in self.formats])
+        self.register_buffer("limits", limits, persistent=False)
+        self.has_history = False
+        self.register_load_state_dict_post_hook(_follow_history)  # type: ignore[no-untyped-call]
+        self._mark()
+
+    def _mark(self) -> None:
+        """Let runs start on weights that were saved without a history."""
+        self.amax_history.new_branch = True  # type: ignore[attr-defined]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedScaling:
+        """Move the state along, but keep it in float32 when the model is cast to 16 bits."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in before.items():
+            moved = self._buffers[name]
+            assert buffer is not None and moved is not None
+            self._buffers[name] = buffer.to(moved.device)
+        self._mark()
+        return self
+
+    def _quantize(
+        self, x: Tensor, role: Role, wanted: Wanted
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if self.has_history and not self.parts.may_idle:
+            found: Pass = QUANTIZE_WITH(
+                x, self.scale[role], self.formats[role], wanted, varies=self.parts.varies
+            )
+            self._note(found.number, role)
+            # As in `scale_for`: what is not finite must not be cut off unseen.
+            scale = torch.where(found.number.isfinite(), self.scale[role], torch.nan)
+            return scale, found.rows, found.columns
+        amax: Tensor = LARGEST(x, varies=self.parts.varies)
+        self._note(amax, role)
+        amax = _over(amax, self.parts.of_tensor(role))
+        scale = scale_for(amax, torch.finfo(self.formats[role]).max)
+        known = self.amax_history[:, role].any() & amax.isfinite()
+        scale = torch.where(known, self.scale[role], scale)
+        found = QUANTIZE_WITH(x, scale, self.formats[role], wanted, varies=self.parts.varies)
+        return scale, found.rows, found.columns
+
+    def _note(self, amax: Tensor, role: Role) -> None:
+        if self.training:
+            self.amax[role] = torch.maximum(self.amax[role], amax)
+
+    def scale_of(self, histories: Tensor) -> Tensor:
+        """Scales ``[..., 3]`` that follow from histories ``[..., steps, 3]``."""
+        if self.config.fp8_amax_compute_algo == "max":
+            amax = histories.amax(dim=-2)
+        else:
+            amax = histories[..., 0, :]
+        return scale_for(amax, self.limits, self.config.fp8_margin)
+
+
+def _follow_history(scaling: Any, _keys: Any) -> None:
+    """After a history was loaded."""
+    scaling.scale.copy_(scaling.scale_of(scaling.amax_history))
+    scaling.has_history = bool(scaling.amax_history.any(dim=0).all())
+
+
+RECIPES: dict[str, type[Scaling]] = {
+    "tensorwise": Scaling,
+    "rowwise": RowScaling,
+    "delayed": DelayedScaling,
+}
+"""By ``--fp8-recipe``."""

@@ -1,0 +1,234 @@
+"""CUDA graphs of transformer layers (``--cuda-graph-impl local``).
+
+The kernels of a layer's forward pass are recorded once and launched by one call from then on, and
+so are those of its backward pass. What they read and write lies at fixed places, so there is one
+pair of graphs for each layer and each micro-batch in flight: a *slot*. The graphs of one slot share
+a memory pool, of which no two micro-batches ever use the same one at a time; that is why graphs
+need not be replayed in the order in which they were recorded.
+
+`torch.cuda.make_graphed_callables` records. It gets the weights as arguments: a fresh leaf of the
+same storage for each, because data parallelism keeps the gradient accumulators of the parameters
+themselves, made on the default stream, and a recording may not wait for that. When the graph is
+replayed it gets the parameters, whose accumulators then run as ever, hooks of data parallelism
+included. Those take each gradient away at once, before the next replay overwrites it.
+
+megatron-core's own manager of such graphs (0.16.1) is not used: it lends the buffer of a chunk's
+input to the gradient of its output before the backward pass has read it, so that the gradient that
+leaves the chunk is wrong; it would replay the training graphs, with their dropout, in evaluation;
+it wants the same number of micro-batches in all steps; and its outputs may not be deallocated once
+sent, which our pipeline does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from megatron_ext.device.streams import other_threads_go_on
+
+if TYPE_CHECKING:
+    from megatron_ext.layers.moe import TransformerLayer
+
+Graphed = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor that a layer is called with."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+def arguments_of(call: dict[str, Any]) -> tuple[Argument, ...]:
+    """The tensors among a layer's keyword arguments; all others must be None."""
+    found = []
+    for name, value in call.items():
+        if value is not None:
+            assert torch.is_tensor(value), f"{name} of a layer is neither a tensor nor None"
+            found.append(
+                Argument(name, value.shape, value.dtype, value.device, value.requires_grad)
+            )
+    return tuple(found)
+
+
+class LayerGraphs:
+    """The graphs of one layer.
+
+    Attributes:
+        is_first: of its chunk, so that the gradient of its input leaves the chunk.
+        live: the graphs are to be replayed.
+        arguments: the tensors that the layer is called with.
+        seen: one call, with all that needs no gradient.
+        slots: the graphed layer for each micro-batch in flight.
+        added: which weights' gradients the graphs themselves add to the gradient buffer of data
+            parallelism.
+    """
+
+    def __init__(self, *, is_first: bool) -> None:
+        self.is_first = is_first
+        self.live = False
+        self.arguments: tuple[Argument, ...] = ()
+        self.seen: dict[str, Tensor | None] = {}
+        self.slots: list[Graphed] = []
+        self.added: list[bool] = []
+
+    def note(self, call: dict[str, Any]) -> None:
+        """Remember how the layer is called."""
+        if not self.arguments:
+            self.arguments = arguments_of(call)
+            free = {argument.name for argument in self.arguments if argument.requires_grad}
+            self.seen = {name: None if name in free else value for name, value in call.items()}
+
+    def samples(self, copies: dict[int, Tensor]) -> list[Tensor]:
+        """Where a graph reads its arguments.
+
+        What needs no gradient holds the value seen, since layers may keep what they derive from it
+        (a table of cosines from the rotary angles) and know it by the tensor.
+
+        Args:
+            copies: of tensors, by their ids, that the layers of a micro-batch share; added to.
+        """
+        found = []
+        for argument in self.arguments:
+            seen = self.seen[argument.name]
+            if seen is None:
+                shape, dtype, device = argument.shape, argument.dtype, argument.device
+                found.append(torch.zeros(shape, dtype=dtype, device=device, requires_grad=True))
+            else:
+                found.append(copies.setdefault(id(seen), seen.clone()))
+        return found
+
+    def takes(self, call: dict[str, Any]) -> bool:
+        """Whether the graphs can stand for this call: they are live, and made for its shapes."""
+        return self.live and arguments_of(call) == self.arguments
+
+    def replay(self, layer: TransformerLayer, call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """The layer's output ``[s, b, h]``, and None for the context that it does not have."""
+        weights = list(layer.parameters())
+        for weight, added in zip(weights, self.added, strict=True):
+            if added:
+                weight.grad_added_to_main_grad = True
+        _call_hooks(layer)
+        tensors = [call[argument.name] for argument in self.arguments]
+        if self.is_first:
+            tensors = [_Owned.apply(x) if x.requires_grad else x for x in tensors]  # type: ignore[no-untyped-call]
+        slot = self.slots[layer.current_microbatch % len(self.slots)]
+        return slot(*tensors, *weights), None
+
+    def function(self, layer: TransformerLayer) -> Graphed:
+        """The layer as a function of the tensors that it is called with and of its weights."""
+        names = [argument.name for argument in self.arguments]
+        weights = [name for name, _ in layer.named_parameters()]
+        absent = dict.fromkeys(self.seen)
+
+        def run(*tensors: Tensor) -> Tensor:
+            given = dict(zip(names, tensors[: len(names)], strict=True))
+            held = dict(zip(weights, tensors[len(names) :], strict=True))
+            output, _ = functional_call(layer, held, (), {**absent, **given})
+            return output  # type: ignore[no-any-return]
+
+        return run
+
+
+class _Owned(torch.autograd.Function):
+    """Lets the gradient leave the graph's memory, which the next micro-batch will overwrite while
+    the message with this one may still be under way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone()
+
+
+def _call_hooks(layer: torch.nn.Module) -> None:
+    """Call what data parallelism hangs before the forward pass of each module within."""
+    for module in layer.modules():
+        for hook in list(module._forward_pre_hooks.values()):
+            hook(module, ())
+
+
+class ChunkGraphs:
+    """The graphs of one model chunk.
+
+    Args:
+        layers: of the chunk, in their order.
+        warmup_steps: runs of each layer before it is recorded.
+
+    Attributes:
+        handed_over: what autograd gets for gradients that are in the gradient buffer already, one
+            for all weights of a shape, or every graph would hold as much memory as its weights.
+    """
+
+    def __init__(self, layers: Sequence[TransformerLayer], warmup_steps: int) -> None:
+        self.layers = list(layers)
+        self.warmup_steps = warmup_steps
+        self.handed_over: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+        self.graphs = [LayerGraphs(is_first=index == 0) for index in range(len(layers))]
+        for layer, graphs in zip(self.layers, self.graphs, strict=True):
+            layer.graphs = graphs
+
+    @property
+    def num_slots(self) -> int:
+        """Micro-batches that may be in flight at a time."""
+        return len(self.graphs[0].slots) if self.graphs else 0
+
+    def switch(self, on: bool) -> None:
+        """Let the layers replay their graphs, or not."""
+        for graphs in self.graphs:
+            graphs.live = on
+
+    def capture(self, num_slots: int) -> None:
+        """Record graphs until there are so many slots, where the layers have been called before.
+
+        All ranks that share a layer call this together, while no gradients are kept. The random
+        states stay what they are.
+        """
+        self.switch(False)
+        random_state = torch.cuda.get_rng_state()
+        if self.layers and all(graphs.arguments for graphs in self.graphs):
+            for _ in range(num_slots - self.num_slots):
+                self._add_slot()
+        torch.cuda.set_rng_state(random_state)
+        for layer in self.layers:
+            for parameter in layer.parameters():
+                if hasattr(parameter, "main_grad"):
+                    parameter.main_grad.zero_()
+
+    def _add_slot(self) -> None:
+        functions, samples, weights = [], [], []
+        copies: dict[int, Tensor] = {}
+        for layer, graphs in zip(self.layers, self.graphs, strict=True):
+            weights.append([self._leaf_of(parameter) for parameter in layer.parameters()])
+            functions.append(graphs.function(layer))
+            samples.append((*graphs.samples(copies), *weights[-1]))
+        with other_threads_go_on():
+            recorded = torch.cuda.make_graphed_callables(
+                tuple(functions), tuple(samples), num_warmup_iters=self.warmup_steps
+            )
+        for graphs, slot, leaves in zip(self.graphs, recorded, weights, strict=True):
+            graphs.slots.append(slot)  # type: ignore[arg-type]
+            graphs.added = [getattr(leaf, "grad_added_to_main_grad", False) for leaf in leaves]
+
+    def _leaf_of(self, parameter: torch.nn.Parameter) -> Tensor:
+        """A leaf in the parameter's place, with its memory and its gradient buffer."""
+        leaf: Any = parameter.detach().requires_grad_(parameter.requires_grad)
+        if hasattr(parameter, "main_grad"):
+            leaf.main_grad = parameter.main_grad
+            key = parameter.shape, parameter.dtype
+            if key not in self.handed_over:
+                self.handed_over[key] = torch.empty_like(parameter, requires_grad=False)
+            leaf.handed_over = self.handed_over[key]
+        return leaf  # type: ignore[no-any-return]

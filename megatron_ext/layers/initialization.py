@@ -1,0 +1,399 @@
+"""The same initial weights on every layout.
+
+megatron-core draws each rank's part of a weight from that rank's generator, so its weights depend
+on the layout. Here a parameter is only marked while the model is built (`Marked`); then each full
+tensor is drawn in float32 on the CPU from a generator that its name and the seed decide, and the
+rank keeps its part. ``--use-cpu-initialization`` keeps Megatron-LM's own way.
+
+The parts of full tensors that a rank holds, under names that no layout changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+    is_main_replica,
+)
+from megatron.core.fp8_utils import is_float8tensor
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of one full tensor.
+
+    Attributes:
+        name: of the full tensor, with the indices of its layer and expert along the whole model,
+            such as ``decoder.layers.mlp.linear_fc1.weight[3]``.
+        full_shape: of the full tensor.
+        offset: where the part begins along each dimension.
+        tensor: the part, a view of the memory it was asked for.
+        is_main: false for a copy that another rank, or this one, holds too.
+        is_vocabulary: the rows are entries of a vocabulary that the layout may pad differently.
+    """
+
+    name: str
+    full_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    tensor: Tensor
+    is_main: bool
+    is_vocabulary: bool
+
+    def cut(self, full: Tensor) -> Tensor:
+        """This part of the full tensor."""
+        parts = zip(self.offset, self.tensor.shape, strict=True)
+        return full[tuple(slice(start, start + size) for start, size in parts)]
+
+
+def shards_of(
+    chunk: Any, tensor_of: Callable[[Tensor], Tensor | None] = lambda parameter: parameter
+) -> Iterator[Shard]:
+    """Parts of all parameters of a model chunk, with fused ones taken apart.
+
+    megatron-core's ``sharded_state_dict`` tells each part's global name, shape and offset, whatever
+    the layout; gated and grouped weights come as the parts that they are made of.
+
+    Args:
+        chunk: without wrappers.
+        tensor_of: what to take in place of a parameter, such as its gradient; None leaves it out.
+    """
+    known = {_place(parameter): parameter for parameter in chunk.parameters()}
+    state: dict[str, Any] = {}
+    for key, entry in chunk.sharded_state_dict(metadata=_METADATA).items():
+        if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and entry.data is not None:
+            parameter = known.get(_place(entry.data))
+            tensor = None if parameter is None else tensor_of(parameter)
+            if tensor is not None:
+                entry.data = tensor.view(entry.data.shape)
+                state[key] = entry
+    apply_factories(state)
+    for entry in nested_values(state):
+        layers = entry.prepend_axis_num
+        indices = "".join(f"[{index}]" for index in entry.global_offset[:layers])
+        yield Shard(
+            name=entry.key + indices,
+            full_shape=tuple(entry.global_shape[layers:]),
+            offset=tuple(entry.global_offset[layers:]),
+            tensor=entry.data,
+            is_main=is_main_replica(entry.replica_id),
+            is_vocabulary=entry.allow_shape_mismatch,
+        )
+
+
+def _place(tensor: Tensor) -> int:
+    """What tells a parameter from others: its memory, or, of one kept in 8 bits, itself."""
+    return id(tensor) if is_float8tensor(tensor) else tensor.data_ptr()
+
+
+_METADATA = {"singleton_local_shards": False}
+
+
+Initialize = Callable[[Tensor], Any]
+
+METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
+
+
+class Marks:
+    """Parameters that wait for their weights, known by their memory.
+
+    An attribute would not do: Transformer Engine puts a weight that it has initialized into a new
+    Parameter, without the attributes of the old one.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, tuple[Tensor, Initialize]] = {}
+        self._held: list[Any] = []
+
+    def settle(self) -> None:
+        """Look the memory of the parameters up again, once all of them are built.
+
+        megatron-core's router moves its weight, which it makes in float32, to that of another
+        dtype after its initialization.
+        """
+        waiting = self._waiting.values()
+        self._waiting = {_memory(parameter): (parameter, method) for parameter, method in waiting}
+
+    @torch.no_grad()
+    def add(self, parameter: Tensor, method: Initialize) -> None:
+        """Let a parameter wait, filled with NaN, so that one that is forgotten shows."""
+        # References keep the memory from being given to another parameter, which would take the
+        # place of this one: the second where this one has moved on.
+        self._waiting[_memory(parameter)] = parameter, method
+        if not is_float8tensor(parameter):
+            self._held.append(parameter.untyped_storage())
+        parameter.fill_(math.nan)
+
+    def method_of(self, tensor: Tensor) -> Initialize | None:
+        """How a parameter, or a part of one, is to be filled; None if it does not wait."""
+        return self._waiting.get(_memory(tensor), (None, None))[1]
+
+    def clear(self) -> None:
+        """Forget all parameters."""
+        self._waiting.clear()
+        self._held.clear()
+
+
+class Marked:
+    """An initialization method that marks a parameter with the method, to be applied by name.
+
+    Args:
+        method: fills a tensor in place, as ``torch.nn.init`` does.
+        marks: where the parameters wait.
+    """
+
+    def __init__(self, method: Initialize, marks: Marks) -> None:
+        self.method = method
+        self.marks = marks
+
+    def __call__(self, tensor: Tensor) -> Any:
+        """Mark a parameter; fill any other tensor at once."""
+        if not isinstance(tensor, torch.nn.Parameter):
+            return self.method(tensor)
+        self.marks.add(tensor, self.method)
+        return tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Marked:
+        """Modules that copy their configuration mark their parameters in the same place."""
+        return self
+
+
+def mark_methods(config: Any) -> None:
+    """Wrap the methods of a TransformerConfig, each of them once."""
+    methods = {name: getattr(config, name) for name in METHODS}
+    known = [method.marks for method in methods.values() if isinstance(method, Marked)]
+    marks = known[0] if known else Marks()
+    for name, method in methods.items():
+        if not isinstance(method, Marked):
+            setattr(config, name, Marked(method, marks))
+
+
+def unmark_methods(config: Any) -> None:
+    """Take the wraps of `mark_methods` off: what is built later is filled at once."""
+    for name in METHODS:
+        method = getattr(config, name)
+        if isinstance(method, Marked):
+            setattr(config, name, method.method)
+
+
+def seed_of(name: str, seed: int) -> int:
+    """What seeds the generator of a tensor, 63 bits."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+@torch.no_grad()
+def initialize_by_name(
+    chunks: Sequence[torch.nn.Module], config: Any, seed: int, vocab_size: int | None = None
+) -> None:
+    """Fill the parameters of this rank's model chunks; one full tensor exists at a time.
+
+    Parameters that are not marked stay as they were built, but for those that torch's modules drew
+    for themselves: these are drawn again by name.
+
+    Args:
+        chunks: without wrappers, on any device and in any dtype.
+        config: the TransformerConfig that they were built with, its methods marked.
+        seed: ``--seed``.
+        vocab_size: entries before padding, whose weights the padding does not change; None takes
+            all entries for real ones.
+
+    Raises:
+        ConfigError: a marked parameter that a chunk's ``sharded_state_dict`` does not name.
+    """
+    marks: Marks = config.init_method.marks
+    marks.settle()
+    for chunk in chunks:
+        staged = _stage_quantized(chunk, marks)
+        shards = list(shards_of(chunk, partial(_unquantized, staged)))
+        _fill_marked(chunk, shards, config, seed, vocab_size)
+        for parameter, values in staged.values():
+            _quantize(parameter, values)
+        if config.perform_initialization:
+            # Otherwise a weight that nobody drew is memory as it was found, NaN now and then.
+            _check_filled(chunk)
+        _redraw_plain_modules(chunk, shards, marks, seed)
+    marks.clear()
+
+
+@torch.no_grad()
+def draw_by_name(
+    chunk: torch.nn.Module, parameters: Sequence[Tensor], method: Initialize, seed: int
+) -> None:
+    """Fill some parameters of a model chunk, each by the name of its full tensor.
+
+    Args:
+        chunk: without wrappers; its ``sharded_state_dict`` names the parameters.
+        parameters: to fill.
+        method: fills a full tensor in place.
+        seed: ``--seed``.
+    """
+    wanted = {_memory(parameter) for parameter in parameters}
+    for shard in shards_of(chunk):
+        if _memory(shard.tensor) in wanted:
+            shard.tensor.copy_(shard.cut(_draw(shard, method, seed, None)))
+
+
+Staged = dict[int, tuple[Any, Tensor]]
+"""A quantized parameter and the values to come, by the parameter's identity."""
+
+
+def _stage_quantized(chunk: torch.nn.Module, marks: Marks) -> Staged:
+    """Let plain tensors wait in the place of parameters that Transformer Engine keeps in 8 bits.
+
+    It quantizes a weight right after its initialization, so the marked memory is gone by then; but
+    its module remembers the method.
+    """
+    staged: Staged = {}
+    for module in chunk.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not is_float8tensor(parameter):
+                continue
+            method = module.param_init_meta[name].init_fn  # type: ignore[index, union-attr]
+            if isinstance(method, Marked):
+                values = torch.empty(
+                    parameter.shape, dtype=parameter.dtype, device=parameter.device
+                )
+                marks.add(values, method.method)
+                staged[id(parameter)] = parameter, values
+    return staged
+
+
+def _unquantized(staged: Staged, parameter: Tensor) -> Tensor | None:
+    """What is filled in the place of a parameter; None for a quantized one that does not wait."""
+    if id(parameter) in staged:
+        return staged[id(parameter)][1]
+    return None if is_float8tensor(parameter) else parameter
+
+
+def _quantize(parameter: Any, values: Tensor) -> None:
+    """Give a parameter in 8 bits its values, and the optimizer the exact ones."""
+    parameter.copy_(values)
+    if hasattr(parameter, "get_high_precision_init_val"):
+        parameter.get_high_precision_init_val().copy_(values)
+
+
+def _memory(tensor: Tensor) -> int:
+    """What a parameter and its parts have in common."""
+    if is_float8tensor(tensor):
+        return id(tensor)
+    return tensor.untyped_storage().data_ptr()
+
+
+def _fill_marked(
+    chunk: torch.nn.Module,
+    shards: Sequence[Shard],
+    config: Any,
+    seed: int,
+    vocab_size: int | None,
+) -> None:
+    # A copy of the embedding, made for another stage, is filled as the embedding is.
+    copies = {_memory(p) for p in chunk.parameters() if getattr(p, "shared_embedding", False)}
+    drawn: tuple[str, Tensor] | None = None
+    for shard in shards:
+        method = config.init_method.marks.method_of(shard.tensor)
+        if method is None:
+            continue
+        if _memory(shard.tensor) in copies:
+            method = config.embedding_init_method.method
+        if drawn is None or drawn[0] != shard.name:
+            drawn = None
+            drawn = shard.name, _draw(shard, method, seed, vocab_size)
+        shard.tensor.copy_(shard.cut(drawn[1]))
+
+
+@contextmanager
+def _generator_of(name: str, seed: int) -> Iterator[None]:
+    """Let the CPU's generator, and no other, draw what belongs to a name."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed_of(name, seed))
+        yield
+
+
+def _draw(shard: Shard, method: Initialize, seed: int, vocab_size: int | None) -> Tensor:
+    full = torch.empty(shard.full_shape, dtype=torch.float32)
+    real = vocab_size if shard.is_vocabulary and vocab_size is not None else None
+    with _generator_of(shard.name, seed):
+        if real is None or real >= len(full):
+            method(full)
+        else:
+            # Apart, since a method may look at the shape, and padding depends on the layout.
+            method(full[:real])
+            method(full[real:])
+    return full
+
+
+def _check_filled(chunk: torch.nn.Module) -> None:
+    for name, parameter in chunk.named_parameters():
+        if parameter.is_floating_point() and parameter.flatten()[:1].isnan().any():
+            raise ConfigError(
+                f"the weight `{name}` has no initial values: `sharded_state_dict()` of its module "
+                "must name it, so that its values can be drawn and saved; or use "
+                "`--use-cpu-initialization`."
+            )
+
+
+def _redraw_plain_modules(
+    chunk: torch.nn.Module, shards: Sequence[Shard], marks: Marks, seed: int
+) -> None:
+    """Draw again by name what a user's own torch modules drew for themselves."""
+    whole = [shard for shard in shards if shard.full_shape == shard.tensor.shape]
+    names = {shard.tensor.data_ptr(): shard.name for shard in whole}
+    for module in chunk.modules():
+        own = list(module.parameters(recurse=False))
+        if not own or not _can_reset(module):
+            continue
+        name = None if is_float8tensor(own[0]) else names.get(own[0].data_ptr())
+        marked = any(marks.method_of(parameter) is not None for parameter in own)
+        # A reset would draw each rank's part of a cut parameter alone.
+        cut = any(getattr(parameter, "tensor_model_parallel", False) for parameter in own)
+        if name is not None and not marked and not cut and any(map(_varies, own)):
+            _redraw(module, name, seed)
+
+
+def _can_reset(module: torch.nn.Module) -> bool:
+    reset = getattr(module, "reset_parameters", None)
+    if not callable(reset):
+        return False
+    needed = [p for p in inspect.signature(reset).parameters.values() if p.default is p.empty]
+    return all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed)
+
+
+def _varies(parameter: Tensor) -> bool:
+    """Whether it holds more than one constant, such as the ones of a norm."""
+    return bool((parameter != parameter.flatten()[:1]).any())
+
+
+def _redraw(module: torch.nn.Module, name: str, seed: int) -> None:
+    """Reset a copy of the module on the CPU in float32, and take over its values.
+
+    A parameter that was written more often than a reset writes it was initialized by the user's
+    own code after the module was built, such as a last layer that starts at zero; it stays.
+    """
+    fresh = copy.copy(module)
+    fresh._parameters = {
+        key: None if parameter is None else torch.nn.Parameter(torch.empty(parameter.shape))
+        for key, parameter in module._parameters.items()
+    }
+    reset: Any = fresh.reset_parameters
+    with _generator_of(name, seed):
+        reset()
+    for key, parameter in module.named_parameters(recurse=False):
+        value = fresh._parameters[key]
+        if value is not None and parameter._version == value._version:
+            parameter.copy_(value)

@@ -1,0 +1,311 @@
+"""megatron-core's parallel linear layers, whose weight gradients can be put off.
+
+A zero-bubble schedule computes the gradient of a chunk's input first, because the stage before
+waits for it, and the weight gradients later, when the rank would be idle (arXiv:2401.10241). Within
+`DeferredWeightGradients.collect` the backward pass of these layers leaves its weight gradients to
+a later call of `compute`; elsewhere they are megatron-core's layers, bit for bit, except on a GPU,
+where the product itself adds a weight gradient to the gradient buffer (see `layers.autograd`). A
+layer may hold an adapter (see `layers.lora`), whose output it adds to its own, and may multiply in
+8 bits (see `layers.fp8`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.mappings import _gather_along_first_dim
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.layers.autograd import add_gradient, handed_over
+from megatron_ext.layers.fp8.linear import Fp8Call, fp8_linear
+
+Key = tuple[int, int]
+
+
+class DeferredWeightGradients:
+    """Weight gradients that wait, by micro-batch and stage."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Key, list[Callable[[], None]]] = {}
+        self._collecting: list[Callable[[], None]] | None = None
+
+    @contextmanager
+    def collect(self, key: Key) -> Iterator[None]:
+        """Put off the weight gradients of the backward passes within."""
+        self._collecting = self._waiting.setdefault(key, [])
+        try:
+            yield
+        finally:
+            self._collecting = None
+
+    @property
+    def collecting(self) -> bool:
+        return self._collecting is not None
+
+    def add(self, compute: Callable[[], None]) -> None:
+        """Put off one weight gradient; at once where nothing is collected."""
+        if self._collecting is None:
+            compute()
+        else:
+            self._collecting.append(compute)
+
+    def add_gradient(self, parameter: Tensor, compute: Callable[[], Tensor]) -> None:
+        """Put off the gradient of a weight, which is then added to what the weight has."""
+        self.add(lambda: _accumulate(parameter, compute()))
+
+    def compute(self, key: Key) -> None:
+        """Compute what was put off under a key."""
+        with torch.no_grad():
+            for compute in self._waiting.pop(key, ()):
+                compute()
+
+
+def _accumulate(weight: Tensor, gradient: Tensor) -> None:
+    """Add to the data-parallel gradient buffer, or to ``weight.grad`` where there is none."""
+    if hasattr(weight, "main_grad"):
+        weight.main_grad.add_(gradient)
+    elif weight.grad is None:
+        weight.grad = gradient
+    else:
+        weight.grad.add_(gradient)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one layer's product is made with.
+
+    Attributes:
+        parameter: the weight.
+        queue: where its gradient waits; None where it is computed in the backward pass.
+        in_place: its gradient is added to the data-parallel gradient buffer by the product itself.
+        tp_group: ranks that hold the other parts of the weight; None where nothing is sent.
+        sequence_parallel: the input is gathered, and its gradient reduce-scattered, along s.
+        allreduce_dgrad: the input's gradient is summed over the ranks.
+    """
+
+    parameter: Tensor
+    queue: DeferredWeightGradients | None
+    in_place: bool
+    tp_group: ProcessGroup | None
+    sequence_parallel: bool
+    allreduce_dgrad: bool
+
+    def weight_gradient(self, gradient: Tensor, total: Tensor) -> Tensor | None:
+        """Compute and hand over the weight's gradient; what is left for autograd.
+
+        Args:
+            gradient: of the output ``[s, b, out]``.
+            total: the input ``[s, b, in]``.
+        """
+        gradient, total = gradient.flatten(0, -2), total.flatten(0, -2)
+        weight = self.parameter
+        if self.in_place and hasattr(weight, "main_grad"):
+            add_gradient(weight, gradient, total)
+            return None if self.queue is not None else handed_over(weight)
+        product = gradient.t().matmul(total)
+        if self.queue is None:
+            return product
+        _accumulate(weight, product)
+        return None
+
+    def put_off(self, gradient: Tensor, entered: Tensor) -> None:
+        """Compute the weight's gradient now, with this rank's part of the input."""
+        self.weight_gradient(gradient, _gathered(entered, self).get())
+
+
+class _Linear(torch.autograd.Function):
+    """``y = x W^T + b``, whose weight gradient goes to the queue or into the gradient buffer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: _Call
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.call = call
+        ctx.use_bias = bias is not None
+        total = input
+        if call.sequence_parallel:
+            total = _gather_along_first_dim(input, call.tp_group)
+        output = torch.matmul(total, weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        entered, weight = ctx.saved_tensors
+        call: _Call = ctx.call
+        queue = call.queue
+        # Sent while products are computed: first the input, and then its gradient.
+        gather = None if queue is not None and queue.collecting else _gathered(entered, call)
+        returned = None
+        if ctx.needs_input_grad[0]:
+            returned = _reduced(grad_output.matmul(weight), call)
+        grad_weight = None
+        if gather is not None:
+            grad_weight = call.weight_gradient(grad_output, gather.get())
+        elif queue is not None:
+            queue.add(partial(call.put_off, grad_output, entered))
+        grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
+        return None if returned is None else returned.get(), grad_weight, grad_bias, None
+
+
+class _Sent:
+    """A tensor that may be on its way."""
+
+    def __init__(self, tensor: Tensor, work: Any = None) -> None:
+        self._tensor, self._work = tensor, work
+
+    def get(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._tensor
+
+
+def _gathered(part: Tensor, call: _Call) -> _Sent:
+    """All tokens of the input."""
+    if not call.sequence_parallel or call.tp_group is None or call.tp_group.size() == 1:
+        return _Sent(part)
+    whole = part.new_empty(part.size(0) * call.tp_group.size(), *part.shape[1:])
+    work = torch.distributed.all_gather_into_tensor(
+        whole, part.contiguous(), group=call.tp_group, async_op=True
+    )
+    return _Sent(whole, work)
+
+
+def _reduced(whole: Tensor, call: _Call) -> _Sent:
+    """The gradient of this rank's input, summed over the ranks."""
+    group = call.tp_group
+    if group is None or group.size() == 1:
+        return _Sent(whole)
+    if call.sequence_parallel:
+        part = whole.new_empty(whole.size(0) // group.size(), *whole.shape[1:])
+        work = torch.distributed.reduce_scatter_tensor(
+            part, whole.contiguous(), group=group, async_op=True
+        )
+        return _Sent(part, work)
+    if call.allreduce_dgrad:
+        return _Sent(whole, torch.distributed.all_reduce(whole, group=group, async_op=True))
+    return _Sent(whole)
+
+
+class _ParallelLinear:
+    """Mixin over megatron-core's parallel linear layers."""
+
+    config: Any
+    alone = True
+    """Nothing else makes a gradient of the weight."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lora: Any = None
+        """The adapter that `layers.lora` may put here."""
+        self.fp8: Any = None
+        """The scaling of 8-bit products that `layers.fp8` may put here."""
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """The layer's output, plus the adapter's, and the bias that the caller is to add."""
+        output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
+        return (output if self.lora is None else output + self.lora(input_)), bias
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The layer's shards; the adapter knows how its own are cut."""
+        state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        if self.lora is not None:
+            adapter = self.lora.sharded_state_dict(f"{prefix}lora.", sharded_offsets, metadata)
+            state.update(adapter)
+        return state
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        queue = getattr(self.config, "weight_gradients", None)
+        # Without a gradient for the input there would be no backward pass to collect from.
+        if not (weight.requires_grad and input.requires_grad):
+            queue = None
+        if self.fp8 is not None:
+            return self._in_8_bits(input, weight, queue, **kwargs)
+        in_place = (
+            self.alone and weight.requires_grad and getattr(self.config, "adds_in_place", False)
+        )
+        if queue is None and not in_place:
+            output: Tensor = super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
+            return output
+        call = _Call(
+            weight,
+            queue,
+            in_place,
+            kwargs["tp_group"],
+            kwargs["sequence_parallel"],
+            kwargs["allreduce_dgrad"],
+        )
+        # Put off, the gradient is hidden from autograd.
+        seen = weight if queue is None else weight.detach()
+        result: Tensor = _Linear.apply(input, seen, kwargs["bias"], call)  # type: ignore[no-untyped-call]
+        return result
+
+    def _in_8_bits(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        queue: DeferredWeightGradients | None,
+        *,
+        bias: Tensor | None,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: ProcessGroup | None,
+        **_of_fused_kernels: Any,
+    ) -> Tensor:
+        call = Fp8Call(
+            self.fp8,
+            tp_group,
+            sequence_parallel,
+            allreduce_dgrad,
+            weight,
+            queue,
+            self.alone and getattr(self.config, "adds_in_place", False),
+        )
+        return fp8_linear(input, weight, bias, call)
+
+
+class ColumnParallelLinear(_ParallelLinear, tensor_parallel.ColumnParallelLinear):  # type: ignore[misc]
+    """Y = X A with A cut along its columns; see the module."""
+
+
+class OutputLayer(ColumnParallelLinear):
+    """The output head, which also gives its weight to losses that make the logits themselves.
+
+    They get it by a call of the module, for whose sake data parallelism waits for the weight.
+    """
+
+    alone = False
+
+    def forward(
+        self, input_: Tensor | None, *args: Any, weight_only: bool = False, **kwargs: Any
+    ) -> Any:
+        """Logits and bias, or with ``weight_only`` this rank's weight ``[v/tp, h]``."""
+        if weight_only:
+            given = kwargs.get("weight")
+            return self.weight if given is None else given
+        assert input_ is not None
+        return super().forward(input_, *args, **kwargs)
+
+
+class RowParallelLinear(_ParallelLinear, tensor_parallel.RowParallelLinear):  # type: ignore[misc]
+    """Y = X A with A cut along its rows; see the module."""
+
+    def __init__(self, *args: Any, is_expert: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, is_expert=is_expert, **kwargs)
+        # Nothing is reduced over one rank, and what passes through a reduction of nothing is a
+        # view, to which megatron-core's experts could not add their bias in place.
+        if is_expert and self.tp_group.size() == 1:
+            self.explicit_expert_comm = True

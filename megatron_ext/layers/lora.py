@@ -1,0 +1,231 @@
+"""Low-rank adapters on the parallel linear layers (LoRA, arXiv:2106.09685).
+
+A layer ``y = W x`` becomes ``y = W x + scale * B A dropout(x)``; W is frozen, and A ``[r, in]`` and
+B ``[out, r]`` are trained. Each matrix is cut as the layer cuts its weight along the same side, so
+that only the r-wide ``A x`` is communicated, and `merge_adapters` needs no communication at all:
+
+====================  ============  ============  =================================================
+layer                 A             B             ``A x`` between the two products
+====================  ============  ============  =================================================
+column-parallel       whole         rows cut      copied; gathered along s under sequence parallel
+row-parallel          columns cut   whole         summed; reduce-scattered along s under it
+====================  ============  ============  =================================================
+
+Under sequence parallelism the gradient of the whole matrix is a sum over a rank's part of the
+sequence, which megatron-core completes where a parameter is marked ``sequence_parallel``.
+Zero-bubble schedules find little to put off: frozen weights have no gradient, and those of A and B
+are computed together with the input's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from megatron_ext.config.lora import VIDEO_TARGETS
+from megatron_ext.errors import ConfigError
+from megatron_ext.layers.initialization import draw_by_name
+from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear
+
+if TYPE_CHECKING:
+    from megatron_ext.config.lora import LoraConfig
+
+Layer = ColumnParallelLinear | RowParallelLinear
+_OF_A_LAYER = re.compile(r"(^|\.)(layers|blocks)\.")
+"""Names of a chunk's parameters unless it holds the ends of a model only."""
+
+
+class Adapter(torch.nn.Module):
+    """``scale * B A dropout(x)`` beside one layer; B starts at zero.
+
+    Args:
+        layer: whose weight this rank holds as ``[out/tp, in]`` or ``[out, in/tp]``.
+        config: with a rank.
+        gated: the layer's output is two halves that a gated activation multiplies, each of them
+            cut by itself.
+    """
+
+    sides_cut: ClassVar[dict[str, int]]
+    """The dimension along which each matrix is cut."""
+
+    def __init__(self, layer: Layer, config: LoraConfig, *, gated: bool) -> None:
+        super().__init__()
+        assert config.lora_rank is not None
+        weight = layer.weight
+        self.a = torch.nn.Parameter(weight.new_empty(config.lora_rank, weight.size(1)))
+        self.b = torch.nn.Parameter(weight.new_zeros(weight.size(0), config.lora_rank))
+        self.scale = config.scale
+        self.dropout = config.lora_dropout
+        self.gated = gated
+        self.tp_group = layer.tp_group
+        self.sequence_parallel = layer.sequence_parallel
+        parameters: dict[str, Any] = dict(self.named_parameters())
+        for name, parameter in parameters.items():
+            if name in self.sides_cut:
+                set_tensor_model_parallel_attributes(parameter, True, self.sides_cut[name], 1)
+            else:
+                parameter.sequence_parallel = self.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What is added to the layer's output, from the layer's input on this rank."""
+        low = self._between(F.linear(self._drop(x), self.a))
+        return F.linear(low * self.scale, self.b)
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training)
+
+    def _between(self, low: Tensor) -> Tensor:
+        """``A x`` as B needs it, ``[s, b, r]``."""
+        raise NotImplementedError
+
+    def delta(self) -> Tensor:
+        """``scale * B A`` in float32, cut as the layer's weight."""
+        return self.scale * (self.b.float() @ self.a.float())
+
+    def sharded_state_dict(
+        self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Shards of A and B under names that no layout changes."""
+        metadata = metadata or {}
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            self.sides_cut,
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        if self.gated:
+            state[f"{prefix}b"] = apply_swiglu_sharded_factory(
+                state[f"{prefix}b"], sharded_offsets, metadata.get("singleton_local_shards", False)
+            )
+        return state
+
+
+class ColumnAdapter(Adapter):
+    """Beside a column-parallel layer: x is whole, or cut along s."""
+
+    sides_cut: ClassVar = {"b": 0}
+
+    def _between(self, low: Tensor) -> Tensor:
+        if self.sequence_parallel:
+            return gather_from_sequence_parallel_region(low, group=self.tp_group)  # type: ignore[no-any-return]
+        # The rows of B on each rank give a part of the gradient of A x; its sum is that of all.
+        return copy_to_tensor_model_parallel_region(low, group=self.tp_group)  # type: ignore[no-any-return]
+
+
+class RowAdapter(Adapter):
+    """Beside a row-parallel layer: x is cut along its features."""
+
+    sides_cut: ClassVar = {"a": 1}
+
+    def _drop(self, x: Tensor) -> Tensor:
+        if self.sequence_parallel or not self.dropout:
+            # megatron-core's blocks draw from each rank's own generator then.
+            return super()._drop(x)
+        with get_cuda_rng_tracker().fork():
+            return super()._drop(x)
+
+    def _between(self, low: Tensor) -> Tensor:
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)  # type: ignore[no-any-return]
+        return reduce_from_tensor_model_parallel_region(low, group=self.tp_group)  # type: ignore[no-any-return]
+
+
+def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed: int) -> None:
+    """Freeze the model chunks of this rank and give their layers adapters.
+
+    B is zero, so that the model starts as it is without them; A is drawn by name, kaiming-uniform
+    as in the authors' code, so that it depends on no layout.
+
+    Args:
+        chunks: without wrappers.
+        config: with a rank.
+        seed: ``--seed``.
+
+    Raises:
+        ConfigError: a chunk whose layers have none of the targets.
+    """
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        _attach(chunk, config)
+        matrices = [adapter.a for _, adapter in _adapted(chunk)]
+        if not matrices and any(_OF_A_LAYER.search(name) for name, _ in chunk.named_parameters()):
+            raise ConfigError(
+                f"`--lora-target-modules` ({' '.join(_targets(config))}) names no linear "
+                "layer of this model; give names that it has, or leave out `--lora-rank`."
+            )
+        draw_by_name(chunk, matrices, _kaiming_uniform, seed)
+        _begin_backward_at_embedding(chunk)
+
+
+def _targets(config: LoraConfig) -> Sequence[str]:
+    """Names of layers; all that there may be in a configuration that names none."""
+    return VIDEO_TARGETS if config.lora_target_modules is None else config.lora_target_modules
+
+
+def _attach(chunk: torch.nn.Module, config: LoraConfig) -> None:
+    targets = _targets(config)
+    for name, layer in list(chunk.named_modules()):
+        own_name = name.rpartition(".")[2]
+        if own_name in targets and isinstance(layer, Layer):
+            gated = own_name == "linear_fc1" and layer.config.gated_linear_unit
+            kind = ColumnAdapter if isinstance(layer, ColumnParallelLinear) else RowAdapter
+            layer.lora = kind(layer, config, gated=gated)
+
+
+def _kaiming_uniform(full: Tensor) -> Tensor:
+    return torch.nn.init.kaiming_uniform_(full, a=math.sqrt(5))
+
+
+def _begin_backward_at_embedding(chunk: torch.nn.Module) -> None:
+    """Let the output of a frozen embedding require a gradient.
+
+    Recomputed layers and the backward pass of a stage without layers begin at a tensor that does.
+    """
+
+    def require_gradient(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+        return output.requires_grad_(True) if torch.is_grad_enabled() else output
+
+    embedding = getattr(chunk, "embedding", None)
+    if embedding is not None:
+        embedding.register_forward_hook(require_gradient)
+
+
+def _adapted(chunk: torch.nn.Module) -> Iterator[tuple[Layer, Adapter]]:
+    for module in chunk.modules():
+        if isinstance(module, Layer) and module.lora is not None:
+            yield module, module.lora
+
+
+@torch.no_grad()
+def merge_adapters(chunks: Sequence[torch.nn.Module]) -> int:
+    """Add ``scale * B A`` to the weights, in float32, and take the adapters off.
+
+    Args:
+        chunks: of this rank, with or without wrappers; every rank does its own part.
+
+    Returns:
+        Number of adapters that were merged on this rank.
+    """
+    adapted = [pair for chunk in chunks for pair in _adapted(chunk)]
+    for layer, adapter in adapted:
+        layer.weight.copy_(layer.weight.float() + adapter.delta())
+        layer.lora = None
+    return len(adapted)

@@ -1,0 +1,275 @@
+"""Experts: megatron-core's, made to work without Transformer Engine, on a CPU and per token.
+
+Three methods of the router are replaced. `gating` calls a name that does not exist where
+Transformer Engine is missing. And under per-token normalization core multiplies the auxiliary
+losses by the number of local tokens, which makes their weight depend on the layout, on the
+micro-batch size and on the loss mask; here their coefficient is that of the mean over all
+micro-batches, always.
+
+The all-to-all dispatcher reads its split sizes from GPU tensors only, and exchanges unequal numbers
+of tokens between the parts of an expert as Gloo cannot; ours does both on a CPU too.
+
+And `mark_experts` says which ranks hold copies of an expert, which megatron-core gets wrong where
+an expert is shared over another number of ranks than a dense matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import all_to_all, set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker, z_loss_func
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_layer import TransformerLayer as CoreTransformerLayer
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.layers.autograd import attach_microbatch_loss
+from megatron_ext.layers.dropout import BiasDropoutAdd, HiddenDropout
+from megatron_ext.layers.fused_layer import FusedForward, use_own_mlps
+from megatron_ext.layers.graphs import LayerGraphs
+
+ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+class Router(TopKRouter):  # type: ignore[misc]
+    """Top-k router; see the module."""
+
+    def __init__(self, *args: Any, pg_collection: ProcessGroupCollection, **kwargs: Any) -> None:
+        super().__init__(*args, pg_collection=pg_collection, **kwargs)
+        self._groups = pg_collection
+
+    def apply_input_jitter(self, input: Tensor) -> Tensor:
+        """Multiply the input with noise in training (arXiv:2101.03961), if asked for.
+
+        Under ``--deterministic-dropout`` the noise is that of no layout, as the masks are.
+
+        Args:
+            input: ``[s, b, h]``.
+        """
+        eps = self.config.moe_input_jitter_eps
+        if eps is None or not getattr(self.config, "deterministic_dropout", False):
+            return super().apply_input_jitter(input)  # type: ignore[no-any-return]
+        if not self.training:
+            return input
+        site = f"router {self.layer_number}"
+        noise = HiddenDropout(0.0, site, self._groups, self.config.sequence_parallel).drawn(input)
+        factor: Tensor = 1 + eps * (2 * noise - 1)
+        return input * factor.to(input.dtype)
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits of the experts.
+
+        Args:
+            input: ``[s, b, h]``.
+
+        Returns:
+            ``[s, b, e]`` in ``--moe-router-dtype``, or the dtype of the input.
+        """
+        dtype = ROUTER_DTYPES.get(self.config.moe_router_dtype, input.dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return torch.nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
+
+    def attach_and_log_load_balancing_loss(
+        self,
+        activation: Tensor,
+        aux_loss_coeff: float,
+        aux_loss: Tensor,
+        aux_loss_name: str,
+        reduce_group: ProcessGroup,
+        reduce_group_has_dp: bool = False,
+        valid_token_count: Tensor | int | None = None,
+    ) -> Tensor:
+        """Attach a load-balancing loss with its share of the step; log it without.
+
+        Args:
+            activation: what carries the loss through the graph.
+            aux_loss_coeff: weight of the loss.
+            aux_loss: this micro-batch's loss times its weight.
+            aux_loss_name: what the log calls it.
+            reduce_group: ranks whose parts make up the logged value.
+            reduce_group_has_dp: the group spans data-parallel ranks too.
+            valid_token_count: not used, a mean does not depend on it.
+        """
+        save_to_aux_losses_tracker(
+            aux_loss_name,
+            aux_loss / aux_loss_coeff,
+            self.layer_number,
+            _num_layers(self.config),
+            reduce_group=reduce_group,
+            reduce_group_has_dp=reduce_group_has_dp,
+        )
+        return attach_microbatch_loss(activation, aux_loss, self.config)
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Attach the router z-loss (ST-MoE, arXiv:2202.08906, eq. 5) with its share of the step.
+
+        Args:
+            logits: ``[tokens, e]``.
+            padding_mask: True at padding, ``[tokens]``.
+        """
+        coefficient = self.config.moe_z_loss_coeff
+        if coefficient is None or not (self.training and torch.is_grad_enabled()):
+            return logits
+        coefficient /= self.tp_cp_group.size()
+        z_loss = z_loss_func(logits, coefficient, padding_mask=padding_mask)
+        save_to_aux_losses_tracker(
+            "z_loss", z_loss / coefficient, self.layer_number, _num_layers(self.config)
+        )
+        return attach_microbatch_loss(logits, z_loss, self.config)
+
+
+def _num_layers(config: TransformerConfig) -> int:
+    return int(config.num_layers + (config.mtp_num_layers or 0))
+
+
+class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
+    """Sends each token to the ranks of its experts by one all-to-all."""
+
+    tp_size: int
+
+    def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> Any:
+        """Bring this rank's experts the tokens that each of their parts has, sorted by expert.
+
+        Args:
+            global_input_tokens: ``[tokens, h]``.
+            global_probs: ``[tokens]``.
+        """
+        sizes = self._unequal_parts()
+        if sizes is None:
+            return super().dispatch_postprocess(global_input_tokens, global_probs)
+        own = [len(global_input_tokens)] * len(sizes)
+        copies = (torch.cat([x] * len(sizes)) for x in (global_input_tokens, global_probs))
+        tokens, probs = (all_to_all(self.tp_group, x, sizes, own) for x in copies)
+        with self._gathered_already():
+            return super().dispatch_postprocess(tokens, probs)
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Sum what the parts of this rank's experts made of its tokens, in the order they came.
+
+        Args:
+            hidden_states: ``[tokens of all parts, h]``.
+        """
+        sizes = self._unequal_parts()
+        if sizes is None:
+            return super().combine_preprocess(hidden_states)  # type: ignore[no-any-return]
+        with self._gathered_already():
+            unsorted = super().combine_preprocess(hidden_states)
+        own = [sizes[self.tp_rank]] * len(sizes)
+        parts = all_to_all(self.tp_group, unsorted.to(self.probs.dtype), own, sizes)
+        return parts.unflatten(0, (len(sizes), -1)).sum(0).to(unsorted.dtype)  # type: ignore[no-any-return]
+
+    def _unequal_parts(self) -> list[int] | None:
+        """The tokens of each part of an expert, where Gloo cannot gather them; else None."""
+        if self.tp_size == 1 or self.output_splits_tp is None:
+            return None
+        sizes = [int(size) for size in self.output_splits_tp]
+        unequal = len(set(sizes)) > 1
+        return sizes if unequal and torch.distributed.get_backend(self.tp_group) == "gloo" else None
+
+    @contextmanager
+    def _gathered_already(self) -> Iterator[None]:
+        """Keep megatron-core from exchanging anything between the parts of an expert."""
+        size, self.tp_size = self.tp_size, 1
+        try:
+            yield
+        finally:
+            self.tp_size = size
+
+    def _maybe_dtoh_and_synchronize(
+        self, point: str, tokens_per_expert: Tensor | None = None
+    ) -> Tensor | None:
+        """Give the split sizes as numpy arrays, which the collective wants, on any device."""
+        tokens_per_expert = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
+        if point == self.cuda_dtoh_point:
+            for name in ("input_splits", "output_splits", "output_splits_tp"):
+                splits = getattr(self, name)
+                if torch.is_tensor(splits):
+                    setattr(self, name, splits.numpy())
+        return tokens_per_expert
+
+
+class TransformerLayer(FusedForward, CoreTransformerLayer):  # type: ignore[misc]
+    """megatron-core's layer, with our `AlltoAllDispatcher` where it dispatches by all-to-all, with
+    masks that no layout changes where ``--deterministic-dropout`` asks for them, and fused.
+
+    Attributes:
+        graphs: what replays the layer in training; None where it is always run kernel by kernel.
+    """
+
+    graphs: LayerGraphs | None = None
+
+    def __init__(
+        self, *args: Any, pg_collection: ProcessGroupCollection | None = None, **kwargs: Any
+    ) -> None:
+        # megatron-core's multi-token-prediction block hands none down.
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        super().__init__(*args, pg_collection=groups, **kwargs)
+        use_own_mlps(self.mlp)
+        if self.recompute_mlp:
+            self.mlp.adds_bias = True
+        if getattr(self.config, "deterministic_dropout", False):
+            self.self_attn_bda = self._bias_dropout_add("attention", groups)
+            self.mlp_bda = self._bias_dropout_add("mlp", groups)
+        if self.is_moe_layer and type(self.mlp.token_dispatcher) is MoEAlltoAllTokenDispatcher:
+            self.mlp.token_dispatcher = AlltoAllDispatcher(
+                self.mlp.num_local_experts,
+                self.mlp.local_expert_indices,
+                config=self.config,
+                pg_collection=groups,
+            )
+            if self.mlp.shared_expert_overlap:
+                self.mlp.token_dispatcher.set_shared_experts(self.mlp.shared_experts)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's output and its context, by a graph where there is one for the call."""
+        graphs = self.graphs
+        if graphs is not None and self.training and torch.is_grad_enabled():
+            if graphs.takes(kwargs):
+                return graphs.replay(self, kwargs)
+            graphs.note(kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def _bias_dropout_add(self, name: str, groups: ProcessGroupCollection) -> BiasDropoutAdd:
+        site = f"{name} {self.layer_number}"
+        return BiasDropoutAdd(
+            HiddenDropout(self.hidden_dropout, site, groups, self.config.sequence_parallel)
+        )
+
+
+def expert_parameters(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """The parameters of the experts of a model chunk, without routers and shared experts."""
+    for module in chunk.modules():
+        if isinstance(module, BaseMoELayer) and module.experts is not None:
+            yield from module.experts.parameters()
+
+
+def mark_experts(chunk: torch.nn.Module, groups: ProcessGroupCollection) -> None:
+    """Mark the parameters of the experts, so that gradients are summed over the ranks with copies.
+
+    megatron-core takes them for dense ones unless ``--expert-model-parallel-size`` is above 1, but
+    the ranks with copies are others wherever ``--expert-tensor-parallel-size`` is not the
+    tensor-parallel size. And under sequence parallelism it sums the gradients of an expert's second
+    bias over the tensor-parallel ranks, which hold other experts, or copies summed already.
+
+    Args:
+        chunk: without wrappers.
+        groups: of this rank.
+    """
+    # A model without experts may have no groups for them.
+    for parameter in expert_parameters(chunk):
+        size = groups.expt_tp.size()
+        if size != groups.tp.size():
+            parameter.allreduce = False  # type: ignore[attr-defined]
+        if size == 1 and not getattr(parameter, "allreduce", True):
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+            if not getattr(parameter, "tensor_model_parallel", False):
+                # Counted in the gradient norm on every tensor-parallel rank.
+                set_tensor_model_parallel_attributes(parameter, True, 0, 1)

@@ -1,0 +1,343 @@
+"""The pointwise parts of a transformer layer as pure functions, each one kernel where it compiles.
+
+Every function reads its inputs and writes its outputs once in each direction; what lies between
+them never reaches memory. In half precision a compiled function rounds its results only, where the
+kernels one by one round every intermediate, so that it is nearer to the exact value.
+
+Torch norms that work under sequence parallelism and with a zero-centred gain.
+
+megatron-core's wrapped torch norms refuse both; these mark their parameters instead, so that
+core sums their gradients over the tensor-parallel ranks that each saw a part of the sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import quick_gelu, squared_relu
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.layers.compiled import Beside, compiled
+
+NormSpec = tuple[str, float, bool]
+"""Kind (LayerNorm or RMSNorm), epsilon, and whether the stored weight is the gain minus one."""
+
+
+@dataclass(frozen=True)
+class Fusions:
+    """Which parts of a GPT layer may compile, by Megatron-LM's flags.
+
+    Attributes:
+        norm: ``--no-persist-layer-norm`` leaves it to torch's own kernel.
+        activation: ``--no-bias-swiglu-fusion`` or, of others than SwiGLU,
+            ``--no-bias-gelu-fusion``.
+        rotary: ``--no-rope-fusion``; with the norm of queries and keys.
+        bias_dropout: ``--no-bias-dropout-fusion``; with the norm after it.
+    """
+
+    norm: bool = True
+    activation: bool = True
+    rotary: bool = True
+    bias_dropout: bool = True
+
+
+def fusions_of(config: TransformerConfig) -> Fusions:
+    """What a run's configuration lets compile; everything without one of ours."""
+    given: Fusions = getattr(config, "fusions", Fusions())
+    return given
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by a hyperbolic tangent (arXiv:1606.08415)."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": gelu_tanh,
+    "silu": F.silu,
+    "squared_relu": squared_relu,
+    "quick_gelu": quick_gelu,
+}
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> Tensor:
+    """LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467) over the last axis.
+
+    Args:
+        x: ``[..., h]``; of a residual stream in float32 beside weights in 16 bits too.
+        weight: ``[h]``.
+        bias: ``[h]``; None for RMSNorm.
+        spec: see `NormSpec`.
+
+    Returns:
+        ``[..., h]`` in the dtype of the weight.
+    """
+    kind, eps, zero_centered = spec
+    dtype = weight.dtype
+    if x.dtype != dtype:
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    gain = weight + 1 if zero_centered else weight
+    if kind == "RMSNorm":
+        return F.rms_norm(x, gain.shape, gain, eps).to(dtype)
+    return F.layer_norm(x, gain.shape, gain, bias, eps).to(dtype)
+
+
+normed = compiled(norm)
+
+
+def _one_norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor]:
+    return (norm(x, weight, bias, spec),)
+
+
+norm_beside = Beside(_one_norm)
+"""``x``, for the residual connection, and its `norm`."""
+
+
+def added(
+    x: Tensor, bias: Tensor | None, residual: Tensor, probability: float, training: bool
+) -> Tensor:
+    """``residual + dropout(x + bias)`` in the dtype of ``residual``.
+
+    Args:
+        x: ``[s, b, h]``.
+        bias: ``[h]``.
+        residual: ``[s, b, h]``.
+        probability: of an element to be dropped.
+        training: drop any.
+    """
+    if bias is not None:
+        x = x + bias
+    return residual + F.dropout(x, probability, training)
+
+
+bias_dropout_add = compiled(added)
+
+
+@compiled
+def bias_dropout_add_norm(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    probability: float,
+    training: bool,
+    weight: Tensor,
+    norm_bias: Tensor | None,
+    spec: NormSpec,
+) -> tuple[Tensor, Tensor]:
+    """`added` and its `norm`."""
+    hidden = added(x, bias, residual, probability, training)
+    return hidden, norm(hidden, weight, norm_bias, spec)
+
+
+@compiled
+def masked_bias_dropout_add(
+    x: Tensor, bias: Tensor | None, residual: Tensor, drawn: Tensor, probability: float
+) -> Tensor:
+    """`added` with a mask given: elements whose number drawn is below the probability drop."""
+    if bias is not None:
+        x = x + bias
+    return residual + x * (drawn >= probability) / (1 - probability)
+
+
+@compiled
+def activated(
+    x: Tensor, bias: Tensor | None, scale: Tensor | None, activation: str, gated: bool
+) -> Tensor:
+    """What stands between the two matrices of an MLP.
+
+    Args:
+        x: ``[s, b, f]`` or ``[tokens, f]``; gated ``2 f``: first what the activation gets, then
+            what its result is multiplied with (arXiv:2002.05202).
+        bias: of ``x``.
+        scale: ``[tokens, 1]``, of an expert's tokens.
+        activation: key of `ACTIVATIONS`.
+        gated: see ``x``.
+    """
+    function: Any = ACTIVATIONS[activation]
+    if bias is not None:
+        x = x + bias
+    if gated:
+        gate, linear = x.chunk(2, dim=-1)
+        y: Tensor = function(gate) * linear
+    else:
+        y = function(x)
+    return y if scale is None else (y * scale).to(y.dtype)
+
+
+@compiled
+def rotary_table(angles: Tensor, dtype: torch.dtype, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of megatron-core's angles, each angle once, in the dtype of the queries.
+
+    Args:
+        angles: ``[s, 1, 1, d]``; every angle twice, in halves or as neighbours.
+        dtype: of the queries.
+        interleaved: neighbours.
+
+    Returns:
+        Two tensors ``[s, 1, 1, d / 2]``.
+    """
+    once = angles[..., ::2] if interleaved else angles.chunk(2, dim=-1)[0]
+    return once.cos().to(dtype), once.sin().to(dtype)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Turn the pairs of ``[s, b, n, d]``; what the table does not reach passes (RoFormer)."""
+    width = 2 * cos.size(-1)
+    turned, rest = x[..., :width], x[..., width:]
+    if interleaved:
+        first, second = torch.unflatten(turned, -1, (-1, 2)).unbind(-1)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+    parts = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    return turned if rest.size(-1) == 0 else torch.cat((turned, rest), -1)
+
+
+@compiled
+def queries_keys_values(
+    projected: Tensor,
+    bias: Tensor | None,
+    groups: int,
+    head_dim: int,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
+    q_weight: Tensor | None,
+    q_bias: Tensor | None,
+    k_weight: Tensor | None,
+    k_bias: Tensor | None,
+    spec: NormSpec | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take a projection apart, norm queries and keys, rotate them.
+
+    The values are copied, so that the projection's memory is freed, and so that the gradients of
+    all three enter that of the projection in one kernel.
+
+    Args:
+        projected: ``[s, b, g * (n / g + 2) * d]``: each group's queries, its key and its value.
+        bias: of the projection, to be added here.
+        groups: g of this rank.
+        head_dim: d.
+        cos, sin: see `rotary_table`; None rotates nothing.
+        interleaved: neighbouring features make a pair, else the halves.
+        q_weight, q_bias, k_weight, k_bias: of the norms, ``[d]``.
+        spec: of the norms; None norms nothing.
+
+    Returns:
+        ``[s, b, n, d]``, ``[s, b, g, d]``, ``[s, b, g, d]``.
+    """
+    s, b, _ = projected.shape
+    if bias is not None:
+        projected = projected + bias
+    heads = projected.view(s, b, groups, -1, head_dim)
+    query = heads[..., :-2, :].flatten(2, 3)
+    key, value = heads[..., -2, :], heads[..., -1, :]
+    if spec is not None:
+        assert q_weight is not None and k_weight is not None
+        query, key = norm(query, q_weight, q_bias, spec), norm(key, k_weight, k_bias, spec)
+    if cos is not None and sin is not None:
+        query, key = (rotated(x, cos, sin, interleaved) for x in (query, key))
+    copied = (x.clone(memory_format=torch.contiguous_format) for x in (query, key, value))
+    query, key, value = copied
+    return query, key, value
+
+
+Weights = tuple[Tensor, Tensor | None]
+"""Weight and bias of a norm, ``[h]`` each; an RMSNorm has no bias."""
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """LayerNorm over the last axis, ``[..., h]`` to ``[..., h]`` (Ba et al., arXiv:1607.06450).
+
+    With ``zero_centered`` the stored weight is the gain minus one (``--apply-layernorm-1p``).
+    """
+
+    def __init__(
+        self, hidden_size: int, eps: float, *, zero_centered: bool, compiled: bool = True
+    ) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.zero_centered = zero_centered
+        self.compiled = compiled
+        _finish(self, zero_centered)
+
+    def forward(self, input: Tensor | None) -> Any:
+        """The norm of ``input``, or, given None, `Weights`."""
+        if input is None:
+            return self.weight, self.bias
+        function = normed if self.compiled else norm
+        return function(input, self.weight, self.bias, spec_of(self))
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm over the last axis, ``[..., h]`` to ``[..., h]`` (arXiv:1910.07467)."""
+
+    def __init__(
+        self, hidden_size: int, eps: float, *, zero_centered: bool, compiled: bool = True
+    ) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.zero_centered = zero_centered
+        self.compiled = compiled
+        _finish(self, zero_centered)
+
+    def forward(self, x: Tensor | None) -> Any:
+        """The norm of ``x``, or, given None, `Weights`."""
+        if x is None:
+            return self.weight, None
+        function = normed if self.compiled else norm
+        return function(x, self.weight, None, spec_of(self))
+
+
+def _finish(norm: torch.nn.Module, zero_centered: bool) -> None:
+    if zero_centered:
+        torch.nn.init.zeros_(norm.weight)  # type: ignore[arg-type]
+
+
+def weights_of(norm: LayerNorm | RMSNorm) -> Weights:
+    """Weight and bias, for functions that norm by themselves.
+
+    By a call of the module, for whose sake data parallelism waits until it has gathered them.
+    """
+    weights: Weights = norm(None)
+    return weights
+
+
+def spec_of(norm: LayerNorm | RMSNorm) -> NormSpec:
+    """What `pointwise` is to know of a norm."""
+    kind = "RMSNorm" if isinstance(norm, RMSNorm) else "LayerNorm"
+    assert norm.eps is not None
+    return kind, norm.eps, norm.zero_centered
+
+
+NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+
+
+class Norm:
+    """Builds the norm that a TransformerConfig names; takes megatron-core's arguments.
+
+    Raises:
+        ConfigError: a normalization other than LayerNorm and RMSNorm.
+    """
+
+    def __new__(  # type: ignore[misc]
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any
+    ) -> torch.nn.Module:
+        if config.normalization not in NORMS:
+            raise ConfigError(
+                f"`--normalization` ({config.normalization}) must be LayerNorm or RMSNorm with "
+                "the torch layers."
+            )
+        norm = NORMS[config.normalization](
+            hidden_size,
+            eps,
+            zero_centered=config.layernorm_zero_centered_gamma,
+            compiled=fusions_of(config).norm,
+        )
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm

@@ -1,0 +1,271 @@
+"""torch's scaled_dot_product_attention with the kernel that is fastest on the device tried first.
+
+On Hopper and data-center Blackwell GPUs cuDNN's kernels come before FlashAttention 2, which was
+written for the GPUs before them; torch orders them so by itself only from cuDNN 9.15.1 on, whose
+predecessors it distrusts at lengths that 128 does not divide (pytorch/pytorch, issue 169849). A
+kernel that does not fit a call is passed over, up to the products written out.
+
+None of cuDNN's and FlashAttention's kernels needs a copy: both take any strides of ``[b, n, s, d]``
+but the last, and return their output in the queries' layout, so that tensors in Megatron's order
+``[s, b, n, d]`` go in as views and come back contiguous. Grouped keys are not repeated.
+
+Masked attention on a GPU through torch's FlexAttention, which skips what no query sees.
+
+A dense mask leaves SDPA its slower kernels only, which compute forbidden scores too: with documents
+of an eighth of the sequence sixteen times as many as are allowed. Here the mask is summed up in
+blocks of 128 x 128 once for each mask, and shared by the layers; blocks that no query sees are
+skipped, and the mask itself is read in those that are partly seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnBackend
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.layers.compiled import compiles
+
+ONLY: Mapping[AttnBackend, tuple[SDPBackend, ...]] = {
+    AttnBackend.flash: (SDPBackend.FLASH_ATTENTION,),
+    AttnBackend.fused: (SDPBackend.CUDNN_ATTENTION,),
+    AttnBackend.unfused: (SDPBackend.MATH,),
+}
+"""What ``--attention-backend`` leaves; "fused" is Megatron-LM's word for cuDNN."""
+
+CUDNN_FIRST = (
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+)
+CUDNN_GENERATIONS = (9, 10)
+"""Major compute capabilities of Hopper and data-center Blackwell."""
+
+CUDNN_ANY_LENGTH = 91501
+CUDNN_OF_TORCH_2_8 = 91002
+TILE = 128
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Any = None,
+    causal: bool = False,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    backend: AttnBackend = AttnBackend.auto,
+) -> Tensor:
+    """``softmax(q k * scale) v``.
+
+    Args:
+        query: ``[b, n, q, d]``, of any strides but the last.
+        key: ``[b, g, k, d]``, g groups of keys and values.
+        value: ``[b, g, k, d]``.
+        mask: True where a query sees a key, ``[b, 1, q, k]``, or a bias of torch; None is none.
+        causal: queries see no later keys; not with a mask.
+        dropout: of the probabilities.
+        scale: None means ``1 / sqrt(d)``.
+        backend: the only kernel to take on a GPU; auto takes the fastest that fits.
+
+    Returns:
+        ``[b, n, q, d]``.
+
+    Raises:
+        ConfigError: the only kernel does not fit.
+    """
+    kernels = kernels_for(query, key, backend)
+    chosen = sdpa_kernel(list(kernels), set_priority=True) if kernels else contextlib.nullcontext()
+    try:
+        with chosen:
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=causal,
+                scale=scale,
+                enable_gqa=query.size(1) != key.size(1),
+            )
+    except RuntimeError as error:
+        if "No available kernel" not in str(error):
+            raise
+        raise ConfigError(
+            f"`--attention-backend` ({backend.name}) has no kernel for {query.dtype} queries of "
+            f"shape {list(query.shape)} {'without' if mask is None else 'with'} a mask and with "
+            f"dropout {dropout}, for the reasons in torch's warnings above; use auto."
+        ) from error
+
+
+def kernels_for(query: Tensor, key: Tensor, backend: AttnBackend) -> Sequence[SDPBackend]:
+    """The kernels to try, in order; none leaves it to torch."""
+    if not query.is_cuda:
+        return ()
+    if backend in ONLY:
+        return ONLY[backend]
+    lengths = query.size(2), key.size(2)
+    capability = torch.cuda.get_device_capability(query.device)
+    version: int = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
+    return CUDNN_FIRST if prefers_cudnn(capability, version, lengths) else ()
+
+
+def prefers_cudnn(capability: tuple[int, int], version: int, lengths: Sequence[int]) -> bool:
+    """Whether cuDNN's kernels are the fastest, and trusted at these lengths.
+
+    Args:
+        capability: of the GPU.
+        version: of cuDNN, 91501 for 9.15.1.
+        lengths: of queries and keys.
+    """
+    whole_tiles = all(length % TILE == 0 for length in lengths)
+    trusted = version >= (CUDNN_OF_TORCH_2_8 if whole_tiles else CUDNN_ANY_LENGTH)
+    return capability[0] in CUDNN_GENERATIONS and trusted
+
+
+NUM_KEPT = 16
+"""Block masks kept of those that follow from positions alone."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Which keys a query sees by its position.
+
+    Attributes:
+        first_query: position of the first query; the keys start at 0.
+        causal: no later key.
+        window: how far it sees to the left and, unless causal, to the right; -1 is any distance.
+    """
+
+    first_query: int
+    causal: bool
+    window: tuple[int, int] | None
+
+
+def fits(query: Tensor, dropout: float) -> bool:
+    """Whether FlexAttention takes the queries ``[b, n, q, d]`` of a GPU.
+
+    It has no dropout, and before torch 2.7 head sizes that are powers of 2 only.
+    """
+    d = query.size(-1)
+    is_power = d >= 16 and d & (d - 1) == 0
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.is_cuda and half and is_power and dropout == 0 and compiles(query)
+
+
+def flex_attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
+    """``softmax(q k * scale) v`` where the mask allows it.
+
+    Args:
+        query: ``[b, n, q, d]``.
+        key: ``[b, g, k, d]``.
+        value: ``[b, g, k, d]``.
+        mask: see `block_mask`.
+        scale: of the scores.
+
+    Returns:
+        ``[b, n, q, d]``.
+    """
+    out: Tensor = compiled()(
+        query, key, value, block_mask=mask, scale=scale, enable_gqa=query.size(1) != key.size(1)
+    )
+    return out
+
+
+@cache
+def compiled() -> Callable[..., Any]:
+    """FlexAttention as one kernel; uncompiled it makes all scores."""
+    return torch.compile(flex_attention)
+
+
+def block_mask(query: Tensor, key: Tensor, span: Span, forbidden: Tensor | None) -> BlockMask:
+    """The block mask of ``[b, n, q, d]`` and ``[b, g, k, d]``, made at its first use.
+
+    Args:
+        query, key: of which the lengths and the device count.
+        span: see there.
+        forbidden: ``[b or 1, 1, q, k]``, True where forbidden; None is none.
+    """
+    lengths = query.size(2), key.size(2)
+    if forbidden is None:
+        return _of_positions(span, lengths, query.device)
+    if forbidden.is_cuda and torch.cuda.is_current_stream_capturing():
+        # A CUDA graph must make the blocks anew of what its inputs hold when it is replayed.
+        return _made(span, lengths, query.device, forbidden)
+    return _newest.find(span, lengths, forbidden)
+
+
+@lru_cache(maxsize=NUM_KEPT)
+def _of_positions(span: Span, lengths: tuple[int, int], device: torch.device) -> BlockMask:
+    return _made(span, lengths, device, None)
+
+
+def _made(
+    span: Span, lengths: tuple[int, int], device: torch.device, forbidden: Tensor | None
+) -> BlockMask:
+    batch = None if forbidden is None or forbidden.size(0) == 1 else forbidden.size(0)
+    # As a tensor, since every number in a mask's function would be compiled apart.
+    first_query = torch.full((), span.first_query, device=device)
+    rule = _rule(span, first_query, forbidden)
+    return create_block_mask(rule, batch, None, *lengths, device=str(device))
+
+
+class _NewestMask:
+    """Block masks of the newest dense mask, and of its parts under context parallelism.
+
+    A mask is known by its place and version in memory, since recomputed layers see it as another
+    tensor. It is held, so that its place cannot become another mask's meanwhile; but one only,
+    since it has a byte for every pair of positions.
+    """
+
+    def __init__(self) -> None:
+        self._held: Tensor | None = None
+        self._key: tuple[Any, ...] = ()
+        self._made: dict[Any, BlockMask] = {}
+
+    def find(self, span: Span, lengths: tuple[int, int], forbidden: Tensor) -> BlockMask:
+        """The block mask of ``[b or 1, 1, q, k]``, a mask or a part of one."""
+        version = 0 if forbidden.is_inference() else forbidden._version
+        key = (forbidden.untyped_storage().data_ptr(), version, forbidden.device)
+        if key != self._key:
+            self._held, self._key, self._made = forbidden, key, {}
+        part = (forbidden.storage_offset(), forbidden.shape, forbidden.stride(), span, lengths)
+        if part not in self._made:
+            self._made[part] = _made(span, lengths, forbidden.device, forbidden)
+        return self._made[part]
+
+
+_newest = _NewestMask()
+
+
+def _rule(
+    span: Span, first_query: Tensor, forbidden: Tensor | None
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Whether query q of sample b sees key k."""
+    (left, right), causal = span.window or (-1, -1), span.causal
+    per_sample = forbidden is not None and forbidden.size(0) > 1
+
+    def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        # Positions of keys stay alone, or their differences would be made for all pairs in int64.
+        at = q + first_query
+        seen = k <= at if causal else k >= 0
+        if left >= 0:
+            seen = seen & (k >= at - left)
+        if right >= 0 and not causal:
+            seen = seen & (k <= at + right)
+        if forbidden is not None:
+            seen = seen & ~(forbidden[b, 0, q, k] if per_sample else forbidden[0, 0, q, k])
+        return seen
+
+    return allowed

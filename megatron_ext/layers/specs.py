@@ -1,0 +1,199 @@
+"""Layer specs: Transformer Engine where it is asked for, else our torch layers.
+
+The torch spec is megatron-core's local spec with our norm, our attention and our router, which
+also work under sequence and context parallelism and without Transformer Engine. Parameter names
+and the order of initialization are those of the local spec.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+    get_gpt_mtp_block_spec_for_backend,
+    get_mlp_module_spec_for_backend,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from megatron_ext.config.transformer_engine import TE_IMPL
+from megatron_ext.errors import ConfigError
+from megatron_ext.layers.attention import DotProductAttention
+from megatron_ext.layers.fused_layer import SelfAttention, get_bias_dropout_add
+from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_ext.layers.moe import Router, TransformerLayer
+from megatron_ext.layers.pointwise import Norm
+from megatron_ext.layers.transformer_engine import accumulate_gradients
+
+RECOMPUTED_WITH_TE = ("layernorm", "moe_act", "mla_up_proj")
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+class TorchSpecProvider(LocalSpecProvider):  # type: ignore[misc]
+    """megatron-core's local modules, with our norm and attention."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return Norm
+
+    def core_attention(self) -> type:
+        return DotProductAttention
+
+    def column_parallel_linear(self) -> type:
+        return ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return RowParallelLinear
+
+    def grouped_mlp_modules(
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
+    ) -> tuple[type, MLPSubmodules]:
+        linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        return SequentialMLP, linear
+
+
+def torch_layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
+    """One transformer layer of the torch spec.
+
+    Args:
+        config: for the options that change the parts of a layer.
+        moe: a layer of experts instead of a dense MLP.
+    """
+    backend = TorchSpecProvider()
+    mlp = get_mlp_module_spec_for_backend(
+        backend, num_experts=config.num_moe_experts if moe else None, moe_grouped_gemm=False
+    )
+    if moe:
+        mlp.submodules.router = Router
+    qk_norm: Any = Norm if config.qk_layernorm else IdentityOp
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=backend.column_parallel_linear(),
+            core_attention=DotProductAttention,
+            linear_proj=backend.row_parallel_linear(),
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=Norm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=Norm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+            # The names that Transformer Engine's fused layers give the same tensors in a
+            # checkpoint, so that either spec loads what the other saved.
+            sharded_state_dict_keys_map={
+                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+                **({} if moe else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}),
+            },
+        ),
+    )
+
+
+def expert_pattern(config: TransformerConfig) -> list[bool]:
+    """Which layers hold experts.
+
+    Raises:
+        ConfigError: a pattern whose length is not the number of layers.
+    """
+    if config.num_moe_experts is None:
+        return [False] * config.num_layers
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return [layer % frequency == 0 for layer in range(config.num_layers)]
+    if len(frequency) != config.num_layers:
+        raise ConfigError(
+            f"`--moe-layer-freq` has {len(frequency)} entries, but must have one for each of the "
+            f"{config.num_layers} layers."
+        )
+    return [bool(flag) for flag in frequency]
+
+
+def _check_options(config: TransformerConfig) -> None:
+    """Refuse what megatron-core's modules cannot do without Transformer Engine."""
+    # Their outputs are dropped by a function of core that asks Transformer Engine.
+    needing = [x for x in config.recompute_modules or () if x in RECOMPUTED_WITH_TE]
+    if config.recompute_granularity == "selective" and needing and not has_transformer_engine():
+        raise ConfigError(
+            f"`--recompute-modules {needing[0]}` needs Transformer Engine, which is not "
+            "installed; use core_attn, mlp, moe or shared_experts."
+        )
+
+
+def _use_own_router(layers: Sequence[ModuleSpec]) -> None:
+    """Give the experts of megatron-core's specs our router, which weighs its losses exactly."""
+    for layer in layers:
+        mlp: Any = getattr(layer.submodules, "mlp", None)
+        if getattr(getattr(mlp, "submodules", None), "router", None) is not None:
+            mlp.submodules.router = Router
+
+
+def layer_spec(
+    config: TransformerConfig, *, impl: str, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The decoder layers of one pipeline chunk, and its final norm.
+
+    Args:
+        config: megatron-core's configuration.
+        impl: ``transformer_engine`` for its layers, anything else for ours.
+        vp_stage: the virtual chunk on this rank.
+
+    Raises:
+        ConfigError: an option that needs Transformer Engine, or a bad pattern of experts.
+    """
+    if impl == TE_IMPL:
+        block = get_gpt_decoder_block_spec(
+            config, True, normalization=config.normalization, vp_stage=vp_stage
+        )
+        _use_own_router(block.layer_specs)
+        accumulate_gradients(block.layer_specs, config)
+        return block
+    _check_options(config)
+    pattern = expert_pattern(config)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    layers = [torch_layer_spec(config, moe=moe) for moe in pattern[first : first + count]]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
+
+
+def mtp_block_spec(
+    config: TransformerConfig, *, impl: str, vp_stage: int | None = None
+) -> ModuleSpec | None:
+    """The multi-token-prediction block, whose layers are like the decoder's last one."""
+    if impl == TE_IMPL:
+        layers = get_gpt_decoder_layer_specs(config, True, normalization=config.normalization)
+        _use_own_router(layers)
+        accumulate_gradients(layers, config)
+        # As a block: of single layers, core takes none but its own class.
+        block = TransformerBlockSubmodules(layer_specs=layers)
+        return get_gpt_mtp_block_spec(config, block, True, vp_stage=vp_stage)
+    layer = torch_layer_spec(config, moe=expert_pattern(config)[-1])
+    block = TransformerBlockSubmodules(layer_specs=[layer], layer_norm=Norm)
+    return get_gpt_mtp_block_spec_for_backend(config, block, TorchSpecProvider(), vp_stage=vp_stage)

@@ -1,0 +1,152 @@
+"""What a run with Transformer Engine's layers needs beyond megatron-core's specs.
+
+At its start: variables of the environment, a GPU that has the recipe, buffers of overlapped
+communication. And a layer whose weight gradients are summed by Transformer Engine's kernel, which
+megatron-core's own output layer could not do.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import is_te_min_version
+
+from megatron_ext.config.transformer_engine import TE_IMPL, read_overlap_settings
+from megatron_ext.device.rates import FIRST, Capability, engine_recipes
+from megatron_ext.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megatron_ext.config.run import RunConfig
+
+CUDA_OF_BLOCKWISE = (12, 9)
+
+
+def recipe_error(
+    recipe: str, capability: Capability, cuda: tuple[int, ...] | None = None
+) -> str | None:
+    """Why a GPU cannot run a recipe of Transformer Engine, in one sentence; None if it can.
+
+    Args:
+        recipe: ``--fp8-recipe``.
+        capability: compute capability of the GPU.
+        cuda: version that torch was built with; None where it is unknown.
+    """
+    first, found = FIRST.get(recipe), ".".join(map(str, capability))
+    if first is None:
+        return None
+    fitting = engine_recipes(capability)
+    advice = f"use {' or '.join(fitting)}" if fitting else "leave out `--fp8-format`"
+    if recipe not in fitting:
+        limit = " and below 12.0" if recipe == "mxfp8" else " or above"
+        return (
+            f"`--fp8-recipe` ({recipe}) needs a GPU of compute capability {first[0]}.{first[1]}"
+            f"{limit}, but this one has {found}; {advice}."
+        )
+    if recipe == "blockwise" and cuda is not None and cuda < CUDA_OF_BLOCKWISE:
+        return (
+            f"`--fp8-recipe` ({recipe}) needs CUDA 12.9 or newer, but torch was built with "
+            f"{'.'.join(map(str, cuda))}; use tensorwise, or another build of torch."
+        )
+    return None
+
+
+def prepare_transformer_engine(config: RunConfig) -> None:
+    """Make this rank ready for Transformer Engine's layers; before any of them is built.
+
+    Does nothing in a run of the torch layers. All ranks call this together.
+
+    Raises:
+        ConfigError: a GPU or a build of torch that cannot run what is asked for.
+    """
+    if config.model.transformer_impl != TE_IMPL:
+        return
+    os.environ.update(_environment(config))
+    if config.fp8.fp8_format is not None:
+        _check_recipe(config.fp8.fp8_recipe)
+    if config.engine.tp_comm_overlap:
+        _initialize_user_buffers(config)
+
+
+def _environment(config: RunConfig) -> dict[str, str]:
+    """Variables in the place of arguments that Transformer Engine does not have."""
+    scaled = config.model.apply_query_key_layer_scaling
+    variables = {"NVTE_APPLY_QK_LAYER_SCALING": str(int(scaled))}
+    if config.training.deterministic_mode:
+        variables["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    return variables
+
+
+def _check_recipe(recipe: str) -> None:
+    cuda = torch.version.cuda
+    built_with = None if cuda is None else tuple(map(int, cuda.split(".")))
+    error = recipe_error(recipe, torch.cuda.get_device_capability(), built_with)
+    if error is not None:
+        raise ConfigError(error)
+
+
+def buffer_arguments(config: RunConfig, modes: Any = None) -> dict[str, Any]:
+    """What ``initialize_ub`` of Transformer Engine is called with.
+
+    Args:
+        config: with ``--tp-comm-overlap``.
+        modes: its ``UserBufferQuantizationMode``, which it has from version 2.7 on; else None.
+    """
+    model, engine, fp8 = config.model, config.engine, config.fp8
+    tokens = (model.seq_length or 0) * (config.training.micro_batch_size or 1)
+    arguments: dict[str, Any] = {
+        "shape": [tokens // config.parallel.context_parallel_size, model.hidden_size],
+        "tp_size": config.parallel.tensor_model_parallel_size,
+        "ub_cfgs": read_overlap_settings(engine.tp_comm_overlap_cfg),
+        "bootstrap_backend": engine.tp_comm_bootstrap_backend,
+    }
+    in_fp8 = fp8.fp8_format is not None
+    if modes is None:
+        return {**arguments, "use_fp8": in_fp8}
+    in_bf16 = not in_fp8 or (
+        fp8.first_last_layers_bf16
+        and max(fp8.num_layers_at_start_in_bf16, fp8.num_layers_at_end_in_bf16) > 0
+    )
+    chosen = [mode for mode, used in ((modes.FP8, in_fp8), (modes.NONE, in_bf16)) if used]
+    return {**arguments, "quantization_modes": chosen}
+
+
+def _initialize_user_buffers(config: RunConfig) -> None:
+    """Set up the buffers through which Transformer Engine's layers communicate."""
+    backend = config.engine.tp_comm_bootstrap_backend
+    if not torch.distributed.is_backend_available(backend):
+        raise ConfigError(
+            f"`--tp-comm-bootstrap-backend` ({backend}) is not in this build of torch; use nccl."
+        )
+    base: Any = importlib.import_module("transformer_engine.pytorch.module.base")
+    modes = base.UserBufferQuantizationMode if is_te_min_version("2.7.0") else None
+    base.initialize_ub(**buffer_arguments(config, modes))
+
+
+class GradientAccumulatingLayer(TransformerLayer):  # type: ignore[misc]
+    """megatron-core's layer, told to sum weight gradients in the main buffer.
+
+    Transformer Engine's products do that themselves. megatron-core's own layers, such as the output
+    head, need a kernel of apex for it, so the option is off for them where apex is not there.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        accumulating = copy.copy(config)
+        accumulating.gradient_accumulation_fusion = True
+        super().__init__(accumulating, *args, **kwargs)
+
+
+def accumulate_gradients(layers: Sequence[ModuleSpec], config: TransformerConfig) -> None:
+    """Let the layers of a spec sum their weight gradients, where the run asks for it."""
+    if not getattr(config, "te_gradient_accumulation_fusion", False):
+        return
+    for layer in layers:
+        if layer.module is TransformerLayer:
+            layer.module = GradientAccumulatingLayer

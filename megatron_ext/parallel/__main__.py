@@ -1,0 +1,76 @@
+"""Print the rank grid of a layout and each of its groups, without starting a process."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import fields
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_ext.config.flags import SIZE
+from megatron_ext.errors import ConfigError, run_program
+from megatron_ext.parallel.grid import DENSE_GROUPS, EXPERT_GROUPS, Layout
+
+TITLES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline", "ep": "expert"}
+
+
+def parse(argv: list[str]) -> Layout:
+    """The layout's own fields as flags."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_ext.parallel", description=__doc__)
+    for field in fields(Layout):
+        flag = "--" + field.name.replace("_", "-")
+        if isinstance(field.default, bool):
+            parser.add_argument(flag, action="store_true")
+        elif field.name == "world_size":
+            parser.add_argument(flag, type=SIZE.integer, required=True, metavar="RANKS")
+        else:
+            parser.add_argument(flag, type=SIZE.integer, default=field.default, metavar="RANKS")
+    return Layout(**vars(parser.parse_args(argv)))
+
+
+def grid_table(layout: Layout) -> Table:
+    """One row for each rank, with its position along each axis."""
+    axes = [axis for axis in layout.order.split("-") if axis != "ep"]
+    table = Table("rank", *(f"{TITLES[a]} ({layout.sizes()[a]})" for a in axes), title="ranks")
+    for rank in range(layout.world_size):
+        position = layout.position(rank)
+        table.add_row(str(rank), *(str(position[axis]) for axis in axes))
+    return table
+
+
+def group_table(layout: Layout) -> Table:
+    """One row for each kind of group with more than one rank, with all its groups."""
+    table = Table("group", "size", "ranks of each group", title="process groups")
+    kinds = [(axes, layout.groups(axes)) for axes in DENSE_GROUPS]
+    if layout.expert_model_parallel_size > 1 or layout.expert_tp != layout.sizes()["tp"]:
+        kinds += [(f"expert {axes}", layout.expert_groups(axes)) for axes in EXPERT_GROUPS]
+    for name, groups in kinds:
+        if len(groups[0]) > 1:
+            table.add_row(name, str(len(groups[0])), " ".join(map(_short, groups)))
+    return table
+
+
+def _short(ranks: list[int]) -> str:
+    """``[0-3]`` for neighbours, ``[0,4,8]`` otherwise."""
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"[{ranks[0]}-{ranks[-1]}]"
+    return f"[{','.join(map(str, ranks))}]"
+
+
+def main(argv: list[str]) -> int:
+    """Entry point; returns the exit code."""
+    try:
+        layout = parse(argv)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    console = Console(highlight=False, markup=False)
+    console.print(grid_table(layout))
+    console.print(group_table(layout))
+    return 0
+
+
+if __name__ == "__main__":
+    run_program(main)

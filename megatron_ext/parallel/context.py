@@ -1,0 +1,356 @@
+"""From a layout to process groups and seeds; the only file that reads ``parallel_state``.
+
+Groups of a second layout on the ranks of a run, for a network that lies otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch.distributed import ProcessGroup
+
+from megatron_ext.config.pipeline import mtp_stage
+from megatron_ext.device import Device
+from megatron_ext.device.streams import destroy_graphs
+from megatron_ext.errors import ConfigError
+from megatron_ext.parallel.grid import Layout, Placement, groups_of
+
+if TYPE_CHECKING:
+    from megatron_ext.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """Where this rank stands, and the groups that it belongs to.
+
+    Attributes:
+        layout: sizes and grid.
+        rank: global rank.
+        tp_rank, pp_rank, dp_rank, cp_rank: position along each axis.
+        pgs: megatron-core's collection of process groups, handed down to everything that
+            communicates.
+        pipeline_channels: two more groups of the pipeline's ranks, for the messages to higher and
+            to lower ranks.
+    """
+
+    layout: Layout
+    rank: int
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    cp_rank: int
+    pgs: ProcessGroupCollection
+    pipeline_channels: tuple[ProcessGroup, ProcessGroup]
+
+    @property
+    def placement(self) -> Placement:
+        """Which pipeline rank holds which stage."""
+        return self.layout.placement
+
+    @property
+    def last_stage_rank(self) -> int:
+        """The pipeline rank that holds the last stage, where the loss is computed."""
+        return self.placement.rank_of(self.placement.num_stages - 1)
+
+    @property
+    def is_first_stage(self) -> bool:
+        """This rank holds the first stage, with the embedding."""
+        return self.pp_rank == self.placement.rank_of(0)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """This rank holds the last stage, with the loss."""
+        return self.pp_rank == self.last_stage_rank
+
+    @property
+    def reporting_rank(self) -> int:
+        """The last rank that holds the last stage; the very last rank, as in Megatron-LM, but for
+        schedules whose last stage lies elsewhere.
+        """
+        ranks = range(self.layout.world_size)
+        holders = [r for r in ranks if self.layout.position(r)["pp"] == self.last_stage_rank]
+        return holders[-1]
+
+    @property
+    def is_reporting_rank(self) -> bool:
+        """This rank reports; see `reporting_rank`."""
+        return self.rank == self.reporting_rank
+
+    def destroy(self) -> None:
+        """Take the groups down; a rank may then build others.
+
+        CUDA graphs go first: see `device.streams`.
+        """
+        destroy_graphs()
+        destroy_groups()
+
+
+def destroy_groups() -> None:
+    """Take down what `init_groups` has built, or a part of it."""
+    parallel_state.destroy_model_parallel()
+    # Which forgets these two. A rank that is forked later would free them when it builds its own,
+    # and wait for ever for gloo's threads, which only this process has.
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
+    parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+class NoAnswer(Enum):
+    """How a rank learns that another one is not there, and what it says."""
+
+    TIMEOUT = (
+        "waited in vain for another rank until `--distributed-timeout-minutes` were over; look at "
+        "what the ranks that say nothing do"
+    )
+    LOST = "lost its connection to another rank, which has ended"
+
+
+def contact_fault(error: BaseException) -> NoAnswer | None:
+    """Return what an error of a collective says of other ranks, None of any other error.
+
+    gloo raises a plain RuntimeError, which only its text tells apart.
+    """
+    text = str(error)
+    if isinstance(error, torch.distributed.DistStoreError) and "timeout" in text:
+        return NoAnswer.TIMEOUT
+    if not isinstance(error, RuntimeError) or "gloo/transport" not in text:
+        return None
+    return NoAnswer.TIMEOUT if "imed out" in text or "timeout" in text else NoAnswer.LOST
+
+
+def mtp_rank(config: RunConfig) -> int | None:
+    """The pipeline rank that holds multi-token prediction, None without it."""
+    if not config.model.mtp_num_layers:
+        return None
+    return Layout.from_config(config).placement.rank_of(mtp_stage(config.parallel))
+
+
+def embedding_ranks(*, tied: bool, mtp_rank: int | None) -> Callable[[list[int]], list[int]]:
+    """Which ranks of a pipeline hold copies of the word embedding that must stay equal.
+
+    Args:
+        tied: the output layer uses the embedding's weight.
+        mtp_rank: the pipeline rank with multi-token prediction, which has its own copy; None
+            without.
+    """
+
+    def ranks(pp_ranks: list[int]) -> list[int]:
+        holders = {pp_ranks[0]}
+        if tied:
+            holders.add(pp_ranks[-1])
+        if mtp_rank is not None:
+            holders.add(pp_ranks[mtp_rank])
+        return sorted(holders)
+
+    return ranks
+
+
+def init_groups(
+    layout: Layout,
+    device: Device,
+    *,
+    timeout_minutes: float = 10,
+    get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+    init_method: str | None = None,
+    hierarchical_context_parallel_sizes: list[int] | None = None,
+) -> ParallelContext:
+    """Create the process groups of a layout and check them against the grid.
+
+    All ranks call this together. `torch.distributed` is initialized from the environment (RANK,
+    WORLD_SIZE, and MASTER_ADDR or ``init_method``) unless it is already. A failure leaves no group.
+
+    Args:
+        layout: what to build.
+        device: decides the backend.
+        timeout_minutes: how long a collective may take.
+        get_embedding_ranks: see `embedding_ranks`; None means first and last stage.
+        init_method: rendezvous address such as ``file:///path``; a single rank needs none.
+        hierarchical_context_parallel_sizes: factors of the context-parallel size, for
+            ``--cp-comm-type a2a+p2p``.
+
+    Raises:
+        ConfigError: the number of started ranks is not the layout's.
+    """
+    timeout = timedelta(minutes=timeout_minutes)
+    if not torch.distributed.is_initialized():
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        address = init_method or os.environ.get("MEGATRON_EXT_INIT_METHOD", "env://")
+        alone = world_size == 1 and init_method is None
+        torch.distributed.init_process_group(
+            device.backend,
+            init_method=None if alone else address,
+            store=torch.distributed.HashStore() if alone else None,  # type: ignore[attr-defined]
+            rank=int(os.environ.get("RANK", "0")),
+            world_size=world_size,
+            timeout=timeout,
+        )
+    try:
+        _build_groups(
+            layout, timeout_minutes, get_embedding_ranks, hierarchical_context_parallel_sizes
+        )
+        context = _context(layout, timeout)
+        _check_against_grid(context)
+    except BaseException:
+        destroy_groups()
+        raise
+    return context
+
+
+def _build_groups(
+    layout: Layout,
+    timeout_minutes: float,
+    get_embedding_ranks: Callable[[list[int]], list[int]] | None,
+    hierarchical_context_parallel_sizes: list[int] | None,
+) -> None:
+    """Let megatron-core build its groups; see `init_groups`."""
+    started = torch.distributed.get_world_size()
+    if started != layout.world_size:
+        raise ConfigError(
+            f"The layout needs {layout.world_size} ranks, but {started} were started; start "
+            f"{layout.world_size}."
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
+        hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+        distributed_timeout_minutes=timeout_minutes,
+        order=layout.order,
+        get_embedding_ranks=get_embedding_ranks,
+        create_gloo_process_groups=True,
+    )
+
+
+def pipeline_channels(
+    layout: Layout, pipeline: ProcessGroup, timeout: timedelta
+) -> tuple[ProcessGroup, ProcessGroup]:
+    """Two groups for each pipeline; on one stage nothing is ever sent."""
+    if layout.pipeline_model_parallel_size == 1:
+        return pipeline, pipeline
+    mine, rank = [], torch.distributed.get_rank()
+    for ranks in layout.groups("pp"):
+        pair = [torch.distributed.new_group(ranks, timeout=timeout) for _ in range(2)]
+        if rank in ranks:
+            mine = pair
+    return mine[0], mine[1]
+
+
+def _context(layout: Layout, timeout: timedelta) -> ParallelContext:
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    return ParallelContext(
+        layout=layout,
+        rank=torch.distributed.get_rank(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        pgs=ProcessGroupCollection.use_mpu_process_groups(),
+        pipeline_channels=pipeline_channels(layout, pipeline, timeout),
+    )
+
+
+def _check_against_grid(context: ParallelContext) -> None:
+    """megatron-core's groups are the grid's, or the run would train something else."""
+    layout, pgs = context.layout, context.pgs
+    checks = {"tp": pgs.tp, "pp": pgs.pp, "cp": pgs.cp, "dp": pgs.dp, "dp-cp": pgs.dp_cp}
+    for axes, group in checks.items():
+        mine = next(ranks for ranks in layout.groups(axes) if context.rank in ranks)
+        theirs = torch.distributed.get_process_group_ranks(group)
+        if sorted(theirs) != mine:
+            raise ConfigError(
+                f"The {axes} group of rank {context.rank} is {theirs} in megatron-core, but "
+                f"{mine} in the grid; this version of megatron-core is not supported."
+            )
+
+
+def seed_everything(
+    context: ParallelContext, seed: int, *, data_parallel_random_init: bool = False
+) -> None:
+    """Seed all generators as Megatron-LM does: apart for each pipeline stage.
+
+    Args:
+        context: this rank.
+        seed: ``--seed``.
+        data_parallel_random_init: start the replicas from different weights.
+
+    Raises:
+        ConfigError: a seed that is not positive.
+    """
+    if seed <= 0:
+        raise ConfigError(f"`--seed` ({seed}) must be positive; 1234 is the default.")
+    seed += 100 * context.pp_rank
+    if data_parallel_random_init:
+        seed += 10 * context.dp_rank
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
+def groups_beside(layout: Layout, *, timeout_minutes: float = 10) -> ParallelContext:
+    """Create the groups of a layout beside those of the run, which stay as they are.
+
+    All ranks of the run call this together. megatron-core's ``parallel_state`` keeps the run's
+    groups, so that whatever is built on these must be given them; the collection holds tensor-,
+    context-, pipeline- and data-parallel groups, and asking it for another raises AttributeError.
+
+    Args:
+        layout: of all ranks of the run, with neither experts nor virtual stages.
+        timeout_minutes: how long a collective may take.
+    """
+    timeout = timedelta(minutes=timeout_minutes)
+    groups = {axes: _group(layout.groups(axes), timeout) for axes in ("tp", "cp", "pp", "dp")}
+    whole_replicas = groups["dp"]
+    if layout.context_parallel_size > 1:
+        whole_replicas = _group(layout.groups("dp-cp"), timeout)
+    position = layout.position(torch.distributed.get_rank())
+    return ParallelContext(
+        layout=layout,
+        rank=torch.distributed.get_rank(),
+        tp_rank=position["tp"],
+        pp_rank=position["pp"],
+        dp_rank=position["dp"],
+        cp_rank=position["cp"],
+        pgs=ProcessGroupCollection(**groups, dp_cp=whole_replicas),
+        pipeline_channels=pipeline_channels(layout, groups["pp"], timeout),
+    )
+
+
+def peers(step: int, block: int, world_size: int, *, timeout_minutes: float = 10) -> ProcessGroup:
+    """The ranks at this rank's place in each of the stretches that a block consists of.
+
+    All ranks of the run call this together.
+
+    Args:
+        step: consecutive ranks of a stretch.
+        block: consecutive ranks of a block, a multiple of ``step``.
+        world_size: all ranks, a multiple of ``block``.
+        timeout_minutes: how long a collective may take.
+    """
+    sizes = {"place": step, "stretch": block // step, "block": world_size // block}
+    ranks = groups_of(("place", "stretch", "block"), sizes, {"stretch"})
+    return _group(ranks, timedelta(minutes=timeout_minutes))
+
+
+def _group(groups: list[list[int]], timeout: timedelta) -> ProcessGroup:
+    """Create all groups of a kind; this rank's."""
+    own: ProcessGroup
+    own, _ = torch.distributed.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+        groups, timeout=timeout
+    )
+    return own

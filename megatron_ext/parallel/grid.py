@@ -1,0 +1,215 @@
+"""The rank grid, in pure Python: which ranks form which group.
+
+Ranks are numbered with tensor parallelism innermost, then context, data and pipeline parallelism
+(pipeline before data with ``--use-tp-pp-dp-mapping``); experts use a second grid over the same
+ranks, with expert-tensor, expert, expert-data and pipeline parallelism.
+
+Which pipeline rank holds which stage of the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING
+
+from megatron_ext.config.parallel import rank_errors
+from megatron_ext.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_ext.config.run import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which rank holds which stage.
+
+    Stages run through the ranks again and again (0 1 2 0 1 2, the virtual chunks of interleaving),
+    or there and back (0 1 2 2 1 0).
+
+    Attributes:
+        pipeline_size: ranks.
+        num_chunks: stages on each rank.
+        v_shape: there and back, with two chunks.
+    """
+
+    pipeline_size: int
+    num_chunks: int = 1
+    v_shape: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline_size * self.num_chunks
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank that holds a stage."""
+        turn, position = divmod(stage, self.pipeline_size)
+        return self.pipeline_size - 1 - position if self.v_shape and turn == 1 else position
+
+    def chunk_of(self, stage: int) -> int:
+        """Index of a stage among the chunks of its rank."""
+        return stage // self.pipeline_size
+
+    def stage_of(self, rank: int, chunk: int) -> int:
+        """The stage that is a rank's chunk."""
+        position = self.pipeline_size - 1 - rank if self.v_shape and chunk == 1 else rank
+        return chunk * self.pipeline_size + position
+
+
+DENSE_GROUPS = ("tp", "cp", "dp", "pp", "tp-pp", "tp-cp", "dp-cp", "tp-dp-cp")
+EXPERT_GROUPS = ("ep", "tp-ep", "tp-ep-pp", "dp")
+
+
+def groups_of(order: tuple[str, ...], sizes: dict[str, int], varying: set[str]) -> list[list[int]]:
+    """All groups along some axes of a grid.
+
+    Args:
+        order: axes, fastest-changing first.
+        sizes: ranks along each axis.
+        varying: the axes that run within a group; the others are fixed in it.
+
+    Returns:
+        Groups in the order of their first rank's fixed axes, ranks ascending.
+    """
+    stride, step = {}, 1
+    for axis in order:
+        stride[axis] = step
+        step *= sizes[axis]
+
+    def offsets(axes: list[str]) -> list[int]:
+        # product() changes its last factor fastest, so the axes go in slowest first.
+        ranges = [range(0, sizes[a] * stride[a], stride[a]) for a in reversed(axes)]
+        return [sum(point) for point in product(*ranges)]
+
+    inside = offsets([axis for axis in order if axis in varying])
+    outside = offsets([axis for axis in order if axis not in varying])
+    return [[base + offset for offset in inside] for base in outside]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks of a run are shared out; the data-parallel size follows from the others.
+
+    Attributes:
+        world_size: all ranks.
+        tensor_model_parallel_size: ranks that share each matrix.
+        pipeline_model_parallel_size: stages.
+        context_parallel_size: ranks that share each sequence.
+        expert_model_parallel_size: ranks that share the experts.
+        expert_tensor_parallel_size: ranks that share each expert; None means the tensor size.
+        virtual_pipeline_model_parallel_size: chunks of each stage, None without interleaving.
+        use_tp_pp_dp_mapping: number pipeline stages before data-parallel replicas.
+        v_shape: stages run through the pipeline ranks there and back (zb-v).
+
+    Raises:
+        ConfigError: sizes that do not divide the ranks.
+    """
+
+    world_size: int
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    virtual_pipeline_model_parallel_size: int | None = None
+    use_tp_pp_dp_mapping: bool = False
+    v_shape: bool = False
+
+    def __post_init__(self) -> None:
+        errors = rank_errors(
+            self.world_size,
+            tensor=self.tensor_model_parallel_size,
+            pipeline=self.pipeline_model_parallel_size,
+            context=self.context_parallel_size,
+            expert=self.expert_model_parallel_size,
+            expert_tensor=self.expert_tp,
+        )
+        if errors:
+            raise ConfigError(errors)
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> Layout:
+        """The layout that a run asks for."""
+        parallel = config.parallel
+        return cls(
+            world_size=parallel.world_size,
+            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            context_parallel_size=parallel.context_parallel_size,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
+            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+            use_tp_pp_dp_mapping=parallel.use_tp_pp_dp_mapping,
+            v_shape=parallel.pipeline_schedule == "zb-v",
+        )
+
+    @property
+    def placement(self) -> Placement:
+        """Which pipeline rank holds which stage."""
+        return Placement(
+            self.pipeline_model_parallel_size,
+            self.virtual_pipeline_model_parallel_size or 1,
+            self.v_shape,
+        )
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that one replica of the model takes."""
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Replicas of the model."""
+        return self.world_size // self.model_parallel_size
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that share each expert."""
+        size = self.expert_tensor_parallel_size
+        return self.tensor_model_parallel_size if size is None else size
+
+    @property
+    def order(self) -> str:
+        """The order of the axes in megatron-core's notation."""
+        return "tp-cp-ep-pp-dp" if self.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
+
+    def sizes(self) -> dict[str, int]:
+        """Ranks along each axis of the dense grid."""
+        return {
+            "tp": self.tensor_model_parallel_size,
+            "cp": self.context_parallel_size,
+            "ep": 1,
+            "dp": self.data_parallel_size,
+            "pp": self.pipeline_model_parallel_size,
+        }
+
+    def expert_sizes(self) -> dict[str, int]:
+        """Ranks along each axis of the experts' grid."""
+        fixed = {
+            "tp": self.expert_tp,
+            "cp": 1,
+            "ep": self.expert_model_parallel_size,
+            "pp": self.pipeline_model_parallel_size,
+        }
+        return {**fixed, "dp": self.world_size // prod(fixed.values())}
+
+    def groups(self, axes: str) -> list[list[int]]:
+        """The groups of the dense grid along axes such as ``"tp"`` or ``"dp-cp"``."""
+        return groups_of(tuple(self.order.split("-")), self.sizes(), set(axes.split("-")))
+
+    def expert_groups(self, axes: str) -> list[list[int]]:
+        """The groups of the experts' grid along axes such as ``"ep"`` or ``"tp-ep"``."""
+        return groups_of(tuple(self.order.split("-")), self.expert_sizes(), set(axes.split("-")))
+
+    def position(self, rank: int) -> dict[str, int]:
+        """Index of a rank along each axis of the dense grid."""
+        sizes, index = self.sizes(), {}
+        for axis in self.order.split("-"):
+            index[axis] = rank % sizes[axis]
+            rank //= sizes[axis]
+        return index

@@ -1,1 +1,0 @@
-"""Formulas of video models: the MMDiT, the video DiT, and the three networks of streaming."""

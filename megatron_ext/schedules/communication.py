@@ -1,0 +1,196 @@
+"""Messages between pipeline ranks.
+
+megatron-core's P2PCommunicator names neighbours (previous, next), which on two ranks are the same
+peer, so its messages can swap; here a message names its ends. Messages to higher and to lower ranks
+go through process groups of their own: the channel between two ranks then carries one direction
+only, and both ends use it in the order of the plan.
+
+When the data-parallel communication of each model chunk starts within a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_ext.parallel.grid import Placement
+from megatron_ext.schedules.plan import Action, Kind
+
+if TYPE_CHECKING:
+    from megatron_ext.parallel.context import ParallelContext
+
+_DIMENSIONS = 3
+_PENDING = 64
+"""Messages that may be on their way from one rank."""
+
+
+class Channels:
+    """The messages of one step on one rank.
+
+    Args:
+        config: megatron-core's, for the dtype of the messages and whether their shapes vary.
+        context: groups of this rank.
+        shape: of all messages, ``[s, b, h]``; where shapes vary each is sent ahead of its message.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, context: ParallelContext, shape: Sequence[int]
+    ) -> None:
+        self.rank = context.pp_rank
+        self.groups = context.pipeline_channels
+        self.shape = None if config.variable_seq_lengths or config.mtp_standalone else shape
+        self.dtype = config.pipeline_dtype
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.sent: dict[tuple[Kind, int, int], list[tuple[torch.distributed.Work, Tensor]]] = {}
+        self.received: dict[tuple[Kind, int, int], tuple[torch.distributed.Work, Tensor]] = {}
+
+    def send(self, action: Action, tensor: Tensor) -> None:
+        """Start to send.
+
+        The message holds the memory until it has left, whatever becomes of ``tensor``.
+        """
+        assert action.peer is not None
+        message = tensor.detach().contiguous()
+        parts = [message]
+        if self.shape is None:
+            parts.insert(0, torch.tensor(message.shape, dtype=torch.int64, device=self.device))
+        group = self.groups[action.peer < self.rank]
+        works = []
+        for part in parts:
+            work = torch.distributed.isend(part, group=group, group_dst=action.peer)
+            assert work is not None
+            works.append((work, part))
+        self.sent[action.kind, action.microbatch, action.stage] = works
+        while len(self.sent) > _PENDING:
+            # Safe at any time, by the order of the plan; it bounds the memory of messages.
+            self._wait(*next(iter(self.sent)))
+
+    def receive(self, action: Action) -> None:
+        """Start to receive."""
+        assert action.peer is not None
+        group = self.groups[self.rank < action.peer]
+        shape = self.shape
+        if shape is None:
+            sizes = torch.empty(_DIMENSIONS, dtype=torch.int64, device=self.device)
+            torch.distributed.recv(sizes, group=group, group_src=action.peer)
+            shape = sizes.tolist()
+        message = torch.empty(tuple(shape), dtype=self.dtype, device=self.device)
+        work = torch.distributed.irecv(message, group=group, group_src=action.peer)
+        assert work is not None
+        self.received[action.kind, action.microbatch, action.stage] = (work, message)
+
+    def take(self, kind: Kind, action: Action) -> Tensor:
+        """Wait for the message that a computation needs."""
+        work, message = self.received.pop((kind, action.microbatch, action.stage))
+        work.wait()
+        if kind is Kind.RECEIVE_GRADIENT:
+            # Its output was used on the other side, so it has left.
+            self._wait(Kind.SEND_OUTPUT, action.microbatch, action.stage)
+        return message
+
+    def _wait(self, kind: Kind, microbatch: int, stage: int) -> None:
+        for work, _ in self.sent.pop((kind, microbatch, stage), ()):
+            work.wait()
+
+    def finish(self) -> None:
+        """Wait until all messages have left."""
+        for key in list(self.sent):
+            self._wait(*key)
+
+
+class GradientSync:
+    """Starts the data-parallel communication of each chunk when the chunk is done.
+
+    Until the last backward pass of a chunk its gradients are only added up. With
+    ``--overlap-grad-reduce`` their reduction starts during that pass; with
+    ``--align-grad-reduce``, or where weight gradients are deferred, right after it. As in
+    megatron-core's schedules there is nothing to align with where one chunk is all or the first of
+    the pipeline, whose backward pass is the last.
+
+    megatron-core takes a bucket as complete when as many gradients have come as in a step that it
+    has counted; one that is not complete after the pass, because a parameter was not used, is
+    reduced then.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        config: TransformerConfig,
+        actions: Sequence[Action],
+        placement: Placement,
+    ) -> None:
+        self.placement = placement
+        self.chunks = chunks
+        self.no_sync = _list_of(config.no_sync_func, len(chunks))
+        self.grad_sync = _list_of(config.grad_sync_func, len(chunks))
+        self.param_sync = _list_of(config.param_sync_func, len(chunks))
+        self.halves = any(action.kind is Kind.WEIGHT for action in actions)
+        last_to_end = len(chunks) == 1 and any(action.stage == 0 for action in actions)
+        self.during = not self.halves and (last_to_end or not self.grad_sync)
+        if self.no_sync and not self.grad_sync:
+            self.grad_sync = [chunk.start_grad_sync for chunk in chunks]
+        gradients = (Kind.WEIGHT,) if self.halves else (Kind.BACKWARD,)
+        self.last = {action.stage: action for action in actions if action.kind in gradients}
+        self.waiting: dict[int, AbstractContextManager[None]] = {}
+        self.gathered = 0
+
+    def start(self) -> None:
+        """Before the first action."""
+        if self.no_sync:
+            for index, no_sync in enumerate(self.no_sync):
+                self.waiting[index] = no_sync()
+                self.waiting[index].__enter__()
+
+    def before_forward(self, chunk: int) -> None:
+        """Gather the parameters of this chunk and the next, where that is to be overlapped."""
+        while self.param_sync and self.gathered < min(chunk + 2, len(self.chunks)):
+            self.param_sync[self.gathered](self.chunks[self.gathered].parameters())
+            self.gathered += 1
+
+    def before_backward(self, action: Action) -> None:
+        """Let the last backward pass of a chunk start the reduction of its buckets."""
+        if self.during and self.last.get(action.stage) == action:
+            self._release(self.placement.chunk_of(action.stage))
+
+    def computed(self, action: Action) -> None:
+        """After gradients were computed: reduce those of a chunk that is done."""
+        if not self.grad_sync or self.last.get(action.stage) != action:
+            return
+        chunk = self.placement.chunk_of(action.stage)
+        if chunk in self.waiting:
+            self._release(chunk)
+            self.grad_sync[chunk](self.chunks[chunk].parameters())
+            return
+        for bucket in _buckets(self.chunks[chunk]):
+            if bucket.is_first_batch and len(bucket.per_param_grad_ready_counts) < len(
+                bucket.params
+            ):
+                bucket.per_param_grad_ready_counts.clear()  # Not one to count by.
+            if bucket.grad_reduce_handle is None:
+                bucket.start_grad_sync()
+
+    def finish(self) -> None:
+        """After the last action."""
+        for chunk in list(self.waiting):
+            self._release(chunk)
+
+    def _release(self, chunk: int) -> None:
+        if chunk in self.waiting:
+            self.waiting.pop(chunk).__exit__(None, None, None)
+
+
+def _list_of(hook: Any, length: int) -> list[Callable[..., Any]]:
+    """megatron-core's hooks are one function or one for each chunk."""
+    if hook is None:
+        return []
+    return list(hook) if isinstance(hook, list) else [hook] * length
+
+
+def _buckets(chunk: Any) -> list[Any]:
+    """Groups of buckets of megatron-core's DDP whose gradients are reduced together."""
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]

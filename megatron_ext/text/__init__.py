@@ -1,0 +1,1 @@
+"""Language models: GPT pretraining, and fine-tuning on conversations."""

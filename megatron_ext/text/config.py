@@ -1,0 +1,289 @@
+"""Where the samples come from.
+
+The tokenizer that the data was made with.
+
+Supervised fine-tuning: the rows of the data, their template, and how they fill batches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.config.flags import (
+    COUNT,
+    NATURAL,
+    PROCESSES,
+    Range,
+    changed_fields,
+    flag,
+    spelling_of,
+)
+
+if TYPE_CHECKING:
+    from megatron_ext.config.run import RunConfig
+
+DEFAULT_SPLIT = "969, 30, 1"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Datasets and loaders; names and defaults are Megatron-LM's."""
+
+    data_path: list[str] | None = flag(
+        None, "dataset prefixes, or weights and prefixes in turn", nargs="+"
+    )
+    split: str | None = flag(
+        None, f"shares of train, valid and test, such as 99,1,0; default {DEFAULT_SPLIT}"
+    )
+    train_data_path: list[str] | None = flag(None, "prefixes of the train split", nargs="+")
+    valid_data_path: list[str] | None = flag(None, "prefixes of the validation split", nargs="+")
+    test_data_path: list[str] | None = flag(None, "prefixes of the test split", nargs="+")
+    data_args_path: str | None = flag(None, "a file with the words of --data-path")
+    per_split_data_args_path: str | None = flag(None, "a JSON file with a blend for each split")
+    per_dataset_sequences_path: str | None = flag(None, "a JSON file with lengths of datasets")
+    data_cache_path: str | None = flag(None, "folder for the indices of samples")
+    mmap_bin_files: bool = flag(True, "map .bin files into memory")
+    mock_data: bool = flag(False, "train on made-up samples")
+    multiple_validation_sets: bool = flag(False, "report each validation prefix by itself")
+    num_workers: int = flag(2, "processes that load data", unit="processes", bounds=Range(0, 256))
+    dataloader_type: str = flag(
+        "single", "in order, or shuffled anew each epoch", choices=("single", "cyclic")
+    )
+    data_sharding: bool = flag(True, "give each replica its own shard with cyclic")
+    reset_position_ids: bool = flag(False, "positions start again after each document")
+    reset_attention_mask: bool = flag(False, "attention stays within a document")
+    eod_mask_loss: bool = flag(False, "no loss where the input is end-of-document")
+    num_dataset_builder_threads: int = flag(1, "threads that build a blend", bounds=PROCESSES)
+    mid_level_dataset_surplus: float = flag(
+        0.005, "spare samples of each part of a blend", bounds=Range(0, 100)
+    )
+    allow_ambiguous_pad_tokens: bool = flag(False, "let padding share the id of another token")
+
+    def resolved(self) -> DataConfig:
+        """With the default split; quotes that a quoted bash array passed on are dropped."""
+        if self.split is not None and self.split != self.split.strip("'\""):
+            return dataclasses.replace(self, split=self.split.strip("'\""))
+        blended = self.data_path is not None or self.data_args_path is not None or self.mock_data
+        if self.split is None and blended:
+            return dataclasses.replace(self, split=DEFAULT_SPLIT)
+        return self
+
+    def errors(self, *, full_validation: bool) -> list[str]:
+        """What cannot be read, one sentence each."""
+        ways = {
+            "--data-path": self.data_path,
+            "--data-args-path": self.data_args_path,
+            "--per-split-data-args-path": self.per_split_data_args_path,
+            "--mock-data": self.mock_data,
+            "--train-data-path": self.train_data_path,
+        }
+        given = [f"`{name}`" for name, value in ways.items() if value]
+        found = []
+        if len(given) > 1:
+            found.append(f"{' and '.join(given)} exclude each other; give one source of data.")
+        own = {"--valid-data-path": self.valid_data_path, "--test-data-path": self.test_data_path}
+        beside = [f"`{name}`" for name, value in own.items() if value]
+        shared = [name for name in given if name != "`--train-data-path`"]
+        if beside and shared and len(given) == 1:
+            found.append(
+                f"{shared[0]} and {' and '.join(beside)} exclude each other, since `--split` cuts "
+                "all splits from the former; give the data of training as `--train-data-path`."
+            )
+        if self.split is not None:
+            found.extend(self._split_errors(self.split))
+        if self.multiple_validation_sets and not full_validation:
+            found.append("`--multiple-validation-sets` needs `--full-validation`; give both.")
+        return found
+
+    @staticmethod
+    def _split_errors(split: str) -> list[str]:
+        try:
+            shares = [float(part) for part in split.replace("/", ",").split(",") if part.strip()]
+        except ValueError:
+            shares = []
+        if not 1 <= len(shares) <= 3 or not (min(shares) >= 0 and 0 < sum(shares) < math.inf):
+            return [
+                f"`--split` ({split}) must be one to three shares that are finite and not "
+                "negative; use 99,1,0."
+            ]
+        return []
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """Names and defaults are Megatron-LM's."""
+
+    tokenizer_type: str | None = flag("GPT2BPETokenizer", "kind, such as HuggingFaceTokenizer")
+    tokenizer_model: str | None = flag(None, "file or folder of the tokenizer")
+    tokenizer_metadata: str | None = flag(None, "a JSON file that names the tokenizer's library")
+    tokenizer_special_tokens: list[str] | None = flag(None, "further special tokens", nargs="+")
+    vocab_file: str | None = flag(None, "vocabulary of GPT2BPETokenizer")
+    merge_file: str | None = flag(None, "merges of GPT2BPETokenizer")
+    vocab_size: int | None = flag(None, "entries of NullTokenizer or TikTokenizer", bounds=COUNT)
+    vocab_extra_ids: int = flag(0, "further special tokens", bounds=NATURAL)
+    tiktoken_pattern: str | None = flag(None, "how TikTokenizer cuts words")
+    tiktoken_num_special_tokens: int = flag(1000, "special tokens of TikTokenizer", bounds=NATURAL)
+    tiktoken_special_tokens: list[str] | None = flag(None, "the first of them by name", nargs="+")
+    tokenizer_sentencepiece_legacy: bool = flag(False, "SentencePiece with its legacy wrapper")
+    tokenizer_hf_use_fast: bool = flag(False, "the fast tokenizer of transformers")
+    tokenizer_hf_include_special_tokens: bool = flag(False, "let transformers add special tokens")
+    trust_remote_code: bool = flag(False, "let transformers run code of the tokenizer's folder")
+
+
+_ROW_FORMATS = ("messages", "prompt-response", "sharegpt")
+_BATCHING = ("packed", "padded", "token-budget")
+
+_NOT_WITH_SFT: tuple[tuple[str, str, str], ...] = (
+    ("training", "rampup_batch_size", "its steps would not add up to epochs"),
+    ("training", "step_batch_size_schedule", "its steps would not add up to epochs"),
+    ("training", "decrease_batch_size_if_needed", "its steps would not add up to epochs"),
+    ("data", "mock_data", "conversations are read, not made up"),
+    ("data", "dataloader_type", "every epoch is shuffled anew"),
+    ("data", "data_args_path", "files are named by --data-path"),
+    ("data", "per_split_data_args_path", "files are named by --train-data-path and its likes"),
+    ("data", "per_dataset_sequences_path", "lengths are read from the data"),
+    ("data", "mmap_bin_files", "tokens are always mapped into memory"),
+    ("data", "multiple_validation_sets", "the validation files are one split"),
+    ("data", "data_sharding", "samples are dealt to replicas by their cost"),
+    ("data", "reset_position_ids", "positions always start anew with each conversation"),
+    ("data", "reset_attention_mask", "attention always stays within a conversation"),
+    ("data", "eod_mask_loss", "the mask of the conversation says what is trained"),
+    ("data", "num_dataset_builder_threads", "there is no blend to build"),
+    ("data", "mid_level_dataset_surplus", "there is no blend to build"),
+    ("data", "allow_ambiguous_pad_tokens", "padding is known by its place"),
+)
+"""Section, field and reason: flags that --sft leaves without a meaning."""
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """Supervised fine-tuning on conversations.
+
+    Lengths: a conversation of n tokens takes n - 1 positions of a row, since its labels are its
+    tokens shifted by one; ``sft_max_length`` counts tokens, ``--seq-length`` positions.
+    """
+
+    sft: bool = flag(False, "fine-tune on conversations: jsonl, parquet or preprocessed")
+    sft_row_format: str = flag("messages", "what holds a row's conversation", choices=_ROW_FORMATS)
+    sft_messages_key: str = flag("messages", "column of messages, each with role and content")
+    sft_prompt_key: str = flag("question", "column of the prompt (prompt-response)")
+    sft_response_key: str = flag("answer", "column of the response (prompt-response)")
+    sft_conversations_key: str = flag("conversations", "column of from/value pairs (sharegpt)")
+    sft_system_key: str = flag("system", "optional column of the system text (sharegpt)")
+    sft_tools_key: str = flag("tools", "optional column of tool schemas")
+    sft_enable_thinking_key: str = flag("enable_thinking", "optional column of booleans")
+    sft_chat_template: str | None = flag(
+        None, "a Jinja file; default: the chat template of the tokenizer"
+    )
+    sft_template_kwargs: str | None = flag(
+        None, 'JSON object for the template, such as {"enable_thinking": false}'
+    )
+    sft_on_mismatch: str = flag(
+        "error",
+        "a turn that the template writes otherwise once messages follow is refused or looked for",
+        choices=("error", "realign"),
+    )
+    sft_max_length: int | None = flag(
+        None, "longest conversation; default: --seq-length", unit="tokens", bounds=Range(2)
+    )
+    sft_truncation: str = flag(
+        "error",
+        "refuse longer ones, or keep their last (left) or first tokens (right)",
+        choices=("error", "left", "right"),
+    )
+    sft_batching: str = flag(
+        "packed",
+        "rows of several conversations, one conversation in each row, or as many micro-batches of "
+        "--seq-length tokens as the conversations of a step need",
+        choices=_BATCHING,
+    )
+
+    def resolved(self, seq_length: int | None) -> SftConfig:
+        """With the longest conversation settled."""
+        if self.sft_max_length is not None or not self.sft:
+            return self
+        return dataclasses.replace(self, sft_max_length=seq_length)
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What ``sft_template_kwargs`` holds, in a configuration without errors."""
+        return dict(json.loads(self.sft_template_kwargs or "{}"))
+
+    def errors(self, run: RunConfig) -> list[str]:
+        """What cannot be run, one sentence each."""
+        if not self.sft:
+            return self._without_sft(run)
+        found = [
+            f"`{spelling_of(getattr(run, section), name)}` does not go with `--sft`: {reason}; "
+            "leave it out."
+            for section, name, reason in _NOT_WITH_SFT
+            if name in changed_fields(getattr(run, section))
+        ]
+        return [*found, *self.row_errors(), *self._length_errors(run), *self._batch_errors(run)]
+
+    def row_errors(self) -> list[str]:
+        """What the tool and the trainer refuse alike."""
+        found = []
+        if self.sft_row_format not in _ROW_FORMATS:
+            found.append(
+                f"`--sft-row-format` ({self.sft_row_format}) must be one of "
+                f"{', '.join(_ROW_FORMATS)}."
+            )
+        try:
+            kwargs = json.loads(self.sft_template_kwargs or "{}")
+        except ValueError:
+            kwargs = None
+        if not isinstance(kwargs, dict):
+            found.append(
+                f"`--sft-template-kwargs` ({self.sft_template_kwargs}) must be a JSON object; "
+                """use '{"enable_thinking": false}'."""
+            )
+        return found
+
+    def _without_sft(self, run: RunConfig) -> list[str]:
+        names = changed_fields(self)
+        found = [
+            f"`{_dashed(name)}` has an effect only with `--sft`; add it, or leave this out."
+            for name in names
+        ]
+        if run.training.train_epochs is not None and not run.video.video:
+            found.append("`--train-epochs` needs `--sft`; give `--train-iters`.")
+        return found
+
+    def _length_errors(self, run: RunConfig) -> list[str]:
+        seq_length, longest = run.model.seq_length, self.sft_max_length
+        if seq_length is None or longest is None:
+            return []
+        if 2 <= longest <= seq_length + 1:
+            return []
+        return [
+            f"`--sft-max-length` ({longest}) must be from 2 to `--seq-length` + 1 "
+            f"({seq_length + 1}), since n tokens take n - 1 positions; change either."
+        ]
+
+    def _batch_errors(self, run: RunConfig) -> list[str]:
+        if self.sft_batching not in _BATCHING:
+            return [
+                f"`--sft-batching` ({self.sft_batching}) must be one of {', '.join(_BATCHING)}."
+            ]
+        found = []
+        if run.model.deterministic_dropout and self.sft_batching != "padded":
+            found.append(
+                "`--deterministic-dropout` numbers the samples of a step by their place, which "
+                f"`--sft-batching {self.sft_batching}` changes with the layout; use padded."
+            )
+        if self.sft_batching == "token-budget" and run.training.micro_batch_size not in (None, 1):
+            found.append(
+                f"`--micro-batch-size` ({run.training.micro_batch_size}) must be 1 with "
+                "`--sft-batching token-budget`, whose micro-batches are rows of --seq-length "
+                "tokens; give `--micro-batch-size 1`."
+            )
+        return found
+
+
+def _dashed(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,346 @@
+"""A checkpoint of ours as a Hugging Face model.
+
+One copy of the weights is in memory, and the tensors of one file beside it.
+
+A Hugging Face model as a checkpoint of ours.
+
+One copy of the weights is in memory, and one parameter's tensors beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from tqdm import tqdm
+
+from megatron_ext.checkpoint.files import published, standing_folder_of
+from megatron_ext.checkpoint.manager import CheckpointManager
+from megatron_ext.checkpoint.optimizer_state import PREFIX, holds_averages
+from megatron_ext.checkpoint.safetensors_files import (
+    Exported,
+    TensorFolder,
+    TensorSource,
+    check_target,
+    companions,
+    torch_dtype,
+    write_folder,
+)
+from megatron_ext.checkpoint.stored import choose, read_run_config
+from megatron_ext.checkpoint.unpickling import stored_entries
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import CheckpointError
+from megatron_ext.layers.fp8.scaling import HISTORY
+from megatron_ext.layers.initialization import shards_of
+from megatron_ext.layers.transformer_config import params_dtype
+from megatron_ext.optim.ema import ShardedEMA
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.convert.config import (
+    HuggingFaceModel,
+    config_json,
+    read_model,
+    understand,
+    words_of,
+)
+from megatron_ext.text.convert.names import (
+    EMBEDDING,
+    HEAD,
+    NO_TRAINING,
+    ORIGIN,
+    ORIGIN_CONFIG,
+    PRECISIONS,
+    VOCABULARY,
+    RowShape,
+    build_bare,
+    from_hf,
+    hf_names,
+    one_rank,
+    row_shape,
+)
+
+_NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", PREFIX)
+
+
+@dataclass(frozen=True)
+class Export:
+    """How to export a checkpoint.
+
+    Attributes:
+        load: folder of checkpoints.
+        target: new folder for config.json and safetensors.
+        step: iteration; None takes the latest.
+        like: Hugging Face folder whose config.json and tokenizer files are followed.
+        dtype: of the weights; None keeps the checkpoint's.
+        vocab_size: rows of the vocabulary to write; None takes those of ``like``, then those of the
+            model that was imported, then all, with padding.
+        max_shard_size: of one file, in bytes or such as ``"5GB"``.
+        ema: the averaged weights (``--ema-decay``), in place of the last ones.
+    """
+
+    load: Path
+    target: Path
+    step: int | None = None
+    like: Path | None = None
+    dtype: str | None = None
+    vocab_size: int | None = None
+    max_shard_size: int | str = "5GB"
+    ema: bool = False
+
+
+def export_model(order: Export) -> list[str]:
+    """Write a checkpoint as a Hugging Face model.
+
+    Returns:
+        Notes on what the user may not expect.
+
+    Raises:
+        CheckpointError: a model that is no llama, mistral, qwen2 or qwen3, or a folder that cannot
+            be read or written.
+    """
+    stored = read_run_config(order.load, order.step)
+    config = _stored_run(order, stored)
+    like = _like(order, stored)
+    vocab_size, notes = _vocab_size(order, config, like)
+    check_target(order.target)
+    dtype = torch_dtype(order.dtype) if order.dtype else params_dtype(config)
+    content = config_json(
+        config.model,
+        vocab_size=vocab_size,
+        dtype=str(dtype).removeprefix("torch."),
+        like=like,
+    )
+    with one_rank(config) as context:
+        chunk = build_bare(config, context)
+        _check_nothing_is_lost(order, chunk)
+        weights = _load(order, config, context, chunk)
+        exported = Exported(weights, row_shape(config), vocab_size=vocab_size, dtype=dtype)
+        write_folder(
+            order.target,
+            exported,
+            content,
+            like=order.like,
+            max_shard_size=order.max_shard_size,
+        )
+    return notes
+
+
+def _load(
+    order: Export, config: RunConfig, context: ParallelContext, chunk: Any
+) -> dict[str, Tensor]:
+    """The weights to export by name; averaged ones in fp32, whatever the model's dtype."""
+    ema = ShardedEMA([chunk], None) if order.ema else None
+    manager = CheckpointManager(config.checkpoint, context)
+    manager.load(model=[chunk], optimizer=None, scheduler=None, ema=ema)
+    averages = {} if ema is None else dict(ema.gathered())
+    return {name: averages.get(weight, weight) for name, weight in chunk.named_parameters()}
+
+
+def _stored_run(order: Export, stored: dict[str, Any]) -> RunConfig:
+    """The configuration that loads the weights alone on one rank."""
+    if (stored.get("moe") or {}).get("num_experts"):
+        raise CheckpointError(
+            f"`--load` ({order.load}) holds a model with `--num-experts`, which cannot be "
+            "exported; give a dense one."
+        )
+    precision = stored.get("precision") or {}
+    words = [f"--{name}" for name in ("bf16", "fp16") if precision.get(name)]
+    words += [*NO_TRAINING, "--load", str(order.load)]
+    # Averages belong to what a run goes on with, not to the weights that another starts from.
+    words += ["--no-load-optim", "--no-load-rng"] if order.ema else ["--finetune"]
+    words += [] if order.step is None else ["--ckpt-step", str(order.step)]
+    return parse_args(words, world_size=1, device="cpu", checkpoint_config=stored).config
+
+
+def _like(order: Export, stored: dict[str, Any]) -> HuggingFaceModel | None:
+    """The model to follow: what the user gives, or what was imported."""
+    if order.like is not None:
+        return read_model(order.like)
+    raw = (stored.get(ORIGIN) or {}).get(ORIGIN_CONFIG)
+    return None if raw is None else understand(raw, order.load / "run_config.json")
+
+
+def _vocab_size(
+    order: Export, config: RunConfig, like: HuggingFaceModel | None
+) -> tuple[int, list[str]]:
+    padded = config.model.padded_vocab_size or 0
+    size = like.vocab_size if like is not None else padded
+    size = size if order.vocab_size is None else order.vocab_size
+    if not 0 < size <= padded:
+        raise CheckpointError(
+            f"The vocabulary to export ({size}) must be at least 1 and at most the "
+            f"checkpoint's with padding ({padded}); give `--vocab-size`."
+        )
+    if order.vocab_size is None and like is None:
+        note = "The padding of the vocabulary is exported too; `--vocab-size` leaves it out."
+        return size, [note]
+    return size, []
+
+
+def _check_nothing_is_lost(order: Export, chunk: Any) -> None:
+    """Refuse a checkpoint with weights that the exported model has no place for."""
+    iteration = choose(order.load, order.step)
+    assert iteration is not None
+    path = standing_folder_of(order.load, iteration)
+    if order.ema and not holds_averages(path):
+        raise CheckpointError(
+            f"{path} holds no averaged weights, which only a run with `--ema-decay` saves; leave "
+            "out `--ema`."
+        )
+    known = {shard.name.split("[")[0] for shard in shards_of(chunk)}
+    for name, entry in stored_entries(path).items():
+        is_weight = isinstance(entry, TensorStorageMetadata) and not name.startswith(_NOT_WEIGHTS)
+        if is_weight and name not in known and not name.endswith(HISTORY):
+            raise CheckpointError(
+                f"{path} holds `{name}`, which the exported model would not have; export a "
+                "checkpoint of the plain model."
+            )
+
+
+@dataclass(frozen=True)
+class Import:
+    """How to import a model.
+
+    Attributes:
+        source: folder with config.json and safetensors.
+        save: folder for the checkpoint.
+        dtype: of the weights; None keeps the source's.
+        tensor_parallel_size: that the padded vocabulary shall divide by, in any case.
+        make_vocab_size_divisible_by: on each tensor-parallel rank.
+        seq_length: that ``--use-checkpoint-args`` shall give; None takes the longest position.
+    """
+
+    source: Path
+    save: Path
+    dtype: str | None = None
+    tensor_parallel_size: int = 1
+    make_vocab_size_divisible_by: int = 128
+    seq_length: int | None = None
+
+
+def import_model(order: Import) -> list[str]:
+    """Write a Hugging Face model as the checkpoint of iteration 0, for any layout.
+
+    Returns:
+        Words of a command line that trains the model.
+
+    Raises:
+        CheckpointError: a model that cannot be converted, or a folder that cannot be read or
+            written.
+    """
+    model = read_model(order.source)
+    if published(order.save):
+        raise CheckpointError(f"`--save` ({order.save}) holds checkpoints; give a new folder.")
+    with TensorFolder(order.source) as tensors:
+        dtype = order.dtype or only_dtype(tensors)
+        words = _words(model, order, dtype)
+        keeping = ["--save", str(order.save), "--no-save-optim", "--no-save-rng"]
+        config = parse_args([*words, *NO_TRAINING, *keeping], world_size=1, device="cpu").config
+        with one_rank(config) as context:
+            chunk = build_bare(config, context)
+            fill(chunk, tensors, row_shape(config), vocab_size=model.vocab_size)
+            CheckpointManager(config.checkpoint, context).save(
+                0,
+                model=[chunk],
+                optimizer=None,
+                scheduler=None,
+                progress={"iteration": 0, "consumed_train_samples": 0},
+                run_config={**config.to_dict(), ORIGIN: {ORIGIN_CONFIG: model.raw}},
+            )
+    return words
+
+
+def _words(model: HuggingFaceModel, order: Import, dtype: str) -> list[str]:
+    unit = order.make_vocab_size_divisible_by * order.tensor_parallel_size
+    if min(order.make_vocab_size_divisible_by, order.tensor_parallel_size) < 1:
+        raise CheckpointError(
+            f"`--make-vocab-size-divisible-by` ({order.make_vocab_size_divisible_by}) and "
+            f"`--target-tensor-parallel-size` ({order.tensor_parallel_size}) must be at least 1."
+        )
+    fields = {
+        **model.fields,
+        "seq_length": order.seq_length or model.fields["max_position_embeddings"],
+        "make_vocab_size_divisible_by": order.make_vocab_size_divisible_by,
+        "padded_vocab_size": -(-model.vocab_size // unit) * unit,
+    }
+    words = [*words_of(fields), *PRECISIONS[dtype]]
+    if any(path.name.startswith("tokenizer") for path in companions(order.source)):
+        folder = str(order.source.resolve())
+        words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
+    return words
+
+
+def only_dtype(tensors: TensorSource) -> str:
+    """The dtype of all tensors, such as ``"bfloat16"``.
+
+    Raises:
+        CheckpointError: there are several, so that one would have to be rounded or widened.
+    """
+    found = sorted(set(tensors.dtypes().values()))
+    if len(found) != 1:
+        raise CheckpointError(
+            f"{tensors.folder} holds tensors in {' and '.join(found) or 'no dtype'}, but a "
+            "checkpoint has one dtype; give it as `--dtype`."
+        )
+    return found[0]
+
+
+def fill(chunk: Any, tensors: TensorFolder, shape: RowShape, *, vocab_size: int) -> None:
+    """Copy a Hugging Face model's tensors into our model, one parameter at a time.
+
+    Rows that pad the vocabulary become zero.
+
+    Args:
+        chunk: the whole model, see `build_bare`.
+        tensors: of the source.
+        shape: of the attention.
+        vocab_size: rows of the source's embedding.
+
+    Raises:
+        CheckpointError: a tensor is missing, left over, or of another shape.
+    """
+    parameters: dict[str, Tensor] = dict(chunk.named_parameters())
+    _check_names(tensors, {full for name in parameters for full in hf_names(name).values()})
+    with torch.no_grad():
+        bar = tqdm(
+            parameters.items(), "Importing", unit="tensor", delay=1.0, leave=False, disable=None
+        )
+        for name, parameter in bar:
+            names = list(hf_names(name).values())
+            theirs = {full: tensors.tensor(full) for full in names}
+            value = from_hf(name, theirs, shape)
+            is_vocabulary = names[0] in VOCABULARY
+            target = parameter[:vocab_size] if is_vocabulary else parameter
+            if target.shape != value.shape:
+                raise CheckpointError(
+                    f"{tensors.folder} holds `{' and '.join(names)}` with shape "
+                    f"{list(value.shape)}, but its config.json implies {list(target.shape)}; copy "
+                    "the whole model again."
+                )
+            target.copy_(value)
+            if is_vocabulary:
+                parameter[vocab_size:] = 0
+
+
+def _check_names(tensors: TensorFolder, needed: set[str]) -> None:
+    """Nothing is missing, and nothing would be lost."""
+    missing = sorted(needed - tensors.names)
+    if missing:
+        tensors.tensor(missing[0])
+    extra = {name for name in tensors.names - needed if not name.endswith("rotary_emb.inv_freq")}
+    if HEAD in extra:
+        if not torch.equal(tensors.tensor(HEAD), tensors.tensor(EMBEDDING)):
+            raise CheckpointError(
+                f"{tensors.folder} holds a `{HEAD}` of its own, but its config.json says "
+                "`tie_word_embeddings` true; say false."
+            )
+        extra.remove(HEAD)
+    if extra:
+        raise CheckpointError(
+            f"{tensors.folder} holds `{min(extra)}`, which a model of its `model_type` does not "
+            "have; use a plain model for causal language modelling."
+        )

@@ -1,0 +1,245 @@
+"""Our parameter names and the names of transformers' llama-like models, and whose rows are whose.
+
+Two of our weights are fused. ``linear_qkv`` holds, for each query group, the rows of the group's
+query heads, then of its key, then of its value: ``[g, n/g + 2, d, h]`` seen as ``[rows, h]``
+(Megatron's order). ``linear_fc1`` of a gated MLP holds the rows of the gate, then those of the
+other projection: ``[2 * ffn, h]``.
+
+Our model on a single rank on the CPU, for tools that read or write its weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.config.run import RunConfig
+from megatron_ext.device import select
+from megatron_ext.errors import CheckpointError
+from megatron_ext.layers.chunks import build_chunks
+from megatron_ext.layers.transformer_config import build_transformer_config, params_dtype
+from megatron_ext.parallel.context import ParallelContext, init_groups, seed_everything
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.text.model.gpt import build_gpt_chunk
+
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATED = ("mlp.gate_proj", "mlp.up_proj")
+LAYER_MODULES = {
+    "input_layernorm": ("input_layernorm",),
+    "self_attention.linear_qkv": QKV,
+    "self_attention.linear_proj": ("self_attn.o_proj",),
+    "self_attention.q_layernorm": ("self_attn.q_norm",),
+    "self_attention.k_layernorm": ("self_attn.k_norm",),
+    "pre_mlp_layernorm": ("post_attention_layernorm",),
+    "mlp.linear_fc1": GATED,
+    "mlp.linear_fc2": ("mlp.down_proj",),
+}
+"""Modules of one layer, ours to theirs."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+OUTER = {
+    "embedding.word_embeddings.weight": EMBEDDING,
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": HEAD,
+}
+VOCABULARY = (EMBEDDING, HEAD)
+"""Their weights whose rows are entries of the vocabulary, which ours pads."""
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)$")
+_BY_LAST_PART = {ours.rsplit(".", 1)[-1]: theirs for ours, theirs in LAYER_MODULES.items()}
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """What decides the order of fused rows.
+
+    Attributes:
+        num_attention_heads: n.
+        num_query_groups: g; n without grouped queries.
+        kv_channels: size of one head d.
+    """
+
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+
+    @property
+    def heads_per_group(self) -> int:
+        """Query heads that share a key and a value, n/g."""
+        return self.num_attention_heads // self.num_query_groups
+
+
+def modules_of(name: str) -> tuple[str, ...]:
+    """Their modules that one of ours is made of, such as ``("mlp.gate_proj", "mlp.up_proj")``.
+
+    Args:
+        name: of our module or of anything in it, such as ``linear_fc1`` or
+            ``decoder.layers.3.mlp.linear_fc1.weight``.
+
+    Raises:
+        CheckpointError: a module that llama-like models do not have.
+    """
+    for part in name.split("."):
+        if part in _BY_LAST_PART:
+            return _BY_LAST_PART[part]
+    raise CheckpointError(
+        f"`{name}` has no place in a llama-like model of transformers; its layers have "
+        f"{', '.join(sorted(_BY_LAST_PART))}."
+    )
+
+
+def split_rows(name: str, tensor: Tensor, shape: RowShape) -> dict[str, Tensor]:
+    """Rows of one of our tensors by the modules of transformers that they belong to.
+
+    Args:
+        name: of our module or of anything in it, see `modules_of`.
+        tensor: a weight ``[rows, h]``, a bias ``[rows]``, or the B of a low-rank adapter
+            ``[rows, r]``; of one tensor-parallel rank when ``shape`` counts that rank's heads.
+        shape: of the attention.
+
+    Returns:
+        Suffix such as ``self_attn.q_proj`` to its rows; views where the rows lie together.
+
+    Raises:
+        CheckpointError: an unknown module, or a number of rows that the shape does not give.
+    """
+    modules = modules_of(name)
+    if modules == QKV:
+        n, d = shape.heads_per_group, shape.kv_channels
+        _check_rows(name, tensor, shape.num_query_groups * (n + 2) * d)
+        groups = tensor.reshape(shape.num_query_groups, n + 2, d, *tensor.shape[1:])
+        parts = groups[:, :n], groups[:, n : n + 1], groups[:, n + 1 :]
+        return {module: part.flatten(0, 2) for module, part in zip(modules, parts, strict=True)}
+    if modules == GATED:
+        _check_rows(name, tensor, tensor.shape[0] // 2 * 2)
+        return dict(zip(modules, tensor.chunk(2), strict=True))
+    return {modules[0]: tensor}
+
+
+def join_rows(name: str, parts: Mapping[str, Tensor], shape: RowShape) -> Tensor:
+    """The inverse of `split_rows`.
+
+    Args:
+        name: of our module or of anything in it.
+        parts: suffix such as ``self_attn.q_proj`` to its rows ``[rows, ...]``.
+        shape: of the attention.
+
+    Raises:
+        CheckpointError: an unknown module, or a number of rows that the shape does not give.
+    """
+    modules = modules_of(name)
+    if modules == QKV:
+        g, n, d = shape.num_query_groups, shape.heads_per_group, shape.kv_channels
+        groups: list[Tensor] = []
+        for module, heads in zip(modules, (n, 1, 1), strict=True):
+            _check_rows(module, parts[module], g * heads * d)
+            groups.append(parts[module].reshape(g, heads, d, *parts[module].shape[1:]))
+        return torch.cat(groups, dim=1).flatten(0, 2)
+    if modules == GATED:
+        return torch.cat([parts[module] for module in modules])
+    return parts[modules[0]]
+
+
+def _check_rows(name: str, tensor: Tensor, wanted: int) -> None:
+    if tensor.shape[0] != wanted:
+        raise CheckpointError(
+            f"`{name}` has {tensor.shape[0]} rows, but the shape of the model gives {wanted}; "
+            "give the number of heads, of query groups and the size of a head that it has."
+        )
+
+
+def hf_names(name: str) -> dict[str, str]:
+    """Their full names of one of our parameters, by the suffix that `split_rows` gives.
+
+    Args:
+        name: such as ``decoder.layers.3.mlp.linear_fc1.weight``; the layer counts along the whole
+            model.
+
+    Returns:
+        Such as ``{"mlp.gate_proj": "model.layers.3.mlp.gate_proj.weight", ...}``.
+
+    Raises:
+        CheckpointError: a parameter that llama-like models do not have.
+    """
+    if name in OUTER:
+        return {OUTER[name]: OUTER[name]}
+    match = _LAYER.match(name)
+    if match is None or match[2] not in LAYER_MODULES:
+        raise CheckpointError(
+            f"`{name}` has no place in a llama-like model of transformers; convert a dense decoder "
+            "without experts and multi-token prediction."
+        )
+    return {
+        module: f"model.layers.{match[1]}.{module}.{match[3]}" for module in LAYER_MODULES[match[2]]
+    }
+
+
+def to_hf(name: str, tensor: Tensor, shape: RowShape) -> dict[str, Tensor]:
+    """One of our parameters, full, as their tensors by full name."""
+    names = hf_names(name)
+    if name in OUTER:
+        return {OUTER[name]: tensor}
+    return {names[module]: part for module, part in split_rows(name, tensor, shape).items()}
+
+
+def from_hf(name: str, theirs: Mapping[str, Tensor], shape: RowShape) -> Tensor:
+    """Their tensors by full name as one of our parameters, full; the inverse of `to_hf`."""
+    names = hf_names(name)
+    if name in OUTER:
+        return theirs[OUTER[name]]
+    return join_rows(name, {module: theirs[full] for module, full in names.items()}, shape)
+
+
+PRECISIONS = {"float32": [], "bfloat16": ["--bf16"], "float16": ["--fp16"]}
+"""Flags of each dtype."""
+NO_TRAINING = "--micro-batch-size 1 --skip-train".split()
+"""Flags that no configuration goes without."""
+ORIGIN, ORIGIN_CONFIG = "huggingface", "huggingface_config"
+"""Where a stored run configuration keeps the config.json that was imported."""
+
+
+def row_shape(config: RunConfig) -> RowShape:
+    """The order of fused rows in a run's full weights."""
+    model = config.model
+    heads, channels = model.num_attention_heads, model.kv_channels
+    assert heads is not None and channels is not None
+    return RowShape(heads, model.num_query_groups or heads, channels)
+
+
+@contextmanager
+def one_rank(config: RunConfig) -> Iterator[ParallelContext]:
+    """The groups of a single rank, taken down at the end.
+
+    Raises:
+        CheckpointError: several ranks were started.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) != 1:
+        raise CheckpointError(
+            f"Models are converted on one rank, but {os.environ['WORLD_SIZE']} were started; start "
+            "the tool without torchrun."
+        )
+    device = select("gloo")
+    device.activate(0)
+    context = init_groups(Layout(1), device)
+    try:
+        seed_everything(context, config.training.seed)
+        yield context
+    finally:
+        context.destroy()
+
+
+def build_bare(config: RunConfig, context: ParallelContext) -> Any:
+    """The whole model on one rank on the CPU, in the run's dtype, with arbitrary weights."""
+    model = dataclasses.replace(
+        config.model, use_cpu_initialization=True, perform_initialization=False
+    )
+    config = dataclasses.replace(config, model=model)
+    core = build_transformer_config(config)
+    (chunk,) = build_chunks(build_gpt_chunk, config, core, context)
+    return chunk.to(params_dtype(config))

@@ -1,0 +1,306 @@
+"""Programs written for Megatron-LM: its ``pretrain`` and what its providers and steps call.
+
+A ``pretrain_*.py`` of Megatron-LM runs when its imports from ``megatron.training`` come from here;
+docs/porting.md goes through one. The providers keep their signatures:
+
+- ``train_valid_test_datasets_provider(sizes)`` gives three datasets of mappings;
+- ``model_provider(pre_process, post_process)``, with ``vp_stage``, ``config`` and
+  ``pg_collection`` where it takes them, gives one pipeline chunk;
+- ``forward_step(data_iterator, model)`` gives the output and the loss function, which returns
+  ``(sum, count, report)``, ``(loss, report)`` or the loss alone.
+
+A data iterator gives the micro-batch on the device, the same on all tensor-parallel ranks; it is
+None on stages that read no data. `megatron.core.utils.get_batch_on_this_cp_rank` cuts it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.enums import ModelType
+from torch import Tensor
+
+from megatron_ext.config.parser import all_flags
+from megatron_ext.config.sections import Provider, section_of
+from megatron_ext.data.loader import BatchSource, build_source
+from megatron_ext.data.step_loader import Sample
+from megatron_ext.errors import ConfigError
+from megatron_ext.losses.contract import LossFunction, StepCounts, non_loss_data_of, pair
+from megatron_ext.text.data.gpt import Datasets
+from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.train.main import main
+from megatron_ext.train.task import ProcessNonLossData, Task
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_ext.config.run import RunConfig
+    from megatron_ext.parallel.context import ParallelContext
+    from megatron_ext.text.tokenizers.base import Tokenizer
+    from megatron_ext.train.setup import Run
+
+DatasetsProvider = Callable[[Sequence["int | None"]], Sequence[Any]]
+MegatronForwardStep = Callable[["Iterator[Sample] | None", torch.nn.Module], tuple[Tensor, Any]]
+
+
+def pretrain(
+    train_valid_test_dataset_provider: DatasetsProvider,
+    model_provider: Callable[..., Any],
+    model_type: ModelType,
+    forward_step_func: MegatronForwardStep,
+    process_non_loss_data_func: ProcessNonLossData | None = None,
+    extra_args_provider: Provider | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    non_loss_data_func: Callable[[Sequence[torch.nn.Module]], Any] | None = None,
+) -> None:
+    """Train what the command line and the providers say; see Megatron-LM's ``pretrain``.
+
+    ``model_type`` is Megatron-LM's; megatron-core has one kind.
+
+    Raises:
+        SystemExit: the run ended with another exit code than 0.
+    """
+    try:
+        task = megatron_task(
+            train_valid_test_dataset_provider,
+            model_provider,
+            forward_step_func,
+            process_non_loss_data_func=process_non_loss_data_func,
+            extra_args_provider=extra_args_provider,
+            non_loss_data_func=non_loss_data_func,
+        )
+        defaults = _checked_defaults(args_defaults or {}, task)
+    except ConfigError as error:
+        print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
+        sys.exit(EXIT_CODE_USER_ERROR)
+    code = main(task, sys.argv[1:], defaults=defaults)
+    if code:
+        sys.exit(code)
+
+
+def megatron_task(
+    datasets_provider: DatasetsProvider,
+    model_provider: Callable[..., Any],
+    forward_step: MegatronForwardStep,
+    *,
+    process_non_loss_data_func: ProcessNonLossData | None = None,
+    extra_args_provider: Provider | None = None,
+    non_loss_data_func: Callable[[Sequence[torch.nn.Module]], Any] | None = None,
+) -> Task:
+    """Return the task that Megatron-LM's providers and forward step make up.
+
+    Raises:
+        ConfigError: an argument of the program's own that no flag can stand for.
+    """
+    sections = () if extra_args_provider is None else (section_of(extra_args_provider),)
+    return Task(
+        datasets=functools.partial(_datasets, datasets_provider),
+        model_chunk=functools.partial(_model_chunk, model_provider),
+        forward_step=functools.wraps(forward_step)(functools.partial(_forward_step, forward_step)),
+        source=_source,
+        preflight=_preflight,
+        sections=sections,
+        process_non_loss_data=process_non_loss_data_func,
+        non_loss_data=non_loss_data_func,
+    )
+
+
+def _checked_defaults(defaults: Mapping[str, Any], task: Task) -> Mapping[str, Any]:
+    known = {flag.field for flag in all_flags(task.sections)}
+    unknown = [name for name in defaults if name not in known]
+    if unknown:
+        raise ConfigError(
+            [
+                f"`args_defaults` has `{name}`, which is not the name of a flag; leave it out."
+                for name in unknown
+            ]
+        )
+    return defaults
+
+
+@dataclass
+class _Current:
+    """What Megatron-LM keeps in global variables: the run of this process."""
+
+    tokenizer: Tokenizer | None = None
+    args: argparse.Namespace | None = None
+    transformer_config: TransformerConfig | None = None
+
+
+_current = _Current()
+
+
+def _preflight(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
+    """Keep the tokenizer, and refuse flags of data that the program's own dataset stands for."""
+    given = {"--sft": config.sft.sft, "--loss-reduction": config.loss.loss_reduction != "token"}
+    errors = [
+        f"`{flag}` does nothing in a program whose datasets and loss are its own; leave it out, or "
+        "do so there."
+        for flag, is_given in given.items()
+        if is_given
+    ]
+    if errors:
+        raise ConfigError(errors)
+    _current.tokenizer = tokenizer
+    return config
+
+
+def _datasets(
+    provider: DatasetsProvider,
+    _config: RunConfig,
+    _tokenizer: Tokenizer,
+    sizes: Sequence[int | None],
+    _is_built_on_rank: Callable[[], bool],
+) -> Datasets:
+    """Build on all ranks, as megatron-core's builder waits for all of them."""
+    train, valid, test = provider(list(sizes))
+    return Datasets(train, valid, test)
+
+
+def _model_chunk(
+    provider: Callable[..., Any],
+    config: RunConfig,
+    transformer_config: TransformerConfig,
+    context: ParallelContext,
+    **stage: Any,
+) -> Any:
+    flat: dict[str, Any] = {}
+    for section in config.to_dict().values():
+        if isinstance(section, dict):
+            flat.update(section)
+    flat |= {"rank": context.rank, "params_dtype": transformer_config.params_dtype}
+    _current.args = argparse.Namespace(**flat)
+    _current.transformer_config = transformer_config
+    given = {**stage, "config": transformer_config, "pg_collection": context.pgs}
+    parameters = inspect.signature(provider).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        taken = {p.name for p in parameters}
+        given = {name: value for name, value in given.items() if name in taken}
+    return provider(**given)
+
+
+def _source(
+    run: Run, dataset: Any, tokenizer: Tokenizer, consumed_samples: int, full_epoch: bool
+) -> BatchSource:
+    return build_source(
+        dataset,
+        run.config,
+        run.context,
+        run.device,
+        consumed_samples=consumed_samples,
+        eod=-1,
+        full_epoch=full_epoch,
+        as_mappings=True,
+    )
+
+
+def _forward_step(
+    forward_step: MegatronForwardStep,
+    config: RunConfig,
+    batch: Any,
+    model: torch.nn.Module,
+    _counts: StepCounts | None,
+) -> tuple[Tensor, LossFunction]:
+    output, loss = forward_step(iter([batch]) if isinstance(batch, Sample) else None, model)
+    return output, _of_contract(loss, config.parallel.context_parallel_size)
+
+
+def _of_contract(loss: Callable[..., Any], cp_size: int) -> LossFunction:
+    """Turn Megatron-LM's kinds of losses into ``(sum, count, report)``.
+
+    A loss without a count is the mean of its micro-batch, the same on the ranks of a
+    context-parallel group: with a count of 1 on each rank, a step takes the mean of them.
+    """
+
+    @functools.wraps(loss)
+    def wrapper(output: Tensor, non_loss_data: bool = False) -> Any:
+        if non_loss_data:
+            return non_loss_data_of(loss, output)
+        result = loss(output)
+        if not isinstance(result, tuple):
+            result = (result,)
+        if len(result) > 3:
+            return result
+        one = torch.ones((), dtype=torch.int, device=output.device)
+        report = result[-1] if len(result) > 1 else {"loss": result[0]}
+        entries = {name: torch.as_tensor(value) for name, value in report.items()}
+        entries = {x: pair(v.view([]), one) if v.numel() == 1 else v for x, v in entries.items()}
+        if len(result) == 3:
+            return result[0], result[1], entries
+        return result[0] * cp_size, one, entries
+
+    return wrapper
+
+
+def get_args() -> argparse.Namespace:
+    """Return all values of the configuration by the names of their flags.
+
+    Raises:
+        ConfigError: no run has begun.
+    """
+    if _current.args is None:
+        raise ConfigError(
+            "`get_args` was called before the run has begun; call it in a provider or in the "
+            "forward step."
+        )
+    return _current.args
+
+
+def get_tokenizer() -> Tokenizer:
+    """Return the tokenizer of the run.
+
+    Raises:
+        ConfigError: no run has begun.
+    """
+    if _current.tokenizer is None:
+        raise ConfigError(
+            "`get_tokenizer` was called before the run has begun; call it in a provider or in the "
+            "forward step."
+        )
+    return _current.tokenizer
+
+
+def core_transformer_config_from_args(_args: argparse.Namespace) -> Any:
+    """Return megatron-core's configuration of the model of this run."""
+    return _current.transformer_config
+
+
+def get_batch_on_this_tp_rank(
+    data_iterator: Iterator[Sample] | None, mtp_on_this_rank: bool = False
+) -> dict[str, Any]:
+    """Return the next micro-batch with the keys of Megatron-LM's, None where there is none."""
+    batch = {} if data_iterator is None else next(data_iterator)
+    names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+    return dict.fromkeys(names) | dict(batch)
+
+
+def print_rank_0(message: object) -> None:
+    """Print on the first rank."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(message, flush=True)
+
+
+class _NoTimer:
+    """Takes the calls of Megatron-LM's timers; ``--profile`` measures the phases of a step."""
+
+    def __call__(self, *_: Any, **__: Any) -> _NoTimer:
+        return self
+
+    def start(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    def stop(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+
+def get_timers() -> _NoTimer:
+    """Return timers that measure nothing."""
+    return _NoTimer()

@@ -1,0 +1,290 @@
+"""GPT: one pipeline chunk of megatron-core's GPTModel, with our layers and our MTP losses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.models.gpt import GPTModel as CoreGPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.transformer_block import TransformerBlock as CoreTransformerBlock
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.layers.autograd import attach
+from megatron_ext.layers.dropout import HiddenDropout
+from megatron_ext.layers.linear import OutputLayer
+from megatron_ext.layers.mtp import MTPTargets, OutputHead
+from megatron_ext.layers.specs import layer_spec, mtp_block_spec
+
+if TYPE_CHECKING:
+    from megatron_ext.config.run import RunConfig
+    from megatron_ext.parallel.context import ParallelContext
+
+
+class TransformerBlock(CoreTransformerBlock):  # type: ignore[misc]
+    """megatron-core's stack of layers, whose last recomputed piece may be shorter than the others.
+
+    Core asks for as many layers as ``--recompute-num-layers`` says, also where fewer are left.
+    """
+
+    def _get_layer(self, layer_number: int) -> Any:
+        """The layer of that number on this chunk, or nothing behind the last."""
+        return self.layers[layer_number] if layer_number < len(self.layers) else _Nothing(self)
+
+
+class _Nothing:
+    """Stands for a layer that is not there; what enters it leaves it."""
+
+    def __init__(self, block: TransformerBlock) -> None:
+        self.layer_number = block.layers[-1].layer_number
+
+    def __call__(
+        self, *, hidden_states: Tensor, context: Tensor | None, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same two tensors."""
+        return hidden_states, context
+
+
+class GPTModel(CoreGPTModel):  # type: ignore[misc]
+    """megatron-core's GPTModel with two differences.
+
+    The losses of the multi-token-prediction depths are weighted by the caller (`MTPTargets`)
+    instead of by counts of the local micro-batch. And the copy of the word embedding that an MTP
+    stage holds is marked as an embedding, so that a decoupled learning rate treats all copies
+    alike.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.decoder.__class__ = TransformerBlock
+        if self.post_process:
+            self._use_own_output_layer()
+        if hasattr(self, "embedding") and getattr(self.config, "deterministic_dropout", False):
+            self.embedding.embedding_dropout = HiddenDropout(
+                self.config.hidden_dropout,
+                "embedding",
+                self.pg_collection,
+                self.config.sequence_parallel,
+            )
+        if self.mtp_process:
+            self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+            self._recompute_by_depth()
+
+    def _recompute_by_depth(self) -> None:
+        """Recompute each depth of multi-token prediction by itself, as core can alone.
+
+        ``--recompute-num-layers`` then counts layers of the decoder only.
+        """
+        if self.config.recompute_num_layers is not None:
+            for depth in self.mtp.layers:
+                depth.config = copy.copy(self.config)
+                depth.config.recompute_num_layers = 1
+
+    def _use_own_output_layer(self) -> None:
+        """Put the output layer's weight into our layer, whose weight gradient can be deferred."""
+        core = self.output_layer
+        self.output_layer: Any = OutputLayer(
+            core.input_size,
+            core.output_size,
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=False,
+            gather_output=core.gather_output,
+            skip_weight_param_allocation=True,
+            embedding_activation_buffer=core.embedding_activation_buffer,
+            grad_output_buffer=core.grad_output_buffer,
+            tp_group=core.tp_group,
+        )
+        # A tied copy of the embedding that multi-token prediction holds serves the output as well.
+        tied_to_copy = self.share_embeddings_and_output_weights and self.mtp_process
+        if core.weight is not None and not tied_to_copy:
+            self.output_layer.weight = core.weight
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        labels: Tensor | None = None,
+        mtp_targets: MTPTargets | None = None,
+        hidden_states_only: bool = False,
+    ) -> Tensor:
+        """Run this chunk.
+
+        Args:
+            input_ids: ``[b, s]`` (s is the local sequence under context parallelism).
+            position_ids: ``[b, s]``.
+            attention_mask: True where forbidden, ``[b, 1, s, full s]``; None means causal.
+            labels: ``[b, s]``; without them the last stage returns logits.
+            mtp_targets: what the multi-token-prediction depths are to learn; without them the
+                depths change nothing.
+            hidden_states_only: leave the head to the loss; see `output_head`.
+
+        Returns:
+            Hidden states ``[s, b, h]`` on inner stages; ``[(1 + depths) * s, b, h]`` in training
+            from multi-token prediction on a stage of its own on; on the last stage the losses
+            ``[b, s]``, or logits ``[b, s, v]`` without labels, or with ``hidden_states_only`` what
+            an inner stage gives.
+        """
+        decoder_input, rotary, cos, sin, offset, padding_mask = self._preprocess(
+            input_ids=input_ids, position_ids=position_ids
+        )[:6]
+        hidden = self.decoder(
+            hidden_states=decoder_input,
+            attention_mask=attention_mask,
+            rotary_pos_emb=rotary,
+            rotary_pos_cos=cos,
+            rotary_pos_sin=sin,
+            sequence_len_offset=offset,
+            padding_mask=padding_mask,
+        )
+        if self.post_process or self.mtp_process:
+            # A residual stream in float32 ends at the final norm, which an earlier stage may hold.
+            hidden = hidden.to(self.config.params_dtype)
+        has_depths = self._has_depths(mtp_targets)
+        if self.mtp_process and has_depths:
+            hidden = self.mtp(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                hidden_states=hidden,
+                attention_mask=attention_mask,
+                rotary_pos_emb=rotary,
+                embedding=self.embedding,
+            )
+        if self.post_process:
+            hidden = self.before_head(hidden)
+        if not self.post_process:
+            return hidden.to(self.config.pipeline_dtype)  # type: ignore[no-any-return]
+        if hidden_states_only:
+            return hidden  # type: ignore[no-any-return]
+        if has_depths:
+            hidden = self._with_mtp_losses(hidden, mtp_targets)
+        logits = self._logits(hidden)
+        if labels is None:
+            return logits.transpose(0, 1).contiguous()
+        return self.compute_language_model_loss(labels, logits)  # type: ignore[no-any-return]
+
+    def before_head(self, hidden: Tensor) -> Tensor:
+        """Return what the head reads; a subclass may change each token's hidden states here.
+
+        Every path to a loss goes through it: whole or chunked logits, and multi-token prediction.
+
+        Args:
+            hidden: ``[s, b, h]`` of the last stage, ``[s/tp, b, h]`` under sequence parallelism;
+                with multi-token prediction the depths follow along the first axis.
+        """
+        return hidden
+
+    def _has_depths(self, targets: MTPTargets | None) -> bool:
+        """Whether multi-token prediction has run where this chunk ends.
+
+        On a stage of its own it knows no targets, so there it runs in training, always.
+        """
+        if self.config.mtp_standalone:
+            return bool(self.training)
+        return targets is not None and self.mtp_process
+
+    def output_head(self) -> OutputHead:
+        """This rank's part of the head, on the last stage."""
+        return OutputHead(
+            weight=self.output_layer(None, weight=self._head_weight(), weight_only=True),
+            tp_group=self.output_layer.tp_group,
+            sequence_parallel=self.config.sequence_parallel,
+            config=self.config,
+        )
+
+    def _head_weight(self) -> Tensor | None:
+        """The tied weight; None where the head has its own."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
+        return None
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Vocabulary-parallel logits ``[s, b, v/tp]``."""
+        logits, _ = self.output_layer(hidden, weight=self._head_weight())
+        return logits  # type: ignore[no-any-return]
+
+    def _with_mtp_losses(self, chunks: Tensor, targets: MTPTargets | None) -> Tensor:
+        """Hidden states ``[s, b, h]`` that carry the gradients of all depths' losses.
+
+        Args:
+            chunks: hidden states of the model and of each depth, ``[(1 + depths) * s, b, h]``.
+            targets: labels and weights of each depth; None leaves the depths out.
+        """
+        hidden, *depths = torch.chunk(chunks, 1 + self.config.mtp_num_layers, dim=0)
+        if targets is None:
+            return hidden
+        for depth, depth_hidden in enumerate(depths):
+            losses = self.compute_language_model_loss(
+                targets.labels[depth], self._logits(depth_hidden)
+            )
+            targets.record(depth, losses)
+            hidden = attach(hidden, targets.weights[depth] * losses, self.config)
+        return hidden
+
+
+def build_gpt_chunk(
+    config: RunConfig,
+    transformer_config: TransformerConfig,
+    context: ParallelContext,
+    *,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None = None,
+    model_class: Callable[..., GPTModel] = GPTModel,
+) -> GPTModel:
+    """Build the layers of one virtual pipeline chunk.
+
+    Args:
+        config: the run.
+        transformer_config: megatron-core's view of it.
+        context: process groups of this rank.
+        pre_process: the chunk holds the embedding.
+        post_process: the chunk holds the output layer (and the multi-token-prediction block).
+        vp_stage: index of the virtual chunk on this rank.
+        model_class: makes the chunk; a subclass of a user's own, or a function that calls it.
+
+    Raises:
+        ConfigError: multi-token prediction with learned positions on more than one stage.
+    """
+    model = config.model
+    if not model.padded_vocab_size:
+        raise ConfigError(
+            "`--vocab-size` is not known: give a tokenizer or `--vocab-size` with NullTokenizer."
+        )
+    spec = layer_spec(
+        transformer_config,
+        impl=model.transformer_impl,
+        vp_stage=vp_stage,
+    )
+    mtp_spec = None
+    if model.mtp_num_layers and mtp_on_this_rank(
+        transformer_config, ignore_virtual=False, vp_stage=vp_stage
+    ):
+        mtp_spec = mtp_block_spec(
+            transformer_config, impl=model.transformer_impl, vp_stage=vp_stage
+        )
+    return model_class(
+        config=transformer_config,
+        transformer_layer_spec=spec,
+        vocab_size=model.padded_vocab_size,
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=mtp_spec,
+        vp_stage=vp_stage,
+        pg_collection=context.pgs,
+    )

@@ -1,0 +1,284 @@
+"""One preprocessing run from options to published datasets."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.data.indexed import optimal_dtype
+from megatron_ext.errors import ConfigError, DataError, MegatronExtError
+from megatron_ext.text.preprocess import inputs
+from megatron_ext.text.preprocess.encode import (
+    BadLine,
+    Encoder,
+    TextEncoder,
+    choose_engine,
+    parse_line,
+    sentence_splitter,
+)
+from megatron_ext.text.preprocess.inputs import Part
+from megatron_ext.text.preprocess.options import PreprocessOptions
+from megatron_ext.text.preprocess.outputs import publish_datasets, publish_rejected
+from megatron_ext.text.preprocess.parts import Done, Workplace, read_marker
+from megatron_ext.text.preprocess.workers import Crew, Job, Progress
+from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
+from megatron_ext.text.tokenizers.fast import FastEncoder, InexactEngine
+
+_SAMPLE_PLACES = 24
+_SAMPLE_BYTES = 8192
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run did.
+
+    Attributes:
+        prefixes: the merged dataset of each key.
+        documents, tokens, input_bytes: totals (tokens over all keys).
+        rejected: bad lines set aside, in `rejected_path`.
+        resumed_parts: parts taken over from an earlier, interrupted run.
+        seconds: wall time.
+    """
+
+    prefixes: Sequence[str]
+    documents: int
+    tokens: int
+    input_bytes: int
+    rejected: int
+    rejected_path: Path | None
+    resumed_parts: int
+    seconds: float
+
+    @classmethod
+    def of(
+        cls,
+        parts: Sequence[Part],
+        done: Mapping[int, Done],
+        prefixes: Sequence[str],
+        rejected_path: Path | None,
+        resumed_parts: int,
+        start: float,
+    ) -> Report:
+        """From the markers of all parts; ``start`` is when the run began."""
+        return cls(
+            prefixes=prefixes,
+            documents=sum(marker.documents for marker in done.values()),
+            tokens=sum(marker.tokens for marker in done.values()),
+            input_bytes=sum(part.num_bytes for part in parts),
+            rejected=sum(marker.rejected for marker in done.values()),
+            rejected_path=rejected_path,
+            resumed_parts=resumed_parts,
+            seconds=time.monotonic() - start,
+        )
+
+
+def say_to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def preprocess(options: PreprocessOptions, say: Say = say_to_stderr) -> Report:
+    """Tokenizes the input into one dataset for each key.
+
+    Args:
+        say: takes each line meant for the user.
+
+    Raises:
+        ConfigError, DataError: one sentence; finished parts are kept for the next try.
+    """
+    start = time.monotonic()
+    # Every worker is a process of its own; threads inside the libraries would only compete.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = build_tokenizer(options.tokenizer)
+    if options.append_eod and tokenizer.eod == NO_TOKEN:
+        raise ConfigError(
+            f"`--append-eod` needs an end-of-document token, but {tokenizer.kind} "
+            f"({tokenizer.path}) names none; set eos_token in it, or leave the flag out."
+        )
+    files = inputs.expand(options.inputs)
+    resumable = not any(map(inputs.is_stream, files))
+    with Workplace(options.output_prefix, resumable=resumable) as place:
+        fingerprint = _fingerprint(options, tokenizer, files)
+        parts, done = plan_parts(options, place, files, fingerprint, say)
+        resumed = len(done)
+        fast, line = choose_engine(tokenizer, _samples(parts, options.json_keys), options.engine)
+        say(line)
+        try:
+            run_parts(options, place, done, _job(options, tokenizer, fast, place, parts))
+        except InexactEngine as error:
+            say(f"Starting over with {tokenizer.kind}'s own library: {error}.")
+            done = _forget(place, done)
+            resumed = 0
+            run_parts(options, place, done, _job(options, tokenizer, None, place, parts))
+        dtypes = [optimal_dtype(tokenizer.vocab_size)] * len(options.json_keys)
+        prefixes = publish_datasets(options, place.folder, parts, done, dtypes)
+        rejected_path = publish_rejected(options, place.folder, parts, done)
+    return Report.of(parts, done, prefixes, rejected_path, resumed, start)
+
+
+def plan_parts(
+    options: PreprocessOptions,
+    place: Workplace,
+    files: list[str],
+    fingerprint: dict[str, Any],
+    say: Say,
+) -> tuple[list[Part], dict[int, Done]]:
+    """Takes over the parts of an interrupted run that did the same, or cuts the input anew.
+
+    Args:
+        files: what `inputs.expand` found.
+        fingerprint: all that decides the content of a part.
+    """
+    parts = place.resumed_parts(fingerprint)
+    if parts is not None:
+        done = place.finished(len(parts))
+        if done:
+            say(f"Resuming: {len(done)} of {len(parts)} parts are finished already.")
+        return parts, done
+    place.clear()
+    named = [(path, path) for path in files]
+    for i, source in enumerate(inputs.needs_spool(files, options.workers)):
+        shown = "standard input" if source == "-" else source
+        verb = "Copying" if inputs.is_stream(source) else "Unpacking"
+        say(f"{verb} {shown} into {place.folder}, to share it among {options.workers} workers.")
+        target = place.folder / f"unpacked{i}.jsonl"
+        inputs.spool(source, target)
+        named = [(str(target), shown) if path == source else (path, s) for path, s in named]
+    parts = inputs.cut(named, options.workers, options.part_megabytes, options.smallest_part)
+    place.begin(fingerprint, parts)
+    return parts, {}
+
+
+def _fingerprint(
+    options: PreprocessOptions, tokenizer: Tokenizer, files: list[str]
+) -> dict[str, Any]:
+    """All that decides the content of a part."""
+    return {
+        "inputs": inputs.identities(files),
+        "keys": list(options.json_keys),
+        "append_eod": options.append_eod,
+        "streams": _streams(options),
+        "split": [options.split_sentences, options.keep_newlines, options.lang],
+        "on_bad_line": options.on_bad_line,
+        "tokenizer": dict(tokenizer.unique_identifiers),
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+    }
+
+
+def _streams(options: PreprocessOptions) -> int:
+    """Round-robin partitions are dealt by the workers; sequential ones are cut at the end."""
+    return 1 if options.keep_sequential_samples else options.partitions
+
+
+def _samples(parts: Sequence[Part], keys: Sequence[str]) -> list[str]:
+    """Texts from places all over the input; lines that do not parse are for the run to report."""
+    chosen = [parts[i * len(parts) // _SAMPLE_PLACES] for i in range(_SAMPLE_PLACES) if parts]
+    lines = [line for i, part in enumerate(chosen) for line in _lines_at(part, i)]
+    if not lines and parts:  # documents longer than the samples: one of them will do
+        lines = next(inputs.blocks(parts[0]), (b"", 0))[0].split(b"\n")[:1]
+    texts: list[str] = []
+    for line in lines:
+        try:
+            texts.extend(text for key in parse_line(line, keys) for text in key)
+        except BadLine:
+            continue
+    return texts
+
+
+def _lines_at(part: Part, place: int) -> list[bytes]:
+    """Whole lines from one of the places of a part; of a packed part, from its beginning."""
+    if part.packing != "plain":
+        return next(inputs.blocks(part), (b"", 0))[0][:_SAMPLE_BYTES].split(b"\n")[:-1]
+    within = part.num_bytes * (place * 37 % _SAMPLE_PLACES) // _SAMPLE_PLACES
+    with open(part.path, "rb") as stream:
+        stream.seek(part.start + within)
+        return stream.read(_SAMPLE_BYTES).split(b"\n")[1 if within else 0 : -1]
+
+
+def _job(
+    options: PreprocessOptions,
+    tokenizer: Tokenizer,
+    fast: FastEncoder | None,
+    place: Workplace,
+    parts: Sequence[Part],
+) -> Job:
+    splitter = (
+        sentence_splitter(options.lang, keep_newlines=options.keep_newlines)
+        if options.split_sentences
+        else None
+    )
+    return Job(
+        folder=place.folder,
+        parts=parts,
+        dtypes=[optimal_dtype(tokenizer.vocab_size)] * len(options.json_keys),
+        streams=_streams(options),
+        encoder=TextEncoder(
+            options.json_keys,
+            _streams(options),
+            Encoder(tokenizer, fast, append_eod=options.append_eod),
+            splitter,
+        ),
+        quarantine=options.on_bad_line == "quarantine",
+    )
+
+
+def _forget(place: Workplace, done: dict[int, Done]) -> dict[int, Done]:
+    for path in place.folder.glob("p[0-9]*.*"):
+        path.unlink()
+    return {}
+
+
+def run_parts(
+    options: PreprocessOptions, place: Workplace, done: dict[int, Done], job: Job
+) -> None:
+    """Runs the unfinished parts in worker processes and adds their markers to `done`."""
+    parts = job.parts
+    todo = [i for i in range(len(parts)) if i not in done]
+    progress = Progress(
+        sum(part.num_bytes for part in parts),
+        sum(parts[i].num_bytes for i in done),
+        log_interval=options.log_interval,
+    )
+    crew = Crew(job, min(options.workers, len(todo)), place.lock)
+    try:
+        crew.work(todo, progress)
+    finally:
+        crew.stop()
+        progress.close()
+    for i in todo:
+        marker = read_marker(place.folder, i)
+        if marker is None:
+            raise DataError(
+                f"Part {i} in {place.folder} was damaged before it was joined; check the disk and "
+                "run the same command again."
+            )
+        done[i] = marker
+
+
+def run_or_explain(run: Callable[[], Report], say: Say = say_to_stderr) -> int:
+    """Runs and reports; returns the exit code, each error said in its own sentence."""
+    try:
+        report = run()
+    except MegatronExtError as error:
+        for sentence in error.messages:
+            say(f"error: {sentence}")
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        say("Interrupted; finished parts are kept, so run the same command again to go on.")
+        return 130
+    rate = report.input_bytes / report.seconds / 1e6
+    say(
+        f"{report.documents} documents, {report.tokens} tokens, {report.input_bytes / 1e6:.1f} MB "
+        f"in {report.seconds:.1f} s ({rate:.1f} MB/s) -> {', '.join(report.prefixes)}"
+    )
+    if report.rejected_path is not None:
+        say(f"{report.rejected} bad lines are in {report.rejected_path}, each with its reason.")
+    return 0

@@ -1,0 +1,241 @@
+"""The chat template of a tokenizer, applied to the beginnings of a conversation.
+
+All that decides the tokens of a conversation: tokenizer, template, and columns of a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.sft.conversation import Conversation, Layout, RowFormat
+from megatron_ext.text.tokenizers.huggingface import load_pretrained, tokenizer_folder
+
+if TYPE_CHECKING:
+    from megatron_ext.text.config import SftConfig
+    from megatron_ext.text.tokenizers.base import Tokenizer, TokenizerSettings
+
+OnMismatch = Literal["error", "realign"]
+
+_OURS = (
+    "conversation add_generation_prompt continue_final_message tokenize return_dict tools "
+    "return_assistant_tokens_mask return_tensors padding truncation max_length tokenizer_kwargs"
+).split()
+
+
+class ChatTokenizer(Protocol):
+    """What is used of a transformers tokenizer."""
+
+    is_fast: bool
+    pad_token_id: int | None
+    chat_template: Any
+
+    def __call__(self, text: str, **kwargs: Any) -> Any: ...
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
+
+    def get_chat_template(
+        self, chat_template: str | None = None, tools: list[Any] | None = None
+    ) -> str: ...
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """How conversations are templated.
+
+    Attributes:
+        template_kwargs: passed on to `apply_chat_template`, thus to the template; a row's
+            `enable_thinking` goes before one named here.
+        on_mismatch: "error" refuses a conversation in which a turn cannot be told exactly;
+            "realign" looks in the whole conversation for the longest piece of what templating
+            the messages up to the turn ends with.
+
+    Raises:
+        ConfigError: an unknown `on_mismatch`, or a keyword that this module sets itself.
+    """
+
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    on_mismatch: OnMismatch = "error"
+
+    def __post_init__(self) -> None:
+        if self.on_mismatch not in get_args(OnMismatch):
+            raise ConfigError(
+                f"on_mismatch ({self.on_mismatch!r}) must be one of "
+                f"{', '.join(get_args(OnMismatch))}."
+            )
+        for name in self.template_kwargs:
+            if name in _OURS:
+                raise ConfigError(
+                    f"apply_chat_template_kwargs ({name}) must not hold what the tokenization of "
+                    f"conversations sets itself ({', '.join(_OURS)}); leave it out."
+                )
+
+
+class Template:
+    """The chat template applied to the first messages of one conversation."""
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, conversation: Conversation, options: TemplateOptions
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._conversation = conversation
+        self._kwargs = dict(options.template_kwargs)
+        if conversation.enable_thinking is not None:
+            self._kwargs["enable_thinking"] = conversation.enable_thinking
+        if conversation.tools is not None:
+            self._kwargs["tools"] = list(conversation.tools)
+
+    def apply(self, count: int, **kwargs: Any) -> Any:
+        """`apply_chat_template` of the first ``count`` messages, as a dictionary."""
+        return self._apply(count, tokenize=True, return_dict=True, **kwargs)
+
+    def _apply(self, count: int, **kwargs: Any) -> Any:
+        messages = [dict(message) for message in self._conversation.messages[:count]]
+        try:
+            return self._tokenizer.apply_chat_template(messages, **{**self._kwargs, **kwargs})
+        except Exception as error:  # a template can raise anything
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(
+                f"{self._conversation.place}: the chat template refuses the first {count} of "
+                f"{len(self._conversation.messages)} messages ({type(error).__name__}: {reason}); "
+                "correct the row, or give a template that takes it."
+            ) from error
+
+    def ids(self, count: int, *, prompt: bool = False) -> list[int]:
+        """Tokens of the first ``count`` messages; ``prompt``: with the generation prompt."""
+        return list(self.apply(count, add_generation_prompt=prompt)["input_ids"])
+
+    def text(self, count: int, *, prompt: bool = False, **kwargs: Any) -> str:
+        """Text of the first ``count`` messages; ``prompt``: with the generation prompt."""
+        return str(self._apply(count, tokenize=False, add_generation_prompt=prompt, **kwargs))
+
+    def source(self) -> str:
+        """The template itself, in Jinja's language."""
+        own = self._kwargs.get("chat_template")
+        return self._tokenizer.get_chat_template(own, self._kwargs.get("tools"))
+
+    def encode(self, text: str) -> Any:
+        """Token ids of a text that was templated, and where each lies in it."""
+        try:
+            return self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        except Exception as error:  # such as half a surrogate pair, in ways of their own
+            reason = " ".join(str(error).split())[:200]
+            raise DataError(
+                f"{self._conversation.place}: the tokenizer refuses the text of the conversation "
+                f"({type(error).__name__}: {reason}); correct the row."
+            ) from error
+
+
+CONTENT_VERSION = 1
+"""Raised whenever this package makes other tokens or masks of the same rows."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How rows become tokens.
+
+    Attributes:
+        tokenizer: of transformers, with its chat template.
+        vocab_size: number of ids.
+        options: of the template.
+        row_format: layout and columns of a row.
+        identity: plain values that decide the content of a store.
+    """
+
+    tokenizer: ChatTokenizer
+    vocab_size: int
+    options: TemplateOptions
+    row_format: RowFormat
+    identity: dict[str, Any]
+
+
+def build_chat(tokenizer: Tokenizer, settings: TokenizerSettings, sft: SftConfig) -> Chat:
+    """From the flags; the ids are those of ``tokenizer``.
+
+    Raises:
+        ConfigError: a tokenizer without chat templates, or no template.
+        DataError: a file cannot be read.
+    """
+    chat_tokenizer = _load(tokenizer, settings, sft)
+    options = TemplateOptions(sft.template_kwargs, cast("OnMismatch", sft.sft_on_mismatch))
+    row_format = RowFormat(
+        layout=cast("Layout", sft.sft_row_format),
+        messages=sft.sft_messages_key,
+        prompt=sft.sft_prompt_key,
+        response=sft.sft_response_key,
+        conversations=sft.sft_conversations_key,
+        system=sft.sft_system_key,
+        tools=sft.sft_tools_key,
+        enable_thinking=sft.sft_enable_thinking_key,
+    )
+    identity = {
+        "tokenizer": _tokenizer_identity(tokenizer),
+        "template": _digest(chat_tokenizer.chat_template),
+        "template_kwargs": sft.template_kwargs,
+        "on_mismatch": sft.sft_on_mismatch,
+        "row_format": asdict(row_format),
+        "versions": {
+            "content": CONTENT_VERSION,
+            **{name: importlib.metadata.version(name) for name in ("transformers", "tokenizers")},
+        },
+    }
+    return Chat(chat_tokenizer, tokenizer.vocab_size, options, row_format, identity)
+
+
+def _load(tokenizer: Tokenizer, settings: TokenizerSettings, sft: SftConfig) -> Any:
+    if tokenizer.kind != "HuggingFaceTokenizer" or settings.tokenizer_model is None:
+        raise ConfigError(
+            f"`--tokenizer-type` ({tokenizer.kind}) has no chat template, which `--sft` needs; use "
+            "HuggingFaceTokenizer."
+        )
+    folder = tokenizer_folder(settings.tokenizer_model)
+    loaded = load_pretrained(folder, trust_remote_code=settings.trust_remote_code)
+    special = list(getattr(settings, "tokenizer_special_tokens", None) or ())
+    if special:
+        loaded.add_special_tokens({"additional_special_tokens": special})
+    if len(loaded) != tokenizer.vocab_size:
+        raise DataError(
+            f"`--tokenizer-model` ({folder}) has {tokenizer.vocab_size} ids in tokenizer.json, but "
+            f"{len(loaded)} as transformers loads it; save it again with save_pretrained."
+        )
+    if sft.sft_chat_template is not None:
+        loaded.chat_template = _read(sft.sft_chat_template)
+    if not loaded.chat_template:
+        raise ConfigError(
+            f"`--tokenizer-model` ({folder}) has no chat template, so conversations cannot be "
+            "tokenized; give one with `--sft-chat-template`."
+        )
+    return loaded
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"`--sft-chat-template` ({path}) cannot be read ({error}); give a file with a Jinja "
+            "template."
+        ) from None
+
+
+def _tokenizer_identity(tokenizer: Tokenizer) -> dict[str, str]:
+    """By content where there is a file, so that a tokenizer may be moved."""
+    found = dict(tokenizer.unique_identifiers)
+    if "sha256" in found:
+        found.pop("path", None)
+    return found
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def key_of(*values: Any) -> str:
+    """A short name for plain values."""
+    return _digest(values)[:20]

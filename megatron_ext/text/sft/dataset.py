@@ -1,0 +1,295 @@
+"""Rows of conversations as tensors, and the three splits of a run.
+
+One rule for lengths: a conversation of n tokens takes n - 1 positions of a row, since position t
+reads token t and predicts token t + 1. ``--sft-max-length`` counts tokens, ``--seq-length``
+positions.
+
+Supervised fine-tuning: what is settled by the conversations before a run starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from megatron_ext.data.epochs import (
+    BudgetEpochs,
+    Epochs,
+    PackedEpochs,
+    PaddedEpochs,
+    StepPlan,
+    shuffled,
+)
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.data.gpt import Datasets, split_bounds
+from megatron_ext.text.sft.chat import build_chat
+from megatron_ext.text.sft.packing import CostModel, Ints
+from megatron_ext.text.sft.preprocess import open_stores
+from megatron_ext.text.sft.rows import Truncation, kept_tokens, lay_out, pad_id_of, shift
+from megatron_ext.text.sft.store import SftStore
+
+if TYPE_CHECKING:
+    from megatron_ext.config.run import RunConfig
+    from megatron_ext.text.tokenizers.base import Tokenizer
+
+_SPLIT_SEED = 2
+
+
+class SftDataset(Dataset[dict[str, Tensor]]):
+    """Conversations of one split; an index is a row, a tuple of their numbers.
+
+    Args:
+        stores: where they are.
+        members: numbers of the split's conversations among those of all stores, ``[n]``.
+        seq_length: s, positions of a row.
+        max_length: tokens of a conversation, at most.
+        truncation: of longer ones.
+        pad_id: id in the padding.
+
+    Attributes:
+        lengths: positions that each conversation takes, ``[n]``.
+        plan: rows of each step of a run; None until the split is given one.
+
+    Raises:
+        DataError: a longer conversation under the truncation "error".
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[SftStore],
+        members: Ints,
+        *,
+        seq_length: int,
+        max_length: int,
+        truncation: Truncation,
+        pad_id: int,
+    ) -> None:
+        self._stores = list(stores)
+        self._begins = np.cumsum([0, *(len(store) for store in stores)])
+        self._members = members
+        self._seq_length, self._max_length = seq_length, max_length
+        self._truncation, self._pad_id = truncation, pad_id
+        self.plan: StepPlan | None = None
+        tokens = np.concatenate([store.lengths for store in stores])[members]
+        if truncation == "error":
+            self._refuse_long(tokens)
+        self.lengths: Ints = np.minimum(tokens, max_length) - 1
+
+    def _refuse_long(self, tokens: Ints) -> None:
+        long = np.flatnonzero(tokens > self._max_length)
+        if not long.size:
+            return
+        first = int(long[np.argmin(self._members[long])])
+        store, number = self.place_of(first)
+        raise DataError(
+            f"{store.source_of(number)}: {long.size} of {tokens.size} conversations are longer "
+            f"than `--sft-max-length` ({self._max_length}), such as number {number + 1} of its "
+            f"store with {tokens[first]} tokens; raise it and `--seq-length`, or set "
+            "`--sft-truncation` to left or right."
+        )
+
+    def __len__(self) -> int:
+        """Number of conversations."""
+        return len(self._members)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the plan, which a loader's process does not need."""
+        return {**self.__dict__, "plan": None}
+
+    def __getitem__(self, row: tuple[int, ...]) -> dict[str, Tensor]:
+        """One row: its conversations side by side, then padding.
+
+        Args:
+            row: numbers of conversations; ``()`` is a row of padding.
+
+        Returns:
+            ``tokens``, ``labels``, ``position_ids`` (0 in padding) and ``sample_ids`` (-1 in
+            padding), ``[s]`` int64; ``loss_mask``, ``[s]`` float32, 0 in padding.
+        """
+        kept = kept_tokens(self._max_length, self._truncation)
+        sequences = []
+        for sample in row:
+            store, number = self.place_of(sample)
+            ids, mask = store.conversation(number)
+            sequences.append(shift(ids[kept], mask[kept]))
+        laid = lay_out(sequences, self._seq_length, self._pad_id)
+        sample_ids = np.full(self._seq_length, -1, dtype=np.int64)
+        sample_ids[: laid.cu_seqlens[-1]] = np.repeat(
+            np.array(row, dtype=np.int64), np.diff(laid.cu_seqlens)
+        )
+        return {
+            "tokens": torch.from_numpy(laid.inputs),
+            "labels": torch.from_numpy(laid.labels),
+            "loss_mask": torch.from_numpy(laid.weights),
+            "position_ids": torch.from_numpy(laid.position_ids),
+            "sample_ids": torch.from_numpy(sample_ids),
+        }
+
+    def place_of(self, sample: int) -> tuple[SftStore, int]:
+        """The store of a conversation, and its number there."""
+        number = int(self._members[sample])
+        store = int(np.searchsorted(self._begins, number, side="right")) - 1
+        return self._stores[store], number - int(self._begins[store])
+
+    def source_of(self, sample: int) -> str:
+        """The input file that a conversation came from."""
+        store, number = self.place_of(sample)
+        return store.source_of(number)
+
+
+def cost_model(config: RunConfig) -> CostModel:
+    """Of the documents of a row, by the sizes of the model."""
+    model, moe = config.model, config.moe
+    width = model.ffn_hidden_size or 0
+    if moe.num_experts:
+        expert_width = moe.moe_ffn_hidden_size or width
+        width = expert_width * moe.moe_router_topk + (moe.moe_shared_expert_intermediate_size or 0)
+    return CostModel.of_sizes(
+        model.hidden_size or 1,
+        width,
+        model.num_attention_heads or 1,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        gated=model.swiglu,
+        num_layers=model.num_layers or 1,
+        vocab_size=model.padded_vocab_size or 0,
+    )
+
+
+def plan_steps(config: RunConfig, lengths: Ints, *, seed: int | None) -> StepPlan:
+    """The rows of each step.
+
+    Args:
+        lengths: positions of each conversation of the split, ``[n]``.
+        seed: of the order, anew in each epoch; None makes every epoch the same (evaluation).
+    """
+    micro_batch_size, batch = config.training.batch_sizes
+    replicas, capacity = config.parallel.data_parallel_size, config.model.seq_length
+    assert capacity is not None
+    epochs: Epochs
+    if config.sft.sft_batching == "padded":
+        epochs = PaddedEpochs(lengths.size, batch, replicas, micro_batch_size, seed)
+    elif config.sft.sft_batching == "packed":
+        epochs = PackedEpochs(lengths, capacity, batch, replicas, cost_model(config), seed)
+    else:
+        # megatron-core's interleaved schedule takes whole groups of micro-batches only.
+        stages = config.parallel.pipeline_model_parallel_size
+        interleaved = config.parallel.virtual_pipeline_model_parallel_size is not None
+        epochs = BudgetEpochs(
+            lengths,
+            capacity,
+            batch,
+            replicas,
+            cost_model(config),
+            seed,
+            multiple=stages if interleaved else 1,
+        )
+    return StepPlan(epochs, micro_batch_size, _identity(config, lengths, seed))
+
+
+def _identity(config: RunConfig, lengths: Ints, seed: int | None) -> str:
+    decides = (config.sft.sft_batching, config.model.seq_length, config.training.batch_sizes[1])
+    digest = hashlib.sha256(lengths.tobytes())
+    digest.update(repr((decides, seed)).encode())
+    return digest.hexdigest()[:16]
+
+
+def build_splits(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
+    """The splits with their plans; a split without conversations is None.
+
+    Raises:
+        ConfigError: no data, or a tokenizer without a chat template.
+        DataError: a file or a conversation that cannot be used, or nothing to train on.
+    """
+    chat = build_chat(tokenizer, config.tokenizer, config.sft)
+    assert config.model.seq_length is not None and config.sft.sft_max_length is not None
+    sizes: dict[str, Any] = {
+        "seq_length": config.model.seq_length,
+        "max_length": config.sft.sft_max_length,
+        "truncation": cast("Truncation", config.sft.sft_truncation),
+        "pad_id": pad_id_of(chat.tokenizer),
+    }
+
+    def split(stores: Sequence[SftStore], members: Ints, seed: int | None) -> SftDataset | None:
+        if not members.size:
+            return None
+        dataset = SftDataset(stores, members, **sizes)
+        dataset.plan = plan_steps(config, dataset.lengths, seed=seed)
+        return dataset
+
+    seeds = (config.training.seed, None, None)
+    data = config.data
+    if data.data_path is not None:
+        stores = open_stores("--data-path", data.data_path, config, chat)
+        members = _shares(config, sum(map(len, stores)))
+        found = [split(stores, part, seed) for part, seed in zip(members, seeds, strict=True)]
+    else:
+        found = []
+        for name, seed in zip(("train", "valid", "test"), seeds, strict=True):
+            paths = getattr(data, f"{name}_data_path") or []
+            stores = open_stores(f"--{name}-data-path", paths, config, chat)
+            found.append(split(stores, np.arange(sum(map(len, stores))), seed))
+    if found[0] is None and not config.training.skip_train:
+        raise _no_train(config)
+    return Datasets(*found)
+
+
+def _shares(config: RunConfig, count: int) -> list[Ints]:
+    """Conversations of each split, of all of them shuffled by the seed."""
+    assert config.data.split is not None
+    order = shuffled(count, config.training.seed, _SPLIT_SEED)
+    return [np.sort(order[a:b]) for a, b in split_bounds(config.data.split, count)]
+
+
+def _no_train(config: RunConfig) -> Exception:
+    data = config.data
+    if data.data_path is None and data.train_data_path is None:
+        return ConfigError(
+            "`--sft` needs conversations to train on; name files with `--data-path`, or with "
+            "`--train-data-path`."
+        )
+    return DataError(
+        f"The train split is empty under `--split` ({data.split}); give it a larger share, or "
+        "more conversations."
+    )
+
+
+def build_sft_datasets(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    sizes: Sequence[int | None],
+    is_built_on_rank: Callable[[], bool],
+) -> Datasets:
+    """The splits on every rank: those that read no data need the plan of the steps.
+
+    Raises:
+        ConfigError, DataError: see `build_splits`.
+    """
+    return build_splits(config, tokenizer)
+
+
+def prepare_sft(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
+    """Tokenize what is not tokenized yet, check it, and turn epochs into steps.
+
+    Validation goes through the whole split; ``--eval-iters 0`` switches it off.
+
+    Raises:
+        ConfigError, DataError: see `build_splits`; flags that do not fit the number of steps.
+    """
+    train = build_splits(config, tokenizer).train
+    training = config.training
+    training = dataclasses.replace(training, full_validation=training.eval_iters > 0)
+    if training.train_epochs is not None and isinstance(train, SftDataset):
+        assert train.plan is not None
+        training = training.in_steps(train.plan.steps_per_epoch)
+    errors = config.optimizer.errors(training)
+    if errors:
+        raise ConfigError(errors)
+    return dataclasses.replace(config, training=training)

@@ -1,0 +1,275 @@
+"""A conversation to token ids and the mask of trained tokens, by the tokenizer's chat template.
+
+A template that marks the assistant's text with ``{% generation %}`` says itself what is trained.
+For any other, each assistant turn is found by templating the messages before it (with the
+generation prompt) and the messages up to it: the tokens between the two are the turn's, from its
+first word to its end-of-turn token and what the template writes after that. Both must be the
+beginning of the whole conversation, token for token. The texts are compared first, so that a
+conversation is tokenized once; where a turn does not begin and end between two tokens, the tokens
+of its beginnings decide.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple, NoReturn
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.sft.beginnings import find_beginnings
+from megatron_ext.text.sft.chat import ChatTokenizer, Template, TemplateOptions
+from megatron_ext.text.sft.conversation import ASSISTANT, Conversation
+
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+class TokenizedConversation(NamedTuple):
+    """Token ids ``[s]`` and, for each, 1 where it is trained, else 0."""
+
+    ids: list[int]
+    mask: list[int]
+
+
+def tokenize_conversation(
+    tokenizer: ChatTokenizer, conversation: Conversation, options: TemplateOptions | None = None
+) -> TokenizedConversation:
+    """Token ids and trained tokens of a conversation.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template.
+        DataError: the template refuses the conversation, or the mask cannot be built.
+    """
+    options = options or TemplateOptions()
+    template = Template(tokenizer, conversation, options)
+    if _marks_generation(tokenizer, conversation, options):
+        return _by_generation_marks(template, conversation, options)
+    if tokenizer.is_fast and (found := _by_text(template, conversation)) is not None:
+        return found
+    return _by_prefixes(template, conversation, options)
+
+
+def _marks_generation(
+    tokenizer: ChatTokenizer, conversation: Conversation, options: TemplateOptions
+) -> bool:
+    own = options.template_kwargs.get("chat_template")
+    if own is None and not tokenizer.chat_template:
+        raise ConfigError(
+            "The tokenizer has no chat template, so conversations cannot be tokenized; give one "
+            "with chat_template in apply_chat_template_kwargs."
+        )
+    tools = None if conversation.tools is None else list(conversation.tools)
+    text = tokenizer.get_chat_template(own, tools)
+    return tokenizer.is_fast and _GENERATION.search(text) is not None
+
+
+def _by_generation_marks(
+    template: Template, conversation: Conversation, options: TemplateOptions
+) -> TokenizedConversation:
+    """The template's own mask, less the turns that the row takes out.
+
+    transformers drops the turns after one whose first character has no token, and marks all
+    that follows one whose last character has none: so the marked runs are counted.
+    """
+    encoded = template.apply(
+        len(conversation.messages),
+        return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"return_offsets_mapping": True},
+    )
+    ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
+    _complete_characters(mask, encoded["offset_mapping"])
+    turns = [i for i, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
+    runs = _runs(mask)
+    if not runs or (mask[-1] == 1 and turns[-1] != len(conversation.messages) - 1):
+        found = (
+            "train the end of a message that is not the assistant's" if runs else "train nothing"
+        )
+        _refuse_marks(conversation, found)
+    if len(runs) == len(turns):
+        for (start, end), turn in zip(runs, turns, strict=True):
+            mask[start:end] = [int(conversation.trained[turn])] * (end - start)
+    elif options.on_mismatch == "error" or not all(conversation.trained[turn] for turn in turns):
+        found = f"give {len(runs)} runs of trained tokens for {len(turns)} assistant messages"
+        _refuse_marks(conversation, found)
+    return TokenizedConversation(ids, mask)
+
+
+def _complete_characters(mask: list[int], offsets: Sequence[tuple[int, int]]) -> None:
+    """Trains all the tokens of a run's last character; transformers marks only its first."""
+    for i in range(1, len(mask)):
+        if mask[i - 1] and not mask[i] and offsets[i][0] < offsets[i - 1][1]:
+            mask[i] = 1
+
+
+def _refuse_marks(conversation: Conversation, found: str) -> NoReturn:
+    raise DataError(
+        f"{conversation.place}: the generation marks of the chat template {found}; correct the "
+        "marks, or take them out of the template."
+    )
+
+
+def _runs(mask: Sequence[int]) -> list[tuple[int, int]]:
+    """Starts and ends of the runs of ones."""
+    edges = [i for i, (a, b) in enumerate(pairwise([0, *mask, 0])) if a != b]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _by_text(template: Template, conversation: Conversation) -> TokenizedConversation | None:
+    """As `_by_prefixes`, by the places of the turns in the text; None where that cannot tell.
+
+    A byte-pair encoding that has an edge between two tokens gives what lies before it the same
+    tokens alone, since no merge reached across.
+    """
+    count = len(conversation.messages)
+    whole = template.text(count)
+    encoded = template.encode(whole)
+    ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+    mask = [0] * len(ids)
+    beginning = find_beginnings(template, count, whole)
+    for turn in (i for i, trained in enumerate(conversation.trained) if trained):
+        before = beginning(turn, True) if turn else None
+        upto = len(whole) if turn == count - 1 else beginning(turn + 1, False)
+        if not before or upto is None:
+            return None
+        start = _edge(offsets, before)
+        end = len(ids) if turn == count - 1 else _edge(offsets, upto)
+        if start is None or end is None or end <= start:
+            return None
+        mask[start:end] = [1] * (end - start)
+    return TokenizedConversation(ids, mask)
+
+
+def _edge(offsets: Sequence[tuple[int, int]], place: int) -> int | None:
+    """Number of the token that begins at a place of the text; None inside of a token."""
+    token = bisect_left(offsets, place, key=lambda offset: offset[0])
+    return token if token and offsets[token - 1][1] == place else None
+
+
+def _by_prefixes(
+    template: Template, conversation: Conversation, options: TemplateOptions
+) -> TokenizedConversation:
+    """The mask by templating the messages before and up to each trained turn.
+
+    A prefix never ends within a group of tool messages, since both its ends are at assistant
+    turns; templates that merge such a group are thus templated as they will be in the whole.
+    """
+    count = len(conversation.messages)
+    whole = template.ids(count)
+    mask = [0] * len(whole)
+    find = _exact_span if options.on_mismatch == "error" else _realigned_span
+    for turn in (i for i, trained in enumerate(conversation.trained) if trained):
+        if turn == 0:
+            _refuse(conversation, turn, "has no message before it, so no prompt; drop it")
+        start, end = find(template, conversation, whole, turn)
+        if end <= start:
+            _refuse(conversation, turn, "adds no token of its own to the conversation; drop it")
+        mask[start:end] = [1] * (end - start)
+    return TokenizedConversation(whole, mask)
+
+
+def _exact_span(
+    template: Template, conversation: Conversation, whole: list[int], turn: int
+) -> tuple[int, int]:
+    """Tokens of one assistant turn: after the generation prompt, to what ends the turn."""
+    before = template.ids(turn, prompt=True)
+    if not _begins(whole, before):
+        _refuse(
+            conversation,
+            turn,
+            "does not begin with the generation prompt: " + _MISMATCH.format("before"),
+        )
+    if turn == len(conversation.messages) - 1:
+        return len(before), len(whole)
+    end = _end_of_prefix(template, whole, turn + 1)
+    if end is None:
+        _refuse(
+            conversation,
+            turn,
+            "is written differently once messages follow: " + _MISMATCH.format("up to"),
+        )
+    return len(before), end
+
+
+_MISMATCH = (
+    "templating the messages {} it does not give the beginning of the whole conversation; set "
+    "its loss_mask to 0, give a template that does, or set on_mismatch to realign"
+)
+
+
+def _end_of_prefix(template: Template, whole: list[int], count: int) -> int | None:
+    """Length of what the template writes of the first messages, None if the whole differs.
+
+    Some templates close a text that asks for no answer (Phi-3 with `<|endoftext|>`); what is
+    written either way, with and without the generation prompt, is that of the messages.
+    """
+    prefix = template.ids(count)
+    if _begins(whole, prefix):
+        return len(prefix)
+    shared = prefix[: _shared_length(prefix, template.ids(count, prompt=True))]
+    return len(shared) if _begins(whole, shared) else None
+
+
+def _begins(whole: list[int], prefix: list[int]) -> bool:
+    return whole[: len(prefix)] == prefix
+
+
+def _shared_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the longest common beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _refuse(conversation: Conversation, turn: int, rule: str) -> NoReturn:
+    role = conversation.messages[turn]["role"]
+    raise DataError(f"{conversation.place}: messages[{turn}] ({role}) {rule}.")
+
+
+def _realigned_span(
+    template: Template, conversation: Conversation, whole: list[int], turn: int
+) -> tuple[int, int]:
+    """As `_exact_span`, but looked for where the whole is not written like its beginnings.
+
+    A token across the first edge is the turn's, one across the second edge is not.
+    """
+    count = len(conversation.messages)
+    at = _place_of(template, conversation, whole, turn)
+    bare, prompted = template.ids(turn), template.ids(turn, prompt=True)
+    prompt = prompted[_shared_length(bare, prompted) :]
+    start = at + _shared_length(prompt, whole[at:])
+    if turn == count - 1:
+        return start, len(whole)
+    following = next(
+        (i for i in range(turn + 1, count) if conversation.messages[i]["role"] == ASSISTANT), None
+    )
+    limit = len(whole)
+    if following is not None:
+        limit = _place_of(template, conversation, whole, following)
+    end = _end_of_prefix(template, whole, turn + 1)
+    if end is None or not start < end <= limit:
+        end = _after_longest_tail(whole, template.ids(turn + 1), start, limit)
+    if end is None:
+        _refuse(conversation, turn, "cannot be found in the whole conversation; drop the row")
+    return start, end
+
+
+def _place_of(template: Template, conversation: Conversation, whole: list[int], count: int) -> int:
+    """Where in the whole conversation its first messages end."""
+    at = _end_of_prefix(template, whole, count)
+    if at is None:
+        at = _after_longest_tail(whole, template.ids(count), 0, len(whole))
+    if at is None:
+        _refuse(conversation, count, "cannot be found in the whole conversation; drop the row")
+    return at
+
+
+def _after_longest_tail(whole: list[int], part: list[int], low: int, high: int) -> int | None:
+    """Position in ``(low, high]`` after the longest end of ``part``; the first of equals."""
+    best, length = None, 0
+    for end in range(low + 1, high + 1):
+        shared = 0
+        while shared < min(end, len(part)) and whole[end - 1 - shared] == part[-1 - shared]:
+            shared += 1
+        if shared > length:
+            best, length = end, shared
+    return best

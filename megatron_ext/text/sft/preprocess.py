@@ -1,0 +1,232 @@
+"""Rows of conversations to a store: the work behind tools/preprocess_data.py --sft.
+
+Files of conversations tokenized when a run starts: once, by one process, into a cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from megatron_ext.data.indexed import optimal_dtype
+from megatron_ext.errors import ConfigError, DataError, MegatronExtError
+from megatron_ext.text.config import SftConfig
+from megatron_ext.text.preprocess import inputs
+from megatron_ext.text.preprocess.inputs import Part, identities
+from megatron_ext.text.preprocess.options import PreprocessOptions
+from megatron_ext.text.preprocess.outputs import publish_datasets, publish_rejected
+from megatron_ext.text.preprocess.parts import Done, Workplace
+from megatron_ext.text.preprocess.run import Report, Say, plan_parts, run_parts, say_to_stderr
+from megatron_ext.text.preprocess.workers import Job
+from megatron_ext.text.sft.chat import Chat, build_chat, key_of
+from megatron_ext.text.sft.rows import KEYS, ConversationEncoder
+from megatron_ext.text.sft.store import SftStore, about_path, prefix_of, write_about
+from megatron_ext.text.tokenizers import build_tokenizer
+
+if TYPE_CHECKING:
+    from megatron_ext.config.run import RunConfig
+
+_WITHOUT_MEANING = {
+    "append_eod": "the chat template ends conversations",
+    "split_sentences": "a conversation is one sequence",
+    "keep_newlines": "the chat template writes the text",
+    "partitions": "all conversations go into one store",
+    "keep_sequential_samples": "all conversations go into one store",
+    "engine": "the chat template and its special tokens need transformers",
+}
+
+
+@dataclass(frozen=True)
+class SftPreprocessOptions(PreprocessOptions):
+    """One run; outputs are ``PREFIX_sft_document``, ``PREFIX_sft_mask`` and ``PREFIX_sft.json``.
+
+    Raises:
+        ConfigError: with every sentence that applies.
+    """
+
+    smallest_part: ClassVar[int] = 250_000  # templates take longer than bytes alone
+    json_keys: Sequence[str] = KEYS
+    sft: SftConfig = field(default_factory=SftConfig)
+
+    def _wrong_names(self) -> list[str]:
+        wrong = super()._wrong_names()
+        if tuple(self.json_keys) != KEYS:
+            wrong.append(
+                "`--json-keys` does not go with `--sft`, whose columns have flags of their own, "
+                "such as `--sft-messages-key`; leave it out."
+            )
+        for name, reason in _WITHOUT_MEANING.items():
+            if getattr(self, name) != getattr(PreprocessOptions, name):
+                flag = "--" + name.replace("_", "-")
+                wrong.append(f"`{flag}` does not go with `--sft`: {reason}; leave it out.")
+        return [*wrong, *self.sft.row_errors()]
+
+    def dataset_prefix(self, key: str, partition: int | None = None) -> str:
+        """Prefix of the dataset of one of `KEYS`."""
+        return f"{self.output_prefix}_sft_{key}"
+
+
+def preprocess_sft(options: SftPreprocessOptions, say: Say = say_to_stderr) -> Report:
+    """Tokenizes conversations into a store.
+
+    Raises:
+        ConfigError, DataError: one sentence; finished parts are kept for the next try.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    chat = build_chat(build_tokenizer(options.tokenizer), options.tokenizer, options.sft)
+    return write_store(options, chat, say)
+
+
+def write_store(options: SftPreprocessOptions, chat: Chat, say: Say) -> Report:
+    """As `preprocess_sft`, with tokenizer and template at hand."""
+    start = time.monotonic()
+    files = inputs.expand(options.inputs)
+    resumable = not any(map(inputs.is_stream, files))
+    with Workplace(options.output_prefix, resumable=resumable) as place:
+        fingerprint = {
+            "inputs": inputs.identities(files),
+            "sft": chat.identity,
+            "on_bad_line": options.on_bad_line,
+        }
+        parts, done = plan_parts(options, place, files, fingerprint, say)
+        resumed = len(done)
+        dtypes = (optimal_dtype(chat.vocab_size), np.dtype(np.uint8))
+        encoder = ConversationEncoder(chat)
+        quarantine = options.on_bad_line == "quarantine"
+        job = Job(place.folder, parts, dtypes, 1, encoder, quarantine)
+        run_parts(options, place, done, job)
+        if not any(marker.documents for marker in done.values()):
+            raise DataError(
+                f"{' '.join(options.inputs)} holds no conversation; give files that do."
+            )
+        about_path(options.output_prefix).unlink(missing_ok=True)
+        prefixes = publish_datasets(options, place.folder, parts, done, dtypes)
+        rejected_path = publish_rejected(options, place.folder, parts, done)
+        write_about(options.output_prefix, chat.identity, _conversations_of(parts, done))
+    report = Report.of(parts, done, prefixes, rejected_path, resumed, start)
+    return dataclasses.replace(report, tokens=report.tokens // len(KEYS))
+
+
+def _conversations_of(parts: Sequence[Part], done: Mapping[int, Done]) -> list[tuple[str, int]]:
+    """Conversations of each input file, in order."""
+    counts: list[tuple[str, int]] = []
+    for i, part in enumerate(parts):
+        before = 0
+        if counts and part.start > 0:
+            before = counts.pop()[1]
+        counts.append((os.path.abspath(part.source), before + done[i].documents))
+    return counts
+
+
+_MOST_WORKERS = 16
+_SECONDS_TO_NOTE = 10.0
+
+
+def open_stores(
+    flag: str, names: Sequence[str], config: RunConfig, chat: Chat, say: Say = say_to_stderr
+) -> list[SftStore]:
+    """The stores of files of conversations, or of prefixes that were preprocessed.
+
+    Args:
+        flag: that names them, for errors.
+        names: files or prefixes, in order.
+
+    Raises:
+        ConfigError: a weight, or a cache that cannot be written.
+        DataError: a file is missing or holds a bad row, or a store does not fit the run.
+    """
+    stores = []
+    for name in names:
+        _refuse_weight(flag, name)
+        prefix = prefix_of(name)
+        if not about_path(prefix).exists():
+            if not Path(name).is_file():
+                raise DataError(
+                    f"`{flag}` ({name}) is neither a file of conversations nor the prefix of a "
+                    "store made by tools/preprocess_data.py --sft; check the path."
+                )
+            prefix = _tokenized(name, config, chat, say)
+        store = SftStore(prefix)
+        store.check(chat.identity, config.model.padded_vocab_size or chat.vocab_size)
+        stores.append(store)
+    return stores
+
+
+def _refuse_weight(flag: str, name: str) -> None:
+    try:
+        float(name)
+    except ValueError:
+        return
+    if not os.path.exists(name):
+        raise ConfigError(
+            f"`{flag}` ({name}) is a weight, but `--sft` uses every conversation of its files "
+            "once in an epoch; leave weights out."
+        )
+
+
+def _tokenized(name: str, config: RunConfig, chat: Chat, say: Say) -> str:
+    """Prefix of the store of one file, made now if the cache lacks it."""
+    folder = Path(config.data.data_cache_path or Path(name).parent / "cache")
+    prefix = folder / f"{Path(name).name}.{key_of(identities([name]), chat.identity)}"
+    if about_path(prefix).exists():
+        return str(prefix)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _lock(prefix, name, say):
+            if not about_path(prefix).exists():
+                say(f"> tokenizing {name} into {folder}")
+                _tokenize(name, prefix, config, chat, say)
+    except OSError as error:
+        raise ConfigError(
+            f"The cache of tokenized conversations ({folder}) cannot be written "
+            f"({error.strerror or error}); give a folder that can with `--data-cache-path`."
+        ) from None
+    return str(prefix)
+
+
+@contextmanager
+def _lock(prefix: Path, name: str, say: Say) -> Iterator[None]:
+    """Holds the right to write a store; it is freed when its process ends, however it ends."""
+    lock = FileLock(f"{prefix}.lock")
+    try:
+        lock.acquire(timeout=_SECONDS_TO_NOTE)
+    except Timeout:
+        say(f"> waiting for another process, which tokenizes {name}")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _tokenize(name: str, prefix: Path, config: RunConfig, chat: Chat, say: Say) -> None:
+    options = SftPreprocessOptions(
+        inputs=[name],
+        output_prefix=str(prefix),
+        tokenizer=config.tokenizer,
+        workers=min(len(os.sched_getaffinity(0)), _MOST_WORKERS),
+        sft=config.sft,
+    )
+    # Every worker is a process of its own; threads inside the library would only compete.
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        write_store(options, chat, say)
+    except MegatronExtError as error:
+        if os.environ.get("RANK", "0") != "0":  # the first rank alone shows errors, but waits
+            for sentence in error.messages:
+                say(f"error: {sentence}")
+        raise
+    finally:
+        os.environ.pop("TOKENIZERS_PARALLELISM")
+        if before is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = before

@@ -1,0 +1,232 @@
+"""Tokenized conversations to rows of the model's length: cut, shifted, laid side by side, padded.
+
+Conversations are shifted one by one, before they are laid side by side: no label crosses from one
+into the next. Padding is known by its place, never by its id, which may be the end token's.
+
+Rows of jsonl or parquet to token ids and masks, block by block in a worker process.
+
+Parquet comes as lines of JSON too, see `preprocess.parquet`; a row's number is its line's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import orjson
+from numpy.typing import ArrayLike, NDArray
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.preprocess.encode import BadLine, Encoded, Refuse, Write
+from megatron_ext.text.sft.chat import Chat, ChatTokenizer
+from megatron_ext.text.sft.conversation import Place, read_conversation
+from megatron_ext.text.sft.masks import TokenizedConversation, tokenize_conversation
+
+Truncation = Literal["error", "left", "right"]
+
+
+class Labeled(NamedTuple):
+    """What the model reads and predicts at each of s positions.
+
+    Attributes:
+        inputs: token ids, ``[s]`` int64.
+        labels: ids to predict, ``[s]`` int64.
+        weights: weight of each label in the loss, ``[s]`` float32.
+    """
+
+    inputs: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    weights: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class SftRow:
+    """One row of a micro-batch: n conversations side by side, then padding, s positions.
+
+    Attributes:
+        inputs: token ids, ``[s]`` int64.
+        labels: ids to predict, ``[s]`` int64.
+        weights: weight of each label, 0 in padding, ``[s]`` float32.
+        position_ids: counted from 0 in each conversation, 0 in padding, ``[s]`` int64.
+        cu_seqlens: cumulative lengths of the conversations, from 0, ``[n + 1]`` int32; padding
+            begins at the last.
+    """
+
+    inputs: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    weights: NDArray[np.float32]
+    position_ids: NDArray[np.int64]
+    cu_seqlens: NDArray[np.int32]
+
+
+def truncate(
+    tokenized: TokenizedConversation, max_length: int, truncation: Truncation, place: Place
+) -> TokenizedConversation:
+    """Cuts a conversation to ``max_length`` tokens, mask alike.
+
+    Args:
+        tokenized: ids and mask, ``[s]``.
+        max_length: of the result, in tokens.
+        truncation: of a longer one: "error" refuses it, "left" keeps its last tokens, "right" its
+            first.
+        place: the row's, for the error.
+
+    Raises:
+        ConfigError: an unknown ``truncation``, or a ``max_length`` that leaves no label.
+        DataError: a longer conversation under "error".
+    """
+    if truncation not in get_args(Truncation):
+        allowed = ", ".join(get_args(Truncation))
+        raise ConfigError(f"truncation ({truncation!r}) must be one of {allowed}.")
+    if max_length < 2:
+        raise ConfigError(
+            f"max_length ({max_length}) must be at least 2: one token to read, one to predict."
+        )
+    length = len(tokenized.ids)
+    if length <= max_length:
+        return tokenized
+    if truncation == "error":
+        raise DataError(
+            f"{place}: the conversation has {length} tokens, more than max_length ({max_length}); "
+            "raise max_length, set truncation to left or right, or drop the row."
+        )
+    kept = kept_tokens(max_length, truncation)
+    return TokenizedConversation(tokenized.ids[kept], tokenized.mask[kept])
+
+
+def kept_tokens(max_length: int, truncation: Truncation) -> slice:
+    """Which tokens of a conversation of any length are kept: its last, or its first."""
+    return slice(-max_length, None) if truncation == "left" else slice(max_length)
+
+
+def shift(ids: ArrayLike, mask: ArrayLike) -> Labeled:
+    """Inputs, labels and label weights of ids and their mask of trained tokens.
+
+    ``inputs = ids[:-1]``, ``labels = ids[1:]``, ``weights = mask[1:]``: position t predicts token
+    t + 1, so a weight belongs to the token that is predicted. The first token is never a label.
+
+    Args:
+        ids: ``[s + 1]``.
+        mask: 1 at trained tokens, ``[s + 1]``.
+
+    Raises:
+        DataError: lengths that differ, or are below 2.
+    """
+    tokens = np.asarray(ids, dtype=np.int64)
+    trained = np.asarray(mask, dtype=np.float32)
+    if tokens.shape != trained.shape or tokens.ndim != 1 or tokens.size < 2:
+        raise DataError(
+            f"ids (shape {tokens.shape}) and mask (shape {trained.shape}) must be of one length, "
+            "at least 2: one token to read, one to predict."
+        )
+    return Labeled(tokens[:-1], tokens[1:], trained[1:])
+
+
+def pad_id_of(tokenizer: ChatTokenizer) -> int:
+    """The tokenizer's padding id, else 0; it may equal the end token's."""
+    return 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+def lay_out(sequences: Sequence[Labeled], length: int, pad_id: int) -> SftRow:
+    """Lays shifted conversations side by side and pads them: one is padded, several are packed.
+
+    Args:
+        sequences: of any lengths.
+        length: s, positions of the row.
+        pad_id: id in the padding, as input and label; weights are 0 there.
+
+    Raises:
+        DataError: they need more positions than ``length``.
+    """
+    lengths = [len(sequence.inputs) for sequence in sequences]
+    total = sum(lengths)
+    if total > length:
+        raise DataError(
+            f"{len(lengths)} conversations of {total} positions together must fit a row of "
+            f"{length}; truncate them first, or lay out fewer."
+        )
+    inputs = np.full(length, pad_id, dtype=np.int64)
+    labels = inputs.copy()
+    weights = np.zeros(length, dtype=np.float32)
+    position_ids = np.zeros(length, dtype=np.int64)
+    ends = np.cumsum([0, *lengths], dtype=np.int32)
+    for sequence, start, end in zip(sequences, ends, ends[1:], strict=False):
+        inputs[start:end] = sequence.inputs
+        labels[start:end] = sequence.labels
+        weights[start:end] = sequence.weights
+        position_ids[start:end] = np.arange(end - start)
+    return SftRow(inputs, labels, weights, position_ids, ends)
+
+
+KEYS = ("document", "mask")
+"""What a store holds of each conversation: its token ids, and 1 for each trained one."""
+
+
+def row_of(line: bytes) -> dict[str, Any]:
+    """The object of one line.
+
+    Raises:
+        BadLine: blank, no JSON, or no object.
+    """
+    if not line.strip():
+        raise BadLine("is blank")
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        row = _leniently(line, str(error))
+    if not isinstance(row, dict):
+        raise BadLine("is not a JSON object")
+    return row
+
+
+def _leniently(line: bytes, complaint: str) -> Any:
+    """Python's parser takes NaN, and half surrogate pairs, which the tokenizer will refuse."""
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadLine(f"is not UTF-8 (byte {error.start + 1} of the line)") from None
+    except (ValueError, RecursionError):
+        raise BadLine(f"is not valid JSON ({complaint})") from None
+
+
+@dataclass(frozen=True)
+class ConversationEncoder:
+    """A `BlockEncoder` of conversations: one document for each, under both `KEYS`."""
+
+    chat: Chat
+
+    def encode(self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write) -> int:
+        """See `BlockEncoder.encode`."""
+        kept: list[TokenizedConversation] = []
+        for number, line in enumerate(lines, first):
+            try:
+                kept.append(self.tokenize(line, number))
+            except BadLine as bad:
+                refuse(number, str(bad))
+        ones = np.ones(len(kept), np.int32)
+        lengths = np.array([len(conversation.ids) for conversation in kept], np.int32)
+        for key in range(len(KEYS)):
+            values = [np.asarray(conversation[key], np.int64) for conversation in kept]
+            tokens = np.concatenate(values) if values else np.zeros(0, np.int64)
+            write(key, 0, Encoded(tokens, lengths, ones))
+        return len(kept)
+
+    def tokenize(self, line: bytes, number: int) -> TokenizedConversation:
+        """Ids and mask of the conversation of one line.
+
+        Raises:
+            BadLine: it holds none that can be trained.
+        """
+        place = Place("", number)
+        try:
+            conversation = read_conversation(row_of(line), place, self.chat.row_format)
+            tokenized = tokenize_conversation(self.chat.tokenizer, conversation, self.chat.options)
+        except DataError as error:
+            text = str(error).removeprefix(f"{place}: ").removesuffix(".")
+            raise BadLine(f"is refused: {text}") from None
+        if len(tokenized.ids) < 2:
+            raise BadLine(f"gives {len(tokenized.ids)} tokens, but at least 2 are needed")
+        return tokenized

@@ -1,0 +1,146 @@
+"""Tokenizers under megatron-core's names; `build_tokenizer` serves tools and training alike.
+
+Importing this package loads no tokenizer library; building one loads the library it needs, and
+never torch (but for Hugging Face classes that rebuild themselves in transformers).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.tokenizers.base import Tokenizer, TokenizerSettings, require_file
+
+_LIBRARY_OF_TYPE = {
+    "SentencePieceTokenizer": "sentencepiece",
+    "GPTSentencePieceTokenizer": "sentencepiece",
+    "Llama2Tokenizer": "sentencepiece",
+    "HuggingFaceTokenizer": "huggingface",
+    "TikTokenizer": "tiktoken",
+    "GPT2BPETokenizer": "megatron",
+    "ByteLevelTokenizer": "byte-level",
+    "NullTokenizer": "null",
+}
+TOKENIZER_TYPES = tuple(_LIBRARY_OF_TYPE)
+_NOT_HERE = {
+    "BertWordPieceLowerCase": "train with HuggingFaceTokenizer on a BERT folder",
+    "BertWordPieceCase": "train with HuggingFaceTokenizer on a BERT folder",
+    "MultimodalTokenizer": "use HuggingFaceTokenizer for the text",
+    "NullMultimodalTokenizer": "use NullTokenizer",
+    "SFTTokenizer": "use HuggingFaceTokenizer",
+}
+
+
+def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
+    """Makes the tokenizer that `--tokenizer-type` and its companions name.
+
+    Raises:
+        ConfigError: a flag is missing, unknown, or does not go with the type.
+        DataError: a file is missing or damaged.
+    """
+    kind = _known_type(settings)
+    _check_metadata(settings, kind)
+    special = _special_tokens(settings)
+    if kind == "NullTokenizer":
+        from megatron_ext.text.tokenizers.base import NullTokenizer
+
+        return NullTokenizer(_vocab_size(settings, kind))
+    if kind == "ByteLevelTokenizer":
+        from megatron_ext.text.tokenizers.base import ByteLevelTokenizer
+
+        return ByteLevelTokenizer(_vocab_size(settings, kind, 512), special)
+    if kind == "TikTokenizer":
+        return _build_tiktoken(settings)
+    if _LIBRARY_OF_TYPE[kind] == "sentencepiece":
+        path = require_file(
+            "--tokenizer-model", settings.tokenizer_model, "a SentencePiece .model file", kind
+        )
+        from megatron_ext.text.tokenizers import models as sentencepiece_model
+
+        legacy = settings.tokenizer_sentencepiece_legacy
+        return sentencepiece_model.build(kind, path, special, legacy=legacy)
+    from megatron_ext.text.tokenizers import huggingface
+
+    if kind == "GPT2BPETokenizer":
+        vocab = require_file("--vocab-file", settings.vocab_file, "GPT-2's vocab.json", kind)
+        merges = require_file("--merge-file", settings.merge_file, "GPT-2's merges.txt", kind)
+        return huggingface.build_gpt2(kind, vocab, merges, special)
+    return huggingface.build(
+        kind,
+        settings.tokenizer_model,
+        special,
+        include_special_tokens=settings.tokenizer_hf_include_special_tokens,
+        trust_remote_code=settings.trust_remote_code,
+    )
+
+
+def _build_tiktoken(settings: TokenizerSettings) -> Tokenizer:
+    from megatron_ext.text.tokenizers import models as tiktoken_model
+
+    path = require_file(
+        "--tokenizer-model", settings.tokenizer_model, "a tiktoken vocabulary", "TikTokenizer"
+    )
+    special = _special_tokens(settings) or settings.tiktoken_special_tokens
+    return tiktoken_model.TikTokenizer(
+        path,
+        pattern=settings.tiktoken_pattern or "v2",
+        vocab_size=settings.vocab_size or tiktoken_model.DEFAULT_VOCAB_SIZE,
+        num_special_tokens=settings.tiktoken_num_special_tokens,
+        special_tokens=tuple(special or tiktoken_model.SPECIAL_TOKENS),
+    )
+
+
+def _special_tokens(settings: TokenizerSettings) -> tuple[str, ...]:
+    return tuple(getattr(settings, "tokenizer_special_tokens", None) or ())
+
+
+def _known_type(settings: TokenizerSettings) -> str:
+    kind = settings.tokenizer_type
+    names = ", ".join(TOKENIZER_TYPES)
+    if not kind:
+        raise ConfigError(f"`--tokenizer-type` is missing; give one of {names}.")
+    if kind in _NOT_HERE:
+        raise ConfigError(f"`--tokenizer-type {kind}` is not supported here; {_NOT_HERE[kind]}.")
+    if kind not in TOKENIZER_TYPES:
+        near = difflib.get_close_matches(kind, TOKENIZER_TYPES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"give one of {names}."
+        raise ConfigError(f"`--tokenizer-type` ({kind}) is unknown; {hint}")
+    if settings.vocab_extra_ids:
+        raise ConfigError(
+            f"`--vocab-extra-ids` ({settings.vocab_extra_ids}) is for T5's legacy tokenizer and "
+            "has no effect on the ids here; leave it out, and name further tokens with "
+            "`--tokenizer-special-tokens`."
+        )
+    return kind
+
+
+def _vocab_size(settings: TokenizerSettings, kind: str, default: int | None = None) -> int:
+    size = settings.vocab_size or default
+    if size is None:
+        raise ConfigError(f"`--tokenizer-type {kind}` needs `--vocab-size`, the number of ids.")
+    if kind == "ByteLevelTokenizer" and size < 256:
+        raise ConfigError(
+            f"`--vocab-size` ({size}) must be at least 256 for ByteLevelTokenizer; use 512."
+        )
+    if size < 1:
+        raise ConfigError(f"`--vocab-size` ({size}) must be positive.")
+    return size
+
+
+def _check_metadata(settings: TokenizerSettings, kind: str) -> None:
+    """The metadata file may only repeat what the type says; its chat template is not used here."""
+    path: str | None = getattr(settings, "tokenizer_metadata", None)
+    if path is None:
+        return
+    require_file("--tokenizer-metadata", path, "a JSON file", kind)
+    try:
+        library = json.loads(Path(path).read_bytes()).get("library")
+    except (ValueError, AttributeError):
+        raise DataError(f"`--tokenizer-metadata` ({path}) is not a JSON object; fix it.") from None
+    if library != _LIBRARY_OF_TYPE[kind]:
+        raise ConfigError(
+            f"`--tokenizer-metadata` ({path}) names the library {library}, but `--tokenizer-type "
+            f"{kind}` uses {_LIBRARY_OF_TYPE[kind]}; make them agree or leave the metadata out."
+        )

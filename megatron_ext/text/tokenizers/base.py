@@ -1,0 +1,254 @@
+"""What every tokenizer here offers, and the settings that choose one.
+
+Tokenizers without a model: bytes, and ids written as text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ext.errors import ConfigError, DataError
+
+NO_TOKEN = -1
+"""Id of a special token that the tokenizer lacks; never found in data."""
+
+Ids = Sequence[int] | npt.NDArray[Any]
+FastKind = Literal["sentencepiece", "json"]
+
+
+class TokenizerSettings(Protocol):
+    """The flags that choose a tokenizer, under Megatron-LM's names.
+
+    `tokenizer_special_tokens` (sequence of texts) and `tokenizer_metadata` (path) are read too
+    where the settings have them.
+    """
+
+    @property
+    def tokenizer_type(self) -> str | None: ...
+    @property
+    def tokenizer_model(self) -> str | None: ...
+    @property
+    def tokenizer_sentencepiece_legacy(self) -> bool: ...
+    @property
+    def tokenizer_hf_use_fast(self) -> bool: ...
+    @property
+    def tokenizer_hf_include_special_tokens(self) -> bool: ...
+    @property
+    def trust_remote_code(self) -> bool: ...
+    @property
+    def vocab_file(self) -> str | None: ...
+    @property
+    def merge_file(self) -> str | None: ...
+    @property
+    def vocab_size(self) -> int | None: ...
+    @property
+    def vocab_extra_ids(self) -> int: ...
+    @property
+    def tiktoken_pattern(self) -> str | None: ...
+    @property
+    def tiktoken_num_special_tokens(self) -> int: ...
+    @property
+    def tiktoken_special_tokens(self) -> Sequence[str] | None: ...
+
+
+class Tokenizer(ABC):
+    """Text to ids and back, with the ids that megatron-core 0.16.1 gives for the same flags.
+
+    `tokenize` adds no token of its own; whoever wants an end-of-document id appends `eod`.
+    A special token that the model lacks has the id -1, which megatron-core's datasets take for
+    "no such token".
+    """
+
+    kind: str
+    """The `--tokenizer-type` that made it."""
+
+    def __init__(self, path: str | None, options: dict[str, object]) -> None:
+        self.path = path
+        self._options = {name: value for name, value in options.items() if value is not None}
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Number of ids, special tokens included, before padding for tensor parallelism."""
+
+    @property
+    @abstractmethod
+    def eos(self) -> int: ...
+
+    @property
+    def bos(self) -> int:
+        return NO_TOKEN
+
+    @property
+    def pad(self) -> int:
+        return NO_TOKEN
+
+    @property
+    def unk(self) -> int:
+        return NO_TOKEN
+
+    @property
+    def eod(self) -> int:
+        """Id that ends a document (`--append-eod`, `--eod-mask-loss`)."""
+        return self.eos
+
+    # megatron-core and NeMo use both spellings.
+    @property
+    def eos_id(self) -> int:
+        return self.eos
+
+    @property
+    def bos_id(self) -> int:
+        return self.bos
+
+    @property
+    def pad_id(self) -> int:
+        return self.pad
+
+    @property
+    def unk_id(self) -> int:
+        return self.unk
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, str]:
+        """What megatron-core's datasets put into the key of their index cache."""
+        named = OrderedDict(tokenizer_type=self.kind, path=str(self.path))
+        named.update((name, str(value)) for name, value in self._options.items())
+        for file in (Path(str(self.path)), Path(str(self.path)) / "tokenizer.json"):
+            if file.is_file():
+                named["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+        return named
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of one text.
+
+        Raises:
+            ValueError: the text cannot be expressed (a lone surrogate; no integer for Null).
+        """
+
+    @abstractmethod
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ids. Where the library can tell special tokens apart, they are left out."""
+
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
+        """Ids of each text, on the calling thread; one array or list per text."""
+        return [self.tokenize(text) for text in texts]
+
+    def fast_source(self) -> tuple[FastKind, str] | None:
+        """What a faster engine can be built from: a model path or a tokenizer.json text.
+
+        None where no other engine gives the same ids.
+        """
+        return None
+
+    def control_texts(self) -> tuple[str, ...]:
+        """Literal texts at which engines differ; documents with one go to this tokenizer."""
+        return ()
+
+
+def require_package(name: str, kind: str) -> Any:
+    """Imports the library of a tokenizer.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(
+            f"`--tokenizer-type {kind}` needs the package {name}, which is not installed; run "
+            f"`pip install {name}`."
+        ) from None
+
+
+def require_file(flag: str, value: str | None, what: str, kind: str) -> str:
+    """Returns the path of a flag that must name a file.
+
+    Raises:
+        ConfigError: the flag is missing.
+        DataError: the file is.
+    """
+    if not value:
+        raise ConfigError(f"`--tokenizer-type {kind}` needs `{flag}` with the path of {what}.")
+    if not Path(value).is_file():
+        raise DataError(f"`{flag}` ({value}) is not a file; give the path of {what}.")
+    return value
+
+
+class ByteLevelTokenizer(Tokenizer):
+    """Each UTF-8 byte is its own id; eos is 0, pad 1; `vocab_size` ids plus special tokens."""
+
+    kind = "ByteLevelTokenizer"
+
+    def __init__(self, vocab_size: int = 512, special_tokens: Sequence[str] = ()) -> None:
+        super().__init__(None, {"vocab_size": vocab_size, "special": list(special_tokens) or None})
+        self._vocab_size = vocab_size + len(special_tokens)
+        self._first_special = vocab_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def eos(self) -> int:
+        return 0
+
+    @property
+    def pad(self) -> int:
+        return 1
+
+    @property
+    def unk(self) -> int:
+        return 259
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
+        return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
+
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        first = 2 if skip_special_tokens else 0
+        return bytes(i for i in ids if first <= i < 256).decode("utf-8", errors="replace")
+
+
+class NullTokenizer(Tokenizer):
+    """Texts are integers joined by single spaces; eod is the id after the vocabulary."""
+
+    kind = "NullTokenizer"
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(None, {"vocab_size": vocab_size})
+        self._without_eod = vocab_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self._without_eod + 1
+
+    @property
+    def eos(self) -> int:
+        return self._without_eod
+
+    def tokenize(self, text: str) -> list[int]:
+        try:
+            ids = [int(part) for part in text.split(" ")]
+        except ValueError:
+            raise ValueError(
+                "the text is not integers joined by single spaces, as NullTokenizer needs"
+            ) from None
+        if any(not 0 <= i <= self._without_eod for i in ids):
+            raise ValueError(f"an id is outside 0 to {self._without_eod} of NullTokenizer")
+        return ids
+
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return " ".join(str(i) for i in ids)

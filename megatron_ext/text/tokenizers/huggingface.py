@@ -1,0 +1,274 @@
+"""Hugging Face tokenizers, and GPT-2 BPE from its two files.
+
+A folder whose tokenizer_config.json names the general class (or none) is loaded from its
+tokenizer.json by the `tokenizers` library alone, which starts in milliseconds and imports no
+torch. Any other class may rebuild its tokenizer in Python, so transformers loads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.tokenizers.base import NO_TOKEN, FastKind, Ids, Tokenizer, require_package
+
+_GENERAL_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", None)
+_NAMED = tuple(f"{name}_token" for name in ("eos", "bos", "unk", "sep", "pad", "cls", "mask"))
+_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*.model", "*.tiktoken")
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizers.Tokenizer` with named special tokens.
+
+    Args:
+        kind: the `--tokenizer-type`.
+        path: where it came from.
+        backend: the `tokenizers.Tokenizer`.
+        named: texts of eos_token, bos_token, ... where known.
+        special_tokens: further special tokens; those not in the vocabulary get the next ids.
+        include_special_tokens: let the tokenizer add its own bos/eos around each text.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        path: str,
+        backend: Any,
+        named: Mapping[str, str],
+        special_tokens: Sequence[str] = (),
+        *,
+        include_special_tokens: bool = False,
+    ) -> None:
+        super().__init__(
+            path,
+            {
+                "special_tokens": list(special_tokens) or None,
+                "include_special_tokens": include_special_tokens or None,
+            },
+        )
+        self.kind = kind
+        self._include_special = include_special_tokens
+        self._backend = backend
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        if special_tokens:
+            self._backend.add_special_tokens(list(special_tokens))
+        self._named = _complete(named)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def _id(self, name: str) -> int:
+        text = self._named.get(name)
+        found = None if text is None else self._backend.token_to_id(text)
+        return NO_TOKEN if found is None else int(found)
+
+    @property
+    def eos(self) -> int:
+        return self._id("eos_token")
+
+    @property
+    def bos(self) -> int:
+        return self._id("bos_token")
+
+    @property
+    def pad(self) -> int:
+        return self._id("pad_token")
+
+    @property
+    def unk(self) -> int:
+        return self._id("unk_token")
+
+    def tokenize(self, text: str) -> list[int]:
+        encoding = self._backend.encode(text, add_special_tokens=self._include_special)
+        return list(encoding.ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
+        encodings = self._backend.encode_batch_fast(
+            list(texts), add_special_tokens=self._include_special
+        )
+        return [encoding.ids for encoding in encodings]
+
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def fast_source(self) -> tuple[FastKind, str] | None:
+        return None if self._include_special else ("json", self._backend.to_str())
+
+    def control_texts(self) -> tuple[str, ...]:
+        added = self._backend.get_added_tokens_decoder().values()
+        return tuple(sorted(token.content for token in added if token.content))
+
+
+def _complete(named: Mapping[str, str]) -> dict[str, str]:
+    """Lends eos to sep, bos to cls and back, where only one of a pair is named, as core does."""
+    out = dict(named)
+    for one, other in (("eos_token", "sep_token"), ("bos_token", "cls_token")):
+        if one not in out and other in out:
+            out[one] = out[other]
+        elif other not in out and one in out:
+            out[other] = out[one]
+    return out
+
+
+def build(
+    kind: str,
+    name: str | None,
+    special_tokens: Sequence[str],
+    *,
+    include_special_tokens: bool,
+    trust_remote_code: bool,
+) -> Tokenizer:
+    """Loads a folder, or a name on the Hugging Face hub.
+
+    Raises:
+        ConfigError: no name.
+        DataError: it cannot be loaded.
+    """
+    if not name:
+        raise ConfigError(
+            f"`--tokenizer-type {kind}` needs `--tokenizer-model` with a folder or a hub name."
+        )
+    folder = tokenizer_folder(name)
+    config = _read_json(folder / "tokenizer_config.json", {})
+    direct = (folder / "tokenizer.json").is_file() and not trust_remote_code
+    if include_special_tokens and ("add_bos_token" in config or "add_eos_token" in config):
+        direct = False  # transformers rewrites the post-processor by these
+    loaded = _load_direct(folder, config) if direct else None
+    backend, named = loaded or _load_transformers(folder, trust_remote_code=trust_remote_code)
+    return HuggingFaceTokenizer(
+        kind, name, backend, named, special_tokens, include_special_tokens=include_special_tokens
+    )
+
+
+def tokenizer_folder(name: str) -> Path:
+    """The folder of a `--tokenizer-model`: itself, a file's, or a download from the hub.
+
+    Raises:
+        DataError: there is none.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    if Path(name).is_file():
+        return Path(name).parent
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise DataError(
+            f"`--tokenizer-model` ({name}) does not exist; give a folder with tokenizer.json, or "
+            "a name on the Hugging Face hub."
+        )
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, allow_patterns=list(_FILES)))
+    except Exception as error:  # the hub's client and its transport raise kinds of their own
+        reason = " ".join(str(error).split())[:160]
+        raise DataError(
+            f"`--tokenizer-model` ({name}) is neither a folder here nor a Hugging Face name that "
+            f"could be fetched ({type(error).__name__}: {reason}); check the name and the network."
+        ) from None
+
+
+def _read_json(path: Path, default: Any) -> Any:
+    if not path.is_file():
+        return default
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path} is not valid JSON ({error}); copy the tokenizer again.") from None
+
+
+def _load_direct(folder: Path, config: dict[str, Any]) -> tuple[Any, dict[str, str]] | None:
+    """Loads tokenizer.json alone; None where that might not be the whole truth."""
+    if config.get("tokenizer_class") not in _GENERAL_CLASSES or "auto_map" in config:
+        return None
+    tokenizers = require_package("tokenizers", "HuggingFaceTokenizer")
+    path = folder / "tokenizer.json"
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        reason = " ".join(str(error).split())[:160]
+        raise DataError(f"{path} is not a tokenizer ({reason}); copy it again.") from None
+    merged = {**_read_json(folder / "special_tokens_map.json", {}), **config}
+    named = {key: _text(merged[key]) for key in _NAMED if merged.get(key) is not None}
+    extra: list[str] = []
+    for key in ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder"):
+        tokens = merged.get(key) or ()
+        extra += [_text(t) for t in (tokens.values() if isinstance(tokens, dict) else tokens)]
+    if any(backend.token_to_id(token) is None for token in [*named.values(), *extra]):
+        return None
+    if merged.get("add_prefix_space") or merged.get("split_special_tokens"):
+        return None
+    return backend, named
+
+
+def _text(token: Any) -> str:
+    return str(token["content"] if isinstance(token, dict) else token)
+
+
+def _load_transformers(folder: Path, *, trust_remote_code: bool) -> tuple[Any, dict[str, str]]:
+    loaded = load_pretrained(folder, trust_remote_code=trust_remote_code)
+    named = {key: str(getattr(loaded, key)) for key in _NAMED if getattr(loaded, key, None)}
+    return loaded.backend_tokenizer, named
+
+
+def load_pretrained(folder: Path, *, trust_remote_code: bool) -> Any:
+    """The tokenizer of transformers, with a `backend_tokenizer` and perhaps a chat template.
+
+    Raises:
+        ConfigError: transformers is not installed.
+        DataError: it cannot load the folder.
+    """
+    transformers = require_package("transformers", "HuggingFaceTokenizer")
+    try:
+        loaded = transformers.AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code
+        )
+        loaded.backend_tokenizer  # noqa: B018 - a tokenizer in Python has none
+    except Exception as error:  # any library or remote code may raise anything here
+        if "trust_remote_code" in str(error):
+            raise DataError(
+                f"`--tokenizer-model` ({folder}) is a tokenizer with code of its own, which is not "
+                "run; give `--trust-remote-code` if you trust its source."
+            ) from None
+        reason = " ".join(str(error).split())[:160]
+        raise DataError(
+            f"`--tokenizer-model` ({folder}) could not be loaded by transformers "
+            f"({type(error).__name__}: {reason}); give a folder with tokenizer.json."
+        ) from None
+    return loaded
+
+
+def build_gpt2(
+    kind: str, vocab_file: str, merge_file: str, special_tokens: Sequence[str]
+) -> Tokenizer:
+    """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`; eod is `<|endoftext|>`.
+
+    Raises:
+        DataError: a file cannot be read, or the vocabulary lacks `<|endoftext|>`.
+    """
+    tokenizers = require_package("tokenizers", kind)
+    vocabulary = _read_json(Path(vocab_file), {})
+    if "<|endoftext|>" not in vocabulary:
+        raise DataError(
+            f"`--vocab-file` ({vocab_file}) has no `<|endoftext|>`, which GPT2BPETokenizer needs "
+            "as its end of document; give GPT-2's vocab.json."
+        )
+    try:
+        model = tokenizers.models.BPE.from_file(vocab_file, merge_file)
+    except Exception as error:  # the library raises plain Exception
+        reason = " ".join(str(error).split())[:160]
+        raise DataError(
+            f"`--merge-file` ({merge_file}) does not fit `--vocab-file` ({vocab_file}): {reason}; "
+            "give the two files of one tokenizer."
+        ) from None
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<|endoftext|>"])
+    end = "<|endoftext|>"
+    named = {"eos_token": end, "bos_token": end, "unk_token": end}
+    return HuggingFaceTokenizer(kind, vocab_file, backend, named, special_tokens)

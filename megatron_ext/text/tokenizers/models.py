@@ -1,0 +1,308 @@
+"""SentencePiece models.
+
+Tiktoken vocabularies in NVIDIA's JSON form (a list of rank, token_bytes, token_str).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.tokenizers.base import FastKind, Ids, Tokenizer, require_package
+
+_USER_DEFINED = 4
+_USER_DEFINED_PIECE = re.compile(rb"\x15....\x18\x04", re.DOTALL)  # a score, then the type
+_SEPARATOR = "▁"
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece `.model`; eod is its eos.
+
+    With special tokens (`--tokenizer-sentencepiece-legacy`), their literal texts become ids of
+    their own: existing pieces keep their id, new ones follow the vocabulary.
+    """
+
+    def __init__(self, kind: str, path: str, special_tokens: Sequence[str] = ()) -> None:
+        super().__init__(path, {"special_tokens": list(special_tokens) or None})
+        sentencepiece = require_package("sentencepiece", kind)
+        self.kind = kind
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=path)
+        except (RuntimeError, OSError) as error:
+            reason = " ".join(str(error).split())[:120]
+            raise DataError(
+                f"`--tokenizer-model` ({path}) is not a SentencePiece model ({reason}); give the "
+                "path of a .model file."
+            ) from None
+        self._special = self._place(special_tokens)
+        self._vocab_size: int = max([self._model.get_piece_size(), *(i + 1 for i in self._by_id)])
+
+    def _place(self, tokens: Sequence[str]) -> dict[str, int]:
+        placed: dict[str, int] = {}
+        fresh = self._model.get_piece_size()
+        for token in tokens:
+            known = self._model.piece_to_id(token)
+            if known == self._model.unk_id():
+                known, fresh = fresh, fresh + 1
+            placed.setdefault(token, known)
+        self._by_id = {i: token for token, i in placed.items()}
+        return placed
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def eos(self) -> int:
+        return int(self._model.eos_id())
+
+    @property
+    def bos(self) -> int:
+        return int(self._model.bos_id())
+
+    @property
+    def pad(self) -> int:
+        return int(self._model.pad_id())
+
+    @property
+    def unk(self) -> int:
+        return int(self._model.unk_id())
+
+    def tokenize(self, text: str) -> list[int]:
+        if self._special:
+            return self._tokenize_with_special(text)
+        ids: list[int] = self._model.encode_as_ids(text)
+        return ids
+
+    def _tokenize_with_special(self, text: str) -> list[int]:
+        separator = self._model.piece_to_id(_SEPARATOR)
+        ids: list[int] = []
+        while True:
+            found = [(text.find(token), token) for token in self._special if token in text]
+            if not found:
+                return ids + list(self._model.encode_as_ids(text))
+            at, token = min(found, key=lambda pair: pair[0])
+            piece = self._model.encode_as_ids(text[:at])
+            if ids and ids[-1] in self._by_id and piece and piece[0] == separator:
+                piece = piece[1:]
+            ids.extend(piece)
+            ids.append(self._special[token])
+            text = text[at + len(token) :]
+
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
+        if self._special:
+            return super().encode_batch(texts)
+        ids: list[list[int]] = self._model.encode(list(texts), out_type=int, num_threads=1)
+        return ids
+
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        pieces: list[str] = []
+        run: list[int] = []
+        for i in ids:
+            special = self._by_id.get(i)
+            if special is None and not (not skip_special_tokens and self._model.is_control(i)):
+                run.append(i)
+                continue
+            pieces += [self._model.decode_ids(run), special or self._model.id_to_piece(i)]
+            run = []
+        return "".join([*pieces, self._model.decode_ids(run)])
+
+    def fast_source(self) -> tuple[FastKind, str] | None:
+        return None if self._special or self.path is None else ("sentencepiece", self.path)
+
+    def control_texts(self) -> tuple[str, ...]:
+        model, every = self._model, list(range(self._model.get_piece_size()))
+        kinds = (model.is_control, model.is_unknown, model.is_unused)
+        texts = {
+            model.id_to_piece(i)
+            for is_kind in kinds
+            for i, marked in enumerate(is_kind(every))
+            if marked
+        }
+        # Byte pieces are spelled <0x41>; spelled out in a text they must stay text.
+        texts.add("<0x")
+        texts.update(_user_defined(model.serialized_model_proto()))
+        return tuple(sorted(texts))
+
+
+def build(kind: str, path: str, special_tokens: Sequence[str], *, legacy: bool) -> Tokenizer:
+    """Makes the tokenizer; special tokens need megatron-core's `legacy` switch, as in core.
+
+    Raises:
+        ConfigError: special tokens without the switch.
+        DataError: the model cannot be read.
+    """
+    if special_tokens and not legacy:
+        raise ConfigError(
+            "`--tokenizer-special-tokens` with a SentencePiece model needs "
+            "`--tokenizer-sentencepiece-legacy`; add it, or put the tokens into the model."
+        )
+    return SentencePieceTokenizer(kind, path, special_tokens)
+
+
+def _user_defined(model: bytes) -> Iterator[str]:
+    """Texts of user-defined pieces: fields 1 (text) and 3 (type) of the model's field 1."""
+    if not _USER_DEFINED_PIECE.search(model):
+        return  # the common case, without a walk over all pieces
+    for field, piece in _fields(model):
+        if field == 1 and isinstance(piece, bytes):
+            content: dict[int, Any] = dict(_fields(piece))
+            if content.get(3) == _USER_DEFINED:
+                yield content[1].decode("utf-8")
+
+
+def _fields(buffer: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Fields of a protobuf message: varints as int, all others as bytes."""
+    at = 0
+    while at < len(buffer):
+        key, at = _varint(buffer, at)
+        wire = key & 7
+        if wire == 0:
+            value, at = _varint(buffer, at)
+            yield key >> 3, value
+            continue
+        size = {1: 8, 5: 4}.get(wire)
+        if size is None:
+            size, at = _varint(buffer, at)
+        yield key >> 3, buffer[at : at + size]
+        at += size
+
+
+def _varint(buffer: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = buffer[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+
+
+DEFAULT_VOCAB_SIZE = 1 << 17
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+PATTERNS = {
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+
+class TikTokenizer(Tokenizer):
+    """Special tokens take the first ids, the ranks of the file follow; eod is `</s>`."""
+
+    kind = "TikTokenizer"
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        pattern: str = "v2",
+        vocab_size: int = DEFAULT_VOCAB_SIZE,
+        num_special_tokens: int = 1000,
+        special_tokens: Sequence[str] = SPECIAL_TOKENS,
+    ) -> None:
+        super().__init__(
+            path,
+            {
+                "pattern": pattern,
+                "vocab_size": vocab_size,
+                "num_special_tokens": num_special_tokens,
+                "special_tokens": list(special_tokens),
+            },
+        )
+        tiktoken = require_package("tiktoken", self.kind)
+        names = _special_names(pattern, vocab_size, num_special_tokens, special_tokens)
+        self._special = {name: i for i, name in enumerate(names)}
+        self._vocab_size = vocab_size
+        self._encoding: Any = tiktoken.Encoding(
+            name=Path(path).parent.name,
+            pat_str=PATTERNS[pattern],
+            mergeable_ranks=_ranks(path, vocab_size - num_special_tokens, num_special_tokens),
+            special_tokens=self._special,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def eos(self) -> int:
+        return self._special["</s>"]
+
+    @property
+    def bos(self) -> int:
+        return self._special["<s>"]
+
+    @property
+    def pad(self) -> int:
+        return self._special["<pad>"]
+
+    @property
+    def unk(self) -> int:
+        return self._special["<unk>"]
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(self._encoding.encode(text, allowed_special="all"))
+
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
+        return [self._encoding.encode_to_numpy(text, allowed_special="all") for text in texts]
+
+    def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        first = len(self._special) if skip_special_tokens else 0
+        return str(self._encoding.decode([i for i in ids if i >= first]))
+
+
+def _special_names(
+    pattern: str, vocab_size: int, count: int, special_tokens: Sequence[str]
+) -> list[str]:
+    if pattern not in PATTERNS:
+        raise ConfigError(f"`--tiktoken-pattern` ({pattern}) must be v1 or v2.")
+    missing = [token for token in SPECIAL_TOKENS if token not in special_tokens]
+    if missing:
+        raise ConfigError(
+            f"`--tokenizer-special-tokens` lacks {' '.join(missing)}, which TikTokenizer needs; "
+            f"give all of {' '.join(SPECIAL_TOKENS)}."
+        )
+    if len(set(special_tokens)) != len(special_tokens):
+        raise ConfigError("`--tokenizer-special-tokens` names a token twice; name each once.")
+    if not len(special_tokens) <= count < vocab_size:
+        raise ConfigError(
+            f"`--tiktoken-num-special-tokens` ({count}) must be at least the number of special "
+            f"tokens ({len(special_tokens)}) and below `--vocab-size` ({vocab_size})."
+        )
+    filler = [f"<SPECIAL_{i}>" for i in range(len(special_tokens), count)]
+    return [*special_tokens, *filler]
+
+
+def _ranks(path: str, count: int, first: int) -> dict[bytes, int]:
+    """Bytes of the first `count` tokens to ids from `first` on."""
+    try:
+        entries = json.loads(Path(path).read_bytes())
+        tokens = [base64.b64decode(entry["token_bytes"]) for entry in entries[:count]]
+        ordered = all(entry["rank"] == i for i, entry in enumerate(entries[:count]))
+    except (ValueError, KeyError, TypeError, binascii.Error) as error:
+        raise DataError(
+            f"`--tokenizer-model` ({path}) is not a tiktoken vocabulary in JSON "
+            f"({type(error).__name__}: {error}); give a list of rank, token_bytes, token_str."
+        ) from None
+    if len(tokens) < count:
+        raise DataError(
+            f"`--tokenizer-model` ({path}) holds {len(tokens)} tokens, but `--vocab-size` less "
+            f"`--tiktoken-num-special-tokens` asks for {count}; use `--vocab-size "
+            f"{len(tokens) + first}`."
+        )
+    if not ordered or any(tokens[i] != bytes([i]) for i in range(min(256, count))):
+        raise DataError(
+            f"`--tokenizer-model` ({path}) must list its tokens by rank, the 256 single bytes "
+            "first; the file is damaged or of another kind."
+        )
+    return {token: first + i for i, token in enumerate(tokens)}

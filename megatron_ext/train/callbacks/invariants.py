@@ -1,0 +1,136 @@
+"""Cross-rank invariants, checked with --check-invariants: what must be equal or zero, is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.errors import MegatronExtError
+from megatron_ext.layers.fp8.scaling import DelayedScaling
+from megatron_ext.layers.moe import expert_parameters
+
+if TYPE_CHECKING:
+    from megatron_ext.parallel.context import ParallelContext
+
+Named = Sequence[tuple[str, Tensor]]
+
+_NOT_REDUCED = "the gradients of one of them were not reduced"
+
+
+class InvariantError(MegatronExtError):
+    """Ranks that must hold the same values hold different ones, or a gradient is stale."""
+
+
+def named_parameters(
+    chunks: Sequence[DistributedDataParallel],
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """Trainable parameters of all chunks; a second chunk's names begin with its index."""
+    several = len(chunks) > 1
+    return [
+        (f"chunk {index}: {name}" if several else name, parameter)
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad
+    ]
+
+
+def check_replicas(
+    chunks: Sequence[DistributedDataParallel], context: ParallelContext, iteration: int
+) -> None:
+    """Compare every parameter with its copies on other ranks; all ranks call this together.
+
+    Dense parameters are equal on all data- and context-parallel ranks, experts on their own
+    replicas, parameters that are not cut on all tensor-parallel ranks, and copies of the embedding
+    on their stages. Histories of 8-bit scales are equal wherever a part or a copy of their layer
+    lies.
+
+    Raises:
+        InvariantError: with the parameter or history and the ranks that differ.
+    """
+    named = named_parameters(chunks)
+    of_experts = {id(p) for chunk in chunks for p in expert_parameters(chunk)}
+    dense = [(name, p) for name, p in named if id(p) not in of_experts]
+    experts = [(name, p) for name, p in named if id(p) in of_experts]
+    whole = [(name, p) for name, p in dense if not getattr(p, "tensor_model_parallel", False)]
+    copies = [(name, p) for name, p in dense if getattr(p, "shared_embedding", False)]
+    pgs = context.pgs
+    _check_equal(dense, pgs.dp_cp, "data-parallel replicas", iteration)
+    _check_equal(experts, pgs.expt_dp, "replicas of the experts", iteration)
+    _check_equal(whole, pgs.tp, "tensor-parallel ranks", iteration)
+    embedding_group = getattr(pgs, "embd", None)
+    if copies and embedding_group is not None:
+        one = [("the tied embedding", copies[0][1])]
+        _check_equal(one, embedding_group, "pipeline stages", iteration)
+    _check_histories(chunks, iteration)
+
+
+def _check_histories(chunks: Sequence[DistributedDataParallel], iteration: int) -> None:
+    """Of the delayed recipe; those of experts lie on other ranks than the others."""
+    found = [
+        (f"{name}.amax_history", module)
+        for chunk in chunks
+        for name, module in chunk.named_modules()
+        if isinstance(module, DelayedScaling)
+    ]
+    for may_idle in (False, True):
+        alike = [pair for pair in found if pair[1].parts.may_idle == may_idle]
+        for group in alike[0][1].parts.of_step() if alike else ():
+            named = [(name, module.amax_history) for name, module in alike]
+            cause = "the largest magnitudes of a step were not completed over them"
+            where = "ranks with parts of its layer"
+            _check_equal(named, group, where, iteration, kind="history", cause=cause)
+
+
+def check_zeroed(chunks: Sequence[DistributedDataParallel], iteration: int) -> None:
+    """Before a step no gradient is left over from the one before.
+
+    Raises:
+        InvariantError: with the parameter.
+    """
+    for name, parameter in named_parameters(chunks):
+        buffer = getattr(parameter, "main_grad", None)
+        stale = parameter.grad is not None or (buffer is not None and bool(buffer.any()))
+        if stale:
+            rank = torch.distributed.get_rank()
+            raise InvariantError(
+                f"Before iteration {iteration} the gradient of `{name}` on rank {rank} is not "
+                "zero; a part of the last step would be added to this one."
+            )
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    """Two order-sensitive sums of a tensor's bits, ``[2]`` int64."""
+    bits = tensor.detach().contiguous().view(torch.uint8).reshape(-1).to(torch.int64)
+    weights = torch.arange(1, bits.numel() + 1, device=bits.device) % 65521
+    return torch.stack([bits.sum(), (bits * weights).sum()])
+
+
+def _check_equal(
+    named: Named,
+    group: ProcessGroup,
+    where: str,
+    iteration: int,
+    *,
+    kind: str = "parameter",
+    cause: str = _NOT_REDUCED,
+) -> None:
+    if not named or group.size() == 1:
+        return
+    digests = torch.stack([_digest(tensor) for _, tensor in named])
+    everyone = digests.new_empty(group.size(), *digests.shape)
+    torch.distributed.all_gather(list(everyone.unbind(0)), digests, group=group)
+    differs = (everyone != everyone[0]).any(dim=2)
+    if not differs.any():
+        return
+    index = int(differs.any(dim=0).nonzero()[0])
+    ranks = torch.distributed.get_process_group_ranks(group)
+    apart = [rank for rank, bad in zip(ranks, differs[:, index].tolist(), strict=True) if bad]
+    raise InvariantError(
+        f"After iteration {iteration} the {kind} `{named[index][0]}` differs between {where}: "
+        f"ranks {apart} do not hold what rank {ranks[0]} holds; {cause}."
+    )

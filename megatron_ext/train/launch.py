@@ -1,0 +1,325 @@
+"""Starting the ranks of one machine: forked on a CPU, through torch's launcher on GPUs.
+
+Under torchrun (``RANK`` is set) this process is a rank already. Otherwise a CPU run forks its ranks
+after the one import of torch and megatron-core, so that the first step is seconds away, and lets
+them meet through a file. The first rank that fails ends all.
+
+Watching the ranks of one machine: the first that fails, dies or stands still ends all.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import psutil
+import torch
+
+from megatron_ext.device import Device
+from megatron_ext.errors import MegatronExtError, end_with_parent
+from megatron_ext.parallel.context import NoAnswer, contact_fault
+
+EXIT_CODE_NO_ANSWER = 124
+"""Exit code of a rank that waited too long for another, as of the program ``timeout``."""
+EXIT_CODE_LOST_CONTACT = 123
+"""Exit code of a rank whose connection to another one broke."""
+GRACE_SECONDS = 3.0
+"""Between asking the ranks to end and ending them."""
+_SECONDS_FOR_THE_CAUSE = 2.0
+"""Between the first rank that waited in vain and the naming of those that it waited for."""
+_SECONDS_BETWEEN_LOOKS = 0.5
+_FOLLOWS = (EXIT_CODE_NO_ANSWER, EXIT_CODE_LOST_CONTACT)
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Supervisor:
+    """Waits for ranks that this process has started.
+
+    Args:
+        children: ranks by process id.
+        timeout_minutes: ``--distributed-timeout-minutes``, for which a rank may be stopped.
+    """
+
+    def __init__(self, children: dict[int, int], timeout_minutes: float) -> None:
+        self._children = dict(children)
+        self._timeout_minutes = timeout_minutes
+        self._code = 0
+        self._kill_at: float | None = None
+        self._name_at: float | None = None
+        self._look_at = 0.0
+        self._stopped_since: dict[int, float] = {}
+
+    def wait(self) -> int:
+        """Return the exit code of the first rank that failed of its own accord, 0 if none did."""
+        previous = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        try:
+            while self._children:
+                if not self._reap():
+                    self._look(time.monotonic())
+                    time.sleep(0.02)
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        return self._code
+
+    def _reap(self) -> bool:
+        """Note the ranks that have ended, and whether any has; other children stay whose they are.
+
+        A rank whose status another part of this process has taken counts as failed.
+        """
+        before = len(self._children)
+        for pid in list(self._children):
+            try:
+                done, status = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                done, status = pid, 1 << 8
+            if done:
+                self._ended(self._children.pop(pid), os.waitstatus_to_exitcode(status))
+        return len(self._children) < before
+
+    def _forward(self, number: int, _frame: FrameType | None = None) -> None:
+        for pid in list(self._children):
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                pass
+
+    def _ended(self, rank: int, status: int) -> None:
+        """Note a rank's end; one that waited in vain gives the cause a moment to show itself."""
+        if status == 0:
+            return
+        if status in _FOLLOWS:
+            if self._code == 0:
+                self._code = status
+                self._name_at = time.monotonic() + _SECONDS_FOR_THE_CAUSE
+            return
+        if self._code in (0, *_FOLLOWS) and self._kill_at is None:
+            self._code = _exit_code(status, rank)
+            self._end_all()
+
+    def _look(self, now: float) -> None:
+        """Do what is due by the clock."""
+        if self._kill_at is not None:
+            if now > self._kill_at:
+                self._forward(signal.SIGKILL)
+        elif self._name_at is not None:
+            if now > self._name_at:
+                self._name_the_silent()
+        elif now > self._look_at:
+            self._look_at = now + _SECONDS_BETWEEN_LOOKS
+            self._find_stopped(now)
+
+    def _name_the_silent(self) -> None:
+        """Say which ranks did not answer those that have given up, and end them."""
+        if self._code == EXIT_CODE_NO_ANSWER:
+            for pid, rank in sorted(self._children.items(), key=lambda item: item[1]):
+                why = "has been stopped by a signal" if _is_stopped(pid) else "does not answer"
+                _say(
+                    rank,
+                    f"{why}: others have waited for it for `--distributed-timeout-minutes` "
+                    f"({self._timeout_minutes:g}), so all ranks are ended; look at what it does, "
+                    "or give more minutes.",
+                )
+        # They have had their time.
+        self._end_all(grace=0.5)
+
+    def _find_stopped(self, now: float) -> None:
+        """End all when a rank has been stopped for too long."""
+        for pid, rank in self._children.items():
+            if not _is_stopped(pid):
+                self._stopped_since.pop(pid, None)
+                continue
+            since = self._stopped_since.setdefault(pid, now)
+            if now - since > 60 * self._timeout_minutes:
+                _say(
+                    rank,
+                    "has been stopped by a signal (such as SIGSTOP) for longer than "
+                    f"`--distributed-timeout-minutes` ({self._timeout_minutes:g}), so all ranks "
+                    "are ended; let it go on by SIGCONT in time, or give more minutes.",
+                )
+                self._code = EXIT_CODE_NO_ANSWER
+                self._end_all(grace=0.5)
+                return
+
+    def _end_all(self, grace: float = GRACE_SECONDS) -> None:
+        self._kill_at = time.monotonic() + grace
+        self._forward(signal.SIGTERM)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
+
+
+def _exit_code(status: int, rank: int) -> int:
+    """A shell's exit code; death by a signal is said, since the rank could not say it."""
+    if status >= 0:
+        return status
+    _say(rank, f"was ended by {signal.Signals(-status).name}")
+    return 128 - status
+
+
+def _say(rank: int, text: str) -> None:
+    print(f"[rank {rank}] {text}", file=sys.stderr, flush=True)
+
+
+EXIT_CODE_USER_ERROR = 2
+
+Main = Callable[[], "int | None"]
+
+
+def run_rank(main: Main) -> int:
+    """Run one rank; a failure is printed with the rank's number and becomes an exit code.
+
+    What this package raises on purpose is shown as its sentence, and so is what the failure of
+    another rank causes; anything else is shown with its traceback. The process then leaves at
+    once, without waiting for collectives that its peers will never join.
+    """
+    try:
+        return main() or 0
+    except MegatronExtError as error:
+        message, code = str(error), EXIT_CODE_USER_ERROR
+    except KeyboardInterrupt:
+        message, code = "interrupted", 130
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            return 0
+        message, code = _described(error)
+    # In one piece, since other ranks print too.
+    sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {message}\n")
+    sys.stderr.flush()
+    return code
+
+
+def _described(error: BaseException) -> tuple[str, int]:
+    """Message and exit code of a failure that nobody raised on purpose."""
+    fault = contact_fault(error)
+    if fault is None:
+        return traceback.format_exc(), 1
+    code = EXIT_CODE_NO_ANSWER if fault is NoAnswer.TIMEOUT else EXIT_CODE_LOST_CONTACT
+    return fault.value, code
+
+
+def launch(main: Main, *, nproc_per_node: int, device: Device, timeout_minutes: float = 10) -> int:
+    """Run ``main`` on every rank of this machine.
+
+    Args:
+        main: one rank's work; returns its exit code, None means 0.
+        nproc_per_node: ranks to start, where torchrun has not started them.
+        device: decides how they are started.
+        timeout_minutes: ``--distributed-timeout-minutes``.
+
+    Returns:
+        The exit code: 0, or that of the first rank that failed.
+    """
+    if "RANK" in os.environ:
+        code = run_rank(main)
+        if code:
+            _leave(code)
+        return code
+    if device.kind == "cuda" and nproc_per_node > 1:
+        return _torch_launcher(nproc_per_node)
+    if nproc_per_node == 1:
+        with _set_in_environment(_environment(0, 1)):
+            return run_rank(main)
+    return fork_ranks(main, nproc_per_node, timeout_minutes=timeout_minutes)
+
+
+def _torch_launcher(nproc_per_node: int) -> int:
+    """Start this program again under torch's elastic launcher, one process for each GPU."""
+    from torch.distributed.run import main as torchrun
+
+    torchrun(["--standalone", f"--nproc-per-node={nproc_per_node}", *sys.argv])
+    return 0
+
+
+def _environment(rank: int, world_size: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }
+
+
+@contextmanager
+def _set_in_environment(values: dict[str, str]) -> Iterator[None]:
+    """Set variables for a while; a process that goes on must not look started by torchrun."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _meeting_place() -> Iterator[str]:
+    """Give the address of a file by which forked ranks find each other.
+
+    On Linux the file has no name, so that it is gone with the last process, however that ends.
+    """
+    if sys.platform == "linux":
+        descriptor = os.memfd_create("rendezvous")
+        try:
+            yield f"file:///proc/self/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
+        return
+    with tempfile.TemporaryDirectory(prefix="megatron_ext_") as folder:
+        yield f"file://{folder}/rendezvous"
+
+
+def _leave(code: int) -> None:
+    """End the process now; what is buffered is written, nothing waits for other ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def fork_ranks(main: Main, world_size: int, *, timeout_minutes: float = 10) -> int:
+    """Fork the ranks of this machine, run ``main`` on each, and wait; returns the exit code."""
+    parent = os.getpid()
+    with _meeting_place() as address:
+        children: dict[int, int] = {}
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Ranks need not look for garbage among what they share with this process.
+        gc.freeze()
+        for rank in range(world_size):
+            pid = os.fork()
+            if pid == 0:
+                _child(main, rank, world_size, address, parent)
+            children[pid] = rank
+        gc.unfreeze()
+        return Supervisor(children, timeout_minutes).wait()
+
+
+def _child(main: Main, rank: int, world_size: int, address: str, parent: int) -> None:
+    """One forked rank; never returns."""
+    code = 1
+    try:
+        end_with_parent(parent)
+        os.environ.update(_environment(rank, world_size), MEGATRON_EXT_INIT_METHOD=address)
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+        code = run_rank(main)
+    except KeyboardInterrupt:
+        # The terminal interrupts a rank, and then the launcher does it again.
+        code = 130
+    finally:
+        _leave(code)

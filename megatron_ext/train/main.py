@@ -1,0 +1,241 @@
+"""``pretrain(task, config)``: one run on one rank; ``main(task, argv)``: a whole program.
+
+Warnings of the packages below us that a user can do nothing about, said by every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+
+from megatron_ext.checkpoint.files import check_save_folder, hold_save_folder, root_of
+from megatron_ext.checkpoint.stored import read_run_config
+from megatron_ext.config.parser import parse_args, read_words
+from megatron_ext.device import Device, select
+from megatron_ext.errors import MegatronExtError
+from megatron_ext.layers.compiled import compile_nothing
+from megatron_ext.parallel.context import embedding_ranks, init_groups, mtp_rank, seed_everything
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.planning.checks import check_core, check_host_memory
+from megatron_ext.planning.report import print_plan
+from megatron_ext.train.launch import EXIT_CODE_USER_ERROR, launch
+from megatron_ext.train.loop import evaluate_at_end, train
+from megatron_ext.train.preflight import preflight
+from megatron_ext.train.reporting.build import build_reporters
+from megatron_ext.train.setup import build_run
+from megatron_ext.train.task import Task, TaskOrChoice, choose, sections_of
+
+if TYPE_CHECKING:
+    from megatron_ext.config.run import RunConfig
+    from megatron_ext.text.tokenizers.base import Tokenizer
+    from megatron_ext.train.setup import Run
+
+EVERYWHERE = (
+    # megatron-core's own default of a field that it deprecates.
+    "full scope is deprecated. Use empty cuda_graph_scope",
+    # megatron-core asks every parameter for `.grad`; of the distributed optimizer's it is None.
+    "The .grad attribute of a Tensor that is not a leaf Tensor is being accessed",
+    # megatron-core calls collectives by names that torch 2.13 gives up later.
+    r"`torch\.distributed\.\w+` is deprecated",
+    # megatron-core's and torch's own readers of checkpoints.
+    "`load_state_dict` is deprecated and will be removed in future versions",
+    "Please use DTensor instead and we are deprecating ShardedTensor",
+)
+ON_A_CPU = (
+    # About the order of GPU kernels.
+    "When using async grad allreduce it is recommended to set the environment variable",
+    "When using sequence parallelism it is recommended to set the environment variable",
+)
+
+
+def silence_known_warnings(device: str) -> None:
+    """Filter them in this process and in the ranks that it forks.
+
+    Args:
+        device: ``cuda`` or ``cpu``.
+    """
+    for message in EVERYWHERE + (ON_A_CPU if device == "cpu" else ()):
+        warnings.filterwarnings("ignore", message=message)
+
+
+Work = Callable[["Run"], "int | None"]
+
+logger = logging.getLogger(__name__)
+
+
+def main(
+    task: TaskOrChoice,
+    argv: Sequence[str],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    work: Work | None = None,
+    sections: Sequence[type] = (),
+) -> int:
+    """Parse the flags, check what can be checked, start the ranks, and train.
+
+    Args:
+        task: what to train, or a function that chooses it by the configuration.
+        argv: the words after the program's name.
+        defaults: values of flags in the place of their usual defaults, by their fields' names.
+        work: what to do with the run, in the place of training and evaluation.
+        sections: the user's own flags, where a function chooses the task; a task names its own.
+
+    Returns:
+        The exit code of the program; 2 after a user's error, whose sentences are printed; of
+        ``--dry-run`` 1 where the run does not fit the GPU that is named.
+    """
+    try:
+        own = sections_of(task, sections)
+        chosen, device, config, tokenizer = _prepare(task, argv, defaults, own)
+        if int(os.environ.get("RANK", "0")) == 0 and work is None:
+            print(f"> the resolved configuration:\n{_as_yaml(config)}", flush=True)
+    except MegatronExtError as error:
+        if int(os.environ.get("RANK", "0")) == 0:
+            print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
+        return EXIT_CODE_USER_ERROR
+    except _NothingToRun as asked:
+        return asked.exit_code
+    return launch(
+        lambda: pretrain(chosen, config, device=device, tokenizer=tokenizer, work=work),
+        nproc_per_node=config.parallel.nproc_per_node,
+        device=device,
+        timeout_minutes=config.parallel.distributed_timeout_minutes,
+    )
+
+
+class _NothingToRun(Exception):
+    """The command line asked for something else than a run."""
+
+    def __init__(self, exit_code: int = 0) -> None:
+        super().__init__()
+        self.exit_code = exit_code
+
+
+def _prepare(
+    task: TaskOrChoice,
+    argv: Sequence[str],
+    defaults: Mapping[str, Any] | None,
+    sections: Sequence[type],
+) -> tuple[Task, Device, RunConfig, Tokenizer]:
+    """Everything that needs no other rank; the same on all of them."""
+    device = select()
+    parsed = parse_args(
+        argv,
+        world_size=int(os.environ.get("WORLD_SIZE", "0")),
+        device=device.kind,
+        checkpoint_config=stored_config(argv),
+        defaults=defaults,
+        sections=sections,
+    )
+    first = int(os.environ.get("RANK", "0")) == 0
+    if parsed.print_config:
+        if first:
+            print(_as_yaml(parsed.config), end="")
+        raise _NothingToRun
+    logging.basicConfig(level=parsed.config.logging.logging_level or logging.WARNING)
+    device = select(parsed.config.parallel.distributed_backend)
+    chosen = choose(task, parsed.config)
+    config, tokenizer = preflight(parsed.config, chosen.preflight)
+    silence_known_warnings(device.kind)
+    if first:
+        for note in parsed.notes:
+            print(f"> {note}", flush=True)
+    if config.planning.dry_run:
+        clips = () if chosen.clips is None else chosen.clips(config)
+        fits = print_plan(config, clips) if first else True
+        raise _NothingToRun(0 if fits else 1)
+    check_core(config)
+    check_host_memory(config)
+    if first:
+        check_save_folder(config.checkpoint.save)
+    return chosen, device, config, tokenizer
+
+
+def _as_yaml(config: RunConfig) -> str:
+    return yaml.safe_dump(config.to_dict(), sort_keys=False)
+
+
+def stored_config(argv: Sequence[str]) -> dict[str, Any] | None:
+    """The configuration in the checkpoint, where ``--use-checkpoint-args`` asks for it."""
+    asked = read_words(argv).values.get("checkpoint", {})
+    if not asked.get("use_checkpoint_args"):
+        return None
+    if asked.get("load"):
+        return read_run_config(Path(asked["load"]), asked.get("ckpt_step"))
+    pretrained = asked.get("pretrained_checkpoint")
+    return None if pretrained is None else read_run_config(*root_of(Path(pretrained)))
+
+
+def train_and_evaluate(run: Run) -> int | None:
+    """What the flags ask for; returns the exit code of an early stop."""
+    code = None if run.config.training.skip_train else train(run)
+    if code is None and run.evaluates:
+        evaluate_at_end(run)
+    return code
+
+
+def pretrain(
+    task: Task,
+    config: RunConfig,
+    *,
+    device: Device,
+    tokenizer: Tokenizer,
+    prepare: Callable[[Run], None] | None = None,
+    work: Work | None = None,
+) -> int:
+    """Train one model on this rank; all ranks call this.
+
+    Args:
+        task: what to train.
+        config: the resolved configuration of the run.
+        device: the kind of device that the ranks run on.
+        tokenizer: of the data.
+        prepare: called with the parts of the run before it starts, to observe it.
+        work: what to do with the run; None trains and evaluates.
+
+    Returns:
+        0, or `signals.EXIT_CODE_SIGNAL` when the exit signal ended the run.
+    """
+    torch_device = device.activate(int(os.environ.get("LOCAL_RANK", "0")))
+    context = init_groups(
+        Layout.from_config(config),
+        device,
+        timeout_minutes=config.parallel.distributed_timeout_minutes,
+        hierarchical_context_parallel_sizes=config.engine.hierarchical_context_parallel_sizes,
+        get_embedding_ranks=embedding_ranks(
+            tied=not config.model.untie_embeddings_and_output_weights,
+            mtp_rank=mtp_rank(config),
+        ),
+    )
+    try:
+        seed_everything(
+            context,
+            config.training.seed,
+            data_parallel_random_init=config.training.data_parallel_random_init,
+        )
+        if config.training.deterministic_mode:
+            torch.use_deterministic_algorithms(True)
+        if not config.model.compile:
+            compile_nothing()
+        with hold_save_folder(config.checkpoint.save, context):
+            run = build_run(config, task, context, torch_device, tokenizer)
+            with build_reporters(
+                config,
+                context,
+                resumed_at=run.progress.iteration,
+                num_iterations=run.num_iterations,
+            ) as reporters:
+                run.reporters = reporters
+                if prepare is not None:
+                    prepare(run)
+                return (work or train_and_evaluate)(run) or 0
+    finally:
+        context.destroy()

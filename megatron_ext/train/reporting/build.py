@@ -1,0 +1,282 @@
+"""The reporters of a run; only the reporting rank has any.
+
+TensorBoard and Weights & Biases, under Megatron-LM's tags and a few common ones.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.config.reporting import LoggingConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.train.reporting.files import LinePrinter, LossPlot, MetricsFile
+from megatron_ext.train.reporting.records import EvaluationRecord, IterationRecord, Reporter
+
+if TYPE_CHECKING:
+    from megatron_ext.config.run import RunConfig
+    from megatron_ext.parallel.context import ParallelContext
+
+
+def iteration_scalars(record: IterationRecord, config: LoggingConfig) -> dict[str, float]:
+    """Tags and values of one report."""
+    scalars = {
+        "learning-rate": record.learning_rate,
+        "batch-size": float(record.global_batch_size),
+        **record.losses,
+        "grad-norm": record.grad_norm,
+    }
+    if config.log_loss_scale_to_tensorboard:
+        scalars["loss-scale"] = record.loss_scale
+    if config.log_world_size_to_tensorboard:
+        scalars["world-size"] = float(record.world_size)
+    if config.log_timers_to_tensorboard:
+        scalars["iteration-time"] = record.seconds
+    if config.log_memory_to_tensorboard:
+        scalars.update(_memory())
+    if record.num_zeros is not None:
+        scalars["num-zeros"] = record.num_zeros
+    if record.params_norm is not None:
+        scalars["params-norm"] = record.params_norm
+    if config.log_throughput:
+        scalars["throughput"] = record.tflops_per_device
+    return scalars
+
+
+def _memory() -> dict[str, float]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    stats = torch.cuda.memory_stats()
+    return {
+        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
+        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
+        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
+    }
+
+
+def evaluation_scalars(record: EvaluationRecord, config: LoggingConfig) -> dict[str, float]:
+    """Tags and values of one evaluation."""
+    scalars = {}
+    for name, value in record.losses.items():
+        scalars[f"{name} {record.split}"] = value
+        perplexity = record.perplexity_of(name)
+        if config.log_validation_ppl_to_tensorboard and perplexity is not None:
+            scalars[f"{name} {record.split} ppl"] = perplexity
+    return scalars
+
+
+def _leave_errors_to_the_next_call() -> None:
+    """Let TensorBoard's thread print no traceback: its error is raised again by the next call."""
+    usual = threading.excepthook
+
+    def hook(arguments: threading.ExceptHookArgs) -> None:
+        writes = type(arguments.thread).__name__ == "_AsyncWriterThread"
+        if not (writes and isinstance(arguments.exc_value, OSError)):
+            usual(arguments)
+
+    threading.excepthook = hook
+
+
+class TensorBoard:
+    """Writes event files; each of Megatron-LM's tags also against consumed samples."""
+
+    def __init__(self, folder: str, config: LoggingConfig) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                f"`--tensorboard-dir` ({folder}) needs TensorBoard, which is not installed; "
+                "run `pip install tensorboard`."
+            ) from error
+        self._config = config
+        _leave_errors_to_the_next_call()
+        self.writer: Any = SummaryWriter(folder, max_queue=config.tensorboard_queue_size)
+
+    def on_iteration(self, record: IterationRecord) -> None:
+        if record.iteration % self._config.tensorboard_log_interval:
+            return
+        for tag, value in iteration_scalars(record, self._config).items():
+            self.writer.add_scalar(tag, value, record.iteration)
+            self.writer.add_scalar(f"{tag} vs samples", value, record.consumed_samples)
+        for tag, value in record.common.items():
+            self.writer.add_scalar(tag, value, record.iteration)
+
+    def on_evaluation(self, record: EvaluationRecord) -> None:
+        for tag, value in evaluation_scalars(record, self._config).items():
+            self.writer.add_scalar(tag, value, record.iteration)
+            self.writer.add_scalar(f"{tag} vs samples", value, record.consumed_samples)
+        for tag, value in record.common.items():
+            self.writer.add_scalar(tag, value, record.iteration)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """Sends scalars to a Weights & Biases run."""
+
+    def __init__(self, config: LoggingConfig, folder: str, settings: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                f"`--wandb-project` ({config.wandb_project}) needs Weights & Biases, which is "
+                "not installed; run `pip install wandb`."
+            ) from error
+        self._config = config
+        self._run: Any = wandb.init(
+            project=config.wandb_project,
+            name=config.wandb_exp_name,
+            entity=config.wandb_entity or None,
+            dir=config.wandb_save_dir or folder,
+            config=settings,
+        )
+
+    def on_iteration(self, record: IterationRecord) -> None:
+        scalars = iteration_scalars(record, self._config)
+        self._run.log(
+            {"samples vs steps": record.consumed_samples, **scalars, **record.common},
+            step=record.iteration,
+        )
+
+    def on_evaluation(self, record: EvaluationRecord) -> None:
+        scalars = evaluation_scalars(record, self._config)
+        self._run.log({**scalars, **record.common}, step=record.iteration)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Reporters:
+    """All sinks of a run; a context manager that closes them."""
+
+    def __init__(self, sinks: list[Reporter]) -> None:
+        self.sinks = sinks
+        self._warned: set[int] = set()
+
+    def on_iteration(self, record: IterationRecord) -> None:
+        """Report training steps to every sink."""
+        for sink in self.sinks:
+            with self._going_on(sink):
+                sink.on_iteration(record)
+
+    def on_evaluation(self, record: EvaluationRecord) -> None:
+        """Report an evaluation to every sink."""
+        for sink in self.sinks:
+            with self._going_on(sink):
+                sink.on_evaluation(record)
+
+    @contextmanager
+    def _going_on(self, sink: Reporter) -> Iterator[None]:
+        """Let a sink that cannot write, as on a full disk, be warned of once and tried again."""
+        try:
+            yield
+        except OSError as error:
+            if id(sink) not in self._warned:
+                self._warned.add(id(sink))
+                print(
+                    f"warning: {type(sink).__name__} cannot write ({error}); training goes on, "
+                    "and what is reported meanwhile may be missing there.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    @property
+    def writer(self) -> Any:
+        """TensorBoard's writer; None without ``--tensorboard-dir`` and on other ranks."""
+        return next((x.writer for x in self.sinks if isinstance(x, TensorBoard)), None)
+
+    def say(self, text: str) -> None:
+        """Print a sentence on the reporting rank."""
+        if self.sinks:
+            print(f"> {text}", flush=True)
+
+    def __enter__(self) -> Reporters:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for sink in self.sinks:
+            with self._going_on(sink):
+                sink.close()
+
+
+class ProgressFile:
+    """``progress.txt`` in the save folder (--log-progress)."""
+
+    def __init__(self, folder: Path, world_size: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "progress.txt"
+        self._world_size = world_size
+        self._append(f"started on {world_size} ranks")
+
+    def _append(self, text: str) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S}\t{text}\n")
+
+    def on_iteration(self, record: IterationRecord) -> None:
+        self._append(
+            f"iteration {record.iteration}\tsamples {record.consumed_samples}\t"
+            f"{record.tokens_per_second:.0f} tokens/s"
+        )
+
+    def on_evaluation(self, record: EvaluationRecord) -> None:
+        self._append(f"evaluation at iteration {record.iteration}\t{record.losses}")
+
+    def close(self) -> None:
+        self._append("ended")
+
+
+def build_reporters(
+    config: RunConfig, context: ParallelContext, *, resumed_at: int, num_iterations: int
+) -> Reporters:
+    """The sinks that a run asks for; none on ranks other than the last.
+
+    Raises:
+        ConfigError: TensorBoard or Weights & Biases asked for but not installed, or a folder that
+            cannot be written.
+    """
+    if not context.is_reporting_rank:
+        return Reporters([])
+    try:
+        return Reporters(_sinks(config, resumed_at, num_iterations))
+    except OSError as error:
+        raise ConfigError(
+            f"The files of the log cannot be written ({error}); give other folders with `--save` "
+            "and `--tensorboard-dir`."
+        ) from error
+
+
+def _sinks(config: RunConfig, resumed_at: int, num_iterations: int) -> list[Reporter]:
+    sinks: list[Reporter] = [
+        LinePrinter(
+            on_gpu=config.device == "cuda",
+            num_iterations=num_iterations,
+            iteration=resumed_at,
+            bar=sys.stderr.isatty(),
+        )
+    ]
+    if config.checkpoint.save is not None:
+        folder = Path(config.checkpoint.save)
+        metrics = MetricsFile(folder, resumed_at)
+        sinks += [metrics, LossPlot(metrics.path, f"loss of {folder}")]
+        if config.logging.log_progress:
+            sinks.append(ProgressFile(folder, config.parallel.world_size))
+    if config.logging.tensorboard_dir:
+        sinks.append(TensorBoard(config.logging.tensorboard_dir, config.logging))
+    if config.logging.wandb_project:
+        folder_name = config.checkpoint.save or "."
+        sinks.append(WeightsAndBiases(config.logging, folder_name, config.to_dict()))
+    return sinks

@@ -1,0 +1,328 @@
+"""Lines as Megatron-LM prints them, so that what reads its logs reads ours.
+
+``metrics.jsonl``: one line for each report, always, without any server.
+
+``loss.png``: losses, learning rate and gradient norm of a run, for a person to look at.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.train.reporting.records import AVERAGED, EvaluationRecord, IterationRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> str:
+    """The line of one report; our own fields stand between Megatron-LM's and the counts."""
+    parts = [
+        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {record.iteration:8d}/{record.num_iterations:8d}",
+        f"consumed samples: {record.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {record.seconds * 1000.0:.1f}",
+    ]
+    if on_gpu:
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {record.tflops_per_device:.1f}")
+    parts += [
+        f"learning rate: {record.learning_rate:.6E}",
+        f"global batch size: {record.global_batch_size:5d}",
+        *(f"{name}: {value:.6E}" for name, value in record.losses.items()),
+        f"loss scale: {record.loss_scale:.1f}",
+        f"grad norm: {record.grad_norm:.3f}",
+    ]
+    if record.num_zeros is not None:
+        parts.append(f"num zeros: {record.num_zeros:.0f}")
+    if record.params_norm is not None:
+        parts.append(f"params norm: {record.params_norm:.3f}")
+    if record.epoch is not None:
+        parts.append(f"epoch: {record.epoch:.3f}")
+    if record.sample_name is not None:
+        parts.append(f"{record.sample_name}/s: {record.samples_per_second:.1f}")
+    parts += [
+        f"tokens/s: {record.tokens_per_second:.0f}",
+        f"MFU: {'n/a' if record.mfu is None else f'{record.mfu:.1%}'}",
+        f"ETA: {timedelta(seconds=round(record.seconds_left))}",
+        f"number of skipped iterations: {record.skipped:3d}",
+        f"number of nan iterations: {record.nans:3d}",
+    ]
+    return " | ".join(parts) + " |"
+
+
+def evaluation_lines(record: EvaluationRecord) -> list[str]:
+    """The framed line of one evaluation."""
+    where = f"iteration {record.iteration}"
+    if record.final:
+        where += f" on {record.split} set"
+    elif record.split.endswith(AVERAGED):
+        where += " with averaged weights"
+    text = f" validation loss at {where} | "
+    for name, value in record.losses.items():
+        text += f"{name} value: {value:.6E} | "
+        perplexity = record.perplexity_of(name)
+        if perplexity is not None:
+            text += f"{name} PPL: {perplexity:.6E} | "
+    frame = "-" * (len(text) + 1)
+    return [frame, text, frame]
+
+
+class LinePrinter:
+    """Prints the lines; on a terminal a progress bar stays below them."""
+
+    def __init__(self, *, on_gpu: bool, num_iterations: int, iteration: int, bar: bool) -> None:
+        self._on_gpu = on_gpu
+        self._bar = None
+        if bar:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=num_iterations, initial=iteration, unit="step", leave=False)
+
+    def _print(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.write(text)
+        else:
+            print(text, flush=True)
+
+    def on_iteration(self, record: IterationRecord) -> None:
+        self._print(iteration_line(record, datetime.now(), on_gpu=self._on_gpu))
+        if self._bar is not None:
+            self._bar.update(record.iteration - self._bar.n)
+
+    def on_evaluation(self, record: EvaluationRecord) -> None:
+        for text in evaluation_lines(record):
+            self._print(text)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+_NOT_FINITE = {word: float(word) for word in ("NaN", "Infinity", "-Infinity")}
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file; a last line that a kill cut short is left out.
+
+    Numbers that are not finite come back as such, see `MetricsFile`.
+    """
+    rows: list[dict[str, Any]] = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                break
+            rows.append({name: _number(value) for name, value in row.items()})
+    return rows
+
+
+def _number(value: Any) -> Any:
+    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def _as_json(row: Mapping[str, Any]) -> str:
+    """One line of JSON, which knows no numbers that are not finite: they become words."""
+    words = {name: _word(value) for name, value in row.items()}
+    return json.dumps(words, allow_nan=False) + "\n"
+
+
+def _word(value: Any) -> Any:
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+class MetricsFile:
+    """Appends to ``metrics.jsonl``; a resumed run first removes what it will do again.
+
+    Each line is strict JSON: a number that is not finite, such as the gradient norm of a skipped
+    step, is the word ``NaN``, ``Infinity`` or ``-Infinity``, as in Protocol Buffers' JSON.
+    """
+
+    def __init__(self, folder: Path, resumed_at: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "metrics.jsonl"
+        kept = [row for row in read_metrics(self.path) if row["iteration"] <= resumed_at]
+        kept = [row for row in kept if not row.get("final")]
+        temporary = self.path.with_suffix(".jsonl.tmp")
+        temporary.write_text("".join(map(_as_json, kept)), encoding="utf-8")
+        os.replace(temporary, self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+        if resumed_at and kept:
+            self._write({"kind": "resumed", "iteration": resumed_at})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._file.write(_as_json(row))
+        self._file.flush()
+
+    def on_iteration(self, record: IterationRecord) -> None:
+        row: dict[str, Any] = {
+            "kind": "train",
+            "iteration": record.iteration,
+            "consumed_samples": record.consumed_samples,
+            **record.losses,
+            "learning_rate": record.learning_rate,
+            "grad_norm": record.grad_norm,
+            "loss_scale": record.loss_scale,
+            "global_batch_size": record.global_batch_size,
+            "seconds_per_iteration": record.seconds,
+            "tokens_per_second": record.tokens_per_second,
+            "skipped_iterations": record.skipped,
+            "nan_iterations": record.nans,
+            "total_skipped_iterations": record.total_skipped,
+            **record.common,
+        }
+        if record.num_zeros is not None:
+            row["num_zeros"] = record.num_zeros
+        if record.params_norm is not None:
+            row["params_norm"] = record.params_norm
+        self._write(row)
+
+    def on_evaluation(self, record: EvaluationRecord) -> None:
+        self._write(
+            {
+                "kind": "evaluation",
+                "split": record.split,
+                "iteration": record.iteration,
+                "consumed_samples": record.consumed_samples,
+                "final": record.final,
+                **record.losses,
+                **record.common,
+            }
+        )
+
+    def close(self) -> None:
+        self._file.close()
+
+
+SECONDS_BETWEEN_PLOTS = 60.0
+SMOOTHED_FROM = 200  # rows
+
+Row = dict[str, Any]
+
+
+def plot_metrics(rows: list[Row], path: Path, title: str = "") -> None:
+    """Draw the rows of a metrics file; without a training row nothing is drawn."""
+    # Without pyplot, which takes a second to import and keeps figures of its own.
+    from matplotlib.figure import Figure
+
+    train = [row for row in rows if row["kind"] == "train"]
+    if not train:
+        return
+    figure = Figure(figsize=(9, 8), layout="constrained")
+    losses, norms, rates = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1.4, 1.4))
+    evaluations = [row for row in rows if row["kind"] == "evaluation"]
+    resumed = [row["iteration"] for row in rows if row["kind"] == "resumed"]
+    _plot_losses(losses, train, evaluations, resumed)
+    _plot_line(norms, train, "grad_norm", "gradient norm", "tab:gray")
+    _plot_line(rates, train, "learning_rate", "learning rate", "tab:green")
+    norms.set_ylim(bottom=0)
+    rates.set_ylim(bottom=0)
+    rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
+    rates.set_xlabel("iteration")
+    rates.set_xlim(left=0)
+    losses.set_title(title or "training loss", loc="left", fontsize=11)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        figure.savefig(temporary, format="png", dpi=120)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _plot_losses(axes: Axes, train: list[Row], evaluations: list[Row], resumed: list[int]) -> None:
+    # `train/loss` is one of the others under a common name.
+    names = dict.fromkeys(
+        name for row in train for name in row if name.endswith("loss") and "/" not in name
+    )
+    for name in names:
+        _draw(axes, *_series(train, name), label=f"{name}, training")
+    first = next(iter(names), "lm loss")
+    for split in dict.fromkeys(row["split"] for row in evaluations):
+        mine = [row for row in evaluations if row["split"] == split and first in row]
+        steps, values = _series(mine, first)
+        label = f"{first}, {split}"
+        axes.plot(steps, values, linestyle="--", marker="o", markersize=4, label=label)
+    for step in resumed:
+        axes.axvline(step, color="tab:gray", linestyle=":", linewidth=1)
+        axes.annotate(
+            "resumed",
+            (step, 0.97),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            verticalalignment="top",
+            fontsize=8,
+            color="tab:gray",
+        )
+    axes.set_ylabel("loss")
+    _tidy(axes)
+    axes.legend(frameon=False, fontsize=9)
+
+
+def _plot_line(axes: Axes, train: list[Row], name: str, label: str, color: str) -> None:
+    _draw(axes, *_series(train, name), color=color)
+    axes.set_ylabel(label)
+    _tidy(axes)
+
+
+def _draw(axes: Axes, steps: list[int], values: list[float], **style: Any) -> None:
+    """A line; of a long and noisy run the smoothed line, with the measured one behind it."""
+    if len(values) < SMOOTHED_FROM or style.get("color"):
+        marker = "." if len(values) < 60 else ""
+        axes.plot(steps, values, marker=marker, markersize=4, linewidth=1.4, **style)
+        return
+    (line,) = axes.plot(steps, _smoothed(values), linewidth=1.6, **style)
+    axes.plot(steps, values, linewidth=0.8, alpha=0.3, color=line.get_color())
+
+
+def _smoothed(values: list[float]) -> list[float]:
+    """Exponential moving average over about a fiftieth of the run, without a slow start."""
+    keep = 1 - 1 / max(2.0, len(values) / 50)
+    mean, weight, out = 0.0, 0.0, []
+    for value in values:
+        if math.isfinite(value):
+            mean, weight = keep * mean + (1 - keep) * value, keep * weight + 1 - keep
+        out.append(mean / weight if weight else math.nan)
+    return out
+
+
+def _series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
+    """Iterations and values of the rows that have the value."""
+    mine = [row for row in rows if row.get(name) is not None]
+    return [row["iteration"] for row in mine], [float(row[name]) for row in mine]
+
+
+def _tidy(axes: Axes) -> None:
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+class LossPlot:
+    """Redraws ``loss.png`` at most once a minute, and at the end."""
+
+    def __init__(self, metrics: Path, title: str) -> None:
+        self._metrics = metrics
+        self._title = title
+        self._drawn_at = time.monotonic()
+
+    def _draw(self) -> None:
+        plot_metrics(read_metrics(self._metrics), self._metrics.with_name("loss.png"), self._title)
+        self._drawn_at = time.monotonic()
+
+    def on_iteration(self, record: IterationRecord) -> None:
+        if time.monotonic() - self._drawn_at > SECONDS_BETWEEN_PLOTS:
+            self._draw()
+
+    def on_evaluation(self, record: EvaluationRecord) -> None:
+        """The next drawing shows it."""
+
+    def close(self) -> None:
+        self._draw()

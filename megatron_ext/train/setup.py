@@ -1,0 +1,297 @@
+"""Everything that a run needs, built in order: groups, data, model, optimizer, checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+
+from megatron_ext.checkpoint.adapters import FrozenBase
+from megatron_ext.checkpoint.manager import CheckpointManager
+from megatron_ext.checkpoint.state import LoadedCheckpoint
+from megatron_ext.data.loader import BatchSource, reads_dataset
+from megatron_ext.layers.chunks import build_chunks, wrap_chunks
+from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.layers.transformer_engine import prepare_transformer_engine
+from megatron_ext.optim.builder import build_optimizer, build_scheduler
+from megatron_ext.optim.ema import ShardedEMA
+from megatron_ext.optim.update import ParameterGather
+from megatron_ext.text.cost import flops_per_sample, peak_flops
+from megatron_ext.text.data.gpt import Datasets
+from megatron_ext.train.batch_size import BatchSize, Progress, number_of_iterations
+from megatron_ext.train.callbacks.stopping import StopRequests
+from megatron_ext.train.evaluate import agreed_length
+from megatron_ext.train.metrics import implementation_line, params_norm
+from megatron_ext.train.reporting.build import Reporters
+from megatron_ext.train.step import StepRunner
+
+if TYPE_CHECKING:
+    from megatron_ext.config.run import RunConfig
+    from megatron_ext.parallel.context import ParallelContext
+    from megatron_ext.text.tokenizers.base import Tokenizer
+    from megatron_ext.train.task import Task
+
+
+@dataclass
+class Run:
+    """The parts of one training run on one rank."""
+
+    config: RunConfig
+    context: ParallelContext
+    device: torch.device
+    task: Task
+    num_iterations: int
+    batch_size: BatchSize
+    chunks: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer | None
+    scheduler: OptimizerParamScheduler | None
+    runner: StepRunner
+    parameter_gather: ParameterGather
+    checkpoints: CheckpointManager
+    progress: Progress
+    stop_requests: StopRequests
+    train_source: BatchSource = field(default_factory=lambda: BatchSource(None, None))
+    valid_sources: list[BatchSource] = field(default_factory=list)
+    test_sources: list[BatchSource] = field(default_factory=list)
+    ema: ShardedEMA | None = None
+    ema_sources: dict[str, list[BatchSource]] = field(default_factory=dict)
+    reporters: Reporters = field(default_factory=lambda: Reporters([]))
+    flops_per_sample: float = 0.0
+    peak_flops: float | None = None
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether validation is asked for."""
+        return self.config.training.evaluates
+
+    @property
+    def evaluation_batch_size(self) -> int:
+        """Samples of one evaluation step: the full global batch, whatever the ramp-up says."""
+        return self.config.training.batch_sizes[1]
+
+    @property
+    def evaluation_microbatches(self) -> int:
+        micro_batch_size, _ = self.config.training.batch_sizes
+        share = micro_batch_size * self.context.layout.data_parallel_size
+        return self.evaluation_batch_size // share
+
+    def rows_of(self, num_microbatches: int) -> int:
+        """Sequences of a step on all ranks."""
+        replicas = self.context.layout.data_parallel_size
+        return num_microbatches * self.config.training.batch_sizes[0] * replicas
+
+    def evaluation_samples(self, source: BatchSource) -> int:
+        """Samples of one evaluation of a split, whole steps where it has a plan of its own."""
+        if source.plan is not None:
+            return source.plan.steps_per_epoch * self.evaluation_batch_size
+        if source.whole_epochs:
+            return agreed_length(source, self.device)
+        return self.config.training.eval_iters * self.evaluation_batch_size
+
+    def params_norm(self) -> float:
+        """Global L2 norm of the parameters; all ranks call this together."""
+        with self.parameter_gather.paused():
+            return params_norm(self.chunks, self.context)
+
+    def save(self, outdone: Collection[int] = ()) -> None:
+        """Save a checkpoint, where a folder is given.
+
+        Args:
+            outdone: iterations of checkpoints that may go, see `CheckpointManager.save`.
+        """
+        if self.config.checkpoint.save is None or self.optimizer is None:
+            return
+        with self.parameter_gather.paused():
+            self.checkpoints.save(
+                self.progress.iteration,
+                model=self.chunks,
+                optimizer=self.optimizer,
+                scheduler=self.scheduler,
+                progress=self.progress.to_dict(),
+                run_config=self.config.to_dict(),
+                ema=self.ema,
+                companion=self.runner.companion,
+                best=self.progress.best_checkpoints,
+                outdone=outdone,
+            )
+
+
+def build_run(
+    config: RunConfig,
+    task: Task,
+    context: ParallelContext,
+    device: torch.device,
+    tokenizer: Tokenizer,
+) -> Run:
+    """Build model, optimizer and data of this rank, and load the checkpoint that is asked for."""
+    started = time.time()
+    prepare_transformer_engine(config)
+    core = build_transformer_config(config)
+    bare = build_chunks(task.model_chunk, config, core, context, tokenizer.vocab_size)
+    chunks = wrap_chunks(bare, config, core, context, device)
+    optimizer = scheduler = None
+    if not config.training.skip_train:
+        optimizer = build_optimizer(config, chunks)
+        scheduler = build_scheduler(config, optimizer)
+    if context.rank == 0:
+        print(f"> {implementation_line(config, optimizer)}", flush=True)
+    ema = _average(config, chunks, optimizer)
+    checkpoints = CheckpointManager(config.checkpoint, context, FrozenBase.of_run(config))
+    make_runner = task.step_runner or StepRunner
+    runner = make_runner(config, task, context, core, chunks, optimizer, scheduler)
+    loaded = checkpoints.load(
+        model=chunks,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        ema=ema,
+        companion=runner.companion,
+        run_config=config.to_dict(),
+    )
+    run = Run(
+        config=config,
+        context=context,
+        device=device,
+        task=task,
+        num_iterations=number_of_iterations(config, context.layout.data_parallel_size),
+        batch_size=BatchSize(config, context.layout.data_parallel_size),
+        chunks=chunks,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        runner=runner,
+        parameter_gather=_parameter_gather(config, core, chunks),
+        checkpoints=checkpoints,
+        progress=_progress_after(loaded, context),
+        ema=ema,
+        stop_requests=StopRequests(config, started),
+        flops_per_sample=flops_per_sample(config),
+        peak_flops=peak_flops(
+            torch.cuda.get_device_name(device) if device.type == "cuda" else None
+        ),
+    )
+    # Data loaders draw a number from torch's generator when they start. A run that starts draws it
+    # too, as Megatron-LM does; a run that goes on has drawn it before it saved its state.
+    resumed = torch.random.fork_rng(devices=[]) if loaded is not None else nullcontext()
+    with resumed:
+        attach_data(run, task, tokenizer)
+    _note_changed_data(run)
+    return run
+
+
+def _progress_after(loaded: LoadedCheckpoint | None, context: ParallelContext) -> Progress:
+    """Where the run goes on, which it says with what the checkpoint did not have."""
+    if loaded is None:
+        return Progress()
+    if context.rank == 0:
+        print(f"> loaded {loaded.path} (iteration {loaded.iteration})", flush=True)
+        for note in loaded.notes:
+            print(f"> {note}", flush=True)
+    return Progress.from_dict({**loaded.progress, "iteration": loaded.iteration})
+
+
+def _note_changed_data(run: Run) -> None:
+    """Say where a run that goes on will not see what it would have seen."""
+    plan = run.train_source.plan
+    if plan is None:
+        return
+    before, run.progress.data_plan = run.progress.data_plan, plan.identity
+    if before not in ("", plan.identity) and run.context.rank == 0:
+        print(
+            "> the samples, or how they fill batches, are not those of the checkpoint: the run "
+            "goes on at its step of other epochs",
+            flush=True,
+        )
+
+
+def _average(
+    config: RunConfig,
+    chunks: list[DistributedDataParallel],
+    optimizer: MegatronOptimizer | None,
+) -> ShardedEMA | None:
+    if not config.ema.keeps_average(trains=optimizer is not None):
+        return None
+    decay, start = config.ema.ema_decay, config.ema.ema_start
+    return ShardedEMA(chunks, optimizer, decay=decay or 0.0, start=start or 1)
+
+
+def _parameter_gather(
+    config: RunConfig, core: TransformerConfig, chunks: list[DistributedDataParallel]
+) -> ParameterGather:
+    overlap = config.optimizer.overlap_param_gather and not config.training.skip_train
+    gather = ParameterGather(chunks, core, overlap=overlap)
+    gather.switch_off(gather=False)
+    return gather
+
+
+def split_sizes(config: RunConfig, num_iterations: int) -> list[int | None]:
+    """Samples to draw from train, valid and test; None means one epoch."""
+    training = config.training
+    batch = training.global_batch_size
+    assert batch is not None
+    train = training.train_samples or num_iterations * batch
+    test = training.eval_iters * batch
+    if training.full_validation:
+        return [train, None, test]
+    rounds = 1 if training.skip_train else num_iterations // training.eval_interval + 1
+    return [train, rounds * training.eval_iters * batch, test]
+
+
+def attach_data(run: Run, task: Task, tokenizer: Tokenizer) -> None:
+    """Build the datasets and give the run its three sources."""
+    config, context = run.config, run.context
+    datasets = task.datasets(
+        config,
+        tokenizer,
+        split_sizes(config, run.num_iterations),
+        lambda: reads_dataset(config, context),
+    )
+
+    def source(dataset: Any, consumed: int, *, full_epoch: bool = False) -> BatchSource:
+        return task.source(run, dataset, tokenizer, consumed, full_epoch)
+
+    remaining = run.num_iterations - run.progress.iteration
+    if not config.training.skip_train and remaining > 0:
+        run.train_source = source(datasets.train, run.progress.consumed_train_samples)
+    run.valid_sources, run.test_sources = _evaluation_sources(run, datasets, source)
+    if config.ema.eval_ema:
+        # The same samples once more, for which torch's generator must not be asked again.
+        with torch.random.fork_rng(devices=[]):
+            valid, test = _evaluation_sources(run, datasets, source)
+        run.ema_sources = {"validation": valid, "test": test}
+
+
+def _evaluation_sources(
+    run: Run, datasets: Datasets, source: Callable[..., BatchSource]
+) -> tuple[list[BatchSource], list[BatchSource]]:
+    """Sources of the validation sets and of the test set, from where the run is in them."""
+    training, valid, test = run.config.training, list[BatchSource](), list[BatchSource]()
+    if run.evaluates:
+        full = training.full_validation
+        consumed = 0 if full or training.skip_train else run.progress.consumed_valid_samples
+        valid = [
+            source(dataset, consumed, full_epoch=full)
+            for dataset in validation_sets(datasets)
+            if _exists(dataset, run.device)
+        ]
+    if training.eval_iters > 0 and _exists(datasets.test, run.device):
+        test = [source(datasets.test, 0)]
+    return valid, test
+
+
+def _exists(dataset: Any, device: torch.device) -> bool:
+    """Whether any rank opened the split; `--split 95,5,0` leaves no test split to evaluate."""
+    found = torch.tensor(int(dataset is not None), device=device)
+    torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
+    return bool(found)
+
+
+def validation_sets(datasets: Datasets) -> Sequence[Any]:
+    """The validation split as a list, several with --multiple-validation-sets."""
+    return datasets.valid if isinstance(datasets.valid, list) else [datasets.valid]

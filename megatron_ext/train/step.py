@@ -1,0 +1,331 @@
+"""One training or evaluation step: batches in, losses and an update out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from megatron_ext.checkpoint.state import Companion
+from megatron_ext.data.batch import Batch
+from megatron_ext.data.step_loader import iterators_per_chunk
+from megatron_ext.layers.autograd import AuxiliaryScale
+from megatron_ext.layers.dropout import microbatch_masks
+from megatron_ext.layers.fp8.linear import AmaxHistories, KeptWeights
+from megatron_ext.losses.contract import LossFunction, StepCounts, checked
+from megatron_ext.optim.update import UpdateResult, update_parameters
+from megatron_ext.schedules.graphs import step_graphs
+from megatron_ext.schedules.runtime import ForwardStep, PipelineEngine
+from megatron_ext.train.callbacks.invariants import check_zeroed
+from megatron_ext.train.totals import count_targets, mean_of, reduce_reports, take_auxiliary_losses
+
+if TYPE_CHECKING:
+    from megatron_ext.config.run import RunConfig
+    from megatron_ext.parallel.context import ParallelContext
+    from megatron_ext.train.task import Task
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a training step did.
+
+    Attributes:
+        losses: mean of each reported loss over the step's targets; empty but on the last stage.
+        counts: sum of the targets' weights of each.
+        update: see `UpdateResult`.
+        model_update: that of the model of the run, whose average follows it; None where a step
+            trained other networks only.
+        flops: floating-point operations on all ranks, where they are known after the step only.
+    """
+
+    losses: dict[str, Tensor]
+    counts: dict[str, Tensor]
+    update: UpdateResult
+    model_update: UpdateResult | None
+    flops: float | None = None
+
+
+class StepRunner:
+    """Runs the pipeline schedule over this rank's chunks, and updates the parameters.
+
+    Attributes:
+        engine: runs the pipeline; None where megatron-core's own schedule does.
+        observer: called with all gradients in place, before the update; every data-parallel rank
+            then holds whole gradients.
+        check_zeroed_at: the coming iteration, if it is to be checked that no gradient is left
+            over; else None.
+        companion: what a checkpoint holds besides the model of the run; None for nothing.
+    """
+
+    companion: Companion | None = None
+
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        context: ParallelContext,
+        transformer_config: TransformerConfig,
+        chunks: list[DistributedDataParallel],
+        optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None,
+    ) -> None:
+        self.config = config
+        self.task = task
+        self.context = context
+        self.chunks = chunks
+        self.device = next(p for chunk in chunks for p in chunk.parameters()).device
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.transformer_config = transformer_config
+        self._auxiliary: AuxiliaryScale = transformer_config.auxiliary_scale
+        self._has_auxiliary_losses = (
+            transformer_config.num_moe_experts is not None or task.auxiliary_losses
+        )
+        self._amax_histories = AmaxHistories(chunks)
+        self._fp8_weights = KeptWeights(chunks)
+        schedule = config.parallel.pipeline_schedule or ""
+        self.engine: PipelineEngine | None = None
+        if not schedule.startswith("core-"):
+            group_size = config.parallel.microbatch_group_size_per_vp_stage
+            graphs = step_graphs(config, chunks)
+            self.engine = PipelineEngine(
+                schedule, chunks, transformer_config, context, group_size=group_size, graphs=graphs
+            )
+        self._unsettled: list[tuple[UpdateResult, OptimizerParamScheduler, int]] = []
+        self.observer: Callable[[], None] | None = None
+        self.check_zeroed_at: int | None = None
+        if optimizer is not None:
+            self._connect(transformer_config, optimizer)
+
+    @property
+    def trained_chunks(self) -> list[DistributedDataParallel]:
+        """All that is trained, whose replicas must stay equal."""
+        return self.chunks
+
+    def model_steps(self, steps: int) -> int:
+        """How many of the first steps of a run train its model: all of them."""
+        return steps
+
+    def _connect(self, core: TransformerConfig, optimizer: MegatronOptimizer) -> None:
+        """Tell megatron-core's schedule how to scale, overlap and finalize gradients."""
+        core.grad_scale_func = optimizer.scale_loss
+        core.finalize_model_grads_func = finalize_model_grads
+        flags = self.config.optimizer
+        if flags.overlap_grad_reduce:
+            core.no_sync_func = _one_or_list([chunk.no_sync for chunk in self.chunks])
+            if flags.align_grad_reduce:
+                core.grad_sync_func = _one_or_list([c.start_grad_sync for c in self.chunks])
+        if flags.overlap_param_gather and flags.align_param_gather:
+            core.param_sync_func = _one_or_list([c.start_param_sync for c in self.chunks])
+
+    def forward_backward(
+        self,
+        batches: Sequence[Batch] | None,
+        num_microbatches: int,
+        *,
+        forward_only: bool,
+        consumed_samples: int = 0,
+        collect_non_loss_data: bool = False,
+    ) -> list[Any]:
+        """Run the schedule over the micro-batches of one step.
+
+        Args:
+            batches: None on stages that read no data.
+            num_microbatches: number of micro-batches on each data-parallel rank.
+            forward_only: no gradients.
+            consumed_samples: samples of all training steps before; they number the samples of
+                this one for ``--deterministic-dropout``.
+            collect_non_loss_data: see `Task.process_non_loss_data`.
+
+        Returns:
+            One report, or the data that is collected, for each micro-batch on the last stage, else
+            nothing.
+        """
+        prepare = self.task.prepare_window
+        if prepare is not None and batches is not None and self.context.is_last_stage:
+            batches = prepare(self.config, batches, self.context)
+        counts = None if forward_only else self._count(batches, num_microbatches)
+        masks = self._masks(consumed_samples)
+
+        run_chunk = self.task.forward_step
+        assert run_chunk is not None
+
+        def forward_step(
+            iterator: Iterator[Batch] | None, chunk: torch.nn.Module
+        ) -> tuple[Tensor, LossFunction]:
+            batch = next(iterator) if iterator is not None else _NO_BATCH
+            with masks(chunk):
+                output, loss = run_chunk(self.config, batch, chunk, counts)
+            return output, checked(loss)
+
+        iterators = iterators_per_chunk(batches, len(self.chunks))
+        if self.engine is None:
+            return self._run_core_schedule(
+                forward_step, iterators, num_microbatches, forward_only, collect_non_loss_data
+            )
+        return self.engine.run(
+            forward_step,
+            iterators,
+            num_microbatches,
+            self._shape(batches),
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            force_all_reduce=self.observer is not None,
+        )
+
+    def _masks(
+        self, consumed_samples: int
+    ) -> Callable[[torch.nn.Module], AbstractContextManager[None]]:
+        """What a forward pass of a chunk runs in; each chunk sees the micro-batches in order."""
+        if not self.config.model.deterministic_dropout:
+            return lambda chunk: nullcontext()
+        seen: Counter[torch.nn.Module] = Counter()
+        size, replicas = self.config.training.batch_sizes[0], self.context.pgs.dp.size()
+
+        def masks(chunk: torch.nn.Module) -> AbstractContextManager[None]:
+            number = seen[chunk] * replicas + self.context.dp_rank
+            seen[chunk] += 1
+            return microbatch_masks(self.config.training.seed, consumed_samples + number * size)
+
+        return masks
+
+    def _shape(self, batches: Sequence[Any] | None) -> Sequence[int]:
+        """Of what passes between stages on this rank, ``[s, b, h]``."""
+        if self.task.boundary_shape is not None:
+            assert batches is not None
+            return self.task.boundary_shape(batches, self.chunks[0])
+        length = self.config.model.seq_length
+        assert length is not None
+        length //= self.context.pgs.cp.size()
+        if self.transformer_config.sequence_parallel:
+            length //= self.context.pgs.tp.size()
+        return length, self.config.training.batch_sizes[0], self.transformer_config.hidden_size
+
+    def _run_core_schedule(
+        self,
+        forward_step: ForwardStep,
+        iterators: list[Iterator[Batch] | None],
+        num_microbatches: int,
+        forward_only: bool,
+        collect_non_loss_data: bool,
+    ) -> list[Any]:
+        """megatron-core's own function, the oracle of our schedules."""
+        several = len(self.chunks) > 1
+        reports: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if several else iterators[0],
+            model=self.chunks if several else self.chunks[0],
+            num_microbatches=num_microbatches,
+            seq_length=self.config.model.seq_length,
+            micro_batch_size=self.config.training.micro_batch_size,
+            decoder_seq_length=self.config.model.seq_length,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            force_all_reduce=self.observer is not None,
+        )
+        return reports
+
+    def _count(self, batches: Sequence[Batch] | None, num_microbatches: int) -> StepCounts | None:
+        """Count the step's targets on the last stage; all ranks call this together."""
+        counts = None
+        if batches is not None and self.context.is_last_stage:
+            counts = count_targets(batches, self.context)
+        if not self._has_auxiliary_losses:
+            return counts
+        if not self.config.training.calculate_per_token_loss:
+            self._auxiliary.value = self.context.pgs.cp.size() / num_microbatches
+            return counts
+        main = counts.main if counts is not None else torch.zeros((), device=self.device)
+        last = self.context.last_stage_rank
+        torch.distributed.broadcast(main, group=self.context.pgs.pp, group_src=last)
+        replicas = self.context.layout.data_parallel_size
+        self._auxiliary.value = main / (num_microbatches * replicas)
+        return counts
+
+    def train(
+        self,
+        batches: Sequence[Batch] | None,
+        num_microbatches: int,
+        consumed_samples: int,
+        num_samples: int,
+    ) -> StepResult:
+        """One training step: gradients over the global batch, then one update.
+
+        Args:
+            batches: None on stages that read no data.
+            num_microbatches: number of micro-batches on each data-parallel rank.
+            consumed_samples: samples of all training steps before.
+            num_samples: samples of this one, by which the schedule of the learning rate moves on.
+        """
+        assert self.optimizer is not None and self.scheduler is not None
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        if self.check_zeroed_at is not None:
+            check_zeroed(self.chunks, self.check_zeroed_at)
+        with self._fp8_weights.kept():
+            reports = self.forward_backward(
+                batches, num_microbatches, forward_only=False, consumed_samples=consumed_samples
+            )
+        if self.observer is not None:
+            self.observer()
+        self._amax_histories.advance()
+        self._give_memory_back(2)
+        # The update before is over, while the passes of this step still wait for the device.
+        self.settle()
+        update = update_parameters(self.optimizer, self.config.optimizer.clip_grad)
+        self._give_memory_back(1)
+        self._follow(update, self.scheduler, num_samples)
+        totals = reduce_reports(reports, self.context)
+        losses = {name: mean_of(total) for name, total in totals.items()}
+        counts = {name: total[1] for name, total in totals.items()}
+        if self.transformer_config.num_moe_experts is not None:
+            auxiliary = take_auxiliary_losses(
+                self.transformer_config, self.context, num_microbatches
+            )
+            losses |= auxiliary
+            counts |= {name: torch.ones_like(loss) for name, loss in auxiliary.items()}
+        return StepResult(losses, counts, update, update)
+
+    def _follow(
+        self, update: UpdateResult, scheduler: OptimizerParamScheduler, num_samples: int
+    ) -> None:
+        """Let a learning rate follow an update: at once where the host knows it, or later."""
+        self._unsettled.append((update, scheduler, num_samples))
+        if update.known:
+            self.settle()
+
+    @property
+    def settled(self) -> bool:
+        """Whether the learning rates have followed the last update."""
+        return not self._unsettled
+
+    def settle(self) -> None:
+        """Let the learning rates follow the applied updates; waits for the last one, no longer."""
+        while self._unsettled:
+            update, scheduler, num_samples = self._unsettled.pop(0)
+            if update.applied:
+                scheduler.step(increment=num_samples)
+
+    def _give_memory_back(self, level: int) -> None:
+        """Return cached GPU memory, where ``--empty-unused-memory-level`` asks for it."""
+        if self.config.training.empty_unused_memory_level >= level:
+            torch.cuda.empty_cache()
+
+
+_NO_BATCH = Batch(*(None,) * 4)  # type: ignore[arg-type]
+
+
+def _one_or_list(items: list[Any]) -> Any:
+    """megatron-core takes the bare item where there is one chunk."""
+    return items[0] if len(items) == 1 else items

@@ -1,0 +1,103 @@
+"""Counts and losses of a step, summed over its micro-batches and the ranks that share them.
+
+The auxiliary losses of the routers, as one number each for the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.transformer.moe.moe_utils import (
+    clear_aux_losses_tracker,
+    get_moe_layer_wise_logging_tracker,
+)
+from torch import Tensor
+
+from megatron_ext.data.batch import Batch
+from megatron_ext.layers.specs import expert_pattern
+from megatron_ext.layers.transformer_config import StepTransformerConfig
+from megatron_ext.losses.contract import Report, StepCounts
+
+if TYPE_CHECKING:
+    from megatron_ext.parallel.context import ParallelContext
+
+
+def count_targets(batches: Sequence[Batch], context: ParallelContext) -> StepCounts:
+    """Targets of the step over all micro-batches, data- and context-parallel ranks."""
+    sums = torch.stack(
+        [
+            torch.stack(
+                [
+                    torch.count_nonzero(batch.loss_mask).float(),
+                    *(mask.sum() for mask in (batch.loss_mask, *batch.mtp_loss_masks)),
+                ]
+            )
+            for batch in batches
+        ]
+    ).sum(dim=0)
+    torch.distributed.all_reduce(sums, group=context.pgs.dp_cp)
+    return StepCounts(main=sums[0], weight=sums[1], mtp=sums[2:], num_microbatches=len(batches))
+
+
+def reduce_reports(reports: Sequence[Report], context: ParallelContext) -> dict[str, Tensor]:
+    """Sum ``[sum, count]`` entries over micro-batches, data- and context-parallel ranks."""
+    if not reports:
+        return {}
+    keys = list(reports[0])
+    # In double precision: a count beyond 2^24 tokens is not exact in single.
+    entries = [torch.stack([report[key].view(2).double() for report in reports]) for key in keys]
+    totals = torch.stack([entry.sum(dim=0) for entry in entries])
+    torch.distributed.all_reduce(totals, group=context.pgs.dp_cp)
+    return dict(zip(keys, totals.unbind(0), strict=True))
+
+
+def mean_of(entry: Tensor) -> Tensor:
+    """Divide ``[sum, count]``; nothing counted gives 0."""
+    return torch.where(entry[1] > 0, entry[0] / entry[1].clamp(min=1e-30), 0.0)
+
+
+NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+"""``--moe-router-load-balancing-type`` to the name that Megatron-LM logs."""
+
+
+def logged_names(config: StepTransformerConfig) -> list[str]:
+    """Names of the losses that this configuration's routers keep."""
+    kinds = config.moe_router_load_balancing_type
+    given = [kinds] if isinstance(kinds, str) else kinds
+    names = [NAMES[kind] for kind in given if kind in NAMES]
+    return [*names, "z_loss"] if config.moe_z_loss_coeff is not None else names
+
+
+def take_auxiliary_losses(
+    config: StepTransformerConfig, context: ParallelContext, num_microbatches: int
+) -> dict[str, torch.Tensor]:
+    """Mean of each auxiliary loss over layers and micro-batches; all ranks call this together.
+
+    megatron-core's own reduction needs every pipeline stage to hold experts, and a collective that
+    Gloo does not have. A load-balancing loss is kept in parts on the tensor- and context-parallel
+    ranks, the global one also on the replicas; the parts add up. A z-loss is whole on each rank.
+    """
+    tracker = get_moe_layer_wise_logging_tracker()
+    names = logged_names(config)
+    device = torch.device("cuda", torch.cuda.current_device())
+    totals = torch.zeros(len(names), dtype=torch.float64, device=device)
+    for index, name in enumerate(names):
+        if name in tracker:
+            totals[index] = tracker[name]["values"].double().sum()
+    clear_aux_losses_tracker()
+    pattern = expert_pattern(config)
+    layers = sum(pattern) + (config.mtp_num_layers or 0) * pattern[-1]
+    # Replicas and whole copies are averaged by hand: Gloo has no average.
+    torch.distributed.all_reduce(totals)
+    replicas = context.layout.data_parallel_size
+    copies = {"z_loss": replicas * context.pgs.tp_cp.size(), NAMES["global_aux_loss"]: 1}
+    return {
+        name: total / (copies.get(name, replicas) * max(1, layers) * num_microbatches)
+        for name, total in zip(names, totals.unbind(0), strict=True)
+    }

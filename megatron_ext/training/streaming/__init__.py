@@ -1,1 +1,0 @@
-"""Streaming long-tuning: a generator, a critic and a frozen teacher in one run."""

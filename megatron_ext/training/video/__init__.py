@@ -1,1 +1,0 @@
-"""Video runs: flow matching on latent clips."""

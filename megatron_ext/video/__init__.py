@@ -1,0 +1,1 @@
+"""Video models: flow matching, sampling, and streaming long-tuning."""

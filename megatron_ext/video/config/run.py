@@ -1,0 +1,317 @@
+"""Flags of a video run: its data, its buckets, and the clips that it samples on the way.
+
+What a video model is given besides noise: reference frames and captions, and how often.
+
+Flow matching: the path between noise and data, and how often its times are trained.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_ext.config.flags import (
+    BELOW_ONE,
+    COUNT,
+    FACTOR,
+    NATURAL,
+    SHARE,
+    SIZE,
+    WEIGHT,
+    Range,
+    check_ranges,
+    flag,
+    range_errors,
+)
+from megatron_ext.errors import ConfigError
+from megatron_ext.video.config.wan import CAUSAL, VIDEO_MODELS
+
+
+@dataclass(frozen=True)
+class VideoConfig:
+    """The data of pretrain_video.py.
+
+    Attributes:
+        video: this is a run of pretrain_video.py.
+    """
+
+    task: str = flag(
+        "flow",
+        "flow matching on clips, or streaming long-tuning on prompts",
+        choices=("flow", "streaming"),
+    )
+    video_model: str = flag(
+        "mmdit",
+        "what flow matching trains; video DiTs are what streaming starts from",
+        choices=VIDEO_MODELS,
+    )
+    video_data_path: str | None = flag(
+        None,
+        "folder that tools/preprocess_video.py wrote; with --online-encoding a list of clips",
+    )
+    online_encoding: bool = flag(False, "decode and encode clips in the data loader")
+    video_valid_path: str | None = flag(None, "the same for validation; default: none")
+    video_buckets: str | None = flag(
+        None,
+        'JSON {resolution: {frames: [probability, micro-batch size]}}, such as {"256px": {"17": '
+        "[1.0, 4]}}; default: as the data was preprocessed",
+    )
+    mixed_buckets: bool = flag(
+        False, "clips of different buckets in one step; without pipeline stages only"
+    )
+    video: bool = False
+
+    @property
+    def streams(self) -> bool:
+        """Streaming long-tuning, whose data is prompts."""
+        return self.video and self.task == "streaming"
+
+    @property
+    def uses_dit(self) -> bool:
+        """Flow matching with a video DiT, causal or not."""
+        return self.video and self.task == "flow" and self.video_model != "mmdit"
+
+    @property
+    def is_causal(self) -> bool:
+        """Flow matching with a video DiT that sees no later frames."""
+        return self.uses_dit and self.video_model == CAUSAL
+
+    def errors(self) -> list[str]:
+        """What is missing, one sentence each."""
+        if self.streams:
+            return []
+        if self.video_data_path is None:
+            return [
+                "`--video-data-path` is missing; give the folder that tools/preprocess_video.py "
+                "wrote."
+            ]
+        if self.online_encoding and self.video_buckets is None:
+            return [
+                "`--online-encoding` needs `--video-buckets`; give the resolutions and lengths, "
+                'such as {"256px": {"17": [1.0, 4]}}.'
+            ]
+        return []
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Clips sampled from captions, during training and by tools/sample_video.py."""
+
+    sample_interval: int | None = flag(
+        None, "sample clips after each multiple of this", unit="steps", bounds=COUNT
+    )
+    sample_prompts: str | None = flag(
+        None,
+        "file of captions: text, one a line, or jsonl with text, reference and mode; with --task "
+        "streaming text and switches, [{frame, text}]",
+    )
+    sample_texts: list[str] | None = flag(
+        None, "captions themselves, in the place of a file", nargs="+"
+    )
+    sample_dir: str | None = flag(None, "folder of the clips; default: samples in --save")
+    sample_steps: int = flag(50, "of Euler's method", unit="steps", bounds=SIZE)
+    sample_text_scale: float = flag(
+        7.5, "guidance by the caption; 1 is none", bounds=Range(0, 1000)
+    )
+    sample_image_scale: float = flag(
+        3.0, "guidance by the references; 1 is none", bounds=Range(0, 1000)
+    )
+    sample_oscillation: bool = flag(True, "rest the guidance in odd steps from the tenth on")
+    sample_scale_by_frame: bool = flag(
+        True, "let the guidance by the references rise over the frames"
+    )
+    sample_size: tuple[int, int] | None = flag(
+        None,
+        "height and width; default: of the largest bucket of the data",
+        nargs=2,
+        unit="pixels",
+        bounds=SIZE,
+    )
+    sample_frames: int | None = flag(
+        None, "length; default: of the largest bucket", unit="frames", bounds=SIZE
+    )
+    sample_fps: int | None = flag(
+        None, "frames per second; default: of the data, 16 with --task streaming", bounds=SIZE
+    )
+    sample_seed: int = flag(42, "of the noise that sampling starts from", bounds=NATURAL)
+    sample_batch_size: int = flag(
+        4, "clips that a replica samples at once", unit="clips", bounds=SIZE
+    )
+    sample_ema: bool = flag(True, "sample with the averaged weights, where they are kept")
+
+    def errors(self, save: str | None) -> list[str]:
+        """What cannot be sampled, one sentence each."""
+        found = []
+        if self.sample_prompts is not None and self.sample_texts is not None:
+            found.append(
+                "`--sample-prompts` and `--sample-texts` exclude each other; give a file or "
+                "captions."
+            )
+        if self.sample_interval is None:
+            return found
+        if self.sample_prompts is None and self.sample_texts is None:
+            found.append(
+                f"`--sample-interval` ({self.sample_interval}) needs captions; give "
+                "`--sample-prompts` with a file of them, or `--sample-texts`."
+            )
+        if self.sample_dir is None and save is None:
+            found.append(
+                f"`--sample-interval` ({self.sample_interval}) needs a folder for the clips; give "
+                "`--sample-dir` or `--save`."
+            )
+        return found
+
+
+MODES = (
+    "t2v",
+    "i2v_head",
+    "i2v_tail",
+    "i2v_loop",
+    "v2v_head",
+    "v2v_tail",
+    "v2v_head_easy",
+    "v2v_tail_easy",
+)
+"""Names of the modes; tensors of modes hold their indices."""
+
+REFERENCE_LOSSES = ("masked", "all", "trimmed")
+
+
+@dataclass(frozen=True)
+class ConditionConfig:
+    """How often a condition mode is drawn, and whether reference frames count in the loss.
+
+    The defaults of the lengths are 33 and 65 frames of a causal VAE of temporal stride 4.
+
+    Raises:
+        ConfigError: a weight that is not 0 or more, no weight at all, or an unknown
+            ``reference_loss``.
+    """
+
+    t2v_weight: float = flag(1.0, "relative frequency of clips without references", bounds=WEIGHT)
+    i2v_head_weight: float = flag(5.0, "of clips whose first latent frame is given", bounds=WEIGHT)
+    i2v_tail_weight: float = flag(1.0, "of clips whose last latent frame is given", bounds=WEIGHT)
+    i2v_loop_weight: float = flag(
+        1.0, "of clips whose first and last latent frame are given", bounds=WEIGHT
+    )
+    v2v_head_weight: float = flag(0.0, "of clips whose first --v2v-frames are given", bounds=WEIGHT)
+    v2v_tail_weight: float = flag(0.0, "of clips whose last --v2v-frames are given", bounds=WEIGHT)
+    v2v_head_easy_weight: float = flag(
+        0.0, "of clips whose first --v2v-easy-frames are given", bounds=WEIGHT
+    )
+    v2v_tail_easy_weight: float = flag(
+        0.0, "of clips whose last --v2v-easy-frames are given", bounds=WEIGHT
+    )
+    v2v_frames: int = flag(9, "length of the references of v2v", unit="latent frames", bounds=COUNT)
+    v2v_easy_frames: int = flag(17, "of the easy ones", unit="latent frames", bounds=COUNT)
+    reference_loss: str = flag(
+        "masked",
+        "masked: no reference frame counts in the loss; all: they count as any other; trimmed: "
+        "only a first and a last frame are left out, in clips without references in between",
+        choices=REFERENCE_LOSSES,
+    )
+
+    def __post_init__(self) -> None:
+        messages = list(range_errors(self).values())
+        if not messages and not self.modes:
+            messages.append(
+                "The weights of all condition modes are 0, but one must be drawn; give "
+                "`--t2v-weight 1` to train without references."
+            )
+        if self.reference_loss not in REFERENCE_LOSSES:
+            messages.append(
+                f"`--reference-loss` ({self.reference_loss}) must be one of "
+                f"{', '.join(REFERENCE_LOSSES)}; choose masked to train on new frames only."
+            )
+        if messages:
+            raise ConfigError(messages)
+
+    def weight(self, mode: str) -> float:
+        """Relative frequency of a mode."""
+        return float(getattr(self, f"{mode}_weight"))
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """Modes that are ever drawn for videos."""
+        return tuple(mode for mode in MODES if self.weight(mode) > 0)
+
+
+@dataclass(frozen=True)
+class TextDropoutConfig:
+    """Probabilities of training on the empty caption; by default both parts in a tenth of clips.
+
+    Raises:
+        ConfigError: a value outside [0, 1].
+    """
+
+    text_dropout: float = flag(
+        math.sqrt(0.1),
+        "how often the sequence of text embeddings is the empty caption's",
+        bounds=SHARE,
+    )
+    pooled_dropout: float = flag(
+        math.sqrt(0.1), "how often, independently, the pooled text embedding is", bounds=SHARE
+    )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+NORMALIZATIONS = ("per_token", "per_sample")
+
+
+@dataclass(frozen=True)
+class FlowConfig:
+    """Rectified flow with logit-normal times, ``t = shift(sigmoid(mean + std * u))``.
+
+    The shift of a clip is ``shift_base`` where a latent frame has ``shift_base_tokens`` tokens,
+    ``shift_max`` where it has ``shift_max_tokens``, and linear in between and beyond.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    sigma_min: float = flag(1e-5, "noise that is left at t = 0", bounds=BELOW_ONE)
+    timestep_mean: float = flag(
+        0.0, "mean of the logit of a training time before the shift", bounds=Range(-100, 100)
+    )
+    timestep_std: float = flag(1.0, "its standard deviation", bounds=Range(0, 100, above=True))
+    shift_base_tokens: int = flag(
+        256, "tokens of a latent frame at which the shift is the base", bounds=NATURAL
+    )
+    shift_base: float = flag(1.0, "shift of times towards noise for small frames", bounds=FACTOR)
+    shift_max_tokens: int = flag(
+        4096, "tokens of a latent frame at which the shift is the maximum", bounds=COUNT
+    )
+    shift_max: float = flag(3.0, "shift of times towards noise for large frames", bounds=FACTOR)
+    shift_by_length: bool = flag(
+        True, "multiply the shift by the square root of the number of latent frames"
+    )
+    flow_shift: float | None = flag(None, "one shift for clips of any size instead", bounds=FACTOR)
+    loss_normalization: str = flag(
+        "per_token", "every token counts alike, or every clip", choices=NORMALIZATIONS
+    )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        tokens = self.shift_max_tokens - self.shift_base_tokens
+        rise = self.shift_max - self.shift_base
+        # The shift of a frame without tokens; all others must be positive as well.
+        rises = tokens > 0 and rise >= 0
+        rises = rises and self.shift_base * tokens > self.shift_base_tokens * rise
+        rules = (
+            ("shift_max", "such that the shift rises and is above 0 for any tokens", rises),
+            (
+                "loss_normalization",
+                f"one of {', '.join(NORMALIZATIONS)}",
+                self.loss_normalization in NORMALIZATIONS,
+            ),
+        )
+        messages = [
+            f"`--{name.replace('_', '-')}` ({getattr(self, name)}) must be {rule}; leave it out "
+            "to get the default."
+            for name, rule, fits in rules
+            if not fits
+        ]
+        if messages:
+            raise ConfigError(messages)

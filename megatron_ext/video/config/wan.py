@@ -1,0 +1,185 @@
+"""Sizes of the video DiT, by name from ``tiny`` (tests on a CPU) to ``14b`` (Wan 2.1).
+
+Flags of flow matching with a video DiT, and what its sizes decide of the model's section.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.config.flags import flag
+from megatron_ext.errors import ConfigError
+from megatron_ext.video.config.mmdit import EPSILON, TIMESTEP_WIDTH
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from megatron_ext.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class VideoDiTSizes:
+    """Everything that decides the shapes of the parameters, causal or not.
+
+    Attributes:
+        hidden_size: h.
+        num_heads: n; the size of a head d is h / n.
+        ffn_size: width of the feed-forward layers.
+        num_blocks: transformer blocks.
+        channels: c of the latents.
+        patch_size: p; a token holds p x p pixels of a latent frame, c * p * p numbers.
+        text_width: features of a text token (4096 for umT5-XXL).
+        rope_theta: base of the rotary frequencies.
+
+    Raises:
+        ConfigError: sizes that do not fit together.
+    """
+
+    hidden_size: int
+    num_heads: int
+    ffn_size: int
+    num_blocks: int
+    channels: int = 16
+    patch_size: int = 2
+    text_width: int = 4096
+    rope_theta: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"`{name}` ({getattr(self, name)}) must be 1 or more.")
+        if self.rope_theta <= 1:
+            raise ConfigError(f"`rope_theta` ({self.rope_theta}) must exceed 1; 10000 is usual.")
+        if self.hidden_size % self.num_heads:
+            raise ConfigError(
+                f"`hidden_size` ({self.hidden_size}) must be divisible by `num_heads` "
+                f"({self.num_heads})."
+            )
+        if self.head_dim % 2 or self.head_dim < 6:
+            raise ConfigError(
+                f"the size of a head, hidden_size / num_heads ({self.head_dim}), must be even and "
+                "6 or more, so that pairs of features rotate with frame, row and column."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head, d."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def axes_dim(self) -> tuple[int, int, int]:
+        """Features of a head that rotate with frame, row and column; (44, 42, 42) of 128."""
+        space = 2 * (self.head_dim // 6)
+        return self.head_dim - 2 * space, space, space
+
+    @property
+    def token_width(self) -> int:
+        """Features of a token, c * p * p."""
+        return self.channels * self.patch_size**2
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model."""
+        h = self.hidden_size
+        attention = 4 * _linear(h, h) + 2 * h
+        ffn = _linear(h, self.ffn_size) + _linear(self.ffn_size, h)
+        block = 2 * attention + ffn + 2 * h + 6 * h
+        embedding = _linear(self.token_width, h)
+        embedding += _linear(self.text_width, h) + _linear(h, h)
+        embedding += _linear(TIMESTEP_WIDTH, h) + _linear(h, h) + _linear(h, 6 * h)
+        head = _linear(h, self.token_width) + 2 * h
+        return embedding + self.num_blocks * block + head
+
+    def transformer_fields(self) -> dict[str, Any]:
+        """What the sizes decide of megatron-core's TransformerConfig."""
+        return {
+            "num_layers": self.num_blocks,
+            "hidden_size": self.hidden_size,
+            "num_attention_heads": self.num_heads,
+            "kv_channels": self.head_dim,
+            "ffn_hidden_size": self.ffn_size,
+            "layernorm_epsilon": EPSILON,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+        }
+
+
+def _linear(inputs: int, outputs: int) -> int:
+    """Parameters of a linear layer with bias."""
+    return (inputs + 1) * outputs
+
+
+_POSITIVE = "hidden_size num_heads ffn_size num_blocks channels patch_size text_width".split()
+
+SIZES = {
+    "tiny": VideoDiTSizes(64, 4, 128, 2, channels=4, text_width=32),
+    "mini": VideoDiTSizes(128, 4, 512, 4, text_width=64),
+    "small": VideoDiTSizes(384, 6, 1536, 8, text_width=512),
+    "base": VideoDiTSizes(768, 12, 3072, 16),
+    "1.3b": VideoDiTSizes(1536, 12, 8960, 30),
+    "14b": VideoDiTSizes(5120, 40, 13824, 40),
+}
+"""Named sizes; ``1.3b`` and ``14b`` are Wan 2.1 text to video (arXiv:2503.20314)."""
+
+
+CAUSAL = "causal-video-dit"
+VIDEO_MODELS = ("mmdit", "video-dit", CAUSAL)
+WINDOW = ("frame_block", "window_frames", "sink_frames")
+"""Flags of streaming that say which frames a causal model sees."""
+
+
+@dataclass(frozen=True)
+class VideoDiTConfig:
+    """The video DiT that ``--task flow`` trains, for streaming to start from.
+
+    What it shares with the networks of streaming lies in `StreamingConfig`.
+
+    Attributes:
+        dit_channels, dit_text_width: of the data, which decides them.
+    """
+
+    video_dit_size: str = flag("tiny", "named size of the video DiT", choices=tuple(SIZES))
+    independent_block_timesteps: bool = flag(
+        False, "each frame block has a timestep of its own, as if it were streamed"
+    )
+    dit_channels: int | None = None
+    dit_text_width: int | None = None
+
+    @property
+    def sizes(self) -> VideoDiTSizes:
+        """The named size with the widths of the data."""
+        named = SIZES[self.video_dit_size]
+        return dataclasses.replace(
+            named,
+            channels=self.dit_channels or named.channels,
+            text_width=self.dit_text_width or named.text_width,
+        )
+
+
+def described_by(sizes: VideoDiTSizes, model: ModelConfig) -> ModelConfig:
+    """The model's section as it follows from sizes."""
+    return dataclasses.replace(
+        model,
+        num_layers=sizes.num_blocks,
+        hidden_size=sizes.hidden_size,
+        num_attention_heads=sizes.num_heads,
+        num_query_groups=None,
+        kv_channels=sizes.head_dim,
+        ffn_hidden_size=sizes.ffn_size,
+        norm_epsilon=EPSILON,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        untie_embeddings_and_output_weights=True,
+        blocks_dealt_by_cost=True,
+    )
+
+
+def stored_dit(stored: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
+    """What of a stored configuration describes a video DiT, by section; None of another model."""
+    model = stored.get("video", {}).get("video_model", "mmdit")
+    if model == "mmdit":
+        return None
+    window = {name: stored["streaming"][name] for name in WINDOW if model == CAUSAL}
+    return {"video_dit": dict(stored["video_dit"]), "streaming": window}

@@ -1,0 +1,259 @@
+"""A config.json of Wan 2.1 as a named size of the video DiT, and the other way round.
+
+Sources: the arguments of diffusers' ``WanTransformer3DModel`` and of the original's ``WanModel``,
+with their defaults for what a file leaves out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import CheckpointError, ConfigError
+from megatron_ext.text.convert.config import read_settings
+from megatron_ext.video.config.mmdit import EPSILON, TIMESTEP_WIDTH
+from megatron_ext.video.config.wan import SIZES, VideoDiTSizes
+from megatron_ext.video.convert.names import Naming, wan_names
+
+CLASS = "_class_name"
+CLASSES = {
+    "WanTransformer3DModel": Naming.DIFFUSERS,
+    "WanModel": Naming.ORIGINAL,
+    "CausalWanModel": Naming.ORIGINAL,
+}
+"""Models that are understood; the last is what Self-Forcing and LongLive make of the second."""
+_PATCH = (1, 2, 2)
+_USUAL_HEAD = 128
+_FREE: dict[Naming, dict[str, int]] = {
+    Naming.DIFFUSERS: {
+        "num_attention_heads": 40,
+        "attention_head_dim": 128,
+        "ffn_dim": 13824,
+        "num_layers": 40,
+        "in_channels": 16,
+        "text_dim": 4096,
+    },
+    Naming.ORIGINAL: {
+        "num_heads": 16,
+        "dim": 2048,
+        "ffn_dim": 8192,
+        "num_layers": 32,
+        "in_dim": 16,
+        "text_dim": 4096,
+    },
+}
+"""Entries that decide the sizes, with the defaults of the classes."""
+_SETTLED: dict[Naming, dict[str, Any]] = {
+    Naming.DIFFUSERS: {
+        "patch_size": _PATCH,
+        "freq_dim": TIMESTEP_WIDTH,
+        "cross_attn_norm": True,
+        "qk_norm": "rms_norm_across_heads",
+        "eps": EPSILON,
+        "image_dim": None,
+        "added_kv_proj_dim": None,
+        "pos_embed_seq_len": None,
+    },
+    Naming.ORIGINAL: {
+        "model_type": "t2v",
+        "patch_size": _PATCH,
+        "freq_dim": TIMESTEP_WIDTH,
+        "cross_attn_norm": True,
+        "qk_norm": True,
+        "eps": EPSILON,
+    },
+}
+"""Entries of which the video DiT has but one value, which is also the default of the classes."""
+_OUTPUT = {
+    Naming.DIFFUSERS: ("in_channels", "out_channels"),
+    Naming.ORIGINAL: ("in_dim", "out_dim"),
+}
+
+
+@dataclass(frozen=True)
+class WanModel:
+    """What is known of a model before its tensors are read.
+
+    Attributes:
+        size: name in `SIZES`.
+        sizes: of that name, with the model's width of the text.
+        naming: of its tensors.
+    """
+
+    size: str
+    sizes: VideoDiTSizes
+    naming: Naming
+
+
+def read_json(folder: Path) -> dict[str, Any]:
+    """The content of a folder's config.json.
+
+    Raises:
+        CheckpointError: there is none, or none that can be read.
+    """
+    path = folder / "config.json"
+    if not path.is_file() and (folder / "transformer" / "config.json").is_file():
+        raise CheckpointError(f"{folder} holds a whole pipeline; give {folder / 'transformer'}.")
+    return read_settings(path, "give the folder of the model.")
+
+
+def understand(raw: Mapping[str, Any], path: Path) -> WanModel:
+    """What a config.json says.
+
+    Args:
+        raw: its content.
+        path: where it stands, for messages.
+
+    Raises:
+        CheckpointError: another class, a part that the video DiT lacks, or sizes without a name.
+    """
+    naming = CLASSES.get(str(raw.get(CLASS)))
+    if naming is None:
+        raise CheckpointError(
+            f"{path} says `{CLASS}` {raw.get(CLASS)!r}, which cannot be converted; use one of "
+            f"{', '.join(CLASSES)}."
+        )
+    for name, value in _SETTLED[naming].items():
+        found = raw.get(name, value)
+        if (tuple(found) if isinstance(found, list) else found) != value:
+            raise CheckpointError(
+                f"{path} says `{name}` {found!r}, but the video DiT has {value!r}; use Wan 2.1 "
+                "text to video."
+            )
+    values = {name: raw.get(name, default) for name, default in _FREE[naming].items()}
+    taken, given = _OUTPUT[naming]
+    if raw.get(given, values[taken]) not in (values[taken], None):
+        raise CheckpointError(
+            f"{path} says `{given}` {raw[given]!r} and `{taken}` {values[taken]!r}, but the video "
+            "DiT has as many channels behind as in front; use Wan 2.1 text to video."
+        )
+    bad = [name for name, value in values.items() if not isinstance(value, int)]
+    if bad:
+        raise CheckpointError(
+            f"{path} says `{bad[0]}` {values[bad[0]]!r}, which must be an integer; mend it."
+        )
+    heads, width, *others = values.values()
+    h = heads * width if naming is Naming.DIFFUSERS else width
+    return WanModel(*named(_sizes([h, heads, *others], path), path), naming)
+
+
+def understand_shapes(found: Mapping[str, tuple[int, ...]], naming: Naming, path: Path) -> WanModel:
+    """What the shapes of the tensors say where there is no config.json.
+
+    The number of heads shows in none of them, and is taken from the named sizes of that width.
+
+    Args:
+        found: shapes by name.
+        naming: of the names.
+        path: where they were found, for messages.
+
+    Raises:
+        CheckpointError: no tensors of Wan, or sizes without a name.
+    """
+
+    def shape(ours: str, dimensions: int) -> tuple[int, ...]:
+        (name,) = wan_names(ours, naming)
+        if len(found.get(name, ())) != dimensions:
+            raise CheckpointError(
+                f"{path} holds no `{name}` of {dimensions} dimensions; give weights of Wan 2.1 "
+                "text to video."
+            )
+        return found[name]
+
+    h, channels = shape("embedder.patch_in.weight", 5)[:2]
+    text = shape("embedder.text_in.weight", 2)[1]
+    ffn = shape("blocks.0.linear_fc1.weight", 2)[0]
+    blocks = len({name.split(".")[1] for name in found if name.startswith("blocks.")})
+    heads = [z.num_heads for z in SIZES.values() if z.hidden_size == h]
+    usual = max(1, h // _USUAL_HEAD)
+    sizes = _sizes([h, heads[0] if heads else usual, ffn, blocks, channels, text], path)
+    return WanModel(*named(sizes, path), naming)
+
+
+def _sizes(values: list[int], path: Path) -> VideoDiTSizes:
+    h, heads, ffn, blocks, channels, text = values
+    try:
+        return VideoDiTSizes(
+            hidden_size=h,
+            num_heads=heads,
+            ffn_size=ffn,
+            num_blocks=blocks,
+            channels=channels,
+            patch_size=_PATCH[1],
+            text_width=text,
+        )
+    except (ConfigError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{path} is no model: {error}") from error
+
+
+def named(found: VideoDiTSizes, path: Path) -> tuple[str, VideoDiTSizes]:
+    """The named size of a model, in which the width of the text is free: it is the encoder's.
+
+    Args:
+        found: sizes of the model.
+        path: where they were found, for messages.
+
+    Raises:
+        CheckpointError: there is none, with the nearest one.
+    """
+    same = {name: dataclasses.replace(z, text_width=found.text_width) for name, z in SIZES.items()}
+    for name, sizes in same.items():
+        if sizes == found:
+            return name, sizes
+    nearest = min(same, key=lambda name: _distance(same[name], found))
+    raise CheckpointError(
+        f"{path} describes a model that is no named size, the nearest being `{nearest}` "
+        f"({_difference(found, same[nearest])}); give the weights of a named size "
+        f"({', '.join(SIZES)}), or add one to SIZES in megatron_ext/video/config/wan.py."
+    )
+
+
+_COMPARED = "hidden_size num_heads ffn_size num_blocks channels patch_size rope_theta".split()
+
+
+def _distance(a: VideoDiTSizes, b: VideoDiTSizes) -> float:
+    """How far sizes are from each other, as a factor."""
+    pairs: Iterable[tuple[float, float]] = ((getattr(a, n), getattr(b, n)) for n in _COMPARED)
+    return sum(abs(math.log(x / y)) for x, y in pairs)
+
+
+def _difference(found: VideoDiTSizes, size: VideoDiTSizes) -> str:
+    pairs = ((name, getattr(found, name), getattr(size, name)) for name in _COMPARED)
+    parts = [f"{name} {ours} instead of {theirs}" for name, ours, theirs in pairs if ours != theirs]
+    return ", ".join(parts)
+
+
+def config_json(sizes: VideoDiTSizes, naming: Naming) -> dict[str, Any]:
+    """The config.json of a model, which `understand` reads."""
+    name = next(name for name, kind in CLASSES.items() if kind is naming)
+    out = _OUTPUT[naming][1]
+    values: dict[str, Any] = {
+        **_SETTLED[naming],
+        **dict(zip(_FREE[naming], _values(sizes, naming), strict=True)),
+        CLASS: name,
+        "patch_size": list(_PATCH),
+        out: sizes.channels,
+    }
+    if naming is Naming.DIFFUSERS:
+        return values
+    left_out = {"patch_size", "cross_attn_norm", "qk_norm"}
+    if sizes.text_width == _FREE[naming]["text_dim"]:
+        left_out.add("text_dim")
+    # The original's class does not let a file say them.
+    return {k: v for k, v in values.items() if k not in left_out} | {"text_len": 512}
+
+
+def _values(sizes: VideoDiTSizes, naming: Naming) -> tuple[int, ...]:
+    width = sizes.head_dim if naming is Naming.DIFFUSERS else sizes.hidden_size
+    return (
+        sizes.num_heads,
+        width,
+        sizes.ffn_size,
+        sizes.num_blocks,
+        sizes.channels,
+        sizes.text_width,
+    )

@@ -1,0 +1,213 @@
+"""Names and shapes of the video DiT's parameters, and the tensors of Wan 2.1 that they hold.
+
+Sources: ``wan/modules/model.py`` of the original repository (Wan-Video/Wan2.1) and
+``models/transformers/transformer_wan.py`` of diffusers. Four things differ beside the names:
+
+- ``linear_qkv`` and ``linear_kv`` are fused: of each head the rows of the query, of the key, of the
+  value, ``[n, 3, d, h]`` seen as ``[3 h, h]``, so that a contiguous part is whole heads.
+- ``patch_in`` is linear over the numbers of a patch in the order channel, row, column, where Wan
+  convolves: ``[h, c, 1, p, p]``.
+- The head gives the numbers of a patch in that order too, where Wan has row, column, channel.
+- Tables of modulation have no leading axis: ``[6, h]`` where Wan has ``[1, 6, h]``.
+
+Adapters of the video DiT under the names of diffusers' WanTransformer3DModel.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH
+from megatron_ext.video.config.wan import VideoDiTSizes
+
+
+class Naming(Enum):
+    """Whose names tensors have."""
+
+    DIFFUSERS = "diffusers"
+    ORIGINAL = "original"
+
+
+_PATCH_IN, _HEAD = "embedder.patch_in.weight", "head.linear"
+_TIME, _TEXT = "condition_embedder.time_embedder", "condition_embedder.text_embedder"
+LINEARS = {
+    "embedder.patch_in": ("patch_embedding", "patch_embedding"),
+    "embedder.text_in": (f"{_TEXT}.linear_1", "text_embedding.0"),
+    "embedder.text_out": (f"{_TEXT}.linear_2", "text_embedding.2"),
+    "embedder.time_in.linear_in": (f"{_TIME}.linear_1", "time_embedding.0"),
+    "embedder.time_in.linear_out": (f"{_TIME}.linear_2", "time_embedding.2"),
+    "embedder.time_projection": ("condition_embedder.time_proj", "time_projection.1"),
+    _HEAD: ("proj_out", "head.head"),
+}
+"""Modules with weight and bias outside of the blocks: ours to diffusers' and to the original's."""
+BLOCK_LINEARS = {
+    "self_attention.linear_qkv": ("attn1.to_{q,k,v}", "self_attn.{q,k,v}"),
+    "self_attention.linear_proj": ("attn1.to_out.0", "self_attn.o"),
+    "cross_norm": ("norm2", "norm3"),
+    "cross_attention.linear_q": ("attn2.to_q", "cross_attn.q"),
+    "cross_attention.linear_kv": ("attn2.to_{k,v}", "cross_attn.{k,v}"),
+    "cross_attention.linear_proj": ("attn2.to_out.0", "cross_attn.o"),
+    "linear_fc1": ("ffn.net.0.proj", "ffn.0"),
+    "linear_fc2": ("ffn.net.2", "ffn.2"),
+}
+"""Modules with weight and bias of a block; fused ones with the names of their parts in braces."""
+BLOCK_NORMS = {
+    "self_attention.q_norm": ("attn1.norm_q", "self_attn.norm_q"),
+    "self_attention.k_norm": ("attn1.norm_k", "self_attn.norm_k"),
+    "cross_attention.q_norm": ("attn2.norm_q", "cross_attn.norm_q"),
+    "cross_attention.k_norm": ("attn2.norm_k", "cross_attn.norm_k"),
+}
+"""Modules with a weight only."""
+_TABLE = "modulation.weight"
+_TABLES = ("scale_shift_table", "modulation"), ("scale_shift_table", "head.modulation")
+"""Wan's names of the modulation of a block, and of the head."""
+
+
+def _table() -> dict[str, tuple[str, str]]:
+    """Parameters, those of the blocks without their number, to Wan's names."""
+    found = {f"head.{_TABLE}": _TABLES[1], f"blocks.{_TABLE}": _TABLES[0]}
+    for ours, theirs in LINEARS.items():
+        for kind in ("weight", "bias"):
+            found[f"{ours}.{kind}"] = (f"{theirs[0]}.{kind}", f"{theirs[1]}.{kind}")
+    for ours, theirs in (BLOCK_LINEARS | BLOCK_NORMS).items():
+        for kind in ("weight", "bias") if ours in BLOCK_LINEARS else ("weight",):
+            found[f"blocks.{ours}.{kind}"] = (f"{theirs[0]}.{kind}", f"{theirs[1]}.{kind}")
+    return found
+
+
+_NAMES = _table()
+
+
+def shapes(sizes: VideoDiTSizes) -> dict[str, tuple[int, ...]]:
+    """Names and full shapes of all parameters of a video DiT."""
+    h, ffn, token = sizes.hidden_size, sizes.ffn_size, sizes.token_width
+    linears: dict[str, tuple[int, ...]] = {
+        "embedder.patch_in": (h, token),
+        "embedder.text_in": (h, sizes.text_width),
+        "embedder.time_in.linear_in": (h, TIMESTEP_WIDTH),
+        "embedder.time_projection": (6 * h, h),
+        _HEAD: (token, h),
+        "self_attention.linear_qkv": (3 * h, h),
+        "cross_attention.linear_kv": (2 * h, h),
+        "linear_fc1": (ffn, h),
+        "linear_fc2": (h, ffn),
+    }
+    found: dict[str, tuple[int, ...]] = {f"head.{_TABLE}": (2, h)}
+    for module in LINEARS:
+        weight = linears.get(module, (h, h))
+        found |= {f"{module}.weight": weight, f"{module}.bias": weight[:1]}
+    for number in range(sizes.num_blocks):
+        block = f"blocks.{number}"
+        found[f"{block}.{_TABLE}"] = (6, h)
+        found |= {f"{block}.{module}.weight": (h,) for module in BLOCK_NORMS}
+        for module in BLOCK_LINEARS:
+            weight = (h,) if module == "cross_norm" else linears.get(module, (h, h))
+            found |= {f"{block}.{module}.weight": weight, f"{block}.{module}.bias": weight[:1]}
+    return found
+
+
+def wan_names(name: str, naming: Naming) -> tuple[str, ...]:
+    """Wan's tensors that one of our parameters holds, in the order of `from_wan`.
+
+    Args:
+        name: one of `shapes`.
+        naming: whose names are wanted.
+    """
+    outer, number, inner = _parts(name)
+    pattern = _NAMES[outer + inner][naming is Naming.ORIGINAL]
+    prefix = f"{outer}{number}." if number else ""
+    before, brace, rest = pattern.partition("{")
+    if not brace:
+        return (prefix + pattern,)
+    parts, _, after = rest.partition("}")
+    return tuple(f"{prefix}{before}{part}{after}" for part in parts.split(","))
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """``blocks.3.linear_fc1.bias`` as ``blocks.``, 3 and the rest; other names are the rest."""
+    if not name.startswith("blocks."):
+        return "", "", name
+    number, _, inner = name.removeprefix("blocks.").partition(".")
+    return "blocks.", number, inner
+
+
+def from_wan(name: str, tensors: Sequence[Tensor], sizes: VideoDiTSizes) -> Tensor:
+    """Wan's tensors, in the order of `wan_names`, as one of our parameters.
+
+    Args:
+        name: one of `shapes`.
+        tensors: of the shapes that `to_wan` gives.
+        sizes: of the model.
+    """
+    if len(tensors) > 1:
+        heads = [torch.unflatten(x, 0, (sizes.num_heads, 1, sizes.head_dim)) for x in tensors]
+        return torch.cat(heads, dim=1).flatten(0, 2)
+    (tensor,) = tensors
+    if name.endswith(_TABLE):
+        return tensor.flatten(0, 1)
+    if name == _PATCH_IN:
+        return tensor.flatten(1)
+    if name.startswith(_HEAD):
+        return torch.unflatten(tensor, 0, (-1, sizes.channels)).transpose(0, 1).flatten(0, 1)
+    return tensor
+
+
+def to_wan(name: str, tensor: Tensor, sizes: VideoDiTSizes) -> tuple[Tensor, ...]:
+    """One of our parameters as Wan's tensors; the inverse of `from_wan`."""
+    if (number := len(wan_names(name, Naming.ORIGINAL))) > 1:
+        heads = torch.unflatten(tensor, 0, (sizes.num_heads, number, sizes.head_dim))
+        return tuple(part.flatten(0, 1) for part in heads.unbind(1))
+    if name.endswith(_TABLE):
+        return (tensor.unsqueeze(0),)
+    if name == _PATCH_IN:
+        p = sizes.patch_size
+        return (torch.unflatten(tensor, 1, (sizes.channels, 1, p, p)),)
+    if name.startswith(_HEAD):
+        return (torch.unflatten(tensor, 0, (sizes.channels, -1)).transpose(0, 1).flatten(0, 1),)
+    return (tensor,)
+
+
+NAME = re.compile(
+    r"(?:critic\.)?"
+    rf"(?P<layer>blocks\.\d+\.(?:{'|'.join(map(re.escape, BLOCK_LINEARS))}))"
+    r"\.lora\.(?P<matrix>[ab])$"
+)
+
+
+def wan_parts(name: str, matrix: Tensor, head_dim: int) -> Iterator[tuple[str, str, Tensor]]:
+    """One of our matrices as those of Wan's layers.
+
+    The rows of a fused layer go through its projections head by head, ``[n, p, d]``: the rows of B
+    are dealt to Wan's layers, which all get the same A.
+
+    Args:
+        name: that `NAME` matches.
+        matrix: whole, ``[r, in]`` or ``[out, r]``.
+        head_dim: d.
+
+    Returns:
+        Path of the layer, ``A`` or ``B``, and its values.
+    """
+    match = NAME.match(name)
+    assert match is not None
+    weights = wan_names(f"{match['layer']}.weight", Naming.DIFFUSERS)
+    layers = [weight.removesuffix(".weight") for weight in weights]
+    kind = match["matrix"].upper()
+    if kind == "B" and len(layers) > 1:
+        heads = matrix.reshape(-1, len(layers), head_dim, matrix.size(1))
+        values = [part.flatten(0, 1) for part in heads.unbind(1)]
+    else:
+        # safetensors refuses tensors that share memory.
+        values = [matrix.clone() for _ in layers]
+    for layer, part in zip(layers, values, strict=True):
+        yield layer, kind, part
+
+
+def wan_target(path: str) -> str:
+    """What peft is to call a layer in all blocks, such as ``attn1.to_q``."""
+    return path.split(".", 2)[2]

@@ -1,0 +1,317 @@
+"""Opens what holds the tensors of Wan: a folder of safetensors, or a file of torch.save.
+
+Weights of Wan 2.1 as a checkpoint of the video DiT.
+
+One copy of the weights is in memory, and one parameter's tensors beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+from tqdm import tqdm
+
+from megatron_ext.checkpoint.files import published
+from megatron_ext.checkpoint.manager import CheckpointManager
+from megatron_ext.checkpoint.safetensors_files import (
+    DTYPES,
+    TensorFolder,
+    TensorSource,
+    torch_dtype,
+)
+from megatron_ext.checkpoint.unpickling import plain_content
+from megatron_ext.config.checkpoint import CheckpointConfig
+from megatron_ext.config.precision import PrecisionConfig
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import CheckpointError
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.convert.huggingface import only_dtype
+from megatron_ext.text.convert.names import PRECISIONS, one_rank
+from megatron_ext.video.config.run import VideoConfig
+from megatron_ext.video.config.wan import VideoDiTSizes
+from megatron_ext.video.convert.config import (
+    CLASS,
+    WanModel,
+    read_json,
+    understand,
+    understand_shapes,
+)
+from megatron_ext.video.convert.names import Naming, from_wan, shapes, to_wan, wan_names
+from megatron_ext.video.model.wan.inputs import VideoDiTOptions
+from megatron_ext.video.model.wan.model import VideoDiT, build_video_dit_chunk
+from megatron_ext.video.streaming.config import StreamingConfig
+
+STEM = "diffusion_pytorch_model"
+"""What the names of the safetensors files begin with, in both namings."""
+SUFFIXES = (".pt", ".pth", ".bin")
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+"""What torch's wrappers put into names; averages are saved with them."""
+_PREFIX = "model."
+"""Name of the network in Self-Forcing's wrapper of it."""
+
+
+def is_wan(source: Path) -> bool:
+    """Whether a model to import is one of Wan's kind, rather than one of transformers."""
+    if source.is_file():
+        return source.suffix in SUFFIXES
+    is_pipeline = (source / "model_index.json").is_file()
+    if not (source / "config.json").is_file():
+        return is_pipeline
+    return CLASS in read_json(source)
+
+
+@contextmanager
+def open_wan(source: Path, entry: str | None) -> Iterator[tuple[WanModel, TensorSource]]:
+    """The model and its tensors.
+
+    Args:
+        source: folder with config.json and safetensors, or a file of torch.save.
+        entry: of that file, such as ``"generator_ema"``; None takes the only one.
+
+    Raises:
+        CheckpointError: nothing that can be read, or a model that cannot be converted.
+    """
+    if source.is_file():
+        tensors = TensorFile(source, entry)
+        naming = Naming.ORIGINAL if _is_original(tensors.names) else Naming.DIFFUSERS
+        yield understand_shapes(tensors.shapes(), naming, source), tensors
+        return
+    if entry is not None:
+        raise CheckpointError(
+            f"`--entry {entry}` is for a file of torch.save, but {source} is a folder; leave it "
+            "out."
+        )
+    model = understand(read_json(source), source / "config.json")
+    with TensorFolder(source, STEM) as folder:
+        yield model, folder
+
+
+def _is_original(names: set[str]) -> bool:
+    return not any(name.startswith("condition_embedder.") for name in names)
+
+
+class TensorFile:
+    """The tensors of one entry of a file of torch.save, mapped into memory.
+
+    Args:
+        path: the file.
+        entry: a key of it; None takes the only one that holds tensors.
+
+    Raises:
+        CheckpointError: a file that cannot be read, or several entries to choose from.
+    """
+
+    def __init__(self, path: Path, entry: str | None) -> None:
+        self.folder = path
+        self._tensors = {_bare(name): x for name, x in _chosen(path, entry).items()}
+        if self._tensors and all(name.startswith(_PREFIX) for name in self._tensors):
+            self._tensors = {name.removeprefix(_PREFIX): x for name, x in self._tensors.items()}
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors, without what wrappers added."""
+        return set(self._tensors)
+
+    def dtypes(self) -> dict[str, str]:
+        """Names of tensors to names of torch's dtypes.
+
+        Raises:
+            CheckpointError: numbers of another kind.
+        """
+        found = {name: str(x.dtype).removeprefix("torch.") for name, x in self._tensors.items()}
+        for name, kind in found.items():
+            if kind not in DTYPES.values():
+                raise CheckpointError(
+                    f"{self.folder} holds `{name}` as {kind}, which is no float32, bfloat16 or "
+                    "float16; use the model before it was quantized."
+                )
+        return found
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names of tensors to their shapes."""
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor.
+
+        Raises:
+            CheckpointError: there is none of that name.
+        """
+        if name not in self._tensors:
+            raise CheckpointError(
+                f"{self.folder} holds no `{name}`, which Wan 2.1 has; copy the file again."
+            )
+        return self._tensors[name]
+
+
+def _chosen(path: Path, entry: str | None) -> Mapping[str, Tensor]:
+    """The tensors of an entry; a file may be one itself.
+
+    Raises:
+        CheckpointError: no such entry, or several to choose from.
+    """
+    content = _content(path)
+    if entry is None and _holds_tensors(content):
+        return content
+    entries = {str(k): v for k, v in content.items() if _holds_tensors(v)}
+    asked = [entry] if entry is not None else list(entries)
+    if len(asked) == 1 and asked[0] in entries:
+        return entries[asked[0]]
+    shown = ", ".join(sorted(entries)) or "none"
+    if entry is not None:
+        raise CheckpointError(
+            f"{path} holds no weights under `--entry {entry}`; those that hold any: {shown}."
+        )
+    raise CheckpointError(
+        f"{path} must hold weights, or one entry with weights, but those that do are: {shown}; "
+        "choose by `--entry`, or give another file."
+    )
+
+
+def _holds_tensors(value: Any) -> TypeGuard[Mapping[str, Tensor]]:
+    return isinstance(value, Mapping) and bool(value) and all(map(torch.is_tensor, value.values()))
+
+
+def _content(path: Path) -> Mapping[str, Any]:
+    """What torch.save wrote, without running code that the file may hold.
+
+    Raises:
+        CheckpointError: a file that cannot be read so.
+    """
+    # The form before torch 1.6 is no archive, and cannot be mapped.
+    content = plain_content(path, path, mmap=zipfile.is_zipfile(path))
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path} must hold names and tensors; give another file.")
+    return content
+
+
+def _bare(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+@dataclass(frozen=True)
+class WanImport:
+    """How to import weights.
+
+    Attributes:
+        source: folder with config.json and safetensors, or a file of torch.save.
+        save: folder for the checkpoint.
+        dtype: of the weights; None keeps the source's.
+        entry: of a file of torch.save, such as ``"generator_ema"``; None takes the only one.
+    """
+
+    source: Path
+    save: Path
+    dtype: str | None = None
+    entry: str | None = None
+
+
+def import_wan(order: WanImport) -> tuple[str, str]:
+    """Write weights as the checkpoint of iteration 0, for any layout.
+
+    Returns:
+        Named size of the model, and dtype of the weights such as ``"bfloat16"``.
+
+    Raises:
+        CheckpointError: a model that cannot be converted, or a folder that cannot be read or
+            written.
+    """
+    if published(order.save):
+        raise CheckpointError(f"`--save` ({order.save}) holds checkpoints; give a new folder.")
+    with open_wan(order.source, order.entry) as (model, tensors):
+        check_tensors(model.sizes, model.naming, tensors)
+        # Also where a dtype is asked for: numbers of a quantized model mean nothing without scales.
+        tensors.dtypes()
+        dtype = order.dtype or only_dtype(tensors)
+        config = run_config(model, dtype, order.save)
+        with one_rank(config) as context:
+            chunk = build_bare(model.sizes, dtype, context)
+            fill(chunk, model.naming, tensors)
+            CheckpointManager(config.checkpoint, context).save(
+                0,
+                model=[chunk],
+                optimizer=None,
+                scheduler=None,
+                progress={"iteration": 0, "consumed_train_samples": 0},
+                run_config=config.to_dict(),
+            )
+    return model.size, dtype
+
+
+def run_config(model: WanModel, dtype: str, save: Path) -> RunConfig:
+    """What the checkpoint says of itself, as one of a streaming run does."""
+    streaming = StreamingConfig(generator_size=model.size, text_features=model.sizes.text_width)
+    run = RunConfig()
+    flags = {word.removeprefix("--"): True for word in PRECISIONS[dtype]}
+    return dataclasses.replace(
+        run,
+        model=streaming.described(run.model),
+        streaming=streaming,
+        precision=PrecisionConfig(**flags),
+        video=VideoConfig(task="streaming", video=True),
+        checkpoint=CheckpointConfig(save=str(save), no_save_optim=True, no_save_rng=True),
+    )
+
+
+def build_bare(sizes: VideoDiTSizes, dtype: str, context: ParallelContext) -> VideoDiT:
+    """The whole model on one rank on the CPU, with arbitrary weights."""
+    config = TransformerConfig(
+        **sizes.transformer_fields(),
+        params_dtype=torch_dtype(dtype),
+        use_cpu_initialization=True,
+        perform_initialization=False,
+    )
+    chunk: VideoDiT = build_video_dit_chunk(sizes, VideoDiTOptions(), config, context)
+    chunk.to(torch_dtype(dtype))
+    return chunk
+
+
+@torch.no_grad()
+def fill(chunk: VideoDiT, naming: Naming, tensors: TensorSource) -> None:
+    """Copy tensors of Wan into the whole model, one parameter at a time."""
+    parameters = list(chunk.named_parameters())
+    bar = tqdm(parameters, "Importing", unit="tensor", delay=1.0, leave=False, disable=None)
+    for name, parameter in bar:
+        found = [tensors.tensor(full) for full in wan_names(name, naming)]
+        parameter.copy_(from_wan(name, found, chunk.sizes))
+
+
+def check_tensors(sizes: VideoDiTSizes, naming: Naming, tensors: TensorSource) -> None:
+    """Nothing is missing, nothing would be lost, and all of it fits.
+
+    Raises:
+        CheckpointError: naming the first tensor of which that is not so.
+    """
+    found, wanted = tensors.shapes(), dict[str, tuple[int, ...]]()
+    for name, shape in shapes(sizes).items():
+        parts = to_wan(name, torch.empty(shape, device="meta"), sizes)
+        names = wan_names(name, naming)
+        wanted |= {full: tuple(part.shape) for full, part in zip(names, parts, strict=True)}
+    for full, shape in wanted.items():
+        if full not in found:
+            raise CheckpointError(
+                f"{tensors.folder} holds no `{full}`, which Wan 2.1 has; copy the whole model "
+                "again."
+            )
+        if found[full] != shape:
+            raise CheckpointError(
+                f"{tensors.folder} holds `{full}` with shape {list(found[full])}, but the sizes of "
+                f"the model imply {list(shape)}; copy the whole model again."
+            )
+    extra = sorted(found.keys() - wanted.keys())
+    if extra:
+        raise CheckpointError(
+            f"{tensors.folder} holds `{extra[0]}`, which Wan 2.1 text to video does not have; use "
+            "a model without it."
+        )

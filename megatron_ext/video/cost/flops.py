@@ -1,0 +1,148 @@
+"""Floating-point operations of an MMDiT.
+
+Floating-point operations of a video DiT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from typing import Any
+
+from torch import Tensor
+
+from megatron_ext.planning.flops import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
+from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH, MMDiTSizes
+from megatron_ext.video.config.wan import VideoDiTSizes
+from megatron_ext.video.model.wan.attention import FrameWindow
+from megatron_ext.video.model.wan.cache import KVCache
+from megatron_ext.video.model.wan.model import VideoDiT
+
+
+def flops_of_clip(sizes: MMDiTSizes, num_text: int, num_image: int) -> float:
+    """Of one clip through the model, forward and backward.
+
+    Matrix products only; attention is bidirectional and counts in full; recomputation does not
+    count.
+
+    Args:
+        sizes: of the model.
+        num_text, num_image: tokens.
+    """
+    h, m = sizes.hidden_size, sizes.mlp_size
+    tokens = num_text + num_image
+    # Queries, keys, values and projection, both MLP matrices, scores and their product with
+    # values; the same in blocks of both kinds.
+    block = tokens * (4 * h * h + 2 * h * m + 2 * tokens * h)
+    modulation = h * h * (12 * sizes.num_double_blocks + 3 * sizes.num_single_blocks + 2)
+    embedders = num_image * sizes.token_width * h * 2 + num_text * sizes.text_width * h
+    embedders += (TIMESTEP_WIDTH + sizes.pooled_width + 2 * h) * h
+    if sizes.cond_embed:
+        embedders += num_image * sizes.cond_width * h
+    if sizes.guidance_embed:
+        embedders += (TIMESTEP_WIDTH + h) * h
+    products = block * sizes.num_blocks + modulation + embedders
+    return float(FORWARD_AND_BACKWARD * MULTIPLY_AND_ADD * products)
+
+
+def flops_of_frames(
+    sizes: VideoDiTSizes,
+    window: FrameWindow | None,
+    *,
+    num_text: int,
+    num_frames: int,
+    tokens_per_frame: int,
+) -> float:
+    """Of one clip through the model, all frames at once, forward and backward.
+
+    Matrix products only; of attention those that the window leaves; recomputation does not count.
+
+    Args:
+        sizes: of the model.
+        window: which frames see which, None for all.
+        num_text: text tokens.
+        num_frames: t, whole blocks with a window.
+        tokens_per_frame: N.
+    """
+    frames = range(num_frames)
+    seen = [
+        (queries * tokens_per_frame, keys * tokens_per_frame)
+        for queries, keys in _frames_seen(window, frames, {*frames})
+    ]
+    return FORWARD_AND_BACKWARD * flops_of_sample(sizes, seen, num_text=num_text, num_times=1)
+
+
+def flops_of_pass(
+    model: VideoDiT,
+    *,
+    x: Tensor,
+    timesteps: Tensor,
+    text: Tensor,
+    cache: KVCache | None = None,
+    first_frame: int = 0,
+    **others: Any,
+) -> float:
+    """Of a pass without gradient through the whole model, on all its model-parallel ranks together.
+
+    Matrix products only; attention counts the keys that are seen. What the cache knows of the text
+    is not computed again, and not counted.
+
+    Args:
+        model: any rank's part of it.
+        x, timesteps, text, cache, first_frame, others: as of `VideoDiT.forward`.
+    """
+    batch, frames, _, height, width = x.shape
+    per_frame = height * width // model.sizes.patch_size**2
+    new = range(first_frame, first_frame + frames)
+    present = {*new, *(cache.frames if cache is not None else ())}
+    seen = _frames_seen(model.options.window, new, present)
+    knows_text = cache is not None and cache.memo.is_filled
+    return batch * flops_of_sample(
+        model.sizes,
+        [(queries * per_frame, keys * per_frame) for queries, keys in seen],
+        num_text=text.size(1),
+        num_times=1 if timesteps.dim() == 1 else frames,
+        embeds_text=not knows_text,
+    )
+
+
+def _frames_seen(
+    window: FrameWindow | None, new: range, present: Set[int]
+) -> Iterable[tuple[int, int]]:
+    """Frames that attend and frames that they see, of those that are there, for each block."""
+    if window is None:
+        return [(len(new), len(new))]
+    return [
+        (window.block, sum(f in present for part in window.visible(start) for f in part))
+        for start in window.blocks(new.start, len(new))
+    ]
+
+
+def flops_of_sample(
+    sizes: VideoDiTSizes,
+    attended: Iterable[tuple[int, int]],
+    *,
+    num_text: int,
+    num_times: int,
+    embeds_text: bool = True,
+) -> float:
+    """Of one sample in a pass without gradient.
+
+    Args:
+        sizes: of the model.
+        attended: tokens that attend and tokens that they see, for each stretch of frames.
+        num_text: tokens of the text.
+        num_times: timesteps, one or one for each frame.
+        embeds_text: keys and values of the text are computed.
+    """
+    h, pairs = sizes.hidden_size, list(attended)
+    tokens = sum(queries for queries, _ in pairs)
+    # Queries, keys, values and projection of self-attention; queries and projection of
+    # cross-attention; both matrices of the feed-forward layers; scores and their products with
+    # values.
+    block = tokens * (6 * h * h + 2 * h * sizes.ffn_size + 2 * num_text * h)
+    block += 2 * h * sum(queries * keys for queries, keys in pairs)
+    around = 2 * tokens * sizes.token_width * h + num_times * h * (TIMESTEP_WIDTH + 7 * h)
+    if embeds_text:
+        block += 2 * num_text * h * h
+        around += num_text * h * (sizes.text_width + h)
+    return float(MULTIPLY_AND_ADD * (sizes.num_blocks * block + around))

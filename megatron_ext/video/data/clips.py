@@ -1,0 +1,331 @@
+"""Lists of clips with captions, and the pixels of clips: video files, images, image folders."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.data.geometry import ClipShape
+
+av: Any
+Image: Any
+try:
+    import av
+except ImportError:
+    av = None
+try:
+    from PIL import Image
+except ImportError:
+    Image = None
+
+Picture = np.ndarray[Any, Any]
+IMAGE_SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".webp", ".bmp"))
+FOLDER_FPS = 24.0
+"""Frame rate of an image folder whose row names none."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One row of a list of clips.
+
+    Attributes:
+        path: a video (anything that FFmpeg reads: mp4, webm, gif, ...), an image, or a folder of
+            images, which are its frames in the order of their names, 10 after 9.
+        caption: without suffix; may be empty.
+        fps: of the row, where it has one; decides for image folders, and over the file's own.
+        motion: motion score of the row.
+    """
+
+    path: str
+    caption: str
+    fps: float | None = None
+    motion: float | None = None
+
+
+def with_suffix(caption: str, fps: int | None, motion: float | None = None) -> str:
+    """The caption that the text encoder gets, in training as in sampling.
+
+    Args:
+        caption: what the clip shows.
+        fps: frames per second after subsampling; None or 0 for images.
+        motion: motion score, rounded.
+    """
+    parts = [f"{fps} FPS"] if fps else []
+    if motion is not None:
+        parts.append(f"{round(motion)} motion score")
+    return f"{caption} {', '.join(parts)}." if parts else caption
+
+
+def read_list(path: str | os.PathLike[str]) -> list[Clip]:
+    """Reads a jsonl or csv of clips, or a folder of clips each beside its caption in ``.txt``.
+
+    Rows have ``path`` (relative to the list), ``text`` or ``caption``, and may have ``fps`` and
+    ``motion`` (or ``motion_score``).
+
+    Raises:
+        DataError: no such file, a row that cannot be read, or no row at all.
+    """
+    source = Path(path)
+    try:
+        if source.is_dir():
+            clips = list(_clips_of_folder(source))
+        elif source.is_file():
+            rows = _csv_rows if source.suffix.lower() == ".csv" else _json_rows
+            clips = [_clip(row, source, line) for line, row in rows(source)]
+        else:
+            raise DataError(
+                f"`--input` ({source}) is neither a file nor a folder; give a jsonl, a csv or a "
+                "folder of clips."
+            )
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"`--input` ({source}) cannot be read ({error}); give a jsonl, a csv or a folder with "
+            "captions, in UTF-8."
+        ) from None
+    if not clips:
+        raise DataError(f"`--input` ({source}) holds no clip; give a list with rows.")
+    return clips
+
+
+def _clips_of_folder(folder: Path) -> Iterator[Clip]:
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".txt" or path.name.startswith("."):
+            continue
+        # A folder of images has no suffix, even where its name has a dot.
+        caption = path.with_name(f"{path.name if path.is_dir() else path.stem}.txt")
+        yield Clip(str(path), caption.read_text("utf-8").strip() if caption.is_file() else "")
+
+
+def _json_rows(source: Path) -> Iterator[tuple[int, Any]]:
+    # Spreadsheets write a byte-order mark, which utf-8-sig takes away.
+    with open(source, encoding="utf-8-sig") as stream:
+        for line, text in enumerate(stream, 1):
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text)
+            except ValueError as error:
+                raise _bad_row(source, line, f"is no JSON ({error})") from None
+            yield line, row
+
+
+def _csv_rows(source: Path) -> Iterator[tuple[int, Any]]:
+    with open(source, encoding="utf-8-sig", newline="") as stream:
+        reader = csv.DictReader(stream)
+        try:
+            _check_columns(source, reader.fieldnames or ())
+            for row in reader:
+                yield reader.line_num, row
+        except csv.Error as error:
+            raise _bad_row(source, reader.line_num, f"is no csv ({error})") from None
+
+
+def _check_columns(source: Path, found: Sequence[str]) -> None:
+    if found and not ("path" in found and {"text", "caption"} & set(found)):
+        raise DataError(
+            f"{source} has the columns {', '.join(found)}, but needs path, and text or caption, in "
+            "its first line; rename them."
+        )
+
+
+def _clip(row: Any, source: Path, line: int) -> Clip:
+    if not isinstance(row, dict) or not isinstance(row.get("path"), str) or not row["path"]:
+        raise _bad_row(source, line, "has no `path`")
+    if None in row:
+        raise _bad_row(source, line, f"has {len(row[None])} cells more than the first line")
+    captions = [row[name] for name in ("text", "caption") if row.get(name) not in (None, "")]
+    caption = captions[0] if captions else ""
+    if not isinstance(caption, str):
+        raise _bad_row(source, line, "has a caption that is no text")
+    fps = _number(row, "fps", source, line)
+    motion = _number(row, "motion", source, line)
+    if motion is None:
+        motion = _number(row, "motion_score", source, line)
+    if fps is not None and fps < 0:
+        raise _bad_row(source, line, f"has `fps` {fps}, which is negative")
+    return Clip(str(source.parent / row["path"]), caption.strip(), fps, motion)
+
+
+def _number(row: dict[str, Any], name: str, source: Path, line: int) -> float | None:
+    if row.get(name) in (None, ""):
+        return None
+    try:
+        value = float(row[name])
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise _bad_row(source, line, f"has `{name}` {row[name]!r}, which is no number")
+    return value
+
+
+def _bad_row(source: Path, line: int, what: str) -> DataError:
+    return DataError(f"{source} line {line} {what}; mend the row or take it out.")
+
+
+def probe(clip: Clip) -> ClipShape:
+    """What a clip offers, from its first frame and the packets of its file.
+
+    Raises:
+        DataError: it does not exist, or is nothing that can be read.
+        ConfigError: PyAV or pillow is not installed.
+    """
+    path, fps = Path(clip.path), clip.fps or FOLDER_FPS
+    with _reading(path):
+        if path.is_dir():
+            images = _images_of(path)
+            height, width = _image_size(images[0])
+            return ClipShape(len(images), height, width, fps)
+        if path.suffix.lower() in IMAGE_SUFFIXES:
+            return ClipShape(1, *_image_size(path), 0.0)
+        return _probe_video(clip)
+
+
+def _probe_video(clip: Clip) -> ClipShape:
+    with av.open(clip.path) as container:
+        stream = container.streams.video[0]
+        # Headers of webm and gif do not give the number of frames, and those of a cut mp4 lie.
+        # Packets before the beginning of an edited mp4 give no frame.
+        frames = sum(p.size > 0 and not p.is_discard for p in container.demux(stream))
+        fps = clip.fps or float(stream.average_rate or 0)
+    with av.open(clip.path) as container:
+        height, width, _ = _upright(next(container.decode(video=0))).shape
+    if not frames or (frames > 1 and fps <= 0):
+        raise ValueError("it has no frames or no frame rate")
+    return ClipShape(frames, height, width, fps if frames > 1 else 0.0)
+
+
+def decode(clip: Clip, first: int, interval: int, count: int, size: tuple[int, int]) -> Tensor:
+    """Frames of a clip, enlarged or reduced until they cover the size, then cut at the middle.
+
+    Args:
+        clip: what to read.
+        first: first frame of the file to keep.
+        interval: frames of the file from one kept frame to the next.
+        count: frames to keep, f.
+        size: height and width of the result.
+
+    Returns:
+        ``[3, f, H, W]`` float32 in [-1, 1].
+
+    Raises:
+        DataError: the file cannot be read, or ends before the last frame.
+        ConfigError: PyAV or pillow is not installed.
+    """
+    wanted = range(first, first + interval * (count - 1) + 1, interval)
+    path = Path(clip.path)
+    shapes, fitted = set(), []
+    with _reading(path):
+        # One at a time: a hundred frames of a large video would take gigabytes.
+        for frame in _frames(path, wanted):
+            shapes.add(frame.shape)
+            fitted.append(fit(torch.from_numpy(frame)[None], size))
+        if len(fitted) < count:
+            raise ValueError(f"only {len(fitted)} of {count} frames could be decoded")
+        if len(shapes) > 1:
+            raise ValueError("its frames differ in size")
+    return torch.cat(fitted, dim=1)
+
+
+def fit(frames: Tensor, size: tuple[int, int]) -> Tensor:
+    """Scales frames until they cover a size, and cuts them at the middle.
+
+    Args:
+        frames: ``[f, H0, W0, 3]`` uint8.
+        size: height and width.
+
+    Returns:
+        ``[3, f, H, W]`` float32 in [-1, 1].
+    """
+    planes = frames.permute(0, 3, 1, 2).float()
+    height, width = planes.shape[2:]
+    scale = max(size[0] / height, size[1] / width)
+    scaled = (max(size[0], round(height * scale)), max(size[1], round(width * scale)))
+    if scaled != (height, width):
+        planes = torch.nn.functional.interpolate(
+            planes, scaled, mode="bilinear", antialias=True, align_corners=False
+        )
+    top, left = (scaled[0] - size[0]) // 2, (scaled[1] - size[1]) // 2
+    cut = planes[:, :, top : top + size[0], left : left + size[1]]
+    return (cut / 127.5 - 1).clamp(-1, 1).transpose(0, 1).contiguous()
+
+
+def _frames(path: Path, wanted: range) -> Iterator[Picture]:
+    if path.is_dir():
+        images = _images_of(path)
+        yield from (_read_image(images[i]) for i in wanted if i < len(images))
+    elif path.suffix.lower() in IMAGE_SUFFIXES:
+        yield _read_image(path)
+    else:
+        with av.open(str(path)) as container:
+            for number, frame in enumerate(container.decode(video=0)):
+                if number in wanted:
+                    yield _upright(frame)
+                if number >= wanted[-1]:
+                    break
+
+
+def _upright(frame: Any) -> Picture:
+    """Pixels ``[H, W, 3]`` of a decoded frame, turned as players show it: phones film lying."""
+    turns = round(frame.rotation / 90) % 4
+    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), turns))
+
+
+def _images_of(folder: Path) -> list[Path]:
+    """Its images by name, with numbers in their names by value, so that 10 comes after 9."""
+    images = [
+        path
+        for path in folder.iterdir()
+        if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
+    ]
+    if not images:
+        raise ValueError("the folder holds no images")
+    return sorted(images, key=_natural)
+
+
+def _natural(path: Path) -> tuple[list[tuple[int, int, str]], str]:
+    parts = re.findall(r"[0-9]+|[^0-9]+", path.name)
+    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in parts], path.name
+
+
+def _image_size(path: Path) -> tuple[int, int]:
+    with Image.open(path) as image:
+        return image.height, image.width
+
+
+def _read_image(path: Path) -> Picture:
+    with Image.open(path) as image:
+        return np.array(image.convert("RGB"))
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Gives whatever a decoder makes of a bad file as a `DataError`."""
+    for package, module in (("av", av), ("pillow", Image)):
+        if module is None:
+            raise ConfigError(
+                f"Reading clips needs the package {package}, which is not installed; run "
+                "`pip install 'megatron-ext[video]'`."
+            )
+    try:
+        yield
+    except MemoryError:
+        raise
+    # FFmpeg and pillow have errors of dozens of classes for bad files, among them bare Exception.
+    except Exception as error:
+        raise DataError(
+            f"The clip {path} cannot be read ({str(error) or type(error).__name__}); mend the file "
+            "or take its row out."
+        ) from error

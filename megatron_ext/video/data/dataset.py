@@ -1,0 +1,341 @@
+"""Clips as a map-style dataset, from shards or encoded when asked for, and micro-batches.
+
+Clips of a list, planned as preprocessing plans them, and encoded in the data loader.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from megatron_ext.errors import DataError
+from megatron_ext.video.data.clips import read_list
+from megatron_ext.video.data.codecs import build_codec
+from megatron_ext.video.data.encode import (
+    ClipEncoder,
+    PlannedClip,
+    VideoSample,
+    check_codec,
+    plan_clips,
+    report,
+)
+from megatron_ext.video.data.geometry import Bucket, BucketPlan
+from megatron_ext.video.data.manifest import VideoPreprocessOptions, make_manifest, read_manifest
+from megatron_ext.video.data.sampler import Members
+from megatron_ext.video.data.shards import Shard, read_null
+from megatron_ext.video.data.text_encoders import build_text_encoder
+
+logger = logging.getLogger(__name__)
+
+
+class VideoClips(Protocol):
+    """What a training run needs of a dataset of clips, wherever their latents come from."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> VideoSample: ...
+
+    def members(self, default_micro_batch_size: int) -> dict[Bucket, Members]:
+        """Clips of each bucket.
+
+        Args:
+            default_micro_batch_size: ``--micro-batch-size``, of buckets without their own.
+        """
+        ...
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """What decides the latents and embeddings; see `manifest.make_manifest`."""
+        ...
+
+    def latent_shape(self, number: int) -> tuple[int, int, int, int]:
+        """Of the latents of a clip, (c, t, h, w)."""
+        ...
+
+    @property
+    def null_text(self) -> tuple[Tensor, Tensor]:
+        """The encoded empty caption, ``[l, d]`` and ``[e]``."""
+        ...
+
+
+class ShardedVideos(Dataset[VideoSample]):
+    """Clips of a folder that tools/preprocess_video.py wrote.
+
+    Args:
+        folder: with ``manifest.json``.
+        plan: micro-batch sizes of this run; None takes those of the manifest.
+
+    Raises:
+        DataError: the folder is not whole.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], plan: BucketPlan | None = None) -> None:
+        self.folder = Path(folder)
+        self.manifest = read_manifest(self.folder)
+        self._shards = [
+            Shard(self.folder, shard["name"], self.manifest, shard["clips"])
+            for shard in self.manifest["shards"]
+        ]
+        self._begins = np.cumsum([0, *(len(shard) for shard in self._shards)])
+        self._plan = plan
+        self._null = read_null(self.folder, self.manifest)
+
+    def __len__(self) -> int:
+        return int(self._begins[-1])
+
+    def __getitem__(self, number: int) -> VideoSample:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        shard = int(np.searchsorted(self._begins, number, side="right")) - 1
+        return self._shards[shard].sample(number - int(self._begins[shard]))
+
+    def members(self, default_micro_batch_size: int) -> dict[Bucket, Members]:
+        """See `VideoClips.members`.
+
+        Raises:
+            DataError: a clip's bucket is not in the plan, or not in the manifest.
+        """
+        of_clips = np.concatenate([shard.buckets() for shard in self._shards])
+        found = {}
+        for i, entry in enumerate(self.manifest["buckets"]):
+            bucket = Bucket(**entry["shape"])
+            clips = np.flatnonzero(of_clips == i).tolist()
+            if clips:
+                size = entry["micro_batch_size"]
+                if self._plan is not None:
+                    size = _micro_batch_size(bucket, self._plan)
+                found[bucket] = Members(clips, size or default_micro_batch_size)
+        return found
+
+    def latent_shape(self, number: int) -> tuple[int, int, int, int]:
+        """Of the latents of a clip, (c, t, h, w)."""
+        shard = int(np.searchsorted(self._begins, number, side="right")) - 1
+        return self._shards[shard].latent_shape(number - int(self._begins[shard]))
+
+    @property
+    def null_text(self) -> tuple[Tensor, Tensor]:
+        """See `VideoClips.null_text`."""
+        return self._null
+
+
+class OnlineVideos(Dataset[VideoSample]):
+    """Clips that are decoded and encoded when the loader asks for them; nothing is stored.
+
+    A clip has the same crop each time. One whose frames turn out to be damaged, which headers do
+    not show, gives its place to the next of its bucket, with a warning: days of training do not end
+    at one bad file. In a loader with processes, give the patch codec and hashed
+    words, or models on the CPU: processes cannot share a GPU's models.
+
+    Args:
+        clips: in order, each with its bucket.
+        encoder: codec and text encoder.
+        plan: micro-batch sizes.
+        manifest: what preprocessing would say of them.
+    """
+
+    def __init__(
+        self,
+        clips: Sequence[PlannedClip],
+        encoder: ClipEncoder,
+        plan: BucketPlan,
+        manifest: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._clips, self._encoder, self._plan = list(clips), encoder, plan
+        self.manifest = dict(manifest or {})
+        self._of_buckets: dict[Bucket, list[int]] = {}
+        for number, planned in enumerate(self._clips):
+            self._of_buckets.setdefault(planned.bucket, []).append(number)
+
+    def __len__(self) -> int:
+        return len(self._clips)
+
+    def __getitem__(self, number: int) -> VideoSample:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        same_bucket = self._of_buckets[self._clips[number].bucket]
+        place = bisect_left(same_bucket, number)
+        for other in same_bucket[place:] + same_bucket[:place]:
+            try:
+                return self._encoder.sample(self._clips[other])
+            except DataError as error:
+                logger.warning("Clip %d is replaced by the next of its bucket: %s", other, error)
+        raise DataError(
+            f"None of the {len(same_bucket)} clips of {self._clips[number].bucket} can be decoded; "
+            "the warnings before name them; take them out of the list."
+        )
+
+    def members(self, default_micro_batch_size: int) -> dict[Bucket, Members]:
+        """See `VideoClips.members`.
+
+        Raises:
+            DataError: a clip's bucket is not in the plan.
+        """
+        return {
+            bucket: Members(
+                clips, _micro_batch_size(bucket, self._plan) or default_micro_batch_size
+            )
+            for bucket, clips in self._of_buckets.items()
+        }
+
+    def latent_shape(self, number: int) -> tuple[int, int, int, int]:
+        """See `VideoClips.latent_shape`."""
+        bucket = self._clips[number].bucket
+        return self._encoder.codec.latent_shape(bucket.num_frames, bucket.height, bucket.width)
+
+    @property
+    def null_text(self) -> tuple[Tensor, Tensor]:
+        """See `VideoClips.null_text`."""
+        text, pooled = self._encoder.text_encoder.encode([""])
+        return text[0], pooled[0]
+
+
+def _micro_batch_size(bucket: Bucket, plan: BucketPlan) -> int | None:
+    try:
+        return plan.rules[bucket.resolution][bucket.num_frames].micro_batch_size
+    except KeyError:
+        raise DataError(
+            f"The data holds clips of {bucket}, but the bucket plan has no {bucket.resolution} of "
+            f"{bucket.num_frames} frames ({plan.as_json()}); add it."
+        ) from None
+
+
+@dataclass(frozen=True)
+class VideoBatch:
+    """Clips of one micro-batch.
+
+    Attributes:
+        latents: ``[b, c, t, h, w]``.
+        text: ``[b, l, d]``, l with rows appended so that text and image tokens divide.
+        pooled: ``[b, e]``.
+        references: ``[b, c, k, h, w]`` by name; see `encode.reference_name`.
+        fps: ``[b]`` int64.
+        numbers: of the clips in their list, ``[b]`` int64.
+    """
+
+    latents: Tensor
+    text: Tensor
+    pooled: Tensor
+    references: dict[str, Tensor]
+    fps: Tensor
+    numbers: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them by name."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        references = own.pop("references")
+        return {**own, **{f"references/{name}": piece for name, piece in references.items()}}
+
+    def pin_memory(self) -> VideoBatch:
+        """The same in memory that a GPU fetches from by itself, as torch's loader asks for it."""
+        return self.from_tensors({k: t.pin_memory() for k, t in self.tensors().items()})
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> VideoBatch:
+        """The opposite of `tensors`."""
+        prefix = "references/"
+        references = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
+        own: dict[str, Any] = {k: t for k, t in tensors.items() if not k.startswith(prefix)}
+        return cls(**own, references=references)
+
+
+def pad_text(text: Tensor, image_tokens: int, multiple: int) -> Tensor:
+    """Repeats the last row of text until text and image tokens together divide.
+
+    Args:
+        text: ``[..., l, d]``.
+        image_tokens: of one clip.
+        multiple: such as context-parallel size, times tensor-parallel size with sequence
+            parallelism.
+
+    Returns:
+        ``[..., l', d]`` with ``(l' + image_tokens) % multiple == 0``.
+    """
+    missing = -(text.size(-2) + image_tokens) % multiple
+    last = text[..., -1:, :]
+    return torch.cat([text, last.expand(*last.shape[:-2], missing, last.size(-1))], dim=-2)
+
+
+def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) -> VideoBatch:
+    """Stacks clips of one bucket.
+
+    Args:
+        samples: of one micro-batch.
+        patch: latent cells of a token on each side.
+        multiple: see `pad_text`.
+
+    Raises:
+        DataError: the clips differ in shape, references or text encoder, or their sides do not
+            divide by the patch.
+    """
+    shapes = {tuple(sample.latents.shape) for sample in samples}
+    if len(shapes) != 1:
+        raise DataError(
+            f"The clips of a micro-batch have the shapes {sorted(shapes)}, but must be of one "
+            "bucket; use the sampler of buckets."
+        )
+    _, t, h, w = shapes.pop()
+    if h % patch or w % patch:
+        raise DataError(
+            f"Latents of {h} × {w} do not divide into patches of {patch} × {patch}; choose "
+            "another patch size, codec or resolution."
+        )
+    _same(
+        "references",
+        [sorted((n, tuple(p.shape)) for n, p in s.references.items()) for s in samples],
+    )
+    _same("text embeddings", [(tuple(s.text.shape), tuple(s.pooled.shape)) for s in samples])
+    text = torch.stack([sample.text for sample in samples])
+    return VideoBatch(
+        latents=torch.stack([sample.latents for sample in samples]),
+        text=pad_text(text, t * (h // patch) * (w // patch), multiple),
+        pooled=torch.stack([sample.pooled for sample in samples]),
+        references={
+            name: torch.stack([sample.references[name] for sample in samples])
+            for name in samples[0].references
+        },
+        fps=torch.tensor([sample.fps for sample in samples]),
+        numbers=torch.tensor([sample.number for sample in samples]),
+    )
+
+
+def _same(what: str, found: Sequence[object]) -> None:
+    differing = next((other for other in found if other != found[0]), None)
+    if differing is not None:
+        raise DataError(
+            f"The clips of a micro-batch must have the same {what}, but have {found[0]} and "
+            f"{differing}; preprocess all of them with the same options."
+        )
+
+
+def open_online(options: VideoPreprocessOptions, *, tell: bool) -> OnlineVideos:
+    """Look at every clip of a list, and say which ones are left out.
+
+    Args:
+        options: as for preprocessing; nothing is written.
+        tell: print the dropped clips.
+
+    Raises:
+        ConfigError, DataError: as preprocessing.
+    """
+    codec = build_codec(options.codec, seed=options.encode.clip_seed)
+    check_codec(options.plan, codec, options.encode.reference_lengths)
+    clips = read_list(options.input)
+    planned, dropped = plan_clips(clips, options.plan, options.encode, workers=options.workers)
+    if tell:
+        for line in report(dropped, len(clips)):
+            print(f"> {line}", file=sys.stderr)
+    text_encoder = build_text_encoder(options.text_encoder)
+    manifest = make_manifest(options, clips, planned, codec, text_encoder)
+    encoder = ClipEncoder(options.encode, codec, text_encoder)
+    return OnlineVideos(planned, encoder, options.plan, manifest)

@@ -1,0 +1,248 @@
+"""From a planned clip to its sample: decoded, encoded, with its references and its caption.
+
+The one way for preprocessing and for encoding in the data loader, so that both give the same.
+
+Every clip looked at once, before anything is encoded: its bucket, or why it has none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.config.encoding import EncodeConfig
+from megatron_ext.video.data.clips import Clip, decode, probe, with_suffix
+from megatron_ext.video.data.codec_base import VideoCodec
+from megatron_ext.video.data.geometry import (
+    Bucket,
+    BucketPlan,
+    ClipShape,
+    Drop,
+    assign,
+    explain,
+    first_frame,
+    sizes,
+    subsampling,
+)
+from megatron_ext.video.data.text_encoders import TextEncoder
+
+
+@dataclass(frozen=True)
+class PlannedClip:
+    """A clip with its place.
+
+    Attributes:
+        number: in its list.
+        clip, shape: what it is.
+        bucket: what becomes of it.
+    """
+
+    number: int
+    clip: Clip
+    shape: ClipShape
+    bucket: Bucket
+
+
+@dataclass(frozen=True)
+class VideoSample:
+    """What training needs of one clip.
+
+    Attributes:
+        latents: ``[c, t, h, w]``.
+        text: embeddings of the caption, ``[l, d]``.
+        pooled: one embedding of it, ``[e]``.
+        references: latents of pieces that were encoded by themselves, ``[c, k, h, w]``, by
+            `reference_name`; pieces that a clip is too short for are missing.
+        fps: frames per second; 0 for an image.
+        number: of the clip in its list.
+        caption: as the text encoder got it.
+    """
+
+    latents: Tensor
+    text: Tensor
+    pooled: Tensor
+    references: dict[str, Tensor]
+    fps: int
+    number: int
+    caption: str
+
+
+def reference_name(side: str, num_frames: int) -> str:
+    """``head1`` or ``tail9``: the side of the clip and the latent frames of the piece."""
+    return f"{side}{num_frames}"
+
+
+class ClipEncoder:
+    """Turns planned clips into samples."""
+
+    def __init__(self, config: EncodeConfig, codec: VideoCodec, text_encoder: TextEncoder) -> None:
+        self.config, self.codec, self.text_encoder = config, codec, text_encoder
+
+    def sample(self, planned: PlannedClip, epoch: int = 0) -> VideoSample:
+        """Reads, encodes and describes one clip.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        pixels = self._pixels(planned, epoch)[None]
+        fps = subsampling(planned.shape.fps, self.config.fps_cap)[1]
+        caption = self.caption(planned)
+        text, pooled = self.text_encoder.encode([caption])
+        latents = self.codec.encode(pixels, number=planned.number)
+        return VideoSample(
+            latents=latents[0].cpu(),
+            text=text[0].cpu(),
+            pooled=pooled[0].cpu(),
+            references=self._references(pixels, latents.size(2), planned.number),
+            fps=fps if planned.bucket.num_frames > 1 else 0,
+            number=planned.number,
+            caption=caption,
+        )
+
+    def caption(self, planned: PlannedClip) -> str:
+        """The caption with its suffix."""
+        fps = subsampling(planned.shape.fps, self.config.fps_cap)[1]
+        moving = planned.bucket.num_frames > 1
+        motion = planned.clip.motion if moving else None
+        return with_suffix(planned.clip.caption, fps if moving else None, motion)
+
+    def _pixels(self, planned: PlannedClip, epoch: int) -> Tensor:
+        config, bucket = self.config, planned.bucket
+        interval = subsampling(planned.shape.fps, config.fps_cap)[0]
+        first = 0
+        if config.temporal_crop == "random":
+            first = first_frame(
+                planned.shape, bucket.num_frames, planned.number,
+                seed=config.clip_seed, epoch=epoch, fps_cap=config.fps_cap,
+            )  # fmt: skip
+        size = (bucket.height, bucket.width)
+        return decode(planned.clip, first, interval, bucket.num_frames, size)
+
+    def _references(self, pixels: Tensor, num_latent_frames: int, number: int) -> dict[str, Tensor]:
+        """Pieces at both ends, from their own frames alone, so that no later frame leaks in."""
+        found = {}
+        for length in self.config.reference_lengths:
+            if length >= num_latent_frames:
+                continue
+            frames = (length - 1) * self.codec.temporal + 1
+            for side, piece in (("head", pixels[:, :, :frames]), ("tail", pixels[:, :, -frames:])):
+                name = reference_name(side, length)
+                found[name] = self.codec.encode(piece, number=number, piece=name)[0].cpu()
+        return found
+
+
+def reference_names(lengths: Sequence[int]) -> tuple[str, ...]:
+    """Names of all references of a configuration."""
+    return tuple(reference_name(side, n) for n in lengths for side in ("head", "tail"))
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A clip that is left out.
+
+    Attributes:
+        number: in the list.
+        path: of its file.
+        reason: of which kind.
+        detail: what the reader said, for files that cannot be read.
+    """
+
+    number: int
+    path: str
+    reason: Drop
+    detail: str = ""
+
+
+def check_codec(plan: BucketPlan, codec: VideoCodec, reference_lengths: Sequence[int] = ()) -> None:
+    """Asks the codec for the latent shape of every bucket that the plan can give.
+
+    Args:
+        plan: the buckets.
+        codec: what gives the latents.
+        reference_lengths: of `EncodeConfig`; 1, which images never have, is always allowed.
+
+    Raises:
+        ConfigError: a length or a side does not divide, or no bucket is long enough for a
+            reference.
+    """
+    longest = 1
+    for resolution, lengths in plan.rules.items():
+        for frames, rule in lengths.items():
+            if rule.probability:
+                for height, width in sizes(resolution):
+                    longest = max(longest, codec.latent_shape(frames, height, width)[1])
+    for length in reference_lengths:
+        if 1 < length >= longest:
+            raise ConfigError(
+                f"`reference_lengths` ({length}) must be less than the latent frames of the "
+                f"longest bucket ({longest}), or no clip has such a reference; leave it out, or "
+                f"add a bucket of at least {length * codec.temporal + 1} frames."
+            )
+
+
+def plan_clips(
+    clips: Sequence[Clip],
+    plan: BucketPlan,
+    config: EncodeConfig,
+    *,
+    workers: int = 1,
+    tick: Callable[[int], None] = lambda done: None,
+) -> tuple[list[PlannedClip], list[Dropped]]:
+    """Buckets of all clips, from their headers.
+
+    Args:
+        clips: the list.
+        plan: resolutions and lengths.
+        config: frame rate and seed.
+        workers: files looked at at a time.
+        tick: is told how many clips have been looked at.
+
+    Raises:
+        DataError: no clip has a bucket; the sentence gives the reasons.
+    """
+    planned: list[PlannedClip] = []
+    dropped: list[Dropped] = []
+    with ThreadPoolExecutor(workers) as pool:
+        for number, (clip, seen) in enumerate(zip(clips, pool.map(_look, clips), strict=True)):
+            tick(number + 1)
+            if not isinstance(seen, ClipShape):
+                dropped.append(Dropped(number, clip.path, *seen))
+                continue
+            bucket = assign(seen, plan, number, seed=config.clip_seed, fps_cap=config.fps_cap)
+            if isinstance(bucket, Drop):
+                dropped.append(Dropped(number, clip.path, bucket))
+            else:
+                planned.append(PlannedClip(number, clip, seen, bucket))
+    if not planned:
+        raise DataError(
+            [
+                f"None of the {len(clips)} clips has a bucket in the plan ({plan.as_json()}); "
+                "choose smaller resolutions or shorter lengths, or give other clips.",
+                *report(dropped, len(clips)),
+            ]
+        )
+    return planned, dropped
+
+
+def _look(clip: Clip) -> ClipShape | tuple[Drop, str]:
+    if not clip.caption:
+        return Drop.NO_CAPTION, ""
+    try:
+        return probe(clip)
+    except DataError as error:
+        return Drop.UNREADABLE, str(error)
+
+
+def report(dropped: Sequence[Dropped], total: int) -> list[str]:
+    """Lines for a person: how many clips each reason cost, with the first file of each."""
+    lines = explain([d.reason for d in dropped], total)
+    first: dict[Drop, str] = {}
+    for d in dropped:
+        first.setdefault(d.reason, d.detail or d.path)
+    order = [reason for reason, _ in Counter(d.reason for d in dropped).most_common()]
+    return [f"{line} First: {first[why]}" for line, why in zip(lines, order, strict=True)]

@@ -1,0 +1,332 @@
+"""Sizes of clips: resolutions, aspect ratios, and the plan of buckets that a run uses.
+
+The rules are Open-Sora 2.0's (arXiv:2503.09642): a resolution is a number of pixels; each aspect
+ratio gives the height and width, multiples of 16, that come closest to it.
+
+Which bucket a clip goes into, and why a clip goes into none.
+
+The rule is Open-Sora 2.0's; every draw depends on ``(seed, epoch, clip)`` alone, so that any
+process, in any order, finds the same bucket.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from megatron_ext.errors import ConfigError
+
+MULTIPLE = 16
+ASPECT_RATIOS = (1.0, 4 / 3, 3 / 2, 8 / 5, 16 / 9, 1.85, 1.89, 2.0, 2.39)
+"""Width over height, landscape; portrait clips take the transposes."""
+
+_NAME = re.compile(r"(\d+)(px|p)")
+
+
+def pixel_budget(resolution: str) -> int:
+    """Pixels of one frame: the square of ``256px``, and a 16:9 frame of the height in ``720p``.
+
+    Raises:
+        ConfigError: the name has another form, or is too small for a frame of 16 × 16.
+    """
+    match = _NAME.fullmatch(resolution)
+    side = int(match[1]) if match else 0
+    if match is None or side < MULTIPLE:
+        raise ConfigError(
+            f"The resolution ({resolution}) must be a number of at least {MULTIPLE} with px or p, "
+            "such as 256px (a square of this side) or 720p (16:9 of this height); correct it."
+        )
+    return side * side if match[2] == "px" else side * side * 16 // 9
+
+
+@lru_cache
+def sizes(resolution: str, *, adjust: bool = True) -> tuple[tuple[int, int], ...]:
+    """Heights and widths of a resolution, without repetition, landscape before their transposes.
+
+    Args:
+        resolution: such as ``256px``.
+        adjust: add or take 16 on one side where this comes closer to the budget, as in training;
+            Open-Sora's inference leaves it out.
+
+    Raises:
+        ConfigError: see `pixel_budget`.
+    """
+    budget = pixel_budget(resolution)
+    found = [_size(budget, ratio, adjust) for ratio in ASPECT_RATIOS]
+    found += [(width, height) for height, width in found]
+    return tuple(dict.fromkeys(found))
+
+
+def _size(budget: int, ratio: float, adjust: bool) -> tuple[int, int]:
+    width = max(MULTIPLE, math.floor(math.sqrt(budget * ratio) / MULTIPLE) * MULTIPLE)
+    height = max(MULTIPLE, budget // width // MULTIPLE * MULTIPLE)
+    candidates = [(height, width)]
+    if adjust:
+        for step in (MULTIPLE, -MULTIPLE):
+            candidates += [(height + step, width), (height, width + step)]
+    whole = [size for size in candidates if min(size) >= MULTIPLE]
+    return min(whole, key=lambda size: abs(size[0] * size[1] - budget))
+
+
+def nearest_size(resolution: str, height: int, width: int) -> tuple[int, int]:
+    """The size whose aspect ratio is nearest by its logarithm, so that transposes are alike."""
+    wanted = math.log(height / width)
+    return min(sizes(resolution), key=lambda size: abs(math.log(size[0] / size[1]) - wanted))
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """Clips of one shape.
+
+    Attributes:
+        resolution: such as ``256px``.
+        num_frames: 1 for images.
+        height, width: pixels.
+    """
+
+    resolution: str
+    num_frames: int
+    height: int
+    width: int
+
+    def __str__(self) -> str:
+        """As in logs and messages: ``256px 17x192x336``."""
+        return f"{self.resolution} {self.num_frames}x{self.height}x{self.width}"
+
+
+@dataclass(frozen=True)
+class BucketRule:
+    """How often clips enter the buckets of a resolution and length, and how many at a time.
+
+    Attributes:
+        probability: with which a clip that fits is taken.
+        micro_batch_size: clips of one micro-batch on one rank; None is ``--micro-batch-size`` of
+            the run.
+
+    Raises:
+        ConfigError: a probability outside [0, 1], or a batch size below 1.
+    """
+
+    probability: float
+    micro_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.probability <= 1:
+            raise ConfigError(
+                f"The probability of a bucket ({self.probability}) must lie between 0 and 1; "
+                "1 takes every clip that fits."
+            )
+        if self.micro_batch_size is not None and self.micro_batch_size < 1:
+            raise ConfigError(
+                f"The micro-batch size of a bucket ({self.micro_batch_size}) must be at least 1; "
+                "set the probability to 0 to close the bucket."
+            )
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Resolutions × lengths that clips are put into.
+
+    Attributes:
+        rules: resolution -> number of frames -> rule.
+
+    Raises:
+        ConfigError: no bucket that a clip could enter, a resolution of an unknown form, or a
+            length below 1.
+    """
+
+    rules: Mapping[str, Mapping[int, BucketRule]]
+
+    def __post_init__(self) -> None:
+        for resolution, lengths in self.rules.items():
+            pixel_budget(resolution)
+            for frames in lengths:
+                if frames < 1:
+                    raise ConfigError(
+                        f"A bucket of {resolution} has {frames} frames, but must have at least 1 "
+                        "(an image); correct the bucket plan."
+                    )
+        if not any(rule.probability for r in self.rules.values() for rule in r.values()):
+            raise ConfigError(
+                f"The bucket plan ({self.as_json()}) is empty: it must hold a bucket with a "
+                'probability above 0, such as {"256px": {"17": 1.0}}.'
+            )
+
+    @property
+    def resolutions(self) -> tuple[str, ...]:
+        """From large to small."""
+        return tuple(sorted(self.rules, key=pixel_budget, reverse=True))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Numbers of frames that occur, ascending."""
+        return tuple(sorted({frames for lengths in self.rules.values() for frames in lengths}))
+
+    def as_dict(self) -> dict[str, dict[str, list[float | None]]]:
+        """As `parse_plan` takes it."""
+        return {
+            resolution: {
+                str(frames): [rule.probability, rule.micro_batch_size]
+                for frames, rule in lengths.items()
+            }
+            for resolution, lengths in self.rules.items()
+        }
+
+    def as_json(self) -> str:
+        return json.dumps(self.as_dict())
+
+
+def parse_plan(given: Any) -> BucketPlan:
+    """A plan from JSON, parsed or as text.
+
+    ``{"256px": {"17": [probability, micro_batch_size]}}``; the micro-batch size may be null or
+    left out, and a probability may stand by itself: ``{"256px": {"17": 1.0}}``.
+
+    Raises:
+        ConfigError: another form, or see `BucketPlan`.
+    """
+    try:
+        tree = json.loads(given, parse_constant=_refuse) if isinstance(given, str) else given
+        rules = {
+            str(resolution): {_whole(frames): _rule(rule) for frames, rule in lengths.items()}
+            for resolution, lengths in tree.items()
+        }
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise ConfigError(
+            f"The bucket plan ({given}) must be JSON such as "
+            f'{{"256px": {{"17": [probability, micro-batch size]}}}} ({error}); correct it.'
+        ) from None
+    return BucketPlan(rules)
+
+
+def _rule(given: Any) -> BucketRule:
+    probability, *rest = given if isinstance(given, (list, tuple)) else [given]
+    if len(rest) > 1:
+        raise ValueError(f"{given} holds more than a probability and a micro-batch size")
+    if isinstance(probability, (bool, str)):
+        raise ValueError(f"the probability {probability!r} is no number")
+    size = rest[0] if rest else None
+    return BucketRule(float(probability), None if size is None else _whole(size))
+
+
+def _whole(value: Any) -> int:
+    """An int, or text of one, as the keys of JSON are."""
+    number = int(value)
+    if isinstance(value, bool) or (not isinstance(value, str) and number != value):
+        raise ValueError(f"{value!r} is no whole number")
+    return number
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
+
+
+SMALLEST_SHARE = 0.8
+"""A clip may have this share of the pixels of a resolution, and is then enlarged."""
+
+
+class Drop(str, Enum):
+    """Why a clip is left out; the values are what reports show."""
+
+    UNREADABLE = "cannot be read"
+    NO_CAPTION = "has no caption"
+    TOO_SMALL = "has too few pixels for every resolution of the bucket plan"
+    TOO_SHORT = "has fewer frames than every bucket of its resolutions"
+    NOT_DRAWN = "was not drawn by the probabilities of its buckets"
+
+
+@dataclass(frozen=True)
+class ClipShape:
+    """What a file says of itself.
+
+    Attributes:
+        num_frames: frames of the file; 1 for an image.
+        height, width: pixels.
+        fps: frames per second; 0 for an image.
+    """
+
+    num_frames: int
+    height: int
+    width: int
+    fps: float
+
+
+def subsampling(fps: float, fps_cap: int) -> tuple[int, int]:
+    """Interval between the frames that are kept, and the whole frame rate that results.
+
+    Open-Sora's rule: ``ceil(fps / cap)`` and ``floor(fps / interval)``. An image, of 0 frames per
+    second, gives ``(1, 0)``.
+    """
+    interval = max(1, math.ceil(fps / fps_cap))
+    return interval, math.floor(fps / interval)
+
+
+def available_frames(clip: ClipShape, fps_cap: int) -> int:
+    """Frames left after subsampling, the first included."""
+    return -(-clip.num_frames // subsampling(clip.fps, fps_cap)[0])
+
+
+def assign(
+    clip: ClipShape, plan: BucketPlan, number: int, *, seed: int, epoch: int = 0, fps_cap: int = 24
+) -> Bucket | Drop:
+    """The bucket of a clip, or why it has none.
+
+    Resolutions are tried from large to small. Within one, a video takes the longest bucket that it
+    fills, an image the one of a single frame; where the draw against its probability fails, the
+    next resolution is tried.
+
+    Args:
+        clip: what it offers.
+        plan: the buckets.
+        number: of the clip in its list.
+        seed, epoch: of the draws.
+        fps_cap: frames per second, at most.
+    """
+    draws = np.random.Generator(np.random.PCG64((seed, epoch, number)))
+    frames = available_frames(clip, fps_cap)
+    reason = Drop.TOO_SMALL
+    for resolution in plan.resolutions:
+        # One draw for each resolution, taken or not: adding a bucket moves no other draw.
+        draw = float(draws.random())
+        if clip.height * clip.width < SMALLEST_SHARE * pixel_budget(resolution):
+            continue
+        lengths = plan.rules[resolution]
+        length = max((n for n in lengths if n <= frames and (n == 1) == (frames == 1)), default=0)
+        if not length:
+            reason = Drop.TOO_SHORT if reason is Drop.TOO_SMALL else reason
+            continue
+        if draw < lengths[length].probability:
+            return Bucket(resolution, length, *nearest_size(resolution, clip.height, clip.width))
+        reason = Drop.NOT_DRAWN
+    return reason
+
+
+def first_frame(
+    clip: ClipShape, num_frames: int, number: int, *, seed: int, epoch: int, fps_cap: int
+) -> int:
+    """The frame of the file at which a random crop of a bucket's length begins.
+
+    Drawn from ``(seed, epoch, clip)``, so that no two loader processes repeat one another's crops.
+    """
+    interval = subsampling(clip.fps, fps_cap)[0]
+    spare = available_frames(clip, fps_cap) - num_frames
+    draws = np.random.Generator(np.random.PCG64((seed, epoch, number, 1)))
+    return interval * int(draws.integers(spare + 1))
+
+
+def explain(dropped: Iterable[Drop], total: int) -> list[str]:
+    """One line for each reason, most frequent first; none where nothing was dropped."""
+    counts = Counter(dropped)
+    return [
+        f"{count} of {total} clips dropped: the clip {reason.value}."
+        for reason, count in counts.most_common()
+    ]

@@ -1,0 +1,280 @@
+"""Everything that one run of tools/preprocess_video.py is told.
+
+What a preprocessed dataset says of itself, and what of an earlier try can be kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import reprlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ext.config.flags import COUNT, PROCESSES
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.config.encoding import (
+    FOLDERS,
+    HASHED,
+    PATCH,
+    CodecConfig,
+    EncodeConfig,
+    TextEncoderConfig,
+)
+from megatron_ext.video.data import shards
+from megatron_ext.video.data.clips import Clip
+from megatron_ext.video.data.codec_base import VideoCodec
+from megatron_ext.video.data.encode import PlannedClip, reference_names
+from megatron_ext.video.data.geometry import BucketPlan, subsampling
+from megatron_ext.video.data.shards import STORAGES
+from megatron_ext.video.data.text_encoders import TextEncoder
+
+
+@dataclass(frozen=True)
+class VideoPreprocessOptions:
+    """One run of tools/preprocess_video.py.
+
+    Attributes:
+        input: jsonl, csv or folder; see `clips.read_list`.
+        output: folder of the dataset.
+        plan: buckets.
+        codec, text_encoder, encode: see there.
+        storage: ``float32`` or ``bfloat16``.
+        workers: processes.
+        clips_per_shard: at most; also what a killed run can lose for each worker.
+        device: ``cpu`` or ``cuda``; with cuda, workers take the GPUs in turn.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    input: str
+    output: str
+    plan: BucketPlan
+    codec: CodecConfig = field(default_factory=CodecConfig)
+    text_encoder: TextEncoderConfig = field(default_factory=TextEncoderConfig)
+    encode: EncodeConfig = field(default_factory=EncodeConfig)
+    storage: str = "float32"
+    workers: int = 1
+    clips_per_shard: int = 1000
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name, range_ in (("workers", PROCESSES), ("clips_per_shard", COUNT)):
+            rule = range_.broken_rule(getattr(self, name))
+            if rule is not None:
+                flag = name.replace("_", "-")
+                raise ConfigError(
+                    f"`--{flag}` ({getattr(self, name)}) {rule}; leave it out for the default."
+                )
+        if self.storage not in STORAGES:
+            raise ConfigError(f"`--storage` ({self.storage}) must be one of {', '.join(STORAGES)}.")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("`--device` (cuda) needs a GPU that torch finds; use cpu.")
+
+
+def make_manifest(
+    options: VideoPreprocessOptions,
+    clips: Sequence[Clip],
+    planned: Sequence[PlannedClip],
+    codec: VideoCodec,
+    text_encoder: TextEncoder,
+) -> dict[str, Any]:
+    """All of the manifest that is known before encoding."""
+    buckets = [
+        {
+            "shape": asdict(bucket),
+            "micro_batch_size": options.plan.rules[bucket.resolution][
+                bucket.num_frames
+            ].micro_batch_size,
+        }
+        for bucket in sorted({p.bucket for p in planned})
+    ]
+    about = {
+        "format": shards.FORMAT,
+        "codec": codec.identity,
+        "text_encoder": text_encoder.identity,
+        "encode": asdict(options.encode),
+        "plan": options.plan.as_dict(),
+        "buckets": buckets,
+        "fps": _usual_rate(planned, options.encode.fps_cap),
+        "storage": options.storage,
+        "references": list(reference_names(options.encode.reference_lengths)),
+        "latent_channels": codec.channels,
+        "text_length": text_encoder.length,
+        "text_width": text_encoder.width,
+        "pooled_width": text_encoder.pooled_width,
+    }
+    inputs = [[asdict(clip), *_stamp(clip.path)] for clip in clips]
+    models = [options.codec.codec, options.text_encoder.t5_path, options.text_encoder.clip_path]
+    weights = [_stamp(path) for model in models if model for path in _files(Path(model))]
+    deciding = json.dumps([about, options.clips_per_shard, inputs, weights], sort_keys=True)
+    return {**about, "fingerprint": hashlib.sha256(deciding.encode()).hexdigest()}
+
+
+def _usual_rate(planned: Sequence[PlannedClip], fps_cap: int) -> int:
+    """Frames per second of most videos, which samples take too; 24 where there are only images."""
+    rates = [subsampling(p.shape.fps, fps_cap)[1] for p in planned if p.bucket.num_frames > 1]
+    return Counter(rates).most_common(1)[0][0] if rates else 24
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _stamp(path: str | Path) -> list[int]:
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return []
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def refuse_other_data(folder: Path, fingerprint: str) -> None:
+    """Neither a dataset nor the finished shards of a killed run are overwritten by another.
+
+    Raises:
+        DataError: the folder holds some.
+    """
+    for path in [folder / "manifest.json", *sorted(folder.glob("shard_*.json"))]:
+        if path.exists() and shards.read_json(path).get("fingerprint") != fingerprint:
+            raise DataError(
+                f"`--output` ({folder}) holds a dataset of other clips or options ({path.name}); "
+                "give another folder, or remove it first."
+            )
+
+
+def sweep(folder: Path) -> None:
+    """Removes what killed runs left half written; the caller holds the folder's lock."""
+    for path in folder.glob("*.writing.*"):
+        path.unlink()
+
+
+def finished(
+    folder: Path, name: str, num_clips: int, manifest: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The marker of a shard that an earlier try of the same run finished, if its files are whole.
+
+    Args:
+        folder: of the dataset.
+        name: of the shard.
+        num_clips: that were planned for it.
+        manifest: of `make_manifest`.
+    """
+    path = folder / f"{name}.json"
+    if not path.exists():
+        return None
+    try:
+        marker = shards.read_json(path)
+        shards.Shard(folder, name, manifest, int(marker["clips"]))
+    except (DataError, KeyError):
+        return None
+    whole = marker["clips"] + len(marker["dropped"]) == num_clips
+    return marker if whole and marker.get("fingerprint") == manifest["fingerprint"] else None
+
+
+def _whole(least: int) -> tuple[str, Callable[[Any], bool]]:
+    return f"a whole number of at least {least}", lambda x: type(x) is int and x >= least
+
+
+_SIZE, _TEXT = _whole(1), ("text", lambda x: isinstance(x, str))
+_NUMBER = ("a number", lambda x: type(x) in (int, float) and math.isfinite(x))
+_ENTRIES = {
+    "codec": {"codec": _TEXT},
+    "text_encoder": {
+        "text_encoder": (f"one of {', '.join(FOLDERS)}", lambda x: x in list(FOLDERS)),
+        "length": _SIZE,
+    },
+    "plan": {},
+    "buckets": [
+        {
+            "shape": {"resolution": _TEXT, "num_frames": _SIZE, "height": _SIZE, "width": _SIZE},
+            "micro_batch_size": (f"null or {_SIZE[0]}", lambda x: x is None or _SIZE[1](x)),
+        }
+    ],
+    "shards": [{"name": _TEXT, "clips": _whole(0)}],
+    "references": [_TEXT],
+    "storage": _TEXT,
+    "latent_channels": _SIZE,
+    "text_length": _SIZE,
+    "text_width": _SIZE,
+    "pooled_width": _whole(0),
+    "fps": _SIZE,
+    "fingerprint": _TEXT,
+}
+"""What a manifest holds: tables, lists of one kind of entry, or a kind in words and its test."""
+_SIZES = {
+    ("text_encoder", HASHED): {"width": _SIZE, "pooled_width": _SIZE},
+    ("codec", PATCH): {
+        **dict.fromkeys(("codec_spatial", "codec_temporal", "codec_channels"), _SIZE),
+        **dict.fromkeys(("codec_shift", "codec_scale"), _NUMBER),
+    },
+}
+"""What the entry of a codec or text encoder holds besides, where no folder has its sizes."""
+
+
+def _faults(value: Any, wanted: Any, name: str) -> Iterator[tuple[str, str | None]]:
+    """Names of entries that are missing, and what is wrong with those that are there."""
+    if not isinstance(wanted, dict | list):
+        if not wanted[1](value):
+            yield name, f"holds `{name}` {reprlib.repr(value)}, which must be {wanted[0]}"
+    elif not isinstance(value, type(wanted)):
+        kind = "a table" if isinstance(wanted, dict) else "a list"
+        yield name, f"holds `{name}` {reprlib.repr(value)}, which must be {kind}"
+    elif isinstance(wanted, list):
+        for i, inner in enumerate(value):
+            yield from _faults(inner, wanted[0], f"{name}[{i}]")
+    else:
+        for key, inner in wanted.items():
+            inside = f"{name}.{key}".lstrip(".")
+            if key in value:
+                yield from _faults(value[key], inner, inside)
+            else:
+                yield inside, None
+
+
+def _check_entries(path: Path, manifest: dict[str, Any]) -> None:
+    """Refuse a manifest whose entries are missing or of another kind.
+
+    Raises:
+        DataError: with the file and the entry.
+    """
+    found = list(_faults(manifest, _ENTRIES, ""))
+    for (name, kind), sizes in _SIZES.items():
+        entry = manifest.get(name)
+        if isinstance(entry, dict) and entry.get(name) == kind:
+            found += _faults(entry, sizes, name)
+    missing = [f"`{name}`" for name, fault in found if fault is None]
+    wrong = [f"lacks {', '.join(missing)}"] if missing else [fault for _, fault in found]
+    if wrong:
+        raise DataError(f"{path} {wrong[0]}; {shards.ADVICE} again.")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Reads ``manifest.json``, which says what the shards of a folder hold.
+
+    Raises:
+        DataError: it is missing, damaged, of another format, or lacks a part.
+    """
+    path = folder / "manifest.json"
+    manifest = shards.read_json(path)
+    _check_entries(path, manifest)
+    for name in [*(shard["name"] for shard in manifest["shards"]), *manifest["references"]]:
+        if Path(name).name != name:
+            raise DataError(
+                f"{path} names {name}, which leads out of the folder; get the data from a source "
+                "that you trust."
+            )
+    if manifest["storage"] not in shards.STORAGES:
+        raise DataError(
+            f"{path} has the storage {manifest['storage']}, which must be one of "
+            f"{', '.join(shards.STORAGES)}; {shards.ADVICE} again."
+        )
+    return manifest

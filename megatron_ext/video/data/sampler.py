@@ -1,0 +1,238 @@
+"""Which clips a data-parallel rank computes in each step: one bucket for each global step.
+
+Pipeline stages exchange tensors of fixed shape and data-parallel ranks wait for one another, so
+all ranks and micro-batches of a step have the same shape. Everything is a function of ``(seed,
+epoch, step)``: a run resumes from its number of steps, with no state.
+
+The clips of a run, step by step: which ones, of which shape, in sequences of which length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+
+from megatron_ext.data.epochs import shuffled
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.data.geometry import Bucket
+
+
+@dataclass(frozen=True)
+class Members:
+    """Clips of one bucket.
+
+    Attributes:
+        clips: their numbers in the dataset.
+        micro_batch_size: of this bucket, on one rank.
+    """
+
+    clips: Sequence[int]
+    micro_batch_size: int
+
+
+@dataclass
+class BucketSteps:
+    """Micro-batches of each rank, step by step through epochs.
+
+    Each epoch shuffles the clips of each bucket, cuts them into units and shuffles these. A unit
+    is a whole step, or, with ``mixed``, one micro-batch, of which ranks take one each in turn;
+    the rest that fills no unit is left out, another one in each epoch.
+
+    Attributes:
+        buckets: the clips.
+        num_ranks: data-parallel size.
+        num_microbatches: of one rank in one step.
+        seed: of the order, anew in each epoch; None keeps the order of the data.
+        mixed: ranks and micro-batches of a step may have different shapes.
+        pipeline_size: pipeline-parallel size, which must be 1 with ``mixed``.
+
+    Raises:
+        ConfigError: ``mixed`` with pipeline stages.
+        DataError: no bucket fills a step.
+    """
+
+    buckets: Mapping[Bucket, Members]
+    num_ranks: int
+    num_microbatches: int
+    seed: int | None
+    mixed: bool = False
+    pipeline_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.mixed and self.pipeline_size > 1:
+            raise ConfigError(
+                f"Mixed buckets need `--pipeline-model-parallel-size` 1, but it is "
+                f"{self.pipeline_size}: stages exchange tensors of one shape; keep one bucket for "
+                "each step."
+            )
+        self._per_step = self.num_ranks * self.num_microbatches
+        per_unit = 1 if self.mixed else self._per_step
+        self._units = {
+            bucket: len(members.clips) // (members.micro_batch_size * per_unit)
+            for bucket, members in self.buckets.items()
+        }
+        units = sum(self._units.values())
+        self.steps_per_epoch = units // self._per_step if self.mixed else units
+        if not self.steps_per_epoch:
+            held = ", ".join(f"{b}: {len(m.clips)}" for b, m in self.buckets.items())
+            raise DataError(
+                f"No bucket holds the clips of one step ({held}): a step takes micro-batch size × "
+                f"{self.num_ranks} ranks × {self.num_microbatches} micro-batches; give more clips, "
+                "fewer buckets or smaller batches."
+            )
+        self._epoch, self._order = -1, list[tuple[Bucket, list[int]]]()
+
+    @property
+    def left_out(self) -> dict[Bucket, int]:
+        """Clips of each bucket that an epoch leaves out because they fill no unit."""
+        per_unit = 1 if self.mixed else self._per_step
+        return {
+            bucket: len(members.clips) - self._units[bucket] * members.micro_batch_size * per_unit
+            for bucket, members in self.buckets.items()
+        }
+
+    def microbatches(self, step: int, rank: int) -> list[tuple[Bucket, list[int]]]:
+        """Bucket and clip numbers of each micro-batch of a rank.
+
+        Args:
+            step: counted from the beginning of the run.
+            rank: data-parallel rank.
+        """
+        epoch, step = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            self._order, self._epoch = self._shuffled_units(epoch), epoch
+        if self.mixed:
+            first = step * self._per_step + rank
+            return self._order[first : first + self._per_step : self.num_ranks]
+        bucket, clips = self._order[step]
+        size = self.buckets[bucket].micro_batch_size
+        starts = ((micro * self.num_ranks + rank) * size for micro in range(self.num_microbatches))
+        return [(bucket, clips[start : start + size]) for start in starts]
+
+    def num_samples(self, step: int) -> int:
+        """Clips of a step on all ranks together."""
+        return sum(
+            len(clips)
+            for rank in range(self.num_ranks)
+            for _, clips in self.microbatches(step, rank)
+        )
+
+    def _shuffled_units(self, epoch: int) -> list[tuple[Bucket, list[int]]]:
+        units = []
+        # By name, so that the order does not depend on how the mapping was built.
+        for i, (bucket, members) in enumerate(sorted(self.buckets.items(), key=lambda b: b[0])):
+            count = self._units[bucket]
+            size = members.micro_batch_size * (1 if self.mixed else self._per_step)
+            clips = np.asarray(members.clips, np.int64)
+            clips = clips[self._shuffled(len(clips), epoch, 1 + i)][: count * size]
+            units += [(bucket, unit.tolist()) for unit in clips.reshape(count, size)]
+        return [units[i] for i in self._shuffled(len(units), epoch, 0).tolist()]
+
+    def _shuffled(self, count: int, epoch: int, purpose: int) -> NDArray[np.int64]:
+        if self.seed is None:
+            return np.arange(count)
+        return shuffled(count, self.seed, epoch, purpose)
+
+
+class BucketStepSampler(Sampler[list[int]]):
+    """Clip numbers of the micro-batches of one data-parallel rank, from a step on; never ends."""
+
+    def __init__(self, steps: BucketSteps, dp_rank: int, first_step: int) -> None:
+        self._steps, self._dp_rank, self._step = steps, dp_rank, first_step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        step = self._step
+        while True:
+            for _, clips in self._steps.microbatches(step, self._dp_rank):
+                yield clips
+            step += 1
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sequence of a clip of a bucket.
+
+    Attributes:
+        shape: of its latents, (c, t, h, w).
+        num_text: text tokens, padding included.
+        num_image: image tokens.
+    """
+
+    shape: tuple[int, int, int, int]
+    num_text: int
+    num_image: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the whole sequence."""
+        return self.num_text + self.num_image
+
+
+@dataclass(frozen=True)
+class PlannedBatch:
+    """A micro-batch before it is read.
+
+    Attributes:
+        bucket: of its clips.
+        clips: their numbers in the dataset.
+        samples: their numbers in the run.
+    """
+
+    bucket: Bucket
+    clips: list[int]
+    samples: range
+
+
+class VideoPlan:
+    """The micro-batches of each step, counted from the beginning of the run.
+
+    Args:
+        steps: the clips.
+        geometries: of the buckets.
+        identity: of all that decides which clips a step sees; a layout does not.
+    """
+
+    def __init__(
+        self, steps: BucketSteps, geometries: Mapping[Bucket, Geometry], identity: str
+    ) -> None:
+        self.steps, self.geometries, self.identity = steps, geometries, identity
+        self.steps_per_epoch = steps.steps_per_epoch
+
+    def num_microbatches(self, step: int) -> int:
+        """Of each data-parallel rank, the same in all steps."""
+        return self.steps.num_microbatches
+
+    def num_samples(self, step: int) -> int:
+        """Clips of a step on all ranks together."""
+        return self.steps.num_samples(step)
+
+    def microbatches(self, step: int, rank: int, first_sample: int) -> list[PlannedBatch]:
+        """Of one data-parallel rank.
+
+        Args:
+            step: counted from the beginning of the run.
+            rank: data-parallel rank.
+            first_sample: number in the run of the first clip of the step, over all ranks.
+        """
+        ranks = [self.steps.microbatches(step, other) for other in range(self.steps.num_ranks)]
+        planned, first = [], first_sample
+        for number in range(self.steps.num_microbatches):
+            for other, of_rank in enumerate(ranks):
+                bucket, clips = of_rank[number]
+                if other == rank:
+                    planned.append(PlannedBatch(bucket, clips, range(first, first + len(clips))))
+                first += len(clips)
+        return planned
+
+    def sequences(self, step: int) -> list[Geometry]:
+        """The sequence of every clip of a step, on all ranks."""
+        return [
+            self.geometries[bucket]
+            for rank in range(self.steps.num_ranks)
+            for bucket, clips in self.steps.microbatches(step, rank)
+            for _ in clips
+        ]

@@ -1,0 +1,297 @@
+"""Encoded clips on disk: shards of Megatron indexed datasets, one for each field, and a manifest.
+
+``FOLDER/shard_00003_latents.bin/.idx`` and so on hold one document for each clip, ``geometry``
+five int32 numbers ``bucket, t, h, w, fps`` and the number of the clip, ``caption`` UTF-8 bytes.
+``shard_00003.json`` is written after them and makes the shard count; ``manifest.json`` is written
+last and makes the folder a dataset. ``null_text`` and ``null_pooled`` hold the empty caption.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_ext.data.indexed import bin_path, idx_path, read_index
+from megatron_ext.data.indexed_writer import IndexedWriter
+from megatron_ext.errors import DataError
+from megatron_ext.video.data.encode import VideoSample
+
+FORMAT = 1
+STORAGES = ("float32", "bfloat16")
+_GEOMETRY = 6
+ADVICE = "make it with tools/preprocess_video.py"
+
+
+def shard_name(number: int) -> str:
+    return f"shard_{number:05}"
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Publishes a JSON file by renaming."""
+    temporary = path.with_name(f"{path.name}.writing.{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as stream:
+        json.dump(content, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a manifest or the marker of a shard.
+
+    Raises:
+        DataError: it is missing, damaged, or of another format.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+        found = content["format"]
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist, so the data is not whole; {ADVICE}.") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} cannot be read ({error!r}); {ADVICE} again.") from None
+    if found != FORMAT:
+        raise DataError(f"{path} has format {found}, but {FORMAT} is read here; {ADVICE} again.")
+    return dict(content)
+
+
+def to_storage(tensor: Tensor, storage: str) -> NDArray[Any]:
+    """Flat values as they are stored: float32, or the bits of bfloat16 as int16."""
+    flat = tensor.detach().reshape(-1)
+    if storage == "bfloat16":
+        return flat.bfloat16().view(torch.int16).numpy()
+    return flat.float().numpy()
+
+
+def from_storage(values: NDArray[Any], storage: str) -> Tensor:
+    """The opposite of `to_storage`, float32 or bfloat16, in the same memory."""
+    tensor = torch.from_numpy(values)
+    return tensor.view(torch.bfloat16) if storage == "bfloat16" else tensor
+
+
+def dtype_of(field: str, storage: str) -> np.dtype[Any]:
+    """Type of one field in its files."""
+    if field in ("geometry", "caption"):
+        return np.dtype(np.int32 if field == "geometry" else np.uint8)
+    return np.dtype(np.int16 if storage == "bfloat16" else np.float32)
+
+
+class ShardWriter:
+    """Writes one shard, clip by clip; leaving the context publishes it, an exception nothing.
+
+    Args:
+        folder: of the dataset.
+        name: of the shard.
+        references: names that clips may have.
+        storage: one of `STORAGES`.
+    """
+
+    def __init__(self, folder: Path, name: str, references: Sequence[str], storage: str) -> None:
+        self._folder, self._name, self._storage = folder, name, storage
+        self._fields = ("latents", "text", "pooled", "geometry", "caption", *references)
+        self._references = references
+        self._writers: dict[str, IndexedWriter] = {}
+
+    def __enter__(self) -> ShardWriter:
+        (self._folder / f"{self._name}.json").unlink(missing_ok=True)
+        with ExitStack() as opened:
+            for field in self._fields:
+                prefix = self._folder / f"{self._name}_{field}"
+                writer = IndexedWriter(prefix, dtype_of(field, self._storage))
+                self._writers[field] = opened.enter_context(writer)
+            self._stack = opened.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def add(self, sample: VideoSample, bucket: int) -> None:
+        """Appends one clip of the bucket of this number."""
+        values = {
+            "latents": to_storage(sample.latents, self._storage),
+            "text": to_storage(sample.text, self._storage),
+            "pooled": to_storage(sample.pooled, self._storage),
+            "geometry": np.array(
+                [bucket, *sample.latents.shape[1:], sample.fps, sample.number], np.int32
+            ),
+            "caption": np.frombuffer(sample.caption.encode(), np.uint8),
+        }
+        for name in self._references:
+            piece = sample.references.get(name, torch.zeros(0))
+            values[name] = to_storage(piece, self._storage)
+        for field, value in values.items():
+            self._writers[field].add_document(value, [value.size])
+
+
+class Field:
+    """One field of one shard.
+
+    Every read opens the file: kept mappings of thousands of shards would use up the open files
+    that a process may have.
+    """
+
+    def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
+        self.prefix, self._dtype = prefix, dtype
+        index = read_index(prefix)
+        if index.dtype != dtype:
+            raise DataError(
+                f"{idx_path(prefix)} holds {index.dtype.name}, but the manifest says "
+                f"{dtype.name}; {ADVICE} again."
+            )
+        self.begins = np.concatenate([[0], np.cumsum(index.lengths, dtype=np.int64)])
+        size = bin_path(prefix).stat().st_size if bin_path(prefix).is_file() else -1
+        if size != self.begins[-1] * dtype.itemsize:
+            raise DataError(
+                f"{bin_path(prefix)} {f'has {size} bytes' if size >= 0 else 'is missing'}, but its "
+                f"index asks for {self.begins[-1] * dtype.itemsize}; copy it again, or {ADVICE} "
+                "again."
+            )
+
+    def __len__(self) -> int:
+        return len(self.begins) - 1
+
+    def read(self, first: int, last: int) -> NDArray[Any]:
+        """Values of the clips from ``first`` to before ``last``, flat.
+
+        Raises:
+            DataError: the file has been cut or removed since it was opened.
+        """
+        begin, end = int(self.begins[first]), int(self.begins[last])
+        path = bin_path(self.prefix)
+        try:
+            offset = begin * self._dtype.itemsize
+            values = np.fromfile(path, self._dtype, count=end - begin, offset=offset)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error}); {ADVICE} again.") from None
+        if len(values) != end - begin:
+            raise DataError(f"{path} was cut while it was in use; {ADVICE} again.")
+        return values
+
+    def __getitem__(self, row: int) -> NDArray[Any]:
+        return self.read(row, row + 1)
+
+    def shaped(self, row: int, storage: str, *shape: int) -> Tensor:
+        """One clip's values as they are stored, in a shape, of which one side may be -1.
+
+        Raises:
+            DataError: their number does not fit.
+        """
+        values = self[row]
+        try:
+            return from_storage(values, storage).reshape(shape)
+        except RuntimeError:
+            raise DataError(
+                f"{bin_path(self.prefix)} has {values.size} numbers for clip {row}, which do not "
+                f"fit the shape {shape} of the other files; {ADVICE} again."
+            ) from None
+
+
+class Shard:
+    """One shard of a dataset; clips are numbered from 0.
+
+    Raises:
+        DataError: a file is missing, damaged, or does not belong to the others.
+    """
+
+    def __init__(self, folder: Path, name: str, manifest: dict[str, Any], clips: int) -> None:
+        self._manifest = manifest
+        storage = manifest["storage"]
+        names = ("latents", "text", "pooled", "geometry", "caption", *manifest["references"])
+        self.fields = {
+            field: Field(folder / f"{name}_{field}", dtype_of(field, storage)) for field in names
+        }
+        for field, held in self.fields.items():
+            if len(held) != clips:
+                raise DataError(
+                    f"{idx_path(held.prefix)} holds {len(held)} clips, but the manifest says "
+                    f"{clips} ({field}); {ADVICE} again."
+                )
+        geometry = self.fields["geometry"]
+        if (np.diff(geometry.begins) != _GEOMETRY).any():
+            raise DataError(
+                f"{idx_path(geometry.prefix)} must give every clip {_GEOMETRY} numbers, but does "
+                f"not; {ADVICE} again."
+            )
+
+    def __len__(self) -> int:
+        return len(self.fields["geometry"])
+
+    def buckets(self) -> NDArray[np.int64]:
+        """Number of each clip's bucket, ``[n]``.
+
+        Raises:
+            DataError: a number without a bucket in the manifest.
+        """
+        geometry = self.fields["geometry"]
+        numbers = geometry.read(0, len(self)).reshape(-1, _GEOMETRY)[:, 0].astype(np.int64)
+        known = len(self._manifest["buckets"])
+        if numbers.size and not 0 <= numbers.min() <= numbers.max() < known:
+            raise DataError(
+                f"{bin_path(geometry.prefix)} holds the bucket numbers {numbers.min()} to "
+                f"{numbers.max()}, but the manifest has {known} buckets; {ADVICE} again."
+            )
+        return numbers
+
+    def latent_shape(self, row: int) -> tuple[int, int, int, int]:
+        """Of one clip, (c, t, h, w)."""
+        _, t, h, w, *_ = (int(value) for value in self.fields["geometry"][row])
+        return self._manifest["latent_channels"], t, h, w
+
+    def sample(self, row: int) -> VideoSample:
+        """One clip, read from its files.
+
+        Raises:
+            DataError: a file was changed since it was opened, or its numbers do not fit.
+        """
+        manifest, storage, fields = self._manifest, self._manifest["storage"], self.fields
+        _, t, h, w, fps, number = (int(value) for value in fields["geometry"][row])
+        channels = manifest["latent_channels"]
+        references = {
+            name: fields[name].shaped(row, storage, channels, -1, h, w)
+            for name in manifest["references"]
+            if fields[name].begins[row + 1] > fields[name].begins[row]
+        }
+        length, width = manifest["text_length"], manifest["text_width"]
+        return VideoSample(
+            latents=fields["latents"].shaped(row, storage, channels, t, h, w),
+            text=fields["text"].shaped(row, storage, length, width),
+            pooled=fields["pooled"].shaped(row, storage, manifest["pooled_width"]),
+            references=references,
+            fps=fps,
+            number=number,
+            caption=fields["caption"][row].tobytes().decode(errors="replace"),
+        )
+
+
+def write_null(folder: Path, text: Tensor, pooled: Tensor, storage: str) -> None:
+    """Publishes the encoded empty caption, ``[l, d]`` and ``[e]``."""
+    for field, tensor in (("text", text), ("pooled", pooled)):
+        values = to_storage(tensor.cpu(), storage)
+        with IndexedWriter(folder / f"null_{field}", dtype_of(field, storage)) as writer:
+            writer.add_document(values, [values.size])
+
+
+def read_null(folder: Path, manifest: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The encoded empty caption, ``[l, d]`` and ``[e]``.
+
+    Raises:
+        DataError: it is missing, damaged, or of other sizes.
+    """
+    storage = manifest["storage"]
+    shapes = {
+        "text": (manifest["text_length"], manifest["text_width"]),
+        "pooled": (manifest["pooled_width"],),
+    }
+    text, pooled = (
+        Field(folder / f"null_{name}", dtype_of(name, storage)).shaped(0, storage, *shape)
+        for name, shape in shapes.items()
+    )
+    return text, pooled

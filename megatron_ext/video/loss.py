@@ -1,0 +1,194 @@
+"""Flow matching on latent videos: timesteps, what is noised, what is learned, and the loss.
+
+Rectified flow (arXiv:2209.03003, arXiv:2210.02747) with the logit-normal timesteps and the shift
+of arXiv:2403.03206, the latter as Open-Sora 2.0 (arXiv:2503.09642) makes it grow with the size and
+the length of a clip. At t = 1 there is only noise, at t = 0 (almost) only data:
+
+    x_t = (1 - t) * x0 + (t + sigma_min * (1 - t)) * x1
+    v   = d x_t / d t = (1 - sigma_min) * x1 - x0
+
+Times, x_t and v are made in float32 even where the network runs in 16 bits, in which 1000 * t
+would be known to 4 and sigma_min would vanish.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_ext.data.batch import reduced_weights
+from megatron_ext.errors import ConfigError
+from megatron_ext.losses.contract import Report, number_of_targets, pair
+from megatron_ext.video.config.run import MODES, FlowConfig
+from megatron_ext.video.model.tokens import LatentShape, tokens_per_frame
+
+_REDUCTIONS = {"per_token": "token", "per_sample": "sample"}
+QUARTERS = ("t_q1", "t_q2", "t_q3", "t_q4")
+"""Names in the log of the quarters of [0, 1]; clips of all sizes share them, whatever the shift."""
+
+
+def shift_factor(config: FlowConfig, shape: LatentShape, patch_size: int) -> float:
+    """The shift a of the times of clips of a size, in training and in sampling.
+
+    It follows the tokens of a latent frame, whatever the patch size.
+
+    Args:
+        config: see `FlowConfig`.
+        shape: (t, h, w) of the latents.
+        patch_size: p.
+
+    Raises:
+        DataError: latents that patches do not fill.
+    """
+    if config.flow_shift is not None:
+        return config.flow_shift
+    slope = (config.shift_max - config.shift_base) / (
+        config.shift_max_tokens - config.shift_base_tokens
+    )
+    excess = tokens_per_frame(shape, patch_size) - config.shift_base_tokens
+    length = math.sqrt(shape[0]) if config.shift_by_length else 1.0
+    return (config.shift_base + slope * excess) * length
+
+
+def shift(times: Tensor, factor: float) -> Tensor:
+    """Move times towards the noise, a * s / (1 + (a - 1) * s); 0 and 1 stay."""
+    return factor * times / (1 + (factor - 1) * times)
+
+
+def timesteps(config: FlowConfig, normals: Tensor, factor: float) -> Tensor:
+    """Training times of samples.
+
+    Args:
+        config: see `FlowConfig`.
+        normals: u, standard normal, ``[b]`` or of any other shape.
+        factor: of `shift_factor`.
+
+    Returns:
+        t in [0, 1], float32 in the shape of ``normals``.
+    """
+    u = config.timestep_mean + config.timestep_std * normals.float()
+    return shift(torch.sigmoid(u), factor)
+
+
+def noised(x0: Tensor, x1: Tensor, times: Tensor, sigma_min: float) -> tuple[Tensor, Tensor]:
+    """Points of the paths between data and noise, and their velocities.
+
+    Args:
+        x0: data, ``[b, ...]``.
+        x1: noise, of the same shape.
+        times: ``[b]``; or of the frames of ``[b, c, t, h, w]``, ``[b, t]``.
+        sigma_min: see `FlowConfig`.
+
+    Returns:
+        x_t and v in the shape of ``x0``, float32 (float64 where ``x0`` is).
+    """
+    dtype = torch.promote_types(x0.dtype, torch.float32)
+    x0, x1 = x0.to(dtype), x1.to(dtype)
+    t = times.to(dtype)
+    t = t[:, None, :, None, None] if t.dim() == 2 else t.view(-1, *[1] * (x0.dim() - 1))
+    # Not 1 - (1 - sigma_min) * (1 - t), whose rounding would be of the size of sigma_min.
+    return (1 - t) * x0 + (t + sigma_min * (1 - t)) * x1, (1 - sigma_min) * x1 - x0
+
+
+def token_weights(mask: Tensor, normalization: str) -> Tensor:
+    """Weights of the tokens of whole clips in the loss, to be cut over context-parallel ranks.
+
+    Args:
+        mask: 1 where a token counts, ``[b, n]`` float32.
+        normalization: see `FlowConfig`.
+
+    Returns:
+        ``[b, n]`` float32; a clip without tokens that count weighs nothing.
+    """
+    return reduced_weights(mask, None, _REDUCTIONS[normalization])
+
+
+def token_losses(prediction: Tensor, velocity: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Mean squared error of each token.
+
+    Args:
+        prediction: ``[b, n, d]`` in any float type.
+        velocity: ``[b, n, d]`` float32.
+        weights: ``[b, n]``; where they are 0 the loss is 0, and so is the gradient, whatever the
+            prediction.
+
+    Returns:
+        ``[b, n]`` float32.
+
+    Raises:
+        ConfigError: a prediction of another shape.
+    """
+    if prediction.shape != velocity.shape:
+        raise ConfigError(
+            f"The model predicted {tuple(prediction.shape)}, but the velocity of its tokens is "
+            f"{tuple(velocity.shape)}; return [b, n, d] for the image tokens only."
+        )
+    error = prediction.float() - velocity.float()
+    if weights is not None:
+        error = torch.where(weights[:, :, None] != 0, error, 0.0)
+    return error.square().mean(dim=2)
+
+
+@dataclass(frozen=True)
+class FlowTargets:
+    """What the loss needs of one micro-batch on one rank; n is its part of the image tokens.
+
+    Attributes:
+        velocity: v of the tokens, ``[b, n, d]`` float32.
+        weights: of `token_weights`, ``[b, n]`` float32.
+        times: t, ``[b]``, or of each token ``[b, n]``.
+        modes: indices into `video.data.conditions.MODES`, ``[b]``.
+        usual_weight: see `losses.contract.share_of_step`; text goes with the first of the
+            context-parallel ranks, so that they hold unequal numbers of image tokens.
+    """
+
+    velocity: Tensor
+    weights: Tensor
+    times: Tensor
+    modes: Tensor
+    usual_weight: Tensor | None = None
+
+
+def flow_matching_loss(
+    prediction: Tensor,
+    *,
+    targets: FlowTargets,
+    share: Tensor | float = 1.0,
+    reported_modes: Sequence[str] = ("t2v",),
+) -> tuple[Tensor, Tensor, Report]:
+    """Weighted sum of the tokens' losses, number of tokens that count, and what to log.
+
+    Args:
+        prediction: velocity of the image tokens, ``[b, n, d]``.
+        targets: see `FlowTargets`.
+        share: see `losses.contract.share_of_step`.
+        reported_modes: condition modes that get an entry in the log; the same on all ranks and in
+            all micro-batches.
+
+    Raises:
+        ConfigError: see `token_losses`.
+    """
+    weights = targets.weights
+    losses = token_losses(prediction, targets.velocity, weights) * weights
+    total = losses.sum()
+    sums = torch.stack([losses.detach().sum(dim=1), weights.sum(dim=1)], dim=1)
+    quarter = (targets.times * len(QUARTERS)).long().clamp(max=len(QUARTERS) - 1)
+    timed = sums
+    if quarter.dim() == 2:
+        timed = torch.stack([losses.detach(), weights], dim=2).flatten(0, 1)
+    by_time = _grouped(timed, quarter.flatten(), range(len(QUARTERS)))
+    by_mode = _grouped(sums, targets.modes, [MODES.index(mode) for mode in reported_modes])
+    names = [*QUARTERS, *reported_modes]
+    report = {"loss": pair(total, weights.sum())}
+    report |= {f"loss {name}": x for name, x in zip(names, [*by_time, *by_mode], strict=True)}
+    return total * share, number_of_targets(weights), report
+
+
+def _grouped(sums: Tensor, groups: Tensor, numbers: Sequence[int]) -> list[Tensor]:
+    """Sums ``[k, 2]`` of samples or tokens, added up for each number of a group, ``[2]`` each."""
+    of_groups = groups.to(sums.device)
+    return [torch.where((of_groups == i)[:, None], sums, 0.0).sum(dim=0) for i in numbers]

@@ -1,0 +1,252 @@
+"""From clips to what the model is given and what it is to predict, on one rank.
+
+What flags and data decide of the model of a video run, whichever it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.device.streams import sent
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.config.run import MODES, ConditionConfig
+from megatron_ext.video.data.conditions import (
+    Section,
+    Text,
+    condition,
+    drop_text,
+    frame_masks,
+    loss_mask,
+    place_references,
+    sections,
+)
+from megatron_ext.video.data.dataset import VideoBatch
+from megatron_ext.video.data.draws import Draws, draw_microbatch
+from megatron_ext.video.data.encode import reference_name
+from megatron_ext.video.loss import FlowTargets, noised, shift_factor, timesteps, token_weights
+from megatron_ext.video.model.tokens import TokenRange, pack, position_ids, tokens_per_frame
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from megatron_ext.config.run import RunConfig
+    from megatron_ext.parallel.context import ParallelContext
+
+
+def patch_size_of(config: RunConfig) -> int:
+    """p; a token is a square of so many latent cells a side."""
+    if config.video.uses_dit:
+        return config.video_dit.sizes.patch_size
+    return config.mmdit.sizes(config.model).patch_size
+
+
+def sequence_multiple(config: RunConfig) -> int:
+    """What the tokens of text and image together must be a multiple of, so that ranks share them.
+
+    A video DiT shares the tokens of each frame instead, and its text is whole on every rank.
+    """
+    if config.video.uses_dit:
+        return 1
+    return sharing_ranks(config)
+
+
+def sharing_ranks(config: RunConfig) -> int:
+    """Ranks that share the tokens of a clip."""
+    parallel = config.parallel
+    shared = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    return parallel.context_parallel_size * shared
+
+
+def with_widths(config: RunConfig, manifest: Mapping[str, Any]) -> RunConfig:
+    """With the model for the latents and embeddings of a dataset.
+
+    Raises:
+        ConfigError: captions without pooled vectors, which the MMDiT needs.
+    """
+    if config.video.uses_dit:
+        dit = dataclasses.replace(
+            config.video_dit,
+            dit_channels=manifest["latent_channels"],
+            dit_text_width=manifest["text_width"],
+        )
+        return dataclasses.replace(config, video_dit=dit)
+    if not manifest["pooled_width"]:
+        raise ConfigError(
+            f"`--video-data-path` ({config.video.video_data_path}) holds captions without pooled "
+            "vectors, as umt5 gives them, but the MMDiT needs these; give `--video-model "
+            "video-dit` or causal-video-dit, or encode the captions with t5-clip."
+        )
+    mmdit = dataclasses.replace(
+        config.mmdit,
+        channels=manifest["latent_channels"],
+        caption_width=manifest["text_width"],
+        pooled_caption_width=manifest["pooled_width"],
+    )
+    return dataclasses.replace(config, mmdit=mmdit)
+
+
+@dataclass(frozen=True)
+class FlowMicrobatch:
+    """One micro-batch as a pipeline stage sees it.
+
+    Attributes:
+        inputs: keywords of the model's ``forward``; those of the first stage, or as many as others
+            need. The first has a row for each clip.
+        num_text, num_image: tokens of the whole sequence.
+        targets: on the last stage, of the image tokens that this context-parallel rank holds.
+    """
+
+    inputs: Mapping[str, Tensor | None]
+    num_text: int
+    num_image: int
+    targets: FlowTargets | None
+
+    @property
+    def size(self) -> int:
+        """Clips b."""
+        first = next(iter(self.inputs.values()))
+        assert first is not None
+        return first.size(0)
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """Weights of the tokens in the loss, ``[b, n]``; on the last stage."""
+        assert self.targets is not None
+        return self.targets.weights
+
+    @property
+    def mtp_loss_masks(self) -> tuple[Tensor, ...]:
+        """None: nothing is predicted further ahead."""
+        return ()
+
+
+class FlowMaker:
+    """Makes micro-batches of a run.
+
+    Every random decision follows from the seed and the number of the sample, so that all ranks
+    that hold parts of one sequence decide alike, and another layout decides the same.
+
+    Args:
+        config: the run.
+        context: of this rank, which needs its own stage's part only.
+        null: the encoded empty caption, ``[1, l, d]`` and ``[1, e]``.
+        seed: of the decisions.
+    """
+
+    def __init__(self, config: RunConfig, context: ParallelContext, null: Text, seed: int) -> None:
+        self._config, self._context, self._null, self._seed = config, context, null, seed
+        self._patch = patch_size_of(config)
+
+    def __call__(self, batch: VideoBatch, samples: Sequence[int]) -> FlowMicrobatch:
+        """One micro-batch of clips whose numbers in the run are ``samples``."""
+        config, latents = self._config, batch.latents
+        _, c, t, h, w = latents.shape
+        draws = draw_microbatch(
+            self._seed, samples, (c, t, h, w), config.conditions, config.text_dropout
+        )
+        times = timesteps(
+            config.flow,
+            sent(self._normals(draws, samples, t), latents.device),
+            shift_factor(config.flow, (t, h, w), self._patch),
+        )
+        noise = sent(draws.noise, latents.device)
+        x_t, velocity = noised(latents, noise, times, config.flow.sigma_min)
+        masks = sent(frame_masks(draws.modes, t, config.conditions), latents.device)
+        per_frame = tokens_per_frame((t, h, w), self._patch)
+        num_text, num_image = batch.text.size(1), t * per_frame
+        targets = None
+        if self._context.is_last_stage:
+            mask = loss_mask(masks, per_frame, config.conditions.reference_loss)
+            weights = token_weights(mask, config.flow.loss_normalization)
+            whole = FlowTargets(
+                velocity=pack(velocity, self._patch),
+                weights=weights,
+                times=times,
+                modes=sent(draws.modes, latents.device),
+                usual_weight=weights.sum() / self._context.pgs.cp.size(),
+            )
+            targets = self._own(whole, num_text)
+        inputs = self._inputs(batch, draws, x_t, times, masks)
+        return FlowMicrobatch(inputs, num_text, num_image, targets)
+
+    def _normals(self, draws: Draws, samples: Sequence[int], num_frames: int) -> Tensor:
+        """Of which times are made, ``[b]``, or ``[b, t]`` for a time of each frame."""
+        return draws.normals
+
+    def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
+        """The targets of what the model's output on this rank stands for."""
+        own = own_image_tokens(num_text, whole.weights.size(1), self._context)
+        return dataclasses.replace(
+            whole, velocity=whole.velocity[:, own], weights=whole.weights[:, own]
+        )
+
+    def _inputs(
+        self, batch: VideoBatch, draws: Draws, x_t: Tensor, times: Tensor, masks: Tensor
+    ) -> dict[str, Tensor | None]:
+        """Keywords of the model's ``forward``."""
+        b, _, t, h, w = x_t.shape
+        ids = position_ids((t, h, w), self._patch, x_t.device).expand(b, -1, -1)
+        inputs: dict[str, Tensor | None] = {
+            "img_ids": ids,
+            "txt_ids": ids.new_zeros(b, batch.text.size(1), 3),
+        }
+        if self._context.is_first_stage:
+            inputs |= {"img": pack(x_t, self._patch), "timesteps": times}
+            inputs |= self._given(batch, draws, masks)
+        return inputs
+
+    def text_of(self, batch: VideoBatch, draws: Draws) -> Text:
+        """Captions, some of which are dropped."""
+        device = batch.text.device
+        return drop_text(
+            Text(batch.text, batch.pooled),
+            self._null,
+            sent(draws.drop_text, device),
+            sent(draws.drop_pooled, device),
+        )
+
+    def _given(self, batch: VideoBatch, draws: Draws, masks: Tensor) -> dict[str, Tensor | None]:
+        """Captions, references, and the strength of a guidance that is told."""
+        text, sizes = self.text_of(batch, draws), self._config.mmdit.sizes(self._config.model)
+        given: dict[str, Tensor | None] = {"txt": text.sequence, "y_vec": text.pooled}
+        if sizes.cond_embed:
+            references = _references(batch, draws.modes.tolist(), self._config.conditions)
+            given["cond"] = pack(condition(references, masks), self._patch)
+        if sizes.guidance_embed:
+            given["guidance"] = torch.full_like(
+                draws.normals, self._config.mmdit.guidance, device=masks.device
+            )
+        return given
+
+
+def own_image_tokens(num_text: int, num_image: int, context: ParallelContext) -> slice:
+    """The image tokens of a context-parallel rank: ranks hold equal parts of [text; image]."""
+    cp = context.pgs.cp
+    return TokenRange.whole(num_text, num_image).part(cp.rank(), cp.size()).image
+
+
+def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig) -> Tensor:
+    """The references that each clip's mode gives, at their places, ``[b, c, t, h, w]``."""
+    placed = []
+    for row, mode in enumerate(modes):
+        latents = batch.latents
+        given = sections(MODES[mode], latents.size(2), config)
+        pieces = [(section, _piece(batch, row, section)) for section in given]
+        placed.append(place_references(pieces, latents.shape[1:], latents.dtype, latents.device))
+    return torch.stack(placed)
+
+
+def _piece(batch: VideoBatch, row: int, section: Section) -> Tensor:
+    name = reference_name("tail" if section.start else "head", section.length)
+    if name not in batch.references:
+        raise DataError(
+            f"The clips have no reference {name}, but a condition mode needs it; preprocess them "
+            f"with `--reference-lengths {section.length}`."
+        )
+    return batch.references[name][row]

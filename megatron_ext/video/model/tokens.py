@@ -1,0 +1,257 @@
+"""Latent videos as sequences of tokens, and back (Open-Sora 2.0, arXiv:2503.09642).
+
+A token is a patch of p x p latent pixels of one latent frame. Tokens go through the frames first,
+then the rows, then the columns of the patches; the features of a token go through the channels
+first, then the rows, then the columns of its patch: feature = c * p * p + row * p + column.
+
+Which tokens of the joint sequence [text; image] a rank holds.
+
+Which tokens of every frame a rank holds.
+
+Every token of a frame block has the same key set, so contiguous parts of each frame cost all ranks
+the same. Context-parallel ranks share out the tokens of every frame; under sequence parallelism the
+tensor-parallel ranks share out each frame's part once more, so that the modulation of a frame
+broadcasts over what a rank holds of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_ext.errors import DataError
+
+LatentShape = tuple[int, int, int]
+"""Frames t, height h and width w of a latent video."""
+
+
+def grid(shape: LatentShape, patch_size: int) -> LatentShape:
+    """Frames, rows and columns of the tokens of a latent video.
+
+    Raises:
+        DataError: a height or width that patches do not fill.
+    """
+    frames, height, width = shape
+    if patch_size < 1 or height % patch_size or width % patch_size:
+        raise DataError(
+            f"Latents of {height} x {width} must be divisible by the patch size ({patch_size}); "
+            f"encode videos whose height and width are multiples of patch size x VAE stride."
+        )
+    return frames, height // patch_size, width // patch_size
+
+
+def tokens_per_frame(shape: LatentShape, patch_size: int) -> int:
+    """Number of tokens of one latent frame."""
+    _, rows, columns = grid(shape, patch_size)
+    return rows * columns
+
+
+def token_width(channels: int, patch_size: int) -> int:
+    """Features of a token, c * p * p."""
+    return channels * patch_size**2
+
+
+def condition_width(channels: int, patch_size: int) -> int:
+    """Features of a token of the image condition, which has a mask before its channels."""
+    return token_width(channels + 1, patch_size)
+
+
+def pack(latents: Tensor, patch_size: int) -> Tensor:
+    """Latents ``[b, c, t, h, w]`` as tokens ``[b, n, c*p*p]``.
+
+    Raises:
+        DataError: see `grid`.
+    """
+    b, c, t, h, w = latents.shape
+    _, rows, columns = grid((t, h, w), patch_size)
+    patches = latents.reshape(b, c, t, rows, patch_size, columns, patch_size)
+    return patches.permute(0, 2, 3, 5, 1, 4, 6).reshape(b, t * rows * columns, -1)
+
+
+def unpack(tokens: Tensor, shape: LatentShape, patch_size: int) -> Tensor:
+    """The inverse of `pack`: tokens ``[b, n, c*p*p]`` as latents ``[b, c, t, h, w]``.
+
+    Args:
+        tokens: of the whole video.
+        shape: (t, h, w) of the latents.
+        patch_size: p.
+
+    Raises:
+        DataError: tokens that are not those of such latents.
+    """
+    t, rows, columns = grid(shape, patch_size)
+    b, n, width = tokens.shape
+    if n != t * rows * columns or width % patch_size**2:
+        raise DataError(
+            f"Tokens of shape {tuple(tokens.shape)} must be [b, {t * rows * columns}, c * "
+            f"{patch_size**2}] to make latents of {t} x {shape[1]} x {shape[2]}; give the shape "
+            "that they were packed from."
+        )
+    patches = tokens.reshape(b, t, rows, columns, -1, patch_size, patch_size)
+    return patches.permute(0, 4, 1, 2, 5, 3, 6).reshape(b, -1, *shape)
+
+
+def position_ids(shape: LatentShape, patch_size: int, device: torch.device | None = None) -> Tensor:
+    """Frame, row and column of each token, ``[n, 3]`` int64, in the order of `pack`.
+
+    Raises:
+        DataError: see `grid`.
+    """
+    axes = [torch.arange(size, device=device) for size in grid(shape, patch_size)]
+    return torch.cartesian_prod(*axes)
+
+
+@dataclass(frozen=True)
+class TokenRange:
+    """The tokens ``start`` to ``end`` of a sequence of text tokens followed by image tokens.
+
+    Attention is bidirectional, so that contiguous parts cost all ranks the same.
+
+    Attributes:
+        num_text: text tokens of the whole sequence.
+        num_image: image tokens of the whole sequence.
+        start: first token of the range.
+        end: one past its last token.
+    """
+
+    num_text: int
+    num_image: int
+    start: int
+    end: int
+
+    @classmethod
+    def whole(cls, num_text: int, num_image: int) -> TokenRange:
+        """The whole sequence."""
+        return cls(num_text, num_image, 0, num_text + num_image)
+
+    def part(self, index: int, size: int) -> TokenRange:
+        """Part ``index`` of ``size`` equal contiguous ones.
+
+        Raises:
+            DataError: the range cannot be cut so.
+        """
+        length = len(self)
+        if length % size:
+            raise DataError(
+                f"a sequence of {self.num_text} text and {self.num_image} image tokens gives a "
+                f"part of {length} tokens, which must be divisible by {size} ranks; pad the text "
+                "so that the sequence is divisible by the context-parallel size, times the "
+                "tensor-parallel size with sequence parallelism."
+            )
+        start = self.start + index * (length // size)
+        return TokenRange(self.num_text, self.num_image, start, start + length // size)
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    @property
+    def text(self) -> slice:
+        """Where the range's text tokens stand among all text tokens."""
+        return slice(min(self.start, self.num_text), min(self.end, self.num_text))
+
+    @property
+    def image(self) -> slice:
+        """Where the range's image tokens stand among all image tokens."""
+        return slice(max(self.start - self.num_text, 0), max(self.end - self.num_text, 0))
+
+    @property
+    def local_text(self) -> int:
+        """Number of text tokens in the range, before its image tokens."""
+        return self.text.stop - self.text.start  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class LocalTokens:
+    """Both ranges that a rank works on.
+
+    Attributes:
+        chunk: what the context-parallel rank holds; its attention and MLPs see all of it.
+        part: what this tensor-parallel rank keeps between them, a part of the chunk with sequence
+            parallelism, else the chunk.
+    """
+
+    chunk: TokenRange
+    part: TokenRange
+
+
+@dataclass(frozen=True)
+class FrameTokens:
+    """The tokens of a stretch of frames, and this rank's part of each.
+
+    Attributes:
+        first_frame: absolute number of the first frame.
+        num_frames: t.
+        rows, columns: of the tokens of a frame.
+        cp_rank, cp_size: context parallelism.
+        tp_rank, tp_size: tensor parallelism where it shares out the sequence, else 0 and 1.
+
+    Raises:
+        DataError: tokens of a frame that cannot be shared out equally.
+    """
+
+    first_frame: int
+    num_frames: int
+    rows: int
+    columns: int
+    cp_rank: int = 0
+    cp_size: int = 1
+    tp_rank: int = 0
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.per_frame % (self.cp_size * self.tp_size):
+            raise DataError(
+                f"a frame of {self.rows} x {self.columns} = {self.per_frame} tokens must be "
+                f"divisible by the context-parallel size ({self.cp_size}), times the "
+                f"tensor-parallel size with sequence parallelism ({self.tp_size}); use fewer ranks "
+                "or another resolution."
+            )
+
+    @property
+    def per_frame(self) -> int:
+        """Tokens of a frame, N."""
+        return self.rows * self.columns
+
+    @property
+    def chunk(self) -> slice:
+        """This context-parallel rank's tokens of every frame."""
+        size = self.per_frame // self.cp_size
+        return slice(self.cp_rank * size, (self.cp_rank + 1) * size)
+
+    @property
+    def held(self) -> slice:
+        """The tokens of every frame that this rank keeps between the parallel layers."""
+        size = self.per_frame // self.cp_size // self.tp_size
+        start = self.chunk.start + self.tp_rank * size
+        return slice(start, start + size)
+
+
+def frames_first(x: Tensor, num_parts: int, num_frames: int) -> Tensor:
+    """Parts of ranks, one behind the other, as frames.
+
+    Args:
+        x: ``[parts * t * n, ...]``, n tokens of each frame on each of the ranks.
+        num_parts: ranks.
+        num_frames: t.
+
+    Returns:
+        ``[t, parts * n, ...]``, each frame's tokens in the order of the ranks.
+    """
+    parts = x.reshape(num_parts, num_frames, -1, *x.shape[1:])
+    return parts.transpose(0, 1).flatten(1, 2)
+
+
+def parts_first(x: Tensor, num_parts: int) -> Tensor:
+    """The inverse of `frames_first`: ``[t, parts * n, ...]`` to ``[parts * t * n, ...]``."""
+    parts = torch.unflatten(x, 1, (num_parts, -1)).transpose(0, 1)
+    return parts.flatten(0, 2)
+
+
+def positions(tokens: FrameTokens, device: torch.device) -> Tensor:
+    """Absolute frame, row and column of the chunk's tokens, ``[t, n, 3]`` int64."""
+    sizes = (tokens.num_frames, tokens.rows, tokens.columns)
+    frames, rows, columns = (torch.arange(size, device=device) for size in sizes)
+    grid = torch.cartesian_prod(frames + tokens.first_frame, rows, columns)
+    return grid.view(tokens.num_frames, tokens.per_frame, 3)[:, tokens.chunk]

@@ -1,0 +1,293 @@
+"""Self-attention of frame blocks over cached and new frames, under context parallelism.
+
+A block's key set is one for all of its queries, so that no mask is ever made: each block attends to
+the frames that it sees. Keys are rotated by their absolute frame before they are cached; their
+order does not matter.
+
+Which frames a frame sees: a local window and the first frames of the video (attention sinks).
+
+Keys and values of the text in every block, kept between passes without gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.layers import sdpa
+from megatron_ext.video.model.attention import heads_to_sequence, sequence_to_heads
+from megatron_ext.video.model.tokens import frames_first, parts_first
+
+
+@dataclass(frozen=True)
+class FrameWindow:
+    """Block-causal attention over latent frames.
+
+    Frames come in blocks that are denoised together. The queries of a block see the whole block,
+    the sink frames, and the frames right before the block; nothing of a later block. This is the
+    attention of LongLive (arXiv:2509.22622).
+
+    Attributes:
+        block: frames of a block, B.
+        window: frames that a query sees at most, W, sinks and its own block among them.
+        sink: first frames of the video, S, which are always seen.
+
+    Raises:
+        ConfigError: frames that do not fit together.
+    """
+
+    block: int = 3
+    window: int = 12
+    sink: int = 3
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise ConfigError(f"`block` ({self.block}) must be 1 frame or more; 3 is usual.")
+        if self.sink < 0:
+            raise ConfigError(f"`sink` ({self.sink}) must be 0 frames or more; 0 means no sinks.")
+        if self.window - self.sink < self.block:
+            raise ConfigError(
+                f"`window` ({self.window}) must be at least `sink` + `block` "
+                f"({self.sink} + {self.block} = {self.sink + self.block}), or a block would not "
+                "see all of itself."
+            )
+
+    def visible(self, start: int) -> tuple[range, range]:
+        """Sink frames and local frames that the block from ``start`` on sees, both absolute."""
+        end = start + self.block
+        local_start = max(self.sink, end - (self.window - self.sink))
+        return range(min(self.sink, end)), range(local_start, max(end, local_start))
+
+    def blocks(self, first_frame: int, num_frames: int) -> Iterator[int]:
+        """First frames of the blocks of a stretch of frames.
+
+        Raises:
+            DataError: frames that are not whole blocks.
+        """
+        for name, value in (("first_frame", first_frame), ("num_frames", num_frames)):
+            if value % self.block or value < 0:
+                raise DataError(
+                    f"`{name}` ({value}) must be a multiple of the frame block ({self.block}); run "
+                    "whole blocks, which are denoised together."
+                )
+        return iter(range(first_frame, first_frame + num_frames, self.block))
+
+    def capacity_for(self, chunk_frames: int) -> int:
+        """Frames that a cache must hold so that any block of the newest chunk can be run again.
+
+        The first block of the chunk sees W - B frames before it; the chunk itself follows.
+
+        Args:
+            chunk_frames: frames from the first block that may be run again to the newest frame;
+                one block if none is ever run again after the next was started.
+        """
+        return self.window + chunk_frames - self.block
+
+
+KeyValue = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Which of the key frames each stretch of query frames attends to.
+
+    Attributes:
+        past: absolute numbers of cached frames whose keys come before the new ones.
+        blocks: stretches of the new frames, each with stretches of the key frames.
+    """
+
+    past: tuple[int, ...]
+    blocks: tuple[tuple[slice, tuple[slice, ...]], ...]
+
+    @classmethod
+    def bidirectional(cls, num_frames: int) -> AttentionPlan:
+        """All frames see each other."""
+        return cls((), ((slice(0, num_frames), (slice(0, num_frames),)),))
+
+    @classmethod
+    def causal(
+        cls, window: FrameWindow, first_frame: int, num_frames: int, past: Sequence[int]
+    ) -> AttentionPlan:
+        """What the window lets each block see of past and new frames.
+
+        Args:
+            window: see `FrameWindow`.
+            first_frame: absolute number of the first new frame.
+            num_frames: new frames, whole blocks.
+            past: absolute numbers of the frames before them that there are, ascending.
+        """
+        new = range(first_frame, first_frame + num_frames)
+        position = {frame: index for index, frame in enumerate((*past, *new))}
+        blocks = []
+        for start in window.blocks(first_frame, num_frames):
+            seen = (frame for part in window.visible(start) for frame in part if frame in position)
+            queries = slice(start - first_frame, start - first_frame + window.block)
+            blocks.append((queries, _slices(position[frame] for frame in seen)))
+        return cls(tuple(past), tuple(blocks))
+
+
+def _slices(indices: Iterable[int]) -> tuple[slice, ...]:
+    """Ascending indices as slices."""
+    found: list[slice] = []
+    for index in indices:
+        if found and found[-1].stop == index:
+            found[-1] = slice(found[-1].start, index + 1)
+        else:
+            found.append(slice(index, index + 1))
+    return tuple(found)
+
+
+class FrameAttention:
+    """Attention from this rank's tokens and heads to all tokens of the frames that it sees.
+
+    Args:
+        cp_group: ranks among which the tokens of every frame are shared out.
+        trades_heads: trade heads for tokens (Ulysses, arXiv:2309.14509) rather than collect keys
+            and values; cached keys then hold all tokens of fewer heads.
+    """
+
+    def __init__(self, cp_group: ProcessGroup, *, trades_heads: bool) -> None:
+        self.cp_group = cp_group
+        self.trades_heads = trades_heads and cp_group.size() > 1
+
+    def exchange(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From ``[t, n, b, heads, d]`` as the layers give it to how it is cached and attended."""
+        if not self.trades_heads:
+            return query, key, value
+        t, cp = query.size(0), self.cp_group.size()
+        stacked = torch.stack((query, key, value), dim=4).flatten(0, 1)
+        traded = frames_first(heads_to_sequence(stacked, self.cp_group), cp, t)
+        query, key, value = traded.unbind(4)
+        return query, key, value
+
+    def __call__(
+        self, query: Tensor, new: KeyValue, past: Sequence[KeyValue], plan: AttentionPlan
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: ``[t, n, b, heads, d]``, exchanged.
+            new: keys and values of the new frames, alike.
+            past: cached ones of each of ``plan.past``, ``[1, n, b, heads, d]``.
+            plan: who sees whom.
+
+        Returns:
+            ``[t, n, b, heads, d]`` as before `exchange`.
+        """
+        key, value = self._keys(new, past)
+        outputs = [_attend(_selected(query, [own]), key, value, seen) for own, seen in plan.blocks]
+        attended = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if not self.trades_heads:
+            return attended
+        rows = sequence_to_heads(parts_first(attended, self.cp_group.size()), self.cp_group)
+        return torch.unflatten(rows, 0, (query.size(0), -1))
+
+    def _keys(self, new: KeyValue, past: Sequence[KeyValue]) -> KeyValue:
+        """All tokens of past and new frames, ``[f, n, b, heads, d]`` each."""
+        collects = self.cp_group.size() > 1 and not self.trades_heads
+        if not past:
+            return self._collected(new) if collects else new
+        before = torch.cat([k for k, _ in past]), torch.cat([v for _, v in past])
+        if collects and torch.is_grad_enabled():
+            # Apart, so that the backward pass sums the gradients of the new frames alone.
+            new, collects = self._collected(new), False
+            with torch.no_grad():
+                before = self._collected(before)
+        both = torch.cat((before[0], new[0])), torch.cat((before[1], new[1]))
+        return self._collected(both) if collects else both
+
+    def _collected(self, pair: KeyValue) -> KeyValue:
+        """All ranks' tokens of keys and values; gradients are summed back to their owners."""
+        stacked = torch.stack(pair, dim=2).flatten(0, 1)
+        gathered = gather_from_sequence_parallel_region(
+            stacked, tensor_parallel_output_grad=True, group=self.cp_group
+        )
+        key, value = frames_first(gathered, self.cp_group.size(), pair[0].size(0)).unbind(2)
+        return key, value
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Sequence[slice]) -> Tensor:
+    """``softmax(q k / sqrt(d)) v`` over the frames seen; ``[t, n, b, heads, d]``."""
+    q, k, v = (
+        x.permute(2, 3, 0, 1, 4).flatten(2, 3)
+        for x in (query, _selected(key, seen), _selected(value, seen))
+    )
+    out = sdpa.attend(q, k, v)
+    return torch.unflatten(out, 2, query.shape[:2]).permute(2, 3, 0, 1, 4)
+
+
+def _selected(x: Tensor, seen: Sequence[slice]) -> Tensor:
+    """Some of the frames of ``[f, ...]``."""
+    if len(seen) == 1:
+        # A slice of all would give its gradient a copy of its own.
+        return x if seen[0] == slice(0, x.size(0)) else x[seen[0]]
+    return torch.cat([x[part] for part in seen])
+
+
+class TextMemo:
+    """What the blocks make of one text; another text empties it.
+
+    Args:
+        num_blocks: transformer blocks.
+
+    Attributes:
+        text: a copy of the text, ``[b, l, text_width]``; None at first.
+        key_values: of each block, ``[l, b, n, d]`` each.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.clear()
+
+    @property
+    def is_filled(self) -> bool:
+        """Every block has its keys and values."""
+        return len(self.key_values) == self.num_blocks
+
+    def clear(self) -> None:
+        """Forget the text, at a new sequence or when the weights have changed."""
+        self.text: Tensor | None = None
+        self.key_values: dict[int, KeyValue] = {}
+        self._source: tuple[weakref.ref[Tensor], int] | None = None
+
+    def begin(self, text: Tensor) -> bool:
+        """Whether it is filled for this text ``[b, l, text_width]``; begins anew if not."""
+        if self.is_filled and self._is_of(text):
+            return True
+        self.clear()
+        self.text = text.detach().clone()
+        self._source = weakref.ref(text), _version(text)
+        return False
+
+    def _is_of(self, text: Tensor) -> bool:
+        """The very tensor, unchanged, tells so without a look at its values on the device."""
+        if self._source is not None:
+            source, version = self._source
+            if source() is text and version == _version(text) >= 0:
+                return True
+        known = self.text
+        return (
+            known is not None and known.shape == text.shape and torch.equal(known, text.to(known))
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it holds; weights may have changed since it was made, so it is not made again."""
+        return {"text": self.text, "key_values": dict(self.key_values)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.clear()
+        self.text, self.key_values = state["text"], dict(state["key_values"])
+
+
+def _version(text: Tensor) -> int:
+    """Number of writes to a tensor; -1 for those that do not count them."""
+    return -1 if text.is_inference() else text._version

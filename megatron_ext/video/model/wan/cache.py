@@ -1,0 +1,334 @@
+"""Keys and values of the frames that later frames see, and those of the text.
+
+The cache knows which absolute frame lies in which slot, so that nothing has to be shifted when it
+is full, no frame can be taken for another, and a slot that was never written is never read. What it
+holds never belongs to an autograd graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.errors import CheckpointError, ConfigError, DataError
+from megatron_ext.video.model.wan.attention import FrameWindow, KeyValue, TextMemo
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a cache holds of each frame on this rank.
+
+    Attributes:
+        num_blocks: transformer blocks, each with keys and values of its own.
+        tokens: of a frame.
+        batch: sequences.
+        num_heads: attention heads.
+        head_dim: features of a head.
+    """
+
+    num_blocks: int
+    tokens: int
+    batch: int
+    num_heads: int
+    head_dim: int
+
+
+class KVCache:
+    """Cached frames of one sequence batch on one rank; build it by `VideoDiT.new_cache`.
+
+    A full cache drops its oldest frames but for the sinks. A frame that it holds is overwritten in
+    place, by a pass over that very frame and no other. It never holds a graph.
+
+    Args:
+        window: of the model.
+        shape: of a frame.
+        capacity_frames: frames that it holds.
+        chunk_frames: see `FrameWindow.capacity_for`.
+        dtype: of keys and values.
+        device: where they lie.
+
+    Attributes:
+        keys: of each block, ``[capacity, n, b, heads, d]``, rotated; by slot, see `slot_of`.
+        values: alike.
+        end: one past the newest frame ever written.
+        memo: of the text.
+
+    Raises:
+        ConfigError: too small a capacity, with the number that is needed.
+    """
+
+    def __init__(
+        self,
+        window: FrameWindow,
+        shape: CacheShape,
+        *,
+        capacity_frames: int,
+        chunk_frames: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        _check_capacity(window, capacity_frames, chunk_frames)
+        self.window, self.shape, self.capacity_frames = window, shape, capacity_frames
+        size = (capacity_frames, shape.tokens, shape.batch, shape.num_heads, shape.head_dim)
+        self.keys, self.values = (
+            [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.num_blocks)]
+            for _ in range(2)
+        )
+        self.memo = TextMemo(shape.num_blocks)
+        self._slots: dict[int, int] = {}
+        self._stamps: dict[int, int] = {}
+        self._writes = 0
+        self.reset()
+
+    def reset(self, *, keep_sink: bool = False) -> None:
+        """Begin a new sequence, or with ``keep_sink`` forget all but the sink frames.
+
+        The text is forgotten in any case.
+        """
+        kept = {f: s for f, s in self._slots.items() if f < self.window.sink} if keep_sink else {}
+        self._slots = kept
+        self._stamps = {f: self._stamps[f] for f in kept}
+        self._absent_before = 0
+        self.end = max(kept, default=-1) + 1
+        self.memo.clear()
+
+    def skip_to(self, frame: int) -> None:
+        """Go on at a later frame; the frames before it, but for the sinks, are seen by none.
+
+        Raises:
+            ConfigError: a frame before the newest.
+        """
+        if frame < self.end:
+            raise ConfigError(
+                f"the cache stands at frame {self.end} and cannot skip back to frame {frame}; "
+                "`reset` it first."
+            )
+        self._slots = {f: s for f, s in self._slots.items() if f < self.window.sink}
+        self._absent_before = self.end = frame
+
+    @property
+    def frames(self) -> tuple[int, ...]:
+        """Absolute numbers of the frames held, ascending."""
+        return tuple(sorted(self._slots))
+
+    def slot_of(self, frame: int) -> int:
+        """Where a held frame lies in `keys` and `values`."""
+        return self._slots[frame]
+
+    @property
+    def global_end(self) -> int:
+        """Tokens ever seen on this rank."""
+        return self.end * self.shape.tokens
+
+    @property
+    def local_end(self) -> int:
+        """Tokens held on this rank."""
+        return len(self._slots) * self.shape.tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of keys and values."""
+        return sum(x.nbytes for x in (*self.keys, *self.values))
+
+    def past_of(self, first_frame: int, num_frames: int) -> tuple[int, ...]:
+        """Held frames that new frames see, ascending.
+
+        Raises:
+            DataError: frames that are no whole blocks, or that do not follow what was run.
+            ConfigError: a frame that was dropped, with the capacity that is needed.
+        """
+        new = range(first_frame, first_frame + num_frames)
+        if first_frame > self.end:
+            raise DataError(
+                f"`first_frame` ({first_frame}) must not exceed the frame at which the cache "
+                f"stands ({self.end}); run the frames in order, or `skip_to` it."
+            )
+        starts = self.window.blocks(first_frame, num_frames)
+        seen = {f for start in starts for part in self.window.visible(start) for f in part}
+        wanted = sorted(f for f in seen.difference(new) if not self._is_absent(f))
+        self._check_held(first_frame, [f for f in wanted if f not in self._slots])
+        dropped = [f for f in new if f < self.end and f not in self._slots]
+        self._check_held(first_frame, dropped)
+        return tuple(wanted)
+
+    def _is_absent(self, frame: int) -> bool:
+        return self.window.sink <= frame < self._absent_before
+
+    def _check_held(self, first_frame: int, missing: Sequence[int]) -> None:
+        if not missing:
+            return
+        if missing[-1] >= self.end or missing[0] < self.window.sink:
+            raise DataError(
+                f"frame {first_frame} sees frame {missing[-1]}, which is not in the cache; it "
+                f"stands at frame {self.end} and holds {_ranges(self.frames)}, so run the frames "
+                "in order."
+            )
+        if self._is_absent(missing[0]):
+            raise DataError(
+                f"frame {missing[0]} lies before frame {self._absent_before}, from which on the "
+                "cache was filled anew; `reset` it to go back."
+            )
+        needed = self.window.capacity_for(self.end - first_frame)
+        raise ConfigError(
+            f"`capacity_frames` ({self.capacity_frames}) must be {needed} or more to run frame "
+            f"{first_frame} again after frame {self.end - 1}, since frame {missing[0]} was dropped."
+        )
+
+    def slices(self, block: int, frames: Iterable[int]) -> list[KeyValue]:
+        """Keys and values of held frames in a transformer block, views ``[1, n, b, heads, d]``."""
+        keys, values = self.keys[block], self.values[block]
+        slots = [self._slots[f] for f in frames]
+        return [(keys[s : s + 1], values[s : s + 1]) for s in slots]
+
+    def stamps_of(self, frames: Iterable[int]) -> dict[int, int | None]:
+        """When each of the frames was last written; None if it is no longer held."""
+        return {f: self._stamps[f] if f in self._slots else None for f in frames}
+
+    def write(self, first_frame: int, new: Mapping[int, KeyValue]) -> None:
+        """Take keys and values of new or of held frames, from all transformer blocks at once.
+
+        Args:
+            first_frame: of them.
+            new: by transformer block, ``[t, n, b, heads, d]`` each.
+        """
+        frames = range(first_frame, first_frame + new[0][0].size(0))
+        self._make_room(frames)
+        self._writes += 1
+        kept = [(index, f) for index, f in enumerate(frames) if f in self._slots]
+        for block, (key, value) in new.items():
+            for index, frame in kept:
+                slot = self._slots[frame]
+                self.keys[block][slot].copy_(key[index])
+                self.values[block][slot].copy_(value[index])
+        self._stamps.update({f: self._writes for _, f in kept})
+        self.end = max(self.end, frames.stop)
+
+    def _make_room(self, frames: range) -> None:
+        """Give every frame that is to be held a slot."""
+        kept = sorted({*self._slots, *frames})
+        sinks = [f for f in kept if f < self.window.sink]
+        local = kept[len(sinks) :]
+        room = self.capacity_frames - len(sinks)
+        kept = [*sinks, *local[max(0, len(local) - room) :]]
+        self._slots = {f: s for f, s in self._slots.items() if f in set(kept)}
+        free = iter(sorted(set(range(self.capacity_frames)) - set(self._slots.values())))
+        self._slots |= {f: next(free) for f in kept if f not in self._slots}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, on this rank; tensors are not copied."""
+        return {
+            "keys": self.keys,
+            "values": self.values,
+            "slots": dict(self._slots),
+            "end": self.end,
+            "absent_before": self._absent_before,
+            "memo": self.memo.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` of a cache of the same shape gave.
+
+        Raises:
+            CheckpointError: a cache of another shape.
+        """
+        pairs = list(zip(("keys", "values"), (self.keys, self.values), strict=True))
+        for name, own in pairs:
+            _check_shapes(own, state[name])
+        for name, own in pairs:
+            for mine, theirs in zip(own, state[name], strict=True):
+                mine.copy_(theirs)
+        self.reset()
+        self._slots, self.end = dict(state["slots"]), state["end"]
+        self._absent_before = state["absent_before"]
+        self.memo.load_state_dict(state["memo"])
+        self._writes += 1
+        self._stamps = dict.fromkeys(self._slots, self._writes)
+
+
+class CachePass:
+    """One forward pass over a cache.
+
+    The new keys and values of all blocks are written together at its end. When a block is
+    recomputed in the backward pass, it reads the same frames and writes nothing.
+
+    Args:
+        cache: to read from.
+        first_frame: of the new frames.
+        num_frames: of them.
+        updates: write the new frames at the end.
+
+    Attributes:
+        past: see `KVCache.past_of`.
+    """
+
+    def __init__(self, cache: KVCache, first_frame: int, num_frames: int, *, updates: bool) -> None:
+        self.past = cache.past_of(first_frame, num_frames)
+        self._cache, self._first_frame, self._open = cache, first_frame, updates
+        self._stamps = cache.stamps_of(self.past)
+        self._new: dict[int, KeyValue] = {}
+
+    def past_key_values(self, block: int) -> list[KeyValue]:
+        """Cached keys and values of each of ``past``.
+
+        Raises:
+            ConfigError: the backward pass recomputes a block whose frames the cache has lost.
+        """
+        if self._cache.stamps_of(self.past) != self._stamps:
+            raise ConfigError(
+                f"frames {_ranges(self.past)} of the cache were overwritten or dropped before the "
+                f"backward pass recomputed frame {self._first_frame}; run the backward pass "
+                "before them, or give the cache a larger `capacity_frames` "
+                f"({self._cache.capacity_frames})."
+            )
+        return self._cache.slices(block, self.past)
+
+    def record(self, block: int, key: Tensor, value: Tensor) -> None:
+        """Keep a block's keys and values of the new frames, ``[t, n, b, heads, d]``."""
+        if self._open:
+            self._new[block] = key.detach(), value.detach()
+
+    def finish(self) -> None:
+        """Write what was recorded."""
+        if self._open:
+            self._open = False
+            self._cache.write(self._first_frame, self._new)
+            self._new = {}
+
+
+def _check_capacity(window: FrameWindow, capacity: int, chunk: int) -> None:
+    if chunk < window.block or chunk % window.block:
+        raise ConfigError(
+            f"`chunk_frames` ({chunk}) must be a positive multiple of the frame block "
+            f"({window.block})."
+        )
+    needed = window.capacity_for(chunk)
+    if capacity < needed:
+        raise ConfigError(
+            f"`capacity_frames` ({capacity}) must be {needed} or more: window ({window.window}) + "
+            f"chunk ({chunk}) - block ({window.block}), or the first block of a chunk cannot be "
+            f"run again at its end; use {needed}."
+        )
+
+
+def _check_shapes(own: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    if [x.shape for x in own] != [x.shape for x in given]:
+        raise CheckpointError(
+            f"the stored cache holds {len(given)} blocks of {list(given[0].shape)}, but this one "
+            f"{len(own)} of {list(own[0].shape)}; resume with the sizes and the layout that it was "
+            "saved with, or begin a new sequence."
+        )
+
+
+def _ranges(frames: Sequence[int]) -> str:
+    """Ascending numbers in words, such as ``0-2, 9-14``."""
+    parts: list[list[int]] = []
+    for frame in frames:
+        if parts and parts[-1][1] == frame - 1:
+            parts[-1][1] = frame
+        else:
+            parts.append([frame, frame])
+    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in parts) or "nothing"

@@ -1,0 +1,327 @@
+"""The video DiT: one pipeline chunk of it, causal with a cache or bidirectional.
+
+What timesteps and text give all blocks travels between pipeline stages as more rows of the hidden
+tensor: its gradient then flows back to the embedders on the first stage by the pipeline's own
+messages, so that no embedder is held twice.
+
+From hidden states to the flow of each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.video.config.wan import VideoDiTSizes
+from megatron_ext.video.model.linear import mark_replicated
+from megatron_ext.video.model.mmdit.model import Blocks
+from megatron_ext.video.model.modulation import start_at_zero
+from megatron_ext.video.model.tokens import FrameTokens, frames_first, grid, positions, unpack
+from megatron_ext.video.model.wan.attention import AttentionPlan
+from megatron_ext.video.model.wan.blocks import Block, Run, recomputed
+from megatron_ext.video.model.wan.cache import CachePass, CacheShape, KVCache
+from megatron_ext.video.model.wan.embedder import Conditioning, Embedder, rotary_table
+from megatron_ext.video.model.wan.inputs import (
+    VideoDiTOptions,
+    check_inputs,
+    check_layout,
+    stage_blocks,
+)
+from megatron_ext.video.model.wan.pointwise import ModulationTable, modulated_frames_alone
+
+if TYPE_CHECKING:
+    from megatron_ext.parallel.context import ParallelContext
+
+
+class Head(MegatronModule):  # type: ignore[misc]
+    """A norm, modulated by table and timesteps, and a linear layer."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        sizes: VideoDiTSizes,
+        options: VideoDiTOptions,
+        tp_group: ProcessGroup,
+    ) -> None:
+        super().__init__(config=config)
+        self.tp_group = tp_group
+        self.modulation = ModulationTable(config, 2)
+        self.linear = torch.nn.Linear(sizes.hidden_size, sizes.token_width)
+        if options.zero_head:
+            start_at_zero(self.linear)
+        mark_replicated(self.linear, config)
+
+    def forward(self, hidden: Tensor, time: Tensor) -> Tensor:
+        """``[s, b, h]`` and embedded timesteps ``[f, b, h]`` to ``[s, b, c * p * p]``."""
+        shift, scale = self.modulation(time.unsqueeze(2))
+        return self.linear(modulated_frames_alone(hidden, shift, scale))  # type: ignore[no-any-return]
+
+
+class VideoDiT(MegatronModule):  # type: ignore[misc]
+    """One pipeline chunk.
+
+    Args:
+        config: with the fields of ``sizes.transformer_fields()``.
+        sizes: of the whole model.
+        options: see there; its window makes the model causal.
+        groups: of this rank.
+        stage: of this chunk; the first holds the embedder, the last the head.
+        num_stages: pipeline stages, virtual ones included.
+
+    Raises:
+        ConfigError: a configuration that is not that of the sizes, or a layout that cannot hold
+            the model.
+    """
+
+    share_embeddings_and_output_weights = False
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        sizes: VideoDiTSizes,
+        options: VideoDiTOptions,
+        groups: ProcessGroupCollection,
+        *,
+        stage: int = 0,
+        num_stages: int = 1,
+    ) -> None:
+        super().__init__(config=config)
+        check_layout(config, sizes, options, groups)
+        self.sizes, self.options, self.pg_collection = sizes, options, groups
+        self.tp_group, self.cp_group, self.num_stages = groups.tp, groups.cp, num_stages
+        self.pre_process, self.post_process = stage == 0, stage == num_stages - 1
+        self.entering: Tensor | None = None
+        self.embedder = Embedder(config, sizes, groups.tp) if self.pre_process else None
+        self.blocks = Blocks()
+        for number in stage_blocks(sizes.num_blocks, num_stages)[stage]:
+            self.blocks[str(number)] = Block(config, options, groups, number)
+        self.head = Head(config, sizes, options, groups.tp) if self.post_process else None
+
+    def set_input_tensor(self, tensors: Tensor | Sequence[Tensor | None] | None) -> None:
+        """Take what the stage before gave, see `boundary_shape`."""
+        self.entering = tensors if tensors is None or isinstance(tensors, Tensor) else tensors[0]
+
+    def boundary_shape(self, x: Tensor, timesteps: Tensor, text: Tensor) -> list[int]:
+        """Shape of what passes between stages on this rank for such inputs, ``[s + r, b, h]``.
+
+        The last r = 7 f + l rows hold timesteps (f of them for each sample) and text (l tokens).
+        """
+        held = self._tokens(x, 0).held
+        rows = x.size(1) * (held.stop - held.start)
+        extra = 7 * _per_frame(timesteps).size(1) + text.size(1)
+        return [rows + extra, x.size(0), self.sizes.hidden_size]
+
+    def new_cache(
+        self,
+        batch_size: int,
+        height: int,
+        width: int,
+        *,
+        chunk_frames: int | None = None,
+        capacity_frames: int | None = None,
+    ) -> KVCache:
+        """An empty cache for latents ``[b, t, c, height, width]``.
+
+        Args:
+            batch_size: b.
+            height: of the latents.
+            width: of the latents.
+            chunk_frames: frames from the first block that may be run again (as in the second phase
+                of a rollout, or by recomputation) to the newest; None is one block, as in sampling.
+            capacity_frames: frames that it holds; None is as few as the chunk needs.
+
+        Raises:
+            ConfigError: a model that has no use for a cache, or too small a capacity, with the
+                number that is needed.
+        """
+        window = self.options.window
+        if window is None or self.num_stages > 1:
+            raise ConfigError(
+                "a cache needs a causal model on one pipeline stage; give the options a `window`, "
+                "and use tensor and context parallelism instead of pipeline stages."
+            )
+        chunk = window.block if chunk_frames is None else chunk_frames
+        capacity = window.capacity_for(chunk) if capacity_frames is None else capacity_frames
+        weight = next(self.parameters())
+        return KVCache(
+            window,
+            self._cache_shape(batch_size, height, width),
+            capacity_frames=capacity,
+            chunk_frames=chunk,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
+    def forward(
+        self,
+        *,
+        x: Tensor,
+        timesteps: Tensor,
+        text: Tensor,
+        cache: KVCache | None = None,
+        first_frame: int = 0,
+        update_cache: bool = True,
+    ) -> Tensor:
+        """Run this chunk on inputs that are whole, and the same, on all ranks of a replica.
+
+        They are given by keyword, so that a wrapper for 16-bit precision leaves the timesteps
+        alone. Stages after the first read only the shapes of latents, timesteps and text.
+
+        Args:
+            x: noised latents, ``[b, t, c, h, w]``; of whole frame blocks if the model is causal.
+            timesteps: of each frame ``[b, t]`` or of each sample ``[b]``, float32, 0 to 1000.
+            text: ``[b, l, text_width]``, padding zero.
+            cache: frames before these; None lets these frames see only each other.
+            first_frame: absolute number of the first frame.
+            update_cache: write the keys and values of these frames, cut from the graph.
+
+        Returns:
+            On the last stage the flow ``noise - x0``, ``[b, t, c, h, w]`` on every rank; before it
+            hidden states and what all blocks need, see `boundary_shape`. Over context-parallel
+            ranks the gradients of the losses are summed: each rank's loss counts, as those of
+            data-parallel ranks do. The gradient of ``x`` lies on the ranks that hold the tokens.
+
+        Raises:
+            ConfigError: a cache that does not fit the model or the order of the passes.
+            DataError: inputs whose shapes do not fit.
+        """
+        check_inputs(self.sizes, x, timesteps, text)
+        tokens = self._tokens(x, first_frame)
+        reading = self._open_cache(cache, x, first_frame, update_cache)
+        known = None
+        if cache is not None and not torch.is_grad_enabled():
+            text = text[:, :0] if cache.memo.begin(text) else text
+            known = cache.memo.key_values
+        hidden, given = self._enter(x, _per_frame(timesteps), text, tokens)
+        ids = positions(tokens, hidden.device)
+        table = rotary_table(ids, self.sizes.axes_dim, self.sizes.rope_theta, hidden.dtype)
+        plan = self._plan(first_frame, x.size(1), reading)
+        hidden = self._run_blocks(
+            hidden, given, Run(x.size(1), tokens.tp_size, table, plan, reading, known)
+        )
+        if reading is not None:
+            reading.finish()
+        if self.head is None:
+            return torch.cat((hidden, given.rows()))
+        return self._flow(self.head(hidden, given.time), tokens, x)
+
+    def _tokens(self, x: Tensor, first_frame: int) -> FrameTokens:
+        _, t, _, height, width = x.shape
+        _, rows, columns = grid((t, height, width), self.sizes.patch_size)
+        cp, tp = self.cp_group, self.tp_group
+        if not self.config.sequence_parallel:
+            return FrameTokens(first_frame, t, rows, columns, cp.rank(), cp.size())
+        return FrameTokens(
+            first_frame, t, rows, columns, cp.rank(), cp.size(), tp.rank(), tp.size()
+        )
+
+    def _cache_shape(self, batch: int, height: int, width: int) -> CacheShape:
+        _, rows, columns = grid((1, height, width), self.sizes.patch_size)
+        cp = self.cp_group.size()
+        tokens = FrameTokens(0, 1, rows, columns, 0, cp).per_frame
+        heads = self.sizes.num_heads // self.tp_group.size()
+        if self.options.cp_comm_type == "a2a":
+            heads //= cp
+        else:
+            tokens //= cp
+        return CacheShape(self.sizes.num_blocks, tokens, batch, heads, self.sizes.head_dim)
+
+    def _open_cache(
+        self, cache: KVCache | None, x: Tensor, first_frame: int, update: bool
+    ) -> CachePass | None:
+        if cache is None:
+            return None
+        b, t, _, height, width = x.shape
+        own = self._cache_shape(b, height, width)
+        if cache.window != self.options.window or cache.shape != own:
+            raise ConfigError(
+                f"the cache ({cache.window}, {cache.shape}) must be that of the model and its "
+                f"inputs ({self.options.window}, {own}); build it by `new_cache`."
+            )
+        return CachePass(cache, first_frame, t, updates=update)
+
+    def _plan(self, first_frame: int, num_frames: int, reading: CachePass | None) -> AttentionPlan:
+        if self.options.window is None:
+            return AttentionPlan.bidirectional(num_frames)
+        past = () if reading is None else reading.past
+        return AttentionPlan.causal(self.options.window, first_frame, num_frames, past)
+
+    def _enter(
+        self, x: Tensor, timesteps: Tensor, text: Tensor, tokens: FrameTokens
+    ) -> tuple[Tensor, Conditioning]:
+        """Hidden states and conditioning: embedded, or from the stage before."""
+        if self.embedder is not None:
+            hidden = self.embedder.tokens(x, tokens)
+            return hidden, self.embedder.conditioning(timesteps, text)
+        assert self.entering is not None
+        num_times = timesteps.size(1)
+        split = self.entering.size(0) - 7 * num_times - text.size(1)
+        hidden, rows = self.entering.tensor_split((split,))
+        return hidden, Conditioning.from_rows(rows, num_times)
+
+    def _run_blocks(self, hidden: Tensor, given: Conditioning, run: Run) -> Tensor:
+        for block in self.blocks.values():
+            assert isinstance(block, Block)
+            if block.number < self.options.recompute_blocks and torch.is_grad_enabled():
+                hidden = recomputed(block, hidden, given, run)
+            else:
+                hidden = block(hidden, given, run)
+        return hidden
+
+    def _flow(self, output: Tensor, tokens: FrameTokens, x: Tensor) -> Tensor:
+        """All tokens on every rank, ``[s, b, c * p * p]`` to latents ``[b, t, c, h, w]``."""
+        if tokens.tp_size > 1:
+            output = gather_from_sequence_parallel_region(
+                output, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+            output = frames_first(output, tokens.tp_size, tokens.num_frames).flatten(0, 1)
+        if tokens.cp_size > 1:
+            output = gather_from_sequence_parallel_region(
+                output, tensor_parallel_output_grad=True, group=self.cp_group
+            )
+            output = frames_first(output, tokens.cp_size, tokens.num_frames).flatten(0, 1)
+        _, t, _, height, width = x.shape
+        packed = output.transpose(0, 1)
+        return unpack(packed, (t, height, width), self.sizes.patch_size).transpose(1, 2)
+
+
+def _per_frame(timesteps: Tensor) -> Tensor:
+    """``[b]`` as ``[b, 1]``, one timestep for all frames; ``[b, t]`` as it is."""
+    return timesteps.unsqueeze(1) if timesteps.dim() == 1 else timesteps
+
+
+def build_video_dit_chunk(
+    sizes: VideoDiTSizes,
+    options: VideoDiTOptions,
+    transformer_config: TransformerConfig,
+    context: ParallelContext,
+    *,
+    vp_stage: int | None = None,
+) -> VideoDiT:
+    """Build one chunk of this rank.
+
+    Args:
+        sizes: of the whole model.
+        options: see there.
+        transformer_config: with the fields of ``sizes.transformer_fields()``.
+        context: process groups of this rank.
+        vp_stage: index of the virtual chunk on this rank; None with one chunk.
+    """
+    placement = context.placement
+    return VideoDiT(
+        transformer_config,
+        sizes,
+        options,
+        context.pgs,
+        stage=placement.stage_of(context.pp_rank, vp_stage or 0),
+        num_stages=placement.num_stages,
+    )

@@ -1,0 +1,276 @@
+"""Shift, scale and gate of each frame: what its timestep gives, plus a learned table.
+
+RMSNorm of queries and keys over the full width of all heads, whose heads are dealt to ranks.
+
+``y = x / sqrt(mean(x^2) + eps) * weight`` with the mean over all h features (arXiv:1910.07467), so
+that its sum of squares is summed over the tensor-parallel ranks. The sum enters the outputs of all
+of them, so its gradient is summed as well.
+
+The pointwise parts of a video DiT's block as pure functions, each one graph where it compiles.
+
+See `layers.compiled` and `layers.compiled`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.layers.compiled import Beside, compiled
+from megatron_ext.layers.pointwise import NormSpec as Norm
+from megatron_ext.layers.pointwise import norm
+from megatron_ext.video.model.linear import mark_replicated
+from megatron_ext.video.model.modulation import modulated
+from megatron_ext.video.model.tokens import frames_first
+from megatron_ext.video.model.wan.embedder import rotate
+
+
+class ModulationTable(torch.nn.Module):
+    """A learned ``[num_parts, h]``, added to the modulation that the timesteps give.
+
+    Args:
+        config: of the run.
+        num_parts: 6 for a block (shift, scale, gate of the attention, then of the feed-forward
+            layers), 2 for the head.
+    """
+
+    def __init__(self, config: TransformerConfig, num_parts: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(num_parts, config.hidden_size))
+        self.reset_parameters()
+        mark_replicated(self, config)
+
+    def reset_parameters(self) -> None:
+        """Normal with the standard deviation ``1 / sqrt(h)``."""
+        torch.nn.init.normal_(self.weight, std=self.weight.size(-1) ** -0.5)
+
+    def forward(self, time: Tensor) -> tuple[Tensor, ...]:
+        """``[f, b, num_parts, h]`` or ``[f, b, 1, h]`` to ``num_parts`` tensors ``[f, 1, b, h]``.
+
+        f is 1 if all frames have one timestep, else the number of frames.
+        """
+        return (self.weight + time).unsqueeze(1).unbind(3)
+
+
+def modulated_frames(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """``(1 + scale) * LN(x) + shift`` of ``[s, b, h]``, s the tokens of frame after frame.
+
+    Args:
+        x: ``[s, b, h]``.
+        shift: ``[f, 1, b, h]``.
+        scale: ``[f, 1, b, h]``.
+    """
+    return modulated(_frames(x, shift), shift, scale).flatten(0, 1)
+
+
+modulated_frames_alone = compiled(modulated_frames)
+
+
+def add_gated(x: Tensor, output: Tensor, gate: Tensor) -> Tensor:
+    """``x + gate * output``, both ``[s, b, h]``, the gate ``[f, 1, b, h]``."""
+    return x + (gate * _frames(output, gate)).flatten(0, 1)
+
+
+def _frames(x: Tensor, part: Tensor) -> Tensor:
+    """``[s, b, h]`` as ``[f, s / f, b, h]``."""
+    return torch.unflatten(x, 0, (part.size(0), -1))
+
+
+class FullWidthRMSNorm(MegatronModule):  # type: ignore[misc]
+    """The scales of this rank's heads, ``[h / tp]``; cut, so their gradients need no reduction.
+
+    Args:
+        config: of the run.
+        tp_group: ranks among which the heads are dealt.
+    """
+
+    def __init__(self, config: TransformerConfig, tp_group: ProcessGroup) -> None:
+        super().__init__(config=config)
+        self.tp_group = tp_group
+        self.width = config.hidden_size
+        self.weight = torch.nn.Parameter(torch.ones(self.width // tp_group.size()))
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x: Tensor | None, bias: Tensor | None = None) -> Tensor:
+        """Norm.
+
+        Args:
+            x: ``[s, b, n, d]`` of this rank's heads; None gives the scales, for functions that norm
+                by themselves, once data parallelism has gathered them.
+            bias: to be added to it before, ``[n * d]``.
+
+        Returns:
+            As ``x``.
+        """
+        if x is None:
+            return self.weight
+        eps = self.config.layernorm_epsilon
+        if self.tp_group.size() == 1:
+            return _whole_norm(x, bias, self.weight, self.width, eps)
+        total = summed(_squares(x, bias), self.tp_group)
+        return _scaled(x, bias, total, self.weight, self.width, eps)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The shard of the scales."""
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            {"weight": self.weight},
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
+        return state
+
+
+def squares(x: Tensor) -> Tensor:
+    """Sums of squares of ``[..., n, d]`` in at least float32, ``[...]``."""
+    return x.to(_exact(x)).square().sum(dim=(-2, -1))
+
+
+def scaled(x: Tensor, total: Tensor, weight: Tensor, width: int, eps: float) -> Tensor:
+    """Norm ``[..., n, d]`` by the sums of squares of all ranks' ``width`` features, ``[...]``."""
+    scale = torch.rsqrt(total / width + eps)
+    return (x.to(_exact(x)) * scale[..., None, None]).to(x.dtype) * weight.view(x.shape[-2:])
+
+
+def _exact(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+@compiled
+def _whole_norm(x: Tensor, bias: Tensor | None, weight: Tensor, width: int, eps: float) -> Tensor:
+    whole = _with_bias(x, bias)
+    return scaled(whole, squares(whole), weight, width, eps)
+
+
+@compiled
+def _squares(x: Tensor, bias: Tensor | None) -> Tensor:
+    return squares(_with_bias(x, bias))
+
+
+@compiled
+def _scaled(
+    x: Tensor, bias: Tensor | None, total: Tensor, weight: Tensor, width: int, eps: float
+) -> Tensor:
+    return scaled(_with_bias(x, bias), total, weight, width, eps)
+
+
+def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias.view(x.shape[-2:])
+
+
+def summed(sums: Tensor, group: ProcessGroup) -> Tensor:
+    """Sums of squares over the ranks; they enter the outputs of all, and so do their gradients."""
+    total: Tensor = copy_to_tensor_model_parallel_region(
+        reduce_from_tensor_model_parallel_region(sums, group=group), group=group
+    )
+    return total
+
+
+def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor]:
+    return (modulated_frames(x, shift, scale),)
+
+
+modulated_beside = Beside(_modulated)
+"""``[s, b, h]`` and its `modulated_frames`."""
+
+
+@compiled
+def gated(x: Tensor, output: Tensor, bias: Tensor, gate: Tensor) -> Tensor:
+    """`add_gated` of ``output + bias``."""
+    return add_gated(x, output + bias, gate)
+
+
+@compiled
+def gated_and_normed(
+    x: Tensor,
+    output: Tensor,
+    bias: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    norm_bias: Tensor,
+    spec: Norm,
+) -> tuple[Tensor, Tensor]:
+    """`gated`, and the `norm` of what it gives."""
+    hidden = add_gated(x, output + bias, gate)
+    return hidden, norm(hidden, weight, norm_bias, spec)
+
+
+@compiled
+def added_and_modulated(
+    x: Tensor, output: Tensor, bias: Tensor, shift: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``x + output + bias``, and its `modulated_frames`."""
+    hidden = x + (output + bias)
+    return hidden, modulated_frames(hidden, shift, scale)
+
+
+@compiled
+def squares_of_heads(qkv: Tensor, bias: Tensor, head_dim: int) -> Tensor:
+    """Sums of squares of this rank's queries and keys, ``[2, s, b]``.
+
+    Args:
+        qkv: ``[s, b, n * 3 * d]``.
+        bias: to be added to it.
+        head_dim: d.
+    """
+    heads = torch.unflatten(qkv + bias, -1, (-1, 3, head_dim))
+    return torch.stack([squares(x) for x in heads.unbind(-2)[:2]])
+
+
+@compiled
+def heads(
+    qkv: Tensor,
+    bias: Tensor,
+    total: Tensor | None,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    sizes: tuple[int, int, float],
+    num_parts: int,
+    num_frames: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, normed and rotated, and values of one projection, frame after frame.
+
+    Args:
+        qkv: ``[parts * t * m, b, n * 3 * d]``, for each head its query, key and value.
+        bias: of the projection, to be added here.
+        total: sums of squares over all ranks, see `squares_of_heads`; None: this one has all.
+        q_weight, k_weight: of the norms, this rank's ``[n * d]``.
+        cos, sin: see `rope.rotary_table`.
+        sizes: d, the width of all ranks' heads, and epsilon.
+        num_parts: tensor-parallel ranks that share out the sequence.
+        num_frames: t.
+
+    Returns:
+        Three tensors ``[t, parts * m, b, n, d]``; the values are copied, see
+        `queries_keys_values`.
+    """
+    head_dim, width, eps = sizes
+    query, key, value = torch.unflatten(qkv + bias, -1, (-1, 3, head_dim)).unbind(-2)
+    of_query, of_key = (squares(query), squares(key)) if total is None else total.unbind(0)
+    query, key = (
+        scaled(x, sums, weight, width, eps)
+        for x, sums, weight in ((query, of_query, q_weight), (key, of_key, k_weight))
+    )
+    q, k, v = (frames_first(x, num_parts, num_frames) for x in (query, key, value))
+    copied = v.clone(memory_format=torch.contiguous_format)
+    return rotate(q, (cos, sin)), rotate(k, (cos, sin)), copied

@@ -1,0 +1,286 @@
+"""Sampled clips as files that a person can watch: mp4, a contact sheet and a list.
+
+H.264 files that are written frame by frame.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.sampling.requests import ClipRequest
+
+_CONSTANT_QUALITY = {"crf": "17"}
+"""Of x264, where differences can hardly be seen."""
+_FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof", "flush_packets": "1"}
+"""What was written can be played before the file is whole, and its index is not kept in memory."""
+_FRAGMENT = 2  # seconds
+
+
+class Mp4Writer:
+    """One clip; an odd height or width gains a row or column, which the format needs.
+
+    Args:
+        path: of the file.
+        fps: frames per second.
+        growing: the file can be played while it grows.
+
+    Raises:
+        ConfigError: PyAV is not installed.
+    """
+
+    def __init__(self, path: Path, fps: int, *, growing: bool = False) -> None:
+        self._av = _av()
+        self._container = self._av.open(str(path), "w", options=_FRAGMENTED if growing else {})
+        options = _CONSTANT_QUALITY | ({"g": str(_FRAGMENT * fps)} if growing else {})
+        self._stream = self._container.add_stream("libx264", rate=fps, options=options)
+        self._stream.pix_fmt = "yuv420p"
+        self._is_begun = False
+
+    def append(self, frames: NDArray[np.uint8]) -> None:
+        """Write frames ``[f, H, W, 3]``, all of one size."""
+        _, height, width, _ = frames.shape
+        even = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+        if not self._is_begun:
+            self._stream.height, self._stream.width = even.shape[1:3]
+            self._is_begun = True
+        for frame in even:
+            picture = self._av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
+            self._container.mux(self._stream.encode(picture))
+
+    def close(self) -> None:
+        """Write what the encoder still holds, and the end of the file."""
+        try:
+            if self._is_begun:
+                self._container.mux(self._stream.encode())
+        finally:
+            self._container.close()
+
+    def abandon(self) -> None:
+        """Let go of a file that is not to be finished."""
+        # Whatever goes wrong here follows from the error that ended the writing.
+        with suppress(Exception):
+            self._container.close()
+
+
+def as_bytes(pixels: Tensor) -> NDArray[np.uint8]:
+    """``[P, 3, f, H, W]`` in [-1, 1], beyond it cut off, to ``[P, f, H, W, 3]``."""
+    scaled = ((pixels.detach().float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    frames: NDArray[np.uint8] = scaled.cpu().permute(0, 2, 3, 4, 1).contiguous().numpy()
+    return frames
+
+
+def _av() -> Any:
+    try:
+        import av
+    except ImportError:
+        raise missing("av") from None
+    return av
+
+
+def missing(package: str) -> ConfigError:
+    """The error about a package of the extra ``video``."""
+    return ConfigError(
+        f"Writing clips needs the package {package}, which is not installed; run "
+        "`pip install 'megatron-ext[video]'`."
+    )
+
+
+CONTACT_SHEET = "contact_sheet.png"
+LIST = "samples.jsonl"
+SHEET_FRAMES = 8
+"""Frames of a clip in the contact sheet, at most, from the first to the last."""
+SHEET_SIDE = 256
+"""Longer side of a frame in the contact sheet, at most; pixels."""
+TITLE = 20
+"""Height of a title in the contact sheet; pixels."""
+GAP = 4
+
+_CLIP = re.compile(r"sample_\d{3,}\.mp4")
+
+
+def clip_name(number: int) -> str:
+    return f"sample_{number:03}.mp4"
+
+
+def write_clips(
+    folder: str | os.PathLike[str],
+    pixels: Tensor,
+    requests: Sequence[ClipRequest],
+    *,
+    fps: int,
+    seed: int,
+    facts: Mapping[str, Any] | None = None,
+) -> None:
+    """Write ``sample_000.mp4`` and so on, `CONTACT_SHEET` and `LIST` into a folder.
+
+    They are written beside it and renamed at the end, so that a folder is whole or not there.
+    Samples that lie there already are replaced; a folder with anything else is left alone.
+
+    Args:
+        folder: to be made.
+        pixels: of the clips, ``[P, 3, f, H, W]`` in [-1, 1]; beyond it they are cut off.
+        requests: P that they were sampled for.
+        fps: frames per second.
+        seed: of their noise.
+        facts: more to be noted of each clip, such as the iteration of the model.
+
+    Raises:
+        ConfigError: a rate below 1, or PyAV or pillow is not installed.
+        DataError: numbers of clips and requests that differ, a pixel that is not finite, or a
+            folder that holds other files.
+    """
+    target = Path(folder)
+    _check(pixels, requests, fps)
+    writing = open_folder(target)
+    try:
+        frames = as_bytes(pixels)
+        rows = _rows(frames, requests, fps, seed, facts or {})
+        for row, clip in zip(rows, frames, strict=True):
+            write_mp4(writing / row["path"], clip, fps)
+        contact_sheet([request.text for request in requests], frames, writing / CONTACT_SHEET)
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (writing / LIST).write_text(lines, "utf-8")
+        publish(writing, target)
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
+
+
+def open_folder(target: Path) -> Path:
+    """A folder to write samples into, beside their own; see `publish`.
+
+    Raises:
+        DataError: the folder exists and holds other files.
+    """
+    if target.exists() and not _is_ours(target):
+        raise DataError(
+            f"The folder {target} holds files that are no samples and would be lost; give the "
+            "name of a new folder."
+        )
+    # One name for all runs, so that what a killed one left is cleared.
+    writing = target.with_name(f".{target.name}.writing")
+    shutil.rmtree(writing, ignore_errors=True)
+    writing.mkdir(parents=True)
+    return writing
+
+
+def publish(writing: Path, target: Path) -> None:
+    """Give the folder its name; older samples of this name go only after that."""
+    older = target.with_name(f".{target.name}.older")
+    if target.exists():
+        shutil.rmtree(older, ignore_errors=True)
+        os.rename(target, older)
+    os.rename(writing, target)
+    shutil.rmtree(older, ignore_errors=True)
+
+
+def write_mp4(path: Path, frames: NDArray[np.uint8], fps: int) -> None:
+    """One clip as H.264; an odd height or width gains a row or column, which the format needs.
+
+    Args:
+        path: of the file.
+        frames: ``[f, H, W, 3]``.
+        fps: frames per second.
+
+    Raises:
+        ConfigError: PyAV is not installed.
+    """
+    with closing(Mp4Writer(path, fps)) as writer:
+        writer.append(frames)
+
+
+def contact_sheet(titles: Sequence[str], clips: NDArray[np.uint8], path: Path) -> None:
+    """One row for each clip: its caption, below it frames from the first to the last.
+
+    Args:
+        titles: captions.
+        clips: ``[P, f, H, W, 3]``.
+        path: of the PNG.
+
+    Raises:
+        ConfigError: pillow is not installed.
+    """
+    image, draw, font = _pillow()
+    _, num_frames, height, width, _ = clips.shape
+    shown = np.linspace(0, num_frames - 1, min(num_frames, SHEET_FRAMES)).round().astype(int)
+    scale = min(1.0, SHEET_SIDE / max(height, width))
+    size = (max(1, round(width * scale)), max(1, round(height * scale)))
+    step = TITLE + size[1] + GAP
+    sheet = image.new("RGB", (GAP + len(shown) * (size[0] + GAP), len(clips) * step), "white")
+    pen, letters = draw.Draw(sheet), font.load_default(size=TITLE * 0.6)
+    for row, (title, clip) in enumerate(zip(titles, clips, strict=True)):
+        text = _shortened(title, lambda t: pen.textlength(t, letters) <= sheet.width - 2 * GAP)
+        pen.text((GAP, row * step + GAP), text, "black", letters)
+        for column, number in enumerate(shown):
+            picture = image.fromarray(np.ascontiguousarray(clip[number])).resize(size)
+            sheet.paste(picture, (GAP + column * (size[0] + GAP), row * step + TITLE))
+    sheet.save(path)
+
+
+def _shortened(title: str, fits: Any) -> str:
+    """The title in one line, with dots where it must end early."""
+    line = " ".join(title.split())
+    if fits(line):
+        return line
+    while line and not fits(f"{line}..."):
+        line = line[:-1]
+    return f"{line}..."
+
+
+def _check(pixels: Tensor, requests: Sequence[ClipRequest], fps: int) -> None:
+    if fps < 1:
+        raise ConfigError(f"`fps` ({fps}) of sampled clips must be at least 1; 24 is usual.")
+    if pixels.dim() != 5 or pixels.size(1) != 3 or len(pixels) != len(requests) or not requests:
+        raise DataError(
+            f"The pixels have the shape {list(pixels.shape)}, but must be [{len(requests)}, 3, f, "
+            "H, W], a clip for each prompt; decode the latents first."
+        )
+    if not bool(pixels.isfinite().all()):
+        raise DataError(
+            "Sampled clips hold values that are not finite, so nothing was written; look whether "
+            "the training diverged, or lower the guidance."
+        )
+
+
+def _is_ours(target: Path) -> bool:
+    """Nothing would be lost with this folder but samples."""
+    if not target.is_dir() or target.is_symlink():
+        return False
+    names = {path.name for path in target.iterdir()}
+    return all(name in (CONTACT_SHEET, LIST) or _CLIP.fullmatch(name) for name in names)
+
+
+def _rows(
+    frames: NDArray[np.uint8],
+    requests: Sequence[ClipRequest],
+    fps: int,
+    seed: int,
+    facts: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    _, num_frames, height, width, _ = frames.shape
+    shape = {"num_frames": num_frames, "height": height, "width": width, "fps": fps}
+    return [
+        {"path": clip_name(i), **asdict(request), "seed": seed, "number": i, **shape, **facts}
+        for i, request in enumerate(requests)
+    ]
+
+
+def _pillow() -> tuple[Any, Any, Any]:
+    try:
+        from PIL import Image, ImageDraw, ImageFont
+    except ImportError:
+        raise missing("pillow") from None
+    return Image, ImageDraw, ImageFont

@@ -1,0 +1,301 @@
+"""What clips are asked for: captions, and references that are read and encoded for them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.config.run import MODES, ConditionConfig
+from megatron_ext.video.data.clips import Clip, decode, probe, with_suffix
+from megatron_ext.video.data.codec_base import VideoCodec
+from megatron_ext.video.data.conditions import Text, frame_masks, place_references, sections
+from megatron_ext.video.data.geometry import subsampling
+from megatron_ext.video.data.text_encoders import TextEncoder
+from megatron_ext.video.sampling.flow import References
+
+Request = TypeVar("Request")
+
+
+@dataclass(frozen=True)
+class SampleShape:
+    """Pixels of the clips that are sampled.
+
+    Attributes:
+        num_frames: f; 1 for images.
+        height, width: pixels.
+        fps: frames per second, which the caption tells the model.
+
+    Raises:
+        ConfigError: a number below 1.
+    """
+
+    num_frames: int
+    height: int
+    width: int
+    fps: int = 24
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) < 1:
+                raise ConfigError(
+                    f"`{field.name}` ({getattr(self, field.name)}) of sampled clips must be at "
+                    "least 1; take that of the training clips."
+                )
+
+
+@dataclass(frozen=True)
+class ClipRequest:
+    """One clip that is asked for.
+
+    Attributes:
+        text: caption without suffix.
+        reference: image, video or folder of images whose first frames (head modes), last frames
+            (tail modes) or both (i2v_loop) are given to the model.
+        mode: one of `conditions.MODES`; t2v without reference, and only then.
+        motion: motion score in the caption; None leaves it out.
+
+    Raises:
+        ConfigError: an unknown mode, or a mode and a reference that do not go together.
+    """
+
+    text: str
+    reference: str | None = None
+    mode: str = "t2v"
+    motion: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(
+                f"The mode ({self.mode}) of the prompt {self.text!r} must be one of "
+                f"{', '.join(MODES)}; correct its name."
+            )
+        if (self.mode == "t2v") != (self.reference is None):
+            raise ConfigError(
+                f"The prompt {self.text!r} has the mode {self.mode} and the reference "
+                f"{self.reference}, but t2v takes no reference and all other modes need one; "
+                "correct either."
+            )
+
+
+@dataclass(frozen=True)
+class EncodedRequests:
+    """Requests as the sampler takes them, on the CPU.
+
+    Attributes:
+        latent_shape: of one clip, (c, t, h, w).
+        text: captions, ``[P, l, d]`` and ``[P, e]``.
+        null: the empty caption, ``[1, k, d]`` and ``[1, e]``.
+        references: ``[P, c, t, h, w]`` and ``[P, t]``; None if no request has one.
+    """
+
+    latent_shape: tuple[int, int, int, int]
+    text: Text
+    null: Text
+    references: References | None
+
+    def __len__(self) -> int:
+        return len(self.text.sequence)
+
+
+def read_requests(path: str | os.PathLike[str]) -> list[ClipRequest]:
+    """Read a text file with a caption in each line, or a jsonl.
+
+    Rows of a jsonl have ``text``, and may have ``reference`` (relative to the file), ``mode``
+    (i2v_head with a reference unless it says otherwise) and ``motion``. Empty lines are left out.
+
+    Raises:
+        DataError: no such file, a row that cannot be read, or no row at all.
+    """
+    return read_prompts(path, lambda text, _: ClipRequest(text), _request, ClipRequest)
+
+
+def read_prompts(
+    path: str | os.PathLike[str],
+    of_line: Callable[[str, Path], Request],
+    of_row: Callable[[dict[str, Any], Path], Request],
+    kind: type[Any],
+) -> list[Request]:
+    """Read a text file with a caption in each line, or a jsonl; empty lines are left out.
+
+    Args:
+        path: of the file.
+        of_line: makes a request of a caption and the file.
+        of_row: makes one of a row with ``text`` and perhaps other fields of ``kind``; may raise
+            ConfigError, ValueError or TypeError.
+        kind: the dataclass of requests.
+
+    Raises:
+        DataError: no such file, a row that cannot be read, or no row at all.
+    """
+    source = Path(path)
+    try:
+        lines = source.read_text("utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"The prompts {source} cannot be read ({error}); give a text file with a caption in "
+            "each line, or a jsonl."
+        ) from None
+    found = [
+        of_line(line.strip(), source)
+        if source.suffix != ".jsonl"
+        else _row(line, source, number, of_row, kind)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not found:
+        raise DataError(f"The prompts {source} are empty; write a caption in each line.")
+    return found
+
+
+def _row(
+    line: str,
+    source: Path,
+    number: int,
+    of_row: Callable[[dict[str, Any], Path], Request],
+    kind: type[Any],
+) -> Request:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise _bad_row(source, number, f"is no JSON ({error})") from None
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+        raise _bad_row(source, number, "has no `text`")
+    known = [field.name for field in fields(kind)]
+    if unknown := sorted(row.keys() - set(known)):
+        raise _bad_row(source, number, f"has {unknown}, but may have {known}")
+    for name in ("reference", "mode"):
+        if not isinstance(row.get(name), str | None):
+            raise _bad_row(source, number, f"has `{name}` {row[name]!r}, which is no text")
+    try:
+        return of_row(row, source)
+    except (ConfigError, ValueError, TypeError) as error:
+        raise _bad_row(source, number, f"is refused ({error})") from None
+
+
+def _request(row: dict[str, Any], source: Path) -> ClipRequest:
+    reference, motion = row.get("reference") or None, row.get("motion")
+    if motion is not None and not math.isfinite(motion := float(motion)):
+        raise ValueError(f"`motion` {row['motion']!r} is no finite number")
+    return ClipRequest(
+        text=row["text"].strip(),
+        reference=None if reference is None else str(source.parent / reference),
+        mode=row.get("mode") or ("t2v" if reference is None else "i2v_head"),
+        motion=motion,
+    )
+
+
+def _bad_row(source: Path, line: int, what: str) -> DataError:
+    return DataError(f"{source} line {line} {what}; mend the row or take it out.")
+
+
+def encode_requests(
+    requests: Sequence[ClipRequest],
+    shape: SampleShape,
+    codec: VideoCodec,
+    text_encoder: TextEncoder,
+    *,
+    null: Text | None = None,
+    conditions: ConditionConfig | None = None,
+) -> EncodedRequests:
+    """Encode captions with the suffix of training, and references at the size of the clips.
+
+    Args:
+        requests: P of them.
+        shape: of the clips.
+        codec, text_encoder: those of the training data.
+        null: the empty caption of training; None encodes it.
+        conditions: of training, for the lengths of v2v references.
+
+    Raises:
+        ConfigError: a shape that the codec does not take.
+        DataError: no request, a reference that cannot be read or is too short, or clips that are
+            too short for a mode.
+    """
+    if not requests:
+        raise DataError("There is no prompt to sample from; give at least one.")
+    latent_shape = codec.latent_shape(shape.num_frames, shape.height, shape.width)
+    moving = shape.num_frames > 1
+    captions = [
+        with_suffix(r.text, shape.fps if moving else None, r.motion if moving else None)
+        for r in requests
+    ]
+    return EncodedRequests(
+        latent_shape=latent_shape,
+        text=_encoded(text_encoder, captions),
+        null=_encoded(text_encoder, [""]) if null is None else Text(*_on_cpu(null)),
+        references=_references(
+            requests, shape, latent_shape, codec, conditions or ConditionConfig()
+        ),
+    )
+
+
+def _encoded(encoder: TextEncoder, captions: Sequence[str]) -> Text:
+    """One by one, for the memory of large encoders."""
+    pairs = [encoder.encode([caption]) for caption in captions]
+    return Text(*(torch.cat(parts).cpu() for parts in zip(*pairs, strict=True)))
+
+
+def _on_cpu(text: Text) -> tuple[Tensor, Tensor]:
+    return text.sequence.cpu(), text.pooled.cpu()
+
+
+def _references(
+    requests: Sequence[ClipRequest],
+    shape: SampleShape,
+    latent_shape: tuple[int, int, int, int],
+    codec: VideoCodec,
+    conditions: ConditionConfig,
+) -> References | None:
+    if all(request.reference is None for request in requests):
+        return None
+    modes = torch.tensor([MODES.index(request.mode) for request in requests])
+    masks = frame_masks(modes, latent_shape[1], conditions)
+    latents = torch.stack(
+        [_placed(request, shape, latent_shape, codec, conditions) for request in requests]
+    )
+    return References(latents, masks)
+
+
+def _placed(
+    request: ClipRequest,
+    shape: SampleShape,
+    latent_shape: tuple[int, int, int, int],
+    codec: VideoCodec,
+    conditions: ConditionConfig,
+) -> Tensor:
+    """Latents of a request's references at their places, ``[c, t, h, w]``.
+
+    Each section is encoded by itself, as in training.
+    """
+    pieces = []
+    for section in sections(request.mode, latent_shape[1], conditions):
+        count = (section.length - 1) * codec.temporal + 1
+        pixels = _frames(request, count, shape, at_end=section.start > 0)
+        pieces.append((section, codec.encode(pixels[None])[0].cpu()))
+    return place_references(pieces, latent_shape, torch.float32)
+
+
+def _frames(request: ClipRequest, count: int, shape: SampleShape, *, at_end: bool) -> Tensor:
+    """First or last frames of a reference near the frame rate of the clips, ``[3, f, H, W]``."""
+    assert request.reference is not None
+    clip = Clip(request.reference, request.text)
+    found = probe(clip)
+    interval = subsampling(found.fps, shape.fps)[0]
+    needed = interval * (count - 1) + 1
+    if found.num_frames < needed:
+        raise DataError(
+            f"The reference {request.reference} has {found.num_frames} frame(s) of "
+            f"{found.fps:g} per second, but the mode {request.mode} needs {needed}; give a longer "
+            "one, or take an i2v mode."
+        )
+    first = found.num_frames - needed if at_end else 0
+    return decode(clip, first, interval, count, (shape.height, shape.width))

@@ -1,0 +1,137 @@
+"""Clips sampled from captions by the model of a run: now and then while it trains, or at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.parallel.collectives import on_reporting_rank
+from megatron_ext.video.data.conditions import Text
+from megatron_ext.video.data.setup import manifest_of, null_text_of
+from megatron_ext.video.microbatch import patch_size_of
+from megatron_ext.video.sampling.clips import write_clips
+from megatron_ext.video.sampling.generate import (
+    build_codec_of,
+    build_text_encoder_of,
+    decoded,
+    encode_on_reporting_rank,
+    generate_latents,
+    requests_of,
+    sampling_config,
+    shape_of,
+)
+from megatron_ext.video.sampling.requests import EncodedRequests
+from megatron_ext.video.sampling.velocity import ParallelVelocity, VideoDiTVelocity, forward_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from megatron_ext.train.setup import Run
+
+
+def velocity_of(run: Run) -> ParallelVelocity:
+    """What the model of a run predicts; all ranks call this together."""
+    config, core = run.config, run.runner.transformer_config
+    engine = run.runner.engine or forward_engine(run.chunks, core, run.context)
+    patch = patch_size_of(config)
+    if config.video.uses_dit:
+        return VideoDiTVelocity(engine, run.chunks, run.context, patch_size=patch)
+    told = config.mmdit.sizes(config.model).guidance_embed
+    guidance = config.mmdit.guidance if told else None
+    return ParallelVelocity(engine, run.chunks, run.context, patch_size=patch, guidance=guidance)
+
+
+class ClipSampler:
+    """Samples the clips of a run's prompts; all ranks build and call it together.
+
+    Args:
+        run: whose model samples.
+
+    Raises:
+        ConfigError, DataError: prompts, references or encoders of no use; on all ranks alike.
+    """
+
+    def __init__(self, run: Run) -> None:
+        config = run.config
+        self._run, self._requests = run, requests_of(config)
+        manifest = manifest_of(config)
+        self._shape = shape_of(config.sample, manifest)
+        self._codec = on_reporting_rank(
+            lambda: build_codec_of(config, manifest, run.device), "Building the codec", run.context
+        )
+        self._encoded = self._encode(manifest)
+        self._velocity = velocity_of(run)
+
+    def _encode(self, manifest: Mapping[str, Any]) -> EncodedRequests:
+        """Once for all calls; text encoders of many gigabytes go again."""
+        config, context = self._run.config, self._run.context
+        text_encoder = on_reporting_rank(
+            lambda: build_text_encoder_of(config, manifest, self._run.device),
+            "Building the text encoder",
+            context,
+        )
+        text, pooled = null_text_of(config)
+        return encode_on_reporting_rank(
+            self._requests,
+            self._shape,
+            self._codec,
+            text_encoder,
+            context,
+            null=Text(text[None].float(), pooled[None].float()),
+            conditions=config.conditions,
+        )
+
+    def __call__(self, folder: Path) -> None:
+        """Sample the clips and write them, with the averaged weights where the run keeps them.
+
+        Raises:
+            DataError: on all ranks, where the files cannot be written.
+        """
+        run, sample = self._run, self._run.config.sample
+        ema = run.ema if sample.sample_ema else None
+        with run.parameter_gather.paused(), ema.swapped_in(run.chunks) if ema else nullcontext():
+            latents = generate_latents(
+                self._velocity,
+                self._encoded,
+                flow=run.config.flow,
+                sampling=sampling_config(sample),
+                seed=sample.sample_seed,
+                context=run.context,
+                batch_size=sample.sample_batch_size,
+            )
+        facts = {"iteration": run.progress.iteration, "averaged_weights": ema is not None}
+
+        def write() -> None:
+            assert latents is not None and self._codec is not None
+            pixels = decoded(self._codec, latents, sample.sample_batch_size)
+            if not bool(pixels.isfinite().all()):
+                run.reporters.say("the sampled clips are not finite and are not written")
+                return
+            write_clips(
+                folder,
+                pixels,
+                self._requests,
+                fps=self._shape.fps,
+                seed=sample.sample_seed,
+                facts=facts,
+            )
+            run.reporters.say(f"sampled {len(self._requests)} clips into {folder}")
+
+        on_reporting_rank(write, f"Writing clips into {folder}", run.context)
+
+
+def sample_while_training(run: Run) -> Callable[[], None] | None:
+    """Sample after each multiple of ``--sample-interval``; see `Task.after_step`."""
+    sample = run.config.sample
+    if sample.sample_interval is None:
+        return None
+    interval, sampler = sample.sample_interval, ClipSampler(run)
+    root = Path(sample.sample_dir or Path(run.config.checkpoint.save or ".") / "samples")
+
+    def after_step() -> None:
+        if run.progress.iteration % interval == 0:
+            sampler(root / f"iter_{run.progress.iteration:07}")
+
+    return after_step

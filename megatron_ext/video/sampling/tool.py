@@ -1,0 +1,138 @@
+"""tools/sample_video.py: clips from a training checkpoint, in any layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.checkpoint.stored import read_run_config
+from megatron_ext.config.parser import read_words
+from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.train.main import main
+from megatron_ext.train.task import Task, TaskOrChoice, choose, no_datasets
+from megatron_ext.video.config.rules import ENCODING, VIDEO_DEFAULTS
+from megatron_ext.video.config.wan import stored_dit
+from megatron_ext.video.data.setup import manifest_of
+from megatron_ext.video.microbatch import with_widths
+from megatron_ext.video.sampling.generate import check_sampling
+from megatron_ext.video.sampling.samples import ClipSampler
+
+if TYPE_CHECKING:
+    from megatron_ext.config.run import RunConfig
+    from megatron_ext.text.tokenizers.base import Tokenizer
+    from megatron_ext.train.setup import Run
+
+_STORED = ("mmdit", "video_dit", "flow", "conditions", *ENCODING)
+"""Sections of the checkpoint's configuration that decide what the model is and how it samples."""
+
+
+_DATA = ("video_data_path", "video_buckets", "online_encoding")
+
+
+def stored_of(argv: Sequence[str]) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """The configuration of the checkpoint, and what the command line says by section.
+
+    Raises:
+        ConfigError: no ``--load``, no captions, no folder for the clips, or no video model.
+        CheckpointError: see `read_run_config`.
+    """
+    asked = read_words(argv).values
+    given, sample = asked.get("checkpoint", {}), asked.get("sample", {})
+    missing = []
+    if not given.get("load"):
+        missing.append("`--load` is missing; give the --save folder of a run of pretrain_video.py.")
+    if not sample.get("sample_prompts") and not sample.get("sample_texts"):
+        missing.append("Captions are missing; give `--sample-prompts` or `--sample-texts`.")
+    if not sample.get("sample_dir"):
+        missing.append("`--sample-dir` is missing; give the folder for the clips.")
+    if missing:
+        raise ConfigError(missing)
+    stored = read_run_config(Path(given["load"]), given.get("ckpt_step"))
+    if not stored.get("video", {}).get("video"):
+        raise ConfigError(
+            f"`--load` ({given['load']}) must be a checkpoint of pretrain_video.py, but holds "
+            "another kind of model; give another."
+        )
+    return stored, asked
+
+
+def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
+    """Values of flags as the checkpoint has them; the command line wins over them.
+
+    Raises:
+        ConfigError: see `stored_of`; or a checkpoint of streaming long-tuning.
+        CheckpointError: see `read_run_config`.
+    """
+    stored, asked = stored_of(argv)
+    if stored["video"].get("task") == "streaming":
+        raise ConfigError(
+            f"`--load` ({asked['checkpoint']['load']}) is a checkpoint of `--task streaming`, "
+            "whose videos are made block by block; give `--streaming`."
+        )
+    averages = averaged(stored, asked.get("sample", {}))
+    return {**VIDEO_DEFAULTS, **_of_stored(stored), "for_sampling": averages}
+
+
+def _of_stored(stored: Mapping[str, Any]) -> dict[str, Any]:
+    values = {k: value for section in _STORED for k, value in stored.get(section, {}).items()}
+    dit = stored_dit(stored)
+    if dit is None:
+        values |= {k: stored["model"][k] for k in ("hidden_size", "num_attention_heads")}
+    else:
+        values |= {"video_model": stored["video"]["video_model"], **dit["streaming"]}
+    for name in ("bf16", "fp16"):
+        values[name] = stored["precision"][name]
+    return values | {
+        **{name: stored["video"][name] for name in _DATA},
+        "skip_train": True,
+        "eval_iters": 0,
+        "micro_batch_size": 1,
+        "ema_decay": None,
+    }
+
+
+def averaged(stored: Mapping[str, Any], sample: Mapping[str, Any]) -> bool:
+    """Whether to sample with averaged weights: they are kept, and ``--sample-ema`` is on."""
+    return bool(stored["ema"]["ema_decay"]) and sample.get("sample_ema", True)
+
+
+def prepare_sampling(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
+    """Check what is asked for before any process group exists; see `Task.preflight`."""
+    manifest = manifest_of(config)
+    check_sampling(config, manifest)
+    return with_widths(config, manifest)
+
+
+def sample_at_once(run: Run) -> None:
+    """Sample the clips and write them into ``--sample-dir``."""
+    folder = run.config.sample.sample_dir
+    assert folder is not None
+    ClipSampler(run)(Path(folder))
+
+
+def sample_video(task: TaskOrChoice, argv: Sequence[str]) -> int:
+    """The program.
+
+    Args:
+        task: of pretrain_video.py.
+        argv: the words after the program's name.
+
+    Returns:
+        Its exit code.
+    """
+    try:
+        defaults = {} if {"-h", "--help"} & {*argv} else defaults_of(argv)
+    except MegatronExtError as error:
+        print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
+        return EXIT_CODE_USER_ERROR
+
+    def sampling(config: RunConfig) -> Task:
+        return dataclasses.replace(
+            choose(task, config), preflight=prepare_sampling, datasets=no_datasets, after_step=None
+        )
+
+    return main(sampling, argv, defaults=defaults, work=sample_at_once)

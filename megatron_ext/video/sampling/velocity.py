@@ -1,0 +1,314 @@
+"""The velocity of latent videos by the model as it lies on the ranks of a run, in any layout.
+
+The velocity of latent videos by a video DiT as it lies on the ranks of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.schedules.runtime import PipelineEngine
+from megatron_ext.video.config.mmdit import MMDiTSizes
+from megatron_ext.video.data.dataset import pad_text
+from megatron_ext.video.model.mmdit.inputs import SWITCHES, check_inputs
+from megatron_ext.video.model.tokens import LatentShape, grid, pack, position_ids, unpack
+from megatron_ext.video.sampling.flow import Velocity
+from megatron_ext.video.step import MAX_TIMESTEP
+
+if TYPE_CHECKING:
+    from megatron_ext.parallel.context import ParallelContext
+
+
+def forward_engine(
+    chunks: Sequence[torch.nn.Module], config: TransformerConfig, context: ParallelContext
+) -> PipelineEngine:
+    """An engine for forward passes where the training step has none, as with megatron-core's own.
+
+    Args:
+        chunks: of this rank, wrapped.
+        config: megatron-core's.
+        context: groups of this rank.
+    """
+    placement = context.placement
+    schedule = "interleaved" if placement.num_chunks > 1 else "1f1b"
+    return PipelineEngine("zb-v" if placement.v_shape else schedule, chunks, config, context)
+
+
+class ParallelVelocity:
+    """Predictions by forward passes through the pipeline; all ranks of a replica call together.
+
+    A model is an `MMDiT`, or any module with
+
+    - ``forward`` by the keywords of `MMDiT.forward`, of which ``guidance`` and ``cond`` are given
+      only to models that take them,
+    - ``set_input_tensor``, as megatron-core's schedules call it,
+    - ``boundary_shape(num_text, num_image, micro_batch_size)``: of what passes between stages,
+    - ``image_tokens(num_text, num_image)``: the slice of image tokens that its output on this rank
+      stands for; needed with context parallelism, otherwise the output is that of all of them,
+    - ``guidance_embed`` and ``cond_embed``, true if it takes these inputs, on itself or on its
+      ``sizes``; a model without them takes neither.
+
+    All inputs are given to all stages. Parameters must be in place: with ``--overlap-param-gather``
+    call it inside ``ParameterGather.paused()``, as evaluation does.
+
+    Args:
+        engine: of the training step, or `forward_engine`.
+        chunks: of this rank, wrapped as the step calls them.
+        context: groups of this rank.
+        patch_size: p.
+        guidance: strength that a distilled model is given.
+
+    Raises:
+        ConfigError: a model without one of these methods, or a guidance that does not suit it.
+    """
+
+    gives_parts = True
+    """The output on a context-parallel rank stands for a part of the tokens."""
+
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        chunks: Sequence[torch.nn.Module],
+        context: ParallelContext,
+        *,
+        patch_size: int,
+        guidance: float | None = None,
+    ) -> None:
+        self.engine, self.chunks, self.context = engine, list(chunks), context
+        self.patch_size, self.guidance = patch_size, guidance
+        self._models = [_model_of(chunk) for chunk in chunks]
+        cp_size = context.pgs.cp.size()
+        if self.gives_parts and cp_size > 1 and not hasattr(self._models[0], "image_tokens"):
+            raise ConfigError(
+                f"`--context-parallel-size` ({cp_size}) needs a model with a method "
+                f"`image_tokens`, which {type(self._models[0]).__name__} lacks; add it, or use 1."
+            )
+        if (guidance is not None) != self._takes("guidance"):
+            raise ConfigError(
+                f"`guidance` ({guidance}) must be a number for a model with `guidance_embed`, and "
+                "None for one without; give it, or leave it out."
+            )
+        tp_size = context.pgs.tp.size()
+        self._multiple = cp_size * (tp_size if engine.config.sequence_parallel else 1)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's inputs must lie."""
+        return next(p for chunk in self.chunks for p in chunk.parameters()).device
+
+    @property
+    def takes_references(self) -> bool:
+        """Whether the model is given reference frames."""
+        return self._takes("cond")
+
+    def of_shape(self, shape: LatentShape) -> Velocity:
+        """The velocity of latents of (t, h, w); see `predict`.
+
+        Raises:
+            DataError: a height or width that patches do not fill.
+        """
+        return partial(self.predict, position_ids(shape, self.patch_size, self.device))
+
+    @torch.no_grad()
+    def predict(
+        self, ids: Tensor, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor
+    ) -> Tensor:
+        """Predict, in evaluation mode and without gradients.
+
+        The text is lengthened by its last row until the sequence divides among the ranks, as in
+        training.
+
+        Args:
+            ids: of the tokens, `position_ids`, ``[n, 3]``.
+            x: tokens, ``[b, n, d]``, the same on all ranks of the replica, as are all others.
+            t: times, ``[b]`` float32.
+            text: ``[b, l, k]``.
+            pooled: ``[b, e]``.
+            cond: ``[b, n, (1 + c) * p * p]``; left out where the model takes none.
+
+        Returns:
+            ``[b, n, d]`` float32, the same on all ranks of the replica.
+
+        Raises:
+            DataError: inputs that do not fit the model, on all ranks alike.
+        """
+        inputs = self._inputs(ids, x, t, text, pooled, cond)
+        num_text = inputs["txt"].size(1)
+
+        shape = self._models[0].boundary_shape(num_text, x.size(1), x.size(0))
+        return self._on_all_ranks(self._run(inputs, shape), x, num_text)
+
+    def _run(self, inputs: Mapping[str, Tensor], shape: Sequence[int]) -> Sequence[Tensor]:
+        """The output of the last stage, where this rank has it.
+
+        Args:
+            inputs: keywords of the model's forward pass.
+            shape: of what passes between stages.
+        """
+
+        def forward_step(_: Any, chunk: torch.nn.Module) -> tuple[Tensor, Any]:
+            return chunk(**inputs), _unchanged
+
+        with _evaluating(self.chunks):
+            outputs: Sequence[Tensor] = self.engine.run(
+                forward_step,
+                [None] * len(self.chunks),
+                1,
+                shape,
+                forward_only=True,
+                collect_non_loss_data=True,
+            )
+        return outputs
+
+    def _takes(self, name: str) -> bool:
+        """Whether the model takes an optional input."""
+        model = self._models[0]
+        return bool(getattr(getattr(model, "sizes", model), SWITCHES[name], False))
+
+    def _inputs(
+        self, ids: Tensor, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor
+    ) -> dict[str, Tensor]:
+        """Keywords of the model's forward pass, checked before any rank waits for another."""
+        b, n, _ = x.shape
+        if len(ids) != n:
+            raise DataError(
+                f"There are {n} tokens, but positions of {len(ids)}; ask for the velocity of the "
+                "shape of these latents."
+            )
+        text = pad_text(text, n, self._multiple)
+        inputs = {
+            "img": x,
+            "img_ids": ids.expand(b, -1, -1),
+            "txt": text,
+            "txt_ids": ids.new_zeros(b, text.size(1), 3),
+            "timesteps": t,
+            "y_vec": pooled,
+        }
+        if self.takes_references:
+            inputs["cond"] = cond
+        if self.guidance is not None:
+            inputs["guidance"] = torch.full_like(t, self.guidance)
+        sizes = getattr(self._models[0], "sizes", None)
+        if isinstance(sizes, MMDiTSizes):
+            optional = dict.fromkeys(SWITCHES)
+            check_inputs(sizes, {**optional, **inputs}, is_first_stage=True)
+        return inputs
+
+    def _on_all_ranks(self, outputs: Sequence[Tensor], x: Tensor, num_text: int) -> Tensor:
+        """Put together what the context-parallel ranks of the last stage hold, and send it round.
+
+        They may hold unequal numbers of image tokens, or none. A token is added to zeros only, so
+        that the sum is exact.
+        """
+        groups, context = self.context.pgs, self.context
+        whole = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        if context.is_last_stage:
+            own = slice(None)
+            if groups.cp.size() > 1:
+                own = self._models[-1].image_tokens(num_text, x.size(1))
+            if outputs[0].shape != whole[:, own].shape:
+                raise DataError(
+                    f"The model's output has the shape {list(outputs[0].shape)}, but must be the "
+                    f"velocity of its image tokens, {list(whole[:, own].shape)}; correct its "
+                    "`forward` or `image_tokens`."
+                )
+            whole[:, own] = outputs[0].float()
+            torch.distributed.all_reduce(whole, group=groups.cp)
+        return self._from_last_stage(whole)
+
+    def _from_last_stage(self, x: Tensor) -> Tensor:
+        """A tensor of the last stage on all stages, which give one of its shape."""
+        context = self.context
+        x = x.contiguous()
+        torch.distributed.broadcast(x, group=context.pgs.pp, group_src=context.last_stage_rank)
+        return x
+
+
+def _model_of(chunk: torch.nn.Module) -> Any:
+    """The user's module inside the wrappers for data parallelism and 16-bit precision."""
+    try:
+        return get_attr_wrapped_model(chunk, "boundary_shape", return_model_obj=True)
+    except RuntimeError:
+        inner: Any = chunk
+        while hasattr(inner, "module"):
+            inner = inner.module
+        raise ConfigError(
+            f"The model {type(inner).__name__} must have a method `boundary_shape(num_text, "
+            "num_image, micro_batch_size)` to be sampled from; add it."
+        ) from None
+
+
+def _unchanged(output: Tensor, *, non_loss_data: bool) -> Tensor:
+    """The loss function of a pass that is after the output itself."""
+    assert non_loss_data
+    return output
+
+
+@contextmanager
+def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Evaluation mode; then every module is as it was, those that were frozen too."""
+    before = [(module, module.training) for chunk in chunks for module in chunk.modules()]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+class VideoDiTVelocity(ParallelVelocity):
+    """Predictions of a `VideoDiT`, whose output is whole on every rank of its last stage.
+
+    A causal one predicts all frames of a clip at once, under its mask.
+    """
+
+    gives_parts = False
+
+    def of_shape(self, shape: LatentShape) -> Velocity:
+        """The velocity of latents of (t, h, w); see `predict_whole`.
+
+        Raises:
+            DataError: a height or width that patches do not fill.
+        """
+        grid(shape, self.patch_size)
+        return partial(self.predict_whole, shape)
+
+    @torch.no_grad()
+    def predict_whole(
+        self, shape: LatentShape, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor
+    ) -> Tensor:
+        """Predict, in evaluation mode and without gradients.
+
+        Args:
+            shape: (t, h, w) of the latents.
+            x: tokens, ``[b, n, d]``, the same on all ranks of the replica, as are all others.
+            t: times, ``[b]`` float32.
+            text: ``[b, l, k]``.
+            pooled, cond: not looked at.
+
+        Returns:
+            ``[b, n, d]`` float32, the same on all ranks of the replica.
+
+        Raises:
+            DataError: inputs that do not fit the model, on all ranks alike.
+        """
+        inputs = {
+            "x": unpack(x, shape, self.patch_size).transpose(1, 2),
+            "timesteps": MAX_TIMESTEP * t,
+            "text": text,
+        }
+        outputs = self._run(inputs, self._models[0].boundary_shape(**inputs))
+        whole = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        if self.context.is_last_stage:
+            whole = pack(outputs[0].float().transpose(1, 2), self.patch_size)
+        return self._from_last_stage(whole)

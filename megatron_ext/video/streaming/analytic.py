@@ -1,0 +1,111 @@
+"""A teacher whose score is known, to prove that training converges, and a distance to measure it.
+
+Each latent frame is drawn by itself from a mixture of Gaussians with independent features.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.model.wan.recache import flow_from_x0
+from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
+
+
+class MixtureTeacher(nn.Module):
+    """A flow network for latents of a known distribution; it has no parameters.
+
+    With x_t = (1 - s) x0 + s noise and x0 from component k, of mean m and variance v in every
+    feature, x_t has the mean (1 - s) m and the variance (1 - s)² v + s², and
+
+        E[x0 | x_t, k] = m + (1 - s) v / ((1 - s)² v + s²) * (x_t - (1 - s) m).
+
+    Clean latents are the mean of these, by the components' probabilities given x_t.
+
+    Args:
+        means: of the components, ``[k, c, h, w]``.
+        deviation: standard deviation of every feature in a component.
+        schedule: of noise.
+
+    Raises:
+        ConfigError: means of another shape, or a deviation that is not above 0.
+    """
+
+    means: Tensor
+
+    def __init__(self, means: Tensor, deviation: float, schedule: NoiseSchedule) -> None:
+        super().__init__()
+        if means.dim() != 4 or not 0 < deviation < math.inf:
+            raise ConfigError(
+                f"`means` {list(means.shape)} must be [k, c, h, w] and `deviation` ({deviation}) "
+                "above 0; give one mean for each component."
+            )
+        self.register_buffer("means", means.double(), persistent=False)
+        self.variance, self.schedule = deviation**2, schedule
+
+    def forward(self, *, x: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
+        """Flow of ``x`` ``[b, t, c, h, w]``; see `network.FlowNetwork`. The text is not looked at.
+
+        Args:
+            x: noised latents.
+            timesteps: of samples ``[b]`` or of frames ``[b, t]``.
+            text: of any shape.
+        """
+        sigma = self.schedule.sigma(timesteps)
+        return flow_from_x0(x, self.clean(x.double(), sigma), sigma).to(x.dtype)
+
+    def clean(self, x: Tensor, sigma: Tensor) -> Tensor:
+        """Expected clean latents given noised ones, ``[b, t, c, h, w]`` float64 both.
+
+        Args:
+            x: noised latents.
+            sigma: of samples ``[b]`` or of frames ``[b, t]``.
+        """
+        s = sigma.view(*sigma.shape, *[1] * (6 - sigma.dim()))  # [b, t, k, c, h, w]
+        variance = (1 - s) ** 2 * self.variance + s**2
+        offset = x.unsqueeze(2) - (1 - s) * self.means
+        energy = (offset.square() / (2 * variance)).flatten(3).sum(dim=3)
+        share = torch.softmax(-energy, dim=2).view(*energy.shape, 1, 1, 1)
+        x0 = self.means + (1 - s) * self.variance / variance * offset
+        return (share * x0).sum(dim=2)
+
+    def sample(self, num_frames: int, generator: torch.Generator) -> Tensor:
+        """Frames of the distribution, ``[num_frames, c, h, w]`` float64."""
+        device = self.means.device
+        which = torch.randint(len(self.means), (num_frames,), generator=generator, device=device)
+        size = (num_frames, *self.means.shape[1:])
+        normals = torch.randn(size, generator=generator, dtype=torch.float64, device=device)
+        return self.means[which] + math.sqrt(self.variance) * normals
+
+
+def sliced_wasserstein(
+    a: Tensor, b: Tensor, generator: torch.Generator, *, projections: int = 128
+) -> float:
+    """Sliced Wasserstein distance of order 2 between two sets of samples (arXiv:1902.00434, eq. 5).
+
+    The root of the mean over random directions of the squared distance in one dimension, which is
+    that of the sorted projections.
+
+    Args:
+        a: samples, ``[n, ...]``.
+        b: as many, of the same shape.
+        generator: of the directions, on the device of the samples.
+        projections: how many directions.
+
+    Raises:
+        DataError: sets of different shapes.
+    """
+    if a.shape != b.shape or a.dim() < 2:
+        raise DataError(
+            f"the sets of samples have the shapes {list(a.shape)} and {list(b.shape)}, but must be "
+            "alike, [n, ...]; draw as many of both."
+        )
+    a, b = a.double().flatten(1), b.double().flatten(1)
+    size = (a.size(1), projections)
+    directions = torch.randn(size, generator=generator, dtype=torch.float64, device=a.device)
+    directions /= directions.norm(dim=0, keepdim=True)
+    difference = (a @ directions).sort(dim=0).values - (b @ directions).sort(dim=0).values
+    return float(difference.square().mean().sqrt())

@@ -1,0 +1,325 @@
+"""Flags of streaming long-tuning: its networks, sequences, noise levels and losses.
+
+Flags of the long videos that a streaming run samples, beside those of `SampleConfig`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.config.flags import COUNT, FACTOR, NATURAL, NORM, RATE, SIZE, Range, flag
+from megatron_ext.video.config.wan import SIZES, WINDOW, VideoDiTSizes, described_by
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from megatron_ext.config.model import ModelConfig
+    from megatron_ext.video.config.run import SampleConfig
+
+DISTRIBUTION_LOSSES = ("dmd", "sid")
+DENOISING_LOSSES = ("flow", "x0", "noise", "v")
+_FRAMES = "latent frames"
+_NETWORKS = ("generator_size", "critic_size", "teacher_size", "latent_channels", *WINDOW)
+"""Flags that decide the three networks, besides codec, text encoder and adapters."""
+
+
+@dataclass(frozen=True)
+class StreamingConfig:
+    """The three networks of ``--task streaming``, and what they are trained on.
+
+    `video.streaming.options.StreamingOptions`, `video.streaming.noise_schedule.NoiseConfig` and
+    `video.streaming.loss.DMDConfig` explain the fields that they share, and check them.
+
+    Attributes:
+        text_features: width of the text encoder's rows, which decides that of the networks.
+        switches: there are prompts after the switch.
+        given_frames: that sequences begin with, a block or none.
+    """
+
+    generator_size: str = flag("tiny", "named size of the generator", choices=tuple(SIZES))
+    critic_size: str | None = flag(
+        None, "of the critic; default: as the generator", choices=tuple(SIZES)
+    )
+    teacher_size: str | None = flag(
+        None, "of the teacher; default: as the generator", choices=tuple(SIZES)
+    )
+    critic_checkpoint: str | None = flag(None, "weights that the critic starts from")
+    teacher_checkpoint: str | None = flag(None, "weights of the teacher")
+    teacher_tensor_model_parallel_size: int | None = flag(
+        None,
+        "share each matrix of the teacher over this many, and its sequences over none; default: "
+        "both as the run",
+        unit="ranks",
+        bounds=SIZE,
+    )
+    teacher_pipeline_model_parallel_size: int = flag(
+        1,
+        "cut the blocks of the teacher into this many; its sequences are then shared over none",
+        unit="stages",
+        bounds=SIZE,
+    )
+    zero_head: bool = flag(True, "the last layers of new networks start at zero")
+    recompute_blocks: int = flag(0, "first blocks that keep only their inputs", bounds=NATURAL)
+    prompts_path: str | None = flag(
+        None,
+        "file of prompts, one a line, or jsonl with text and perhaps second_text, and image or "
+        "video, whose first frames a sequence begins with",
+    )
+    second_prompts_path: str | None = flag(
+        None, "prompts after the switch, in the order of the first; default: no switch"
+    )
+    negative_prompt: str = flag("", "what the teacher's guidance leads away from")
+    latent_channels: int | None = flag(
+        None, "channels of the latents; default: of the named size of the generator", bounds=SIZE
+    )
+    latent_size: tuple[int, int] = flag(
+        (60, 104), "height and width of the latents", nargs=2, bounds=SIZE
+    )
+    frame_block: int = flag(3, "frames that are denoised together", unit=_FRAMES, bounds=SIZE)
+    window_frames: int = flag(
+        12, "frames that a frame sees, sinks included", unit=_FRAMES, bounds=SIZE
+    )
+    sink_frames: int = flag(
+        3, "first frames of a video, which are always seen", unit=_FRAMES, bounds=NATURAL
+    )
+    chunk_frames: int = flag(
+        21, "of the chunks that critic and teacher see", unit=_FRAMES, bounds=SIZE
+    )
+    min_new_frames: int = flag(18, "of a chunk but the first", unit=_FRAMES, bounds=SIZE)
+    max_new_frames: int = flag(
+        18,
+        "of a chunk but the first; above --min-new-frames the number is drawn in whole blocks",
+        unit=_FRAMES,
+        bounds=SIZE,
+    )
+    sequence_lengths: tuple[int, ...] = flag(
+        (240,),
+        "at which sequences end at the latest; one is drawn",
+        nargs="+",
+        unit=_FRAMES,
+        bounds=SIZE,
+    )
+    train_first_chunk: bool = flag(True, "else it is generated without a loss")
+    switch_frames: tuple[int, ...] | None = flag(
+        None,
+        "where prompts may switch; default: where chunks begin",
+        nargs="+",
+        unit=_FRAMES,
+        bounds=SIZE,
+    )
+    recache_frames: int = flag(21, "that are encoded anew at a switch", unit=_FRAMES, bounds=SIZE)
+    sink_at_switch: str = flag(
+        "rebuild", "sinks under the new prompt, or as they are", choices=("rebuild", "keep")
+    )
+    same_exit_across_blocks: bool = flag(True, "one exit step for all blocks of a chunk")
+    last_step_only: bool = flag(False, "blocks always end at the last denoising step")
+    two_phase: bool = flag(True, "run exit steps again with gradient, one block at a time")
+    encode_first_frame: bool = flag(True, "the codec makes an image of a chunk's first frame")
+    decode_history: bool = flag(True, "the codec then decodes all of the previous chunk")
+    generator_interval: int = flag(
+        5, "the generator is trained in one of so many", unit="steps", bounds=COUNT
+    )
+    timestep_shift: float = flag(5.0, "shift of noise levels towards the noise", bounds=FACTOR)
+    denoising_steps: tuple[int, ...] = flag(
+        (1000, 750, 500, 250),
+        "of the generator, before the shift",
+        nargs="+",
+        bounds=Range(1, 1000),
+    )
+    warp_denoising_steps: bool = flag(True, "else the denoising steps are timesteps")
+    min_timestep: float = flag(
+        20.0, "at which critic and teacher look at chunks", bounds=Range(0, 1000, above=True)
+    )
+    max_timestep: float = flag(
+        980.0, "at which critic and teacher look at chunks", bounds=Range(0, 1000, above=True)
+    )
+    ts_schedule: bool = flag(
+        False, "look at chunks at no less noise than the denoising step after their exit step"
+    )
+    ts_schedule_max: bool = flag(False, "look at chunks at no more noise than their exit step")
+    context_noise: float = flag(
+        0.0,
+        "timestep of frames that the generator sees as its past",
+        bounds=Range(0, 1000, below=True),
+    )
+    context_noise_from_table: bool = flag(
+        False, "frames of the past get the noise of the table, 0.5% at timestep 0, as in LongLive"
+    )
+    distribution_loss: str = flag(
+        "dmd",
+        "how critic and teacher train the generator: by their difference (dmd), or by the gradient "
+        "of score identity distillation through both (sid)",
+        choices=DISTRIBUTION_LOSSES,
+    )
+    sid_alpha: float = flag(
+        1.0, "weight of the squared difference that sid takes off", bounds=Range(0, 1000)
+    )
+    denoising_loss: str = flag(
+        "flow", "what the critic is to predict of chunks", choices=DENOISING_LOSSES
+    )
+    guidance_scale: float = flag(4.0, "of the teacher, u + w * (c - u)", bounds=Range(0, 1000))
+    critic_lr: float | None = flag(
+        None,
+        "learning rate of the critic; default: --lr / 5",
+        bounds=Range(0, RATE.high, above=True),
+    )
+    critic_clip_grad: float = flag(
+        10.0, "largest gradient norm of the critic, 0 for no clipping", bounds=NORM
+    )
+    text_features: int | None = None
+    switches: bool = False
+    given_frames: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("latent_size", "sequence_lengths", "switch_frames", "denoising_steps"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else tuple(value))
+
+    @property
+    def starts_others(self) -> bool:
+        """Critic or teacher take the weights of a checkpoint."""
+        return self.critic_checkpoint is not None or self.teacher_checkpoint is not None
+
+    def sizes(self, size: str | None) -> VideoDiTSizes:
+        """Sizes of a network, None as the generator's."""
+        named = SIZES[size or self.generator_size]
+        width = self.text_features or named.text_width
+        channels = self.latent_channels
+        if channels is None:
+            channels = SIZES[self.generator_size].channels
+        return dataclasses.replace(named, channels=channels, text_width=width)
+
+    def described(self, model: ModelConfig, size: str | None = None) -> ModelConfig:
+        """The model's section for one of the networks, None for the generator."""
+        return described_by(self.sizes(size), model)
+
+    def errors(self) -> list[str]:
+        """What cannot be run, one sentence each."""
+        found = []
+        if self.prompts_path is None:
+            found.append("`--prompts-path` is missing; give a file with one prompt a line.")
+        if self.encode_first_frame and self.chunk_frames == 1:
+            found.append(
+                "`--chunk-frames` (1) leaves no frame to train, since the codec makes a chunk's "
+                "first; give longer chunks, or `--no-encode-first-frame`."
+            )
+        return [*found, *self._ignored(), *self._sid_errors()]
+
+    def _ignored(self) -> list[str]:
+        """Flags that others leave without effect."""
+        rules = (
+            ("no_decode_history", not self.decode_history, "no_encode_first_frame",
+             not self.encode_first_frame),
+            ("no_same_exit_across_blocks", not self.same_exit_across_blocks, "last_step_only",
+             self.last_step_only),
+            ("negative_prompt", self.negative_prompt != "", "guidance_scale 1",
+             self.guidance_scale == 1),
+            ("sid_alpha", self.sid_alpha != 1, "distribution_loss dmd",
+             self.distribution_loss == "dmd"),
+            ("ts_schedule", self.ts_schedule, "no_same_exit_across_blocks",
+             not self.same_exit_across_blocks),
+            ("ts_schedule_max", self.ts_schedule_max, "no_same_exit_across_blocks",
+             not self.same_exit_across_blocks),
+        )  # fmt: skip
+        return [
+            f"`--{name.replace('_', '-')}` has no effect with `--{other.replace('_', '-')}`; leave "
+            "one of them out."
+            for name, given, other, works in rules
+            if given and works
+        ]
+
+    def _sid_errors(self) -> list[str]:
+        """What gradients through critic and teacher do not go with."""
+        own = self.teacher_tensor_model_parallel_size is not None
+        if self.distribution_loss != "sid" or not (
+            own or self.teacher_pipeline_model_parallel_size > 1
+        ):
+            return []
+        return [
+            "`--distribution-loss sid` needs gradients through the teacher, which has none in a "
+            "layout of its own; leave out `--teacher-tensor-model-parallel-size` and "
+            "`--teacher-pipeline-model-parallel-size`."
+        ]
+
+
+def stored_streaming(stored: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
+    """What of a stored configuration describes the networks, by section; None of another task."""
+    if stored.get("video", {}).get("task") != "streaming":
+        return None
+    networks = {name: stored["streaming"][name] for name in _NETWORKS}
+    others = {name: dict(stored[name]) for name in ("codec", "text_encoder", "lora")}
+    return {"streaming": networks, **others}
+
+
+DEFAULT_FPS = 16
+"""Of Wan 2.1 and LongLive."""
+
+
+@dataclass(frozen=True)
+class StreamingSampleConfig:
+    """Length and prompt switches of sampled videos, with ``--task streaming``.
+
+    Attributes:
+        only_samples: this is no training, but a run of tools/sample_video.py.
+    """
+
+    sample_latent_frames: int | None = flag(
+        None,
+        "length; default: the longest of --sequence-lengths",
+        unit="latent frames",
+        bounds=SIZE,
+    )
+    sample_second_texts: list[str] | None = flag(
+        None, "captions after the switch, one for each of --sample-texts", nargs="+"
+    )
+    sample_switch_frame: int | None = flag(
+        None,
+        "where --sample-second-texts begin; default: in the middle",
+        unit="latent frame",
+        bounds=SIZE,
+    )
+    only_samples: bool = False
+
+    def num_frames(self, streaming: StreamingConfig) -> int:
+        """Latent frames of each video, whole blocks unless the flag says otherwise."""
+        block = max(1, streaming.frame_block)
+        longest = max(streaming.sequence_lengths, default=block)
+        return self.sample_latent_frames or longest // block * block
+
+    def switch_frame(self, streaming: StreamingConfig) -> int:
+        """Latent frame from which on the second captions hold."""
+        block = max(1, streaming.frame_block)
+        middle = -(-self.num_frames(streaming) // (2 * block)) * block
+        return middle if self.sample_switch_frame is None else self.sample_switch_frame
+
+    def errors(self, sample: SampleConfig, streaming: StreamingConfig) -> list[str]:
+        """What cannot be sampled, one sentence each."""
+        found, block = [], max(1, streaming.frame_block)
+        length, texts = self.sample_latent_frames, sample.sample_texts
+        if length is not None and (length < block or length % block):
+            found.append(
+                f"`--sample-latent-frames` ({length}) must be a positive multiple of "
+                f"`--frame-block` ({block}), since blocks are denoised together."
+            )
+        second, switch = self.sample_second_texts, self.sample_switch_frame
+        if second is not None and len(second) != len(texts or ()):
+            found.append(
+                f"`--sample-second-texts` has {len(second)} captions, but must have "
+                f"{len(texts or ())}, one for each of `--sample-texts`; a jsonl as "
+                "`--sample-prompts` may hold `switches` of its own."
+            )
+        if switch is not None and second is None:
+            found.append(
+                f"`--sample-switch-frame` ({switch}) needs `--sample-second-texts`; give the "
+                "captions after the switch."
+            )
+        start, last = self.switch_frame(streaming), self.num_frames(streaming) - block
+        if second is not None and not 1 <= start <= last:
+            found.append(
+                f"`--sample-switch-frame` ({start}) must lie "
+                f"between 1 and the start of the last frame block ({last}); sample longer videos "
+                "with `--sample-latent-frames`, or switch earlier."
+            )
+        return found

@@ -1,0 +1,254 @@
+"""Files of prompts: text, one a line, or jsonl.
+
+Prompts from files as embeddings, and what sequences are given to begin with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.errors import DataError
+from megatron_ext.parallel.collectives import on_first_of_replica, share
+from megatron_ext.video.data.clips import Clip, decode, probe
+from megatron_ext.video.data.codec_base import VideoCodec
+from megatron_ext.video.data.codecs import build_codec
+from megatron_ext.video.data.draws import generator
+from megatron_ext.video.data.text_encoders import TextEncoder, build_text_encoder
+from megatron_ext.video.streaming.options import Prompts
+from megatron_ext.video.streaming.state import CodecFirstFrame
+
+if TYPE_CHECKING:
+    from megatron_ext.config.run import RunConfig
+    from megatron_ext.parallel.context import ParallelContext
+    from megatron_ext.video.streaming.config import StreamingConfig
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """What a sequence is made from.
+
+    Attributes:
+        text: prompt.
+        second_text: prompt after the switch, None for no switch.
+        start: image, video or folder of images whose frames the sequence begins with.
+    """
+
+    text: str
+    second_text: str | None = None
+    start: str | None = None
+
+
+def read_prompts(config: StreamingConfig) -> Sequence[PromptRow]:
+    """The prompts of a run.
+
+    Rows of a jsonl have ``text``, and may have ``second_text`` and ``image`` or ``video``, whose
+    path is relative to the file; what one row has, all have, since sequences switch and begin
+    alike on all replicas.
+
+    Raises:
+        DataError: a file that cannot be read or is empty, a row that is of no use, or two files of
+            different lengths.
+    """
+    assert config.prompts_path is not None
+    first = _rows("--prompts-path", config.prompts_path)
+    if config.second_prompts_path is None:
+        return first
+    second = _rows("--second-prompts-path", config.second_prompts_path)
+    if len(first) != len(second):
+        raise DataError(
+            f"`--second-prompts-path` ({config.second_prompts_path}) has {len(second)} prompts, "
+            f"but must have {len(first)}, one for each of `--prompts-path`."
+        )
+    for flag, path, taken in (
+        ("--prompts-path", config.prompts_path, [row.second_text for row in first]),
+        ("--second-prompts-path", config.second_prompts_path, _extras(second)),
+    ):
+        if any(value is not None for value in taken):
+            raise DataError(
+                f"`{flag}` ({path}) must have nothing but the first text and what the sequences "
+                "begin with beside `--second-prompts-path`, which must have nothing but `text`; "
+                "leave the second texts in one of them."
+            )
+    return [
+        PromptRow(row.text, after.text, row.start) for row, after in zip(first, second, strict=True)
+    ]
+
+
+def _extras(rows: Sequence[PromptRow]) -> list[str | None]:
+    return [value for row in rows for value in (row.second_text, row.start)]
+
+
+def _rows(flag: str, path: str) -> list[PromptRow]:
+    """Rows of lines that are not blank."""
+    source = Path(path)
+    try:
+        text = source.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"`{flag}` ({path}) must be a text file with one prompt a line, or a jsonl, but cannot "
+            f"be read: {error}."
+        ) from error
+    lines = [(i, line.strip()) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise DataError(f"`{flag}` ({path}) holds no prompt; write one a line.")
+    if source.suffix != ".jsonl":
+        return [PromptRow(line) for _, line in lines]
+    rows = [_row(line, source, number) for number, line in lines]
+    for name in ("second_text", "start"):
+        has = [getattr(row, name) is not None for row in rows]
+        if any(has) and not all(has):
+            what = "a `second_text`" if name == "second_text" else "an `image` or a `video`"
+            raise _bad_row(source, lines[has.index(False)][0], f"has not {what}, as others have")
+    return rows
+
+
+def _row(line: str, source: Path, number: int) -> PromptRow:
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise _bad_row(source, number, f"is no JSON ({error})") from None
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+        raise _bad_row(source, number, "has no `text`")
+    known = ("text", "second_text", "image", "video")
+    if unknown := sorted(row.keys() - set(known)):
+        raise _bad_row(source, number, f"has {unknown}, but may have {list(known)}")
+    for name in known:
+        if not isinstance(row.get(name), str | None):
+            raise _bad_row(source, number, f"has `{name}` {row[name]!r}, which is no text")
+    starts = [row[name] for name in ("image", "video") if row.get(name)]
+    if len(starts) > 1:
+        raise _bad_row(source, number, "has an `image` and a `video`, but may have one")
+    start = source.parent / starts[0] if starts else None
+    if start is not None and not start.exists():
+        raise _bad_row(source, number, f"begins with {start}, which does not exist")
+    return PromptRow(row["text"], row.get("second_text"), None if start is None else str(start))
+
+
+def _bad_row(source: Path, line: int, what: str) -> DataError:
+    return DataError(f"{source} line {line} {what}; mend the row or take it out.")
+
+
+class FilePrompts:
+    """Prompts of samples, shuffled anew in each epoch; a `video.streaming.options.PromptSource`.
+
+    Text and given frames are encoded when a sequence begins, by the first rank of each replica,
+    which alone holds the encoders. All ranks of the run call each method together.
+
+    Args:
+        rows: of the file.
+        config: of the run.
+        context: of this rank.
+        device: where the embeddings go.
+
+    Attributes:
+        codec: on the first rank of a replica, where first frames are encoded.
+
+    Raises:
+        ConfigError: encoders that cannot be built, on all ranks.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[PromptRow],
+        config: RunConfig,
+        context: ParallelContext,
+        device: torch.device,
+    ) -> None:
+        self._rows, self._context, self._device = rows, context, device
+        self._seed, self._block = config.training.seed, config.streaming.frame_block
+        streaming = config.streaming
+        self._latent = (streaming.sizes(None).channels, *streaming.latent_size)
+        assert streaming.text_features is not None
+        self._text = (config.text_encoder.text_length, streaming.text_features)
+        self._encoder: TextEncoder | None = on_first_of_replica(
+            lambda: build_text_encoder(config.text_encoder, device), "Loading the text", context
+        )
+        self.codec: VideoCodec | None = None
+        if streaming.encode_first_frame or streaming.given_frames:
+            self.codec = on_first_of_replica(
+                lambda: build_codec(config.codec, device), "Loading the codec", context
+            )
+
+    @classmethod
+    def build(
+        cls, config: RunConfig, context: ParallelContext, device: torch.device
+    ) -> FilePrompts:
+        """Those of a run; see `read_prompts` for what is raised."""
+        return cls(read_prompts(config.streaming), config, context, device)
+
+    def __call__(self, samples: Sequence[int]) -> Prompts:
+        """Prompts of samples, a function of their numbers in the run.
+
+        Raises:
+            DataError: a file of given frames that cannot be read, on all ranks.
+        """
+        rows = [self._row(sample) for sample in samples]
+        second = [row.second_text for row in rows if row.second_text is not None]
+        text = self.encode([row.text for row in rows] + second)
+        after = text[len(rows) :] if second else None
+        return Prompts(text[: len(rows)], after, self._start(rows))
+
+    def encode(self, captions: Sequence[str]) -> Tensor:
+        """Embeddings, ``[n, l, d]`` float32; one by one, for the memory of large encoders."""
+
+        def encoded() -> Tensor:
+            assert self._encoder is not None
+            return torch.cat([self._encoder.encode([caption])[0] for caption in captions])
+
+        known = on_first_of_replica(encoded, "Encoding the prompts", self._context)
+        return share(known, (len(captions), *self._text), self._context, self._device)
+
+    def first_frame(self, latents: Tensor) -> Tensor:
+        """A `video.streaming.rollout.FirstFrame`: the same numbers on all ranks of a replica."""
+
+        def image() -> Tensor:
+            assert self.codec is not None
+            return CodecFirstFrame(self.codec)(latents)
+
+        known = on_first_of_replica(image, "Encoding the first frame", self._context)
+        return share(known, (len(latents), 1, *self._latent), self._context, self._device)
+
+    def _start(self, rows: Sequence[PromptRow]) -> Tensor | None:
+        """Latents of the given frames, ``[b, block, c, h, w]``."""
+        if any(row.start is None for row in rows):
+            return None
+
+        def encoded() -> Tensor:
+            return torch.cat([self._given(row) for row in rows])
+
+        known = on_first_of_replica(encoded, "Encoding given frames", self._context)
+        shape = len(rows), self._block, *self._latent
+        return share(known, shape, self._context, self._device)
+
+    @torch.no_grad()
+    def _given(self, row: PromptRow) -> Tensor:
+        """The first frame block of a sequence, ``[1, block, c, h, w]``.
+
+        A cache holds whole blocks, so an image is shown for as long as a block is.
+        """
+        assert row.start is not None and self.codec is not None
+        codec = self.codec
+        clip, count = Clip(row.start, row.text), (self._block - 1) * codec.temporal + 1
+        found = probe(clip)
+        if 1 < found.num_frames < count:
+            raise DataError(
+                f"{row.start} has {found.num_frames} frames, but a sequence begins with a block of "
+                f"{self._block} latent frames, which are {count}; give a longer video or an image."
+            )
+        height, width = (size * codec.spatial for size in self._latent[1:])
+        shown = min(count, found.num_frames)
+        pixels = decode(clip, 0, 1, shown, (height, width))[None].to(self._device)
+        pixels = pixels.expand(-1, -1, count, -1, -1) if shown == 1 else pixels
+        return codec.encode(pixels).transpose(1, 2)
+
+    def _row(self, sample: int) -> PromptRow:
+        epoch, place = divmod(sample, len(self._rows))
+        order = generator(self._seed, epoch, "streaming prompts").permutation(len(self._rows))
+        return self._rows[int(order[place])]

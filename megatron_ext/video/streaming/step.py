@@ -1,0 +1,314 @@
+"""A step of streaming long-tuning: chunks for generator and critic, and their updates.
+
+How much a streaming step computes: counted while it runs, since exit steps are drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from megatron_ext.losses.contract import Report
+from megatron_ext.optim.update import UpdateResult
+from megatron_ext.planning.flops import FORWARD_AND_BACKWARD
+from megatron_ext.train.callbacks.invariants import check_zeroed
+from megatron_ext.train.step import StepResult, StepRunner
+from megatron_ext.train.totals import mean_of, reduce_reports
+from megatron_ext.video.cost.flops import flops_of_pass
+from megatron_ext.video.model.wan.model import VideoDiT
+from megatron_ext.video.model.wan.recache import recache
+from megatron_ext.video.streaming.configuration import dmd_of, noise_of, options_of
+from megatron_ext.video.streaming.loss import dmd_loss
+from megatron_ext.video.streaming.networks import TrainedNetwork, build_critic
+from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
+from megatron_ext.video.streaming.options import Pass, passes
+from megatron_ext.video.streaming.prompts import FilePrompts
+from megatron_ext.video.streaming.rollout import Generator, StreamChunk
+from megatron_ext.video.streaming.scores import (
+    NoisedChunk,
+    critic_chunk_loss,
+    generator_direction,
+    generator_losses,
+    noised_chunk,
+    sid_direction,
+)
+from megatron_ext.video.streaming.sequence import Replica, StreamingSequence
+from megatron_ext.video.streaming.stored import Settings, StreamingState
+from megatron_ext.video.streaming.teacher import build_teacher
+
+if TYPE_CHECKING:
+    from megatron_ext.config.run import RunConfig
+    from megatron_ext.parallel.context import ParallelContext
+    from megatron_ext.train.task import Task
+
+
+class WorkCounter:
+    """Counts every pass of some networks: denoising steps, write-backs, teacher, critic and so on.
+
+    A pass with gradient counts three times, for its backward pass, or twice where only its input
+    gets one; what is computed again to save
+    memory does not count, as in all throughputs of this package.
+
+    Args:
+        networks: this rank's parts, wrapped or not, whose operations are those of the `VideoDiT` in
+            them; a score in closed form is free.
+    """
+
+    def __init__(self, networks: Iterable[torch.nn.Module]) -> None:
+        self._flops = 0.0
+        for network in networks:
+            for module in network.modules():
+                if isinstance(module, VideoDiT):
+                    module.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, model: VideoDiT, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+        passes = FORWARD_AND_BACKWARD if trains else 1
+        if not trains and torch.is_grad_enabled() and inputs["x"].requires_grad:
+            passes = 2
+        ranks = model.tp_group.size() * model.cp_group.size() * model.num_stages
+        self._flops += passes * flops_of_pass(model, *args, **inputs) / ranks
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Passes inside of the block are no work of a step."""
+        flops = self._flops
+        try:
+            yield
+        finally:
+            self._flops = flops
+
+    def take(self) -> float:
+        """Floating-point operations of this rank since the last call; all ranks have as many."""
+        flops, self._flops = self._flops, 0.0
+        return flops
+
+
+Loss = tuple[Tensor, Tensor, Report]
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A pass: what for, what to log, and how many frames counted."""
+
+    kind: Pass
+    reports: list[Report]
+    num_frames: Tensor
+
+
+class StreamingRunner(StepRunner):
+    """Trains the generator in one of so many steps, the critic in all, on one long sequence.
+
+    The generator is the model of the run. Critic, teacher and the sequence belong to the runner,
+    which hands them to checkpoints as its companion.
+
+    Args:
+        config: of the run.
+        task: of the run.
+        context: of this rank.
+        transformer_config: of the generator.
+        chunks: the generator, wrapped.
+        optimizer: of the generator.
+        scheduler: of the generator.
+
+    Attributes:
+        generator: see `TrainedNetwork`.
+        critic: see `TrainedNetwork`.
+        teacher: frozen.
+        sequence: of this replica.
+        work: what the steps compute.
+    """
+
+    companion: StreamingState
+
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        context: ParallelContext,
+        transformer_config: TransformerConfig,
+        chunks: list[DistributedDataParallel],
+        optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None,
+    ) -> None:
+        super().__init__(config, task, context, transformer_config, chunks, optimizer, scheduler)
+        assert optimizer is not None and scheduler is not None
+        streaming = config.streaming
+        self.options, self.dmd = options_of(streaming), dmd_of(streaming)
+        self.schedule = NoiseSchedule(noise_of(streaming))
+        self.generator = TrainedNetwork(chunks, optimizer, scheduler, config.optimizer.clip_grad)
+        self.critic = build_critic(config, context, self.device)
+        self.teacher = build_teacher(config, context, self.device)
+        prompts = FilePrompts.build(config, context, self.device)
+        self.negative_text = prompts.encode([streaming.negative_prompt])
+        self.sequence = self._sequence(prompts)
+        self.companion = StreamingState(self.critic, self.sequence, context, Settings.of(config))
+        self.work = WorkCounter([self.generator.network, self.critic.network, self.teacher])
+
+    @property
+    def trained_chunks(self) -> list[DistributedDataParallel]:
+        """See `StepRunner.trained_chunks`."""
+        return [*self.generator.chunks, *self.critic.chunks]
+
+    def model_steps(self, steps: int) -> int:
+        """How many of the first steps train the generator; see `ratio.trains_generator`."""
+        return -(-steps // self.options.generator_interval)
+
+    def _sequence(self, prompts: FilePrompts) -> StreamingSequence:
+        config, streaming = self.config, self.config.streaming
+        micro_batch_size, _ = config.training.batch_sizes
+        height, width = streaming.latent_size
+        (model,) = unwrap_model(self.chunks)
+        cache = model.new_cache(
+            micro_batch_size, height, width, chunk_frames=self.options.chunk_frames
+        )
+        first_frame = prompts.first_frame if streaming.encode_first_frame else None
+        shape = 0, 0, streaming.sizes(None).channels, height, width
+        return StreamingSequence(
+            self.options,
+            Generator(self.generator.network, cache, self.schedule),
+            recache=recache,
+            prompts=prompts,
+            replica=Replica(
+                config.training.seed,
+                micro_batch_size,
+                self.context.dp_rank,
+                self.context.layout.data_parallel_size,
+            ),
+            like=torch.empty(shape, device=self.device),
+            first_frame=first_frame,
+        )
+
+    def train(
+        self,
+        batches: Sequence[Any] | None,
+        num_microbatches: int,
+        consumed_samples: int,
+        num_samples: int,
+    ) -> StepResult:
+        """One step; see `StepRunner.train`.
+
+        Args:
+            batches: None, prompts belong to the sequence.
+            num_microbatches: chunks of each kind in the step.
+            consumed_samples: not looked at, the sequence counts its own.
+            num_samples: by which the schedules of the learning rates move on.
+        """
+        kinds = passes(self.options, self.companion.steps, num_microbatches)
+        networks: dict[Pass, TrainedNetwork] = {"critic": self.critic, "generator": self.generator}
+        trained = {kind: network for kind, network in networks.items() if kind in kinds}
+        for network in trained.values():
+            network.zero_grad()
+            if self.check_zeroed_at is not None:
+                check_zeroed(network.chunks, self.check_zeroed_at)
+        done = [self._pass(kind, num_microbatches) for kind in kinds]
+        reports = {kind: [x for one in done if one.kind == kind for x in one.reports]
+                   for kind in trained}  # fmt: skip
+        for kind, network in trained.items():
+            divisor = self._divisor([one for one in done if one.kind == kind])
+            network.reduce(divisor, everywhere=self.observer is not None)
+        if self.observer is not None:
+            self.observer()
+        self._give_memory_back(2)
+        self.settle()
+        updates = {kind: network.update() for kind, network in trained.items()}
+        self._give_memory_back(1)
+        self._move_on(updates, num_samples)
+        return self._result(reports, updates)
+
+    def _move_on(self, updates: dict[Pass, UpdateResult], num_samples: int) -> None:
+        """Count the step; both learning rates follow the steps of the run, not the updates."""
+        self.companion.steps += 1
+        networks: dict[Pass, TrainedNetwork] = {"critic": self.critic, "generator": self.generator}
+        for kind, network in networks.items():
+            if kind in updates:
+                self._follow(updates[kind], network.scheduler, num_samples)
+            else:
+                network.scheduler.step(increment=num_samples)
+        if "generator" in updates:
+            # It holds the text as the weights before the update saw it.
+            self.sequence.generator.cache.memo.clear()  # type: ignore[attr-defined]
+
+    def _pass(self, kind: Pass, accumulation: int) -> _Done:
+        """Gradients of one of the networks on the next chunk."""
+        chunk = self.sequence.next_chunk(trains_generator=kind == "generator")
+        noised = noised_chunk(chunk, self.schedule, self.config.training.seed, kind)
+        num_frames = chunk.mask.sum()
+        # Frames of all chunks count alike, or chunks do: data-parallel ranks add up, or average.
+        per_frame = self.config.training.calculate_per_token_loss
+        share = 1 if per_frame else num_frames * accumulation
+        reports = []
+        losses = self._generator_losses if kind == "generator" else self._critic_losses
+        for total, _, report in losses(chunk, noised):
+            torch.autograd.backward(total / share)
+            reports.append(report)
+        return _Done(kind, reports, num_frames)
+
+    def _divisor(self, done: Sequence[_Done]) -> Tensor | None:
+        """Frames that counted, see `TrainedNetwork.update`."""
+        if not self.config.training.calculate_per_token_loss:
+            return None
+        return torch.stack([one.num_frames for one in done]).sum()
+
+    def _generator_losses(self, chunk: StreamChunk, noised: NoisedChunk) -> Iterator[Loss]:
+        """Block by block, or of the whole chunk where it was generated with gradient."""
+        asked: dict[str, Any] = {
+            "critic": self.critic.network,
+            "teacher": self.teacher,
+            "negative_text": self.negative_text,
+            "config": self.dmd,
+        }
+        losses = None
+        if self.dmd.distribution_loss == "sid":
+            direction, losses = sid_direction(
+                chunk, noised, **asked, whole_gradient=self._whole_gradient
+            )
+        else:
+            direction = generator_direction(chunk, noised, **asked)
+        if self.options.two_phase:
+            yield from generator_losses(chunk, direction, self.sequence, losses)
+        else:
+            yield dmd_loss(chunk.latents, direction=direction, mask=chunk.mask, losses=losses)
+
+    def _whole_gradient(self, gradient: Tensor) -> Tensor:
+        """Add up the gradients of a network's input, see `VideoDiT.forward`."""
+        groups, whole = self.context.pgs, gradient.contiguous().clone()
+        if self.transformer_config.sequence_parallel:
+            torch.distributed.all_reduce(whole, group=groups.tp)
+        if groups.cp.size() > 1:
+            torch.distributed.all_reduce(whole, group=groups.cp)
+        return whole.div_(groups.cp.size())
+
+    def _critic_losses(self, chunk: StreamChunk, noised: NoisedChunk) -> Iterator[Loss]:
+        yield critic_chunk_loss(chunk, noised, self.critic.network, self.dmd.denoising_loss)
+
+    def _result(
+        self, reports: dict[Pass, list[Report]], updates: dict[Pass, UpdateResult]
+    ) -> StepResult:
+        losses, counts = dict[str, Tensor](), dict[str, Tensor]()
+        for kind, entries in reports.items():
+            totals = reduce_reports(entries, self.context)
+            losses |= {name: mean_of(total) for name, total in totals.items()}
+            counts |= {name: total[1] for name, total in totals.items()}
+            norm = updates[kind].norm
+            losses[f"{kind} grad norm"] = norm
+            counts[f"{kind} grad norm"] = torch.ones_like(norm)
+        applied = torch.stack([update.flag for update in updates.values()]).all()
+        critic = updates["critic"]
+        return StepResult(
+            losses,
+            counts,
+            UpdateResult(applied, critic.norm, critic.zeros),
+            model_update=updates.get("generator"),
+            flops=self.work.take() * self.context.layout.world_size,
+        )

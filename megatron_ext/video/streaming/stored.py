@@ -1,0 +1,226 @@
+"""Critic and sequence in the checkpoint of a streaming run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from torch.utils._pytree import tree_map_only
+
+from megatron_ext.checkpoint.adapters import BASE, FrozenBase, leave_out_base, put_back_base
+from megatron_ext.checkpoint.compatibility import check_unwanted, weights_in
+from megatron_ext.checkpoint.state import CRITIC, apply_state, chunk_keys, sharded_state
+from megatron_ext.checkpoint.unpickling import common_state_of, stored_entries
+from megatron_ext.errors import CheckpointError
+from megatron_ext.parallel.collectives import together
+from megatron_ext.video.streaming.sequence import StreamingSequence
+
+if TYPE_CHECKING:
+    from megatron_ext.config.run import RunConfig
+    from megatron_ext.parallel.context import ParallelContext
+    from megatron_ext.video.streaming.networks import TrainedNetwork
+
+SEQUENCE, CACHE, PROGRESS = "streaming_sequence", "streaming_cache", "streaming_progress"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Flags, by their spelling, without which what is stored has no meaning.
+
+    Attributes:
+        sequence: those of the frames, the text and the numbers of a sequence.
+        cache: those of the cached keys and values.
+    """
+
+    sequence: Mapping[str, Any]
+    cache: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Settings:
+        """Of a run."""
+        streaming = config.streaming
+        sequence = {
+            "--micro-batch-size": config.training.batch_sizes[0],
+            "--latent-size": list(streaming.latent_size),
+            "--frame-block": streaming.frame_block,
+            "--chunk-frames": streaming.chunk_frames,
+            "--text-length": config.text_encoder.text_length,
+        }
+        cache = {
+            "--window-frames": streaming.window_frames,
+            "--sink-frames": streaming.sink_frames,
+            "--cp-comm-type": list(config.parallel.cp_comm_type),
+        }
+        return cls(sequence, cache)
+
+
+class StreamingState:
+    """What a streaming run holds besides its generator; a `checkpoint.state.Companion`.
+
+    The generator lies in the checkpoint as any run's model, the critic under names that begin with
+    ``critic.``. The teacher does not change and is not saved. Each data-parallel replica has its
+    own sequence, whose cache is cut over tensor- and context-parallel ranks. In another layout the
+    cache is made anew from the frames that are kept, and with another number of replicas the
+    sequences that come next begin, so that no prompt is seen twice.
+
+    Args:
+        critic: see `TrainedNetwork`.
+        sequence: of this replica.
+        context: of this rank.
+        settings: see `Settings`.
+
+    Attributes:
+        steps: training steps done.
+    """
+
+    def __init__(
+        self,
+        critic: TrainedNetwork,
+        sequence: StreamingSequence,
+        context: ParallelContext,
+        settings: Settings,
+    ) -> None:
+        self._critic, self._sequence, self._context = critic, sequence, context
+        self._settings = settings
+        self._left_out: list[str] = []
+        self.steps = 0
+
+    def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:
+        """See `Companion`."""
+        state = self._critic_state(metadata, with_optimizer=with_optimizer, is_loading=False)
+        stands = _on_host(self._sequence.state_dict())
+        cache = stands.pop("cache", None)
+        settings = {**self._settings.sequence, **self._settings.cache}
+        progress = {
+            "steps": self.steps, "coming": self._sequence.coming, "settings": settings
+        }  # fmt: skip
+        return {**state, PROGRESS: progress, **self._objects(stands, cache)}
+
+    def state_to_load(
+        self, path: Path, metadata: dict[str, Any], *, with_optimizer: bool
+    ) -> dict[str, Any]:
+        """See `Companion`; objects of another layout are left out."""
+
+        def names() -> set[str]:
+            found = set(stored_entries(path))
+            if not any(name.startswith(f"{CRITIC}.") for name in found):
+                raise CheckpointError(
+                    f"{path} holds no critic, so it is not of a run with `--task streaming`; give "
+                    "it as `--pretrained-checkpoint` to start from its weights."
+                )
+            return found
+
+        stored = together(names, f"{path} cannot be read")[0]
+        if self._critic.base is not None:
+            check_base(path, self._critic.base)
+        state = self._critic_state(metadata, with_optimizer=with_optimizer, is_loading=True)
+        self._check_critic(path, state[CRITIC])
+        wanted = self._objects(None, None)
+        return {**state, **{k: v for k, v in wanted.items() if v.unique_key in stored}}
+
+    def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
+        """See `Companion`."""
+        critic, progress = self._critic, loaded[PROGRESS]
+        notes += self._left_out
+        if critic.base is not None:
+            put_back_base(loaded[CRITIC], critic.chunks)
+        apply_state(
+            loaded[CRITIC],
+            critic.chunks,
+            critic.optimizer,
+            critic.scheduler,
+            with_optimizer=with_optimizer,
+        )
+        self.steps = int(progress["steps"])
+        first, sample = progress["coming"]
+        self._sequence.first = int(first), int(sample)
+        changes = _changes(progress["settings"], self._settings.sequence)
+        if SEQUENCE not in loaded:
+            changes = ["The number of data-parallel replicas has changed"]
+        if changes:
+            notes.append(f"{', '.join(changes)}, so that new video sequences begin.")
+            return
+        stands = dict(loaded[SEQUENCE])
+        changes = _changes(progress["settings"], self._settings.cache)
+        if CACHE not in loaded:
+            changes = ["The layout has changed"]
+        if stands and changes:
+            notes.append(f"{', '.join(changes)}, so that the cache of past frames is made anew.")
+        elif stands:
+            stands["cache"] = _moved(loaded[CACHE], self._sequence.like.device)
+        self._sequence.load_state_dict(stands)
+
+    def _check_critic(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Refuse a critic with fewer blocks than the stored one."""
+        chunks = {key: state[key] for key in chunk_keys(self._critic.chunks) if key in state}
+        what = f"{path} cannot be compared with the critic"
+        wanted = set[str]().union(*together(lambda: weights_in(chunks), what))
+        self._left_out = together(lambda: check_unwanted(path, wanted), what)[0]
+
+    def _critic_state(
+        self, metadata: dict[str, Any], *, with_optimizer: bool, is_loading: bool
+    ) -> dict[str, Any]:
+        critic = self._critic
+        state = sharded_state(
+            critic.chunks,
+            critic.optimizer if with_optimizer else None,
+            metadata=metadata,
+            is_loading=is_loading,
+        )
+        if critic.base is not None:
+            leave_out_base(state, chunk_keys(critic.chunks))
+        add_prefix_for_sharding(state, f"{CRITIC}.")
+        if with_optimizer and not is_loading:
+            state["opt_param_scheduler"] = critic.scheduler.state_dict()
+        if critic.base is not None and not is_loading:
+            state[BASE] = critic.base.record()
+        return {CRITIC: state}
+
+    def _objects(self, stands: dict[str, Any] | None, cache: Any) -> dict[str, ShardedObject]:
+        """The sequence of a replica, which its first rank writes, and the cache of each rank."""
+        groups = self._context.pgs
+        sizes = groups.dp.size(), groups.cp.size(), groups.tp.size()
+        ranks = groups.dp.rank(), groups.cp.rank(), groups.tp.rank()
+        peer = ranks[1] * sizes[2] + ranks[2]
+        return {
+            SEQUENCE: ShardedObject(SEQUENCE, stands, sizes[:1], ranks[:1], replica_id=peer),
+            CACHE: ShardedObject(CACHE, cache, sizes, ranks),
+        }
+
+
+def _moved(state: Any, device: torch.device) -> Any:
+    """Its tensors on a device."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), state)
+
+
+def _on_host(state: Any) -> dict[str, Any]:
+    """Copies that no later pass changes, and that load on a machine with other devices."""
+    copied: dict[str, Any] = tree_map_only(
+        torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), dict(state)
+    )
+    return copied
+
+
+def _changes(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Flags whose value is another than in the checkpoint, in words."""
+    return [
+        f"`{name}` was {stored.get(name)} and is {value}"
+        for name, value in now.items()
+        if stored.get(name) != value
+    ]
+
+
+def check_base(path: Path, base: FrozenBase) -> None:
+    """Refuse adapters of the critic that were trained on other weights.
+
+    Raises:
+        CheckpointError: the checkpoint's base is not the critic's.
+    """
+    recorded = FrozenBase.recorded(common_state_of(path)[CRITIC])
+    if recorded is not None:
+        base.check(path, recorded, "--critic-checkpoint")

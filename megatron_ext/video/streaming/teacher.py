@@ -1,0 +1,223 @@
+"""The frozen teacher, which may lie on other ranks than the networks that are trained.
+
+Latents, timesteps and texts are whole on every rank of a replica, and so are predictions: a copy of
+the teacher can lie on any consecutive ranks. Where such a group covers several replicas, it sees
+the samples of all of them; where a replica holds several groups, they share out its samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.config.lora import LoraConfig
+from megatron_ext.layers.chunks import build_chunks
+from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.parallel.context import groups_beside, peers
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.video.model.wan.inputs import check_inputs
+from megatron_ext.video.sampling.velocity import forward_engine
+from megatron_ext.video.streaming.networks import build_network, load_weights, of_size
+from megatron_ext.video.streaming.teacher_config import TeacherSizes, teacher_sizes
+
+if TYPE_CHECKING:
+    from megatron_ext.config.run import RunConfig
+    from megatron_ext.parallel.context import ParallelContext
+
+Rows = tuple[Tensor, Tensor, Tensor]
+"""Latents, timesteps and texts of samples, along the first dimension of each."""
+
+
+def build_teacher(
+    config: RunConfig, context: ParallelContext, device: torch.device
+) -> torch.nn.Module:
+    """The teacher: frozen, so without buffers for gradients and without optimizer.
+
+    All ranks call this together. The random state of the run stays as it is. Without a checkpoint
+    the teacher's random weights, the same in any layout, are others than those of generator and
+    critic, which start alike.
+
+    Args:
+        config: of the run.
+        context: of the run's networks.
+        device: where it goes.
+
+    Returns:
+        A `video.streaming.rollout.FlowNetwork`, whose parameters are those that this rank holds.
+
+    Raises:
+        CheckpointError: ``--teacher-checkpoint`` is not there, or holds another model.
+    """
+    sizes = teacher_sizes(config.streaming, config.parallel)
+    own = _config_of(config, sizes)
+    if sizes is None:
+        return _network(own, build_transformer_config(own), context, device)
+    run, minutes = context.layout, config.parallel.distributed_timeout_minutes
+    # A group is of consecutive ranks, so that the replicas of the teacher vary slowest.
+    layout = Layout(run.world_size, sizes.tensor, sizes.pipeline, use_tp_pp_dp_mapping=True)
+    lies = groups_beside(layout, timeout_minutes=minutes)
+    core = build_transformer_config(own)
+    step, block = sorted((run.model_parallel_size, sizes.ranks))
+    return ParallelTeacher(
+        _network(own, core, lies, device),
+        core,
+        lies,
+        peers(step, block, run.world_size, timeout_minutes=minutes),
+        num_replicas=max(1, sizes.ranks // run.model_parallel_size),
+    )
+
+
+def _config_of(config: RunConfig, sizes: TeacherSizes | None) -> RunConfig:
+    """The configuration of a run whose model the teacher would be."""
+    parallel = config.parallel
+    if sizes is not None:
+        parallel = dataclasses.replace(
+            parallel,
+            tensor_model_parallel_size=sizes.tensor,
+            pipeline_model_parallel_size=sizes.pipeline,
+            context_parallel_size=1,
+            pipeline_schedule=None,
+        ).resolved(config.model, parallel.world_size)
+    return dataclasses.replace(
+        of_size(config, config.streaming.teacher_size),
+        parallel=parallel,
+        training=dataclasses.replace(config.training, seed=config.training.seed + 1),
+        lora=LoraConfig(),
+    )
+
+
+def _network(
+    config: RunConfig, core: TransformerConfig, context: ParallelContext, device: torch.device
+) -> torch.nn.Module:
+    """This rank's stage, with its weights."""
+    build = partial(build_network, size=config.streaming.teacher_size)
+    (bare,) = build_chunks(build, config, core, context)
+    bare = bare.to(device).requires_grad_(False).eval()
+    network: Any = Float16Module(core, bare) if config.precision.bf16 else bare
+    load_weights(config, context, config.streaming.teacher_checkpoint, [network], None)
+    return network  # type: ignore[no-any-return]
+
+
+class ParallelTeacher(torch.nn.Module):
+    """A teacher on ranks of its own; a `video.streaming.rollout.FlowNetwork`.
+
+    Args:
+        network: this rank's stage.
+        config: megatron-core's.
+        context: of the teacher, whose data-parallel replicas are its groups.
+        peers: the ranks at this rank's place in each replica of the run that this rank's group
+            covers, or else in each group of this rank's replica.
+        num_replicas: of the run that a group covers, 1 for one or a part of one.
+    """
+
+    def __init__(
+        self,
+        network: torch.nn.Module,
+        config: TransformerConfig,
+        context: ParallelContext,
+        peers: ProcessGroup,
+        *,
+        num_replicas: int,
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self._engine = forward_engine([network], config, context)
+        self._context, self._peers, self._num_replicas = context, peers, num_replicas
+
+    @property
+    def _model(self) -> Any:
+        """This rank's stage, without wrappers."""
+        (model,) = unwrap_model([self.network])
+        return model
+
+    @torch.no_grad()
+    def forward(self, *, x: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
+        """The flow of ``x``; all ranks of the run call this together, with as many samples.
+
+        Args:
+            x: noised latents, ``[b, t, c, h, w]``, the same on all ranks of a replica, as are all
+                others.
+            timesteps: ``[b]`` or ``[b, t]``, float32.
+            text: ``[b, l, d]``.
+
+        Returns:
+            ``[b, t, c, h, w]`` float32.
+
+        Raises:
+            DataError: inputs that do not fit the model, on all ranks alike.
+        """
+        # Before any rank waits for another.
+        check_inputs(self._model.sizes, x, timesteps, text)
+        if self._num_replicas > 1:
+            return self._of_all_replicas((x, timesteps, text))
+        return self._shared_out((x, timesteps, text))
+
+    def _of_all_replicas(self, own: Rows) -> Tensor:
+        """The group sees the samples of its replicas together; a rank keeps those of its own."""
+        x, timesteps, text = (_gathered(part, self._peers) for part in own)
+        flow = self._predicted((x, timesteps, text), self._num_replicas)
+        return flow.chunk(self._num_replicas)[self._peers.rank()]
+
+    def _shared_out(self, own: Rows) -> Tensor:
+        """The groups of a replica see different samples, as far as there are enough."""
+        num_parts = gcd(own[0].size(0), self._peers.size())
+        number = self._peers.rank() % num_parts
+        x, timesteps, text = (part.chunk(num_parts)[number] for part in own)
+        flow = self._predicted((x, timesteps, text), 1)
+        return _gathered(flow, self._peers)[: own[0].size(0)]
+
+    def _predicted(self, rows: Rows, num_microbatches: int) -> Tensor:
+        """Flow on all ranks of the group; through stages the samples go one by one."""
+        x = rows[0]
+        if self._context.layout.pipeline_model_parallel_size > 1:
+            num_microbatches = x.size(0)
+        microbatches = zip(*(part.chunk(num_microbatches) for part in rows), strict=True)
+        names = "x", "timesteps", "text"
+        inputs = [dict(zip(names, parts, strict=True)) for parts in microbatches]
+        flows = self._engine.run(
+            _forward_step,
+            [iter(inputs)],
+            num_microbatches,
+            self._model.boundary_shape(**inputs[0]),
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+        return self._on_all_stages(torch.cat(flows) if flows else x)
+
+    def _on_all_stages(self, flow: Tensor) -> Tensor:
+        """What the last stage has; the others give a tensor of its shape."""
+        context = self._context
+        if context.layout.pipeline_model_parallel_size == 1:
+            return flow.float()
+        whole = flow.float() if context.is_last_stage else torch.empty_like(flow).float()
+        group = context.pgs.pp
+        torch.distributed.broadcast(whole, group=group, group_src=context.last_stage_rank)
+        return whole
+
+
+def _forward_step(microbatches: Any, network: torch.nn.Module) -> tuple[Tensor, Any]:
+    """See `PipelineEngine.run`; it is after the output itself."""
+
+    def unchanged(output: Tensor, *, non_loss_data: bool) -> Tensor:
+        assert non_loss_data
+        return output
+
+    return network(**next(microbatches)), unchanged
+
+
+def _gathered(part: Tensor, group: ProcessGroup) -> Tensor:
+    """Those of all ranks of a group, one behind the other along the first dimension."""
+    if group.size() == 1:
+        return part
+    whole = part.new_empty(group.size() * part.size(0), *part.shape[1:])
+    torch.distributed.all_gather_into_tensor(whole, part.contiguous(), group=group)
+    return whole
