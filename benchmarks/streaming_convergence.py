@@ -48,7 +48,6 @@ from megatron_ext.video.model.wan.cache import KVCache
 from megatron_ext.video.model.wan.inputs import VideoDiTOptions
 from megatron_ext.video.model.wan.model import VideoDiT
 from megatron_ext.video.model.wan.recache import recache
-from megatron_ext.video.streaming.analytic import MixtureTeacher, sliced_wasserstein
 from megatron_ext.video.streaming.loss import DMDConfig
 from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedule
 from megatron_ext.video.streaming.options import Prompts, StreamingOptions, passes
@@ -60,6 +59,7 @@ from megatron_ext.video.streaming.scores import (
     noised_chunk,
 )
 from megatron_ext.video.streaming.sequence import Replica, StreamingSequence
+from tests.video.streaming.analytic import MixtureTeacher, sliced_wasserstein
 
 OPTIONS = StreamingOptions(
     block=2,

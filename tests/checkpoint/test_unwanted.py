@@ -22,7 +22,7 @@ from tests.checkpoint.test_new_branches import I2V, T2V, latents
 from tests.checkpoint.test_new_branches import run as train
 from tests.models.causal_video.problem import Problem, build
 from tests.ranks import run_on_ranks
-from tests.training.streaming.tiny import attempt, run
+from tests.video.streaming.runs import attempt, run
 
 __all__ = ["latents"]
 

@@ -11,7 +11,7 @@ from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
 from megatron_ext.video.config.rules import STREAMING_DEFAULTS
 from pretrain_video import task_of
-from tests.training.streaming.tiny import FLAGS, flags_of, write_prompts
+from tests.video.streaming.runs import FLAGS, flags_of, write_prompts
 
 STARTED = 99
 

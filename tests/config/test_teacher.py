@@ -11,7 +11,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.rules import STREAMING_DEFAULTS
 from megatron_ext.video.streaming.teacher_config import TeacherSizes, teacher_sizes
-from tests.training.streaming.tiny import flags_of
+from tests.video.streaming.runs import flags_of
 
 TENSOR, STAGES = "--teacher-tensor-model-parallel-size", "--teacher-pipeline-model-parallel-size"
 

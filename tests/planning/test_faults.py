@@ -13,7 +13,7 @@ from pretrain_gpt import GPT
 from pretrain_video import defaults_of, task_of
 from tests.planning.layouts import MODEL
 from tests.planning.video_layouts import COMMON
-from tests.training.streaming.tiny import flags_of
+from tests.video.streaming.runs import flags_of
 
 Faults = dict[str, tuple[str, str]]
 LORA, FP8 = "--lora-rank 8 ", "--bf16 --fp8-format hybrid "

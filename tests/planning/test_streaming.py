@@ -12,7 +12,7 @@ from megatron_ext.video.config.rules import STREAMING_DEFAULTS
 from megatron_ext.video.streaming.cost import Held, StreamingMemory, not_estimated, streaming_memory
 from pretrain_video import defaults_of, task_of
 from tests.planning.measure import KINDS, Measured, Program, configuration, measure
-from tests.training.streaming.tiny import flags_of
+from tests.video.streaming.runs import flags_of
 
 PROGRAM = Program(task_of, STREAMING_DEFAULTS)
 LAYOUTS = {

@@ -23,7 +23,7 @@ from tests.checkpoint.wan.models import (
     imported,
     make,
 )
-from tests.training.streaming.tiny import run
+from tests.video.streaming.runs import run
 
 STEPS = 3
 """Of which the generator is trained in the first and the last; averages begin after two."""

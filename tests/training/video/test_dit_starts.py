@@ -18,9 +18,9 @@ from megatron_ext.layers.initialization import shards_of
 from megatron_ext.train.setup import Run
 from megatron_ext.video.streaming.step import StreamingRunner
 from tests.checkpoint.tiny import whole_tensors
-from tests.training.streaming.tiny import run as stream
 from tests.training.video.clips import POOLED, SHORT, TEXT, WIDTH, write_clips
 from tests.training.video.dit import KINDS, train
+from tests.video.streaming.runs import run as stream
 
 ROOT = Path(__file__).resolve().parents[3]
 ENCODER = {"text_encoder": "hashed", "length": TEXT, "width": WIDTH, "pooled_width": POOLED}

@@ -17,12 +17,12 @@ from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from megatron_ext.video.data.text_encoders import build_text_encoder
 from pretrain_video import FLOW
 from tests.data.video.tiny_umt5 import WIDTH, write_umt5
-from tests.training.streaming.tiny import FLAGS as STREAMING_FLAGS
-from tests.training.streaming.tiny import run as stream
-from tests.training.streaming.tiny import runner_of
 from tests.training.video import clips
 from tests.training.video.clips import SHORT, TEXT, write_clips
 from tests.training.video.dit import KINDS, train
+from tests.video.streaming.runs import FLAGS as STREAMING_FLAGS
+from tests.video.streaming.runs import run as stream
+from tests.video.streaming.runs import runner_of
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_a_video_dit_trains_and_samples(data: Path, umt5: Path, tmp_path: Path) 
 def test_streaming_is_given_its_embeddings(umt5: Path, tmp_path: Path) -> None:
     words = " ".join(STREAMING_FLAGS).replace("--text-width 32", "")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.training.streaming.tiny.FLAGS", words.split())
+        patch.setattr("tests.video.streaming.runs.FLAGS", words.split())
 
         def check(run: Run) -> None:
             encoder = build_text_encoder(TextEncoderConfig("umt5", str(umt5), text_length=8))

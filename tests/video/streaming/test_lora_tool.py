@@ -1,0 +1,248 @@
+"""Adapters of a streaming run merged into its networks, and given to diffusers and peft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.checkpoint.manager import CheckpointManager
+from megatron_ext.checkpoint.stored import read_run_config
+from megatron_ext.config.checkpoint import CheckpointConfig
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import CheckpointError
+from megatron_ext.layers.chunks import build_chunks
+from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.convert.lora import export_adapters
+from megatron_ext.train.launch import fork_ranks
+from megatron_ext.video.model.linear import heads_of
+from megatron_ext.video.streaming.networks import network_of
+from tests.checkpoint.tiny import whole_tensors
+from tests.ranks import ranks
+from tests.video.streaming.runs import run
+from tests.video.streaming.tuned import NETWORKS, PREFIXES, STEPS, Tuned, inputs, output
+from tools.lora import main
+
+MODULES = {
+    "self_attention.linear_qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
+    "self_attention.linear_proj": ("attn1.to_out.0",),
+    "cross_attention.linear_q": ("attn2.to_q",),
+    "cross_attention.linear_kv": ("attn2.to_k", "attn2.to_v"),
+    "cross_attention.linear_proj": ("attn2.to_out.0",),
+    "linear_fc1": ("ffn.net.0.proj",),
+    "linear_fc2": ("ffn.net.2",),
+}
+"""Linear layers of our blocks, and what diffusers calls them."""
+
+
+def tool(*words: str | Path) -> int:
+    """The exit code of tools/lora.py in a process of its own: ranks cannot be forked from it."""
+    return fork_ranks(lambda: main([str(word) for word in words]), 1)
+
+
+@pytest.fixture(scope="module")
+def merged(tuned: Tuned) -> Tuned:
+    """With folders of both networks, merged."""
+    for network in NETWORKS:
+        words = ["--load", tuned.saved, "--save", tuned.root / network, "--network", network]
+        assert tool("merge", *words) == 0
+    return tuned
+
+
+@ranks()
+def test_criterion_22_merged_networks_give_the_same(
+    context: ParallelContext, merged: Tuned
+) -> None:
+    for network in NETWORKS:
+        root = merged.root / network
+        stored = RunConfig.from_dict(read_run_config(root))
+        assert stored.lora.lora_rank is None
+        build = network_of(stored, network).build
+        (chunk,) = build_chunks(build, stored, build_transformer_config(stored), context)
+        manager = CheckpointManager(CheckpointConfig(pretrained_checkpoint=str(root)), context)
+        manager.load(model=[chunk], optimizer=None, scheduler=None)  # type: ignore[list-item]
+        want = merged.seen["outputs"][network]
+        assert (output(chunk) - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_merged_networks_start_a_run(merged: Tuned, tmp_path: Path) -> None:
+    words = f"--pretrained-checkpoint {merged.root / 'generator'}"
+    words += f" --critic-checkpoint {merged.root / 'critic'} --train-iters 1"
+    (row,) = run(tmp_path, words)
+    assert row["iteration"] == 1
+
+
+def test_merging_needs_the_weights_under_the_adapters(
+    tuned: Tuned, merged: Tuned, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--load", tuned.saved, "--save", tmp_path / "merged"]
+    for network in NETWORKS:
+        other = ["--network", network, "--pretrained-checkpoint", merged.root / network]
+        assert tool("merge", *words, *other) == 1
+        assert "must be the weights under the adapters in" in capfd.readouterr().err
+    assert not (tmp_path / "merged").exists()
+    # Elsewhere than where the run found them.
+    moved = tmp_path / "moved"
+    tuned.base.rename(moved)
+    try:
+        assert tool("merge", *words) == 1
+        capfd.readouterr()
+        assert tool("merge", *words, "--pretrained-checkpoint", moved) == 0
+    finally:
+        moved.rename(tuned.base)
+    whole = tmp_path / "again"
+    assert tool("merge", "--load", tmp_path / "merged", "--save", whole) == 1
+    assert "there is nothing to merge" in capfd.readouterr().err
+
+
+# ------------------------------------------------------------------------------------- diffusers
+
+
+def wan() -> Any:
+    """diffusers' model of the sizes of ours, with random weights."""
+    diffusers = pytest.importorskip("diffusers")
+    return diffusers.WanTransformer3DModel(
+        num_attention_heads=4,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        text_dim=32,
+        ffn_dim=128,
+        num_layers=2,
+        cross_attn_norm=True,
+    )
+
+
+OUTER = {
+    "embedder.text_in": "condition_embedder.text_embedder.linear_1",
+    "embedder.text_out": "condition_embedder.text_embedder.linear_2",
+    "embedder.time_in.linear_in": "condition_embedder.time_embedder.linear_1",
+    "embedder.time_in.linear_out": "condition_embedder.time_embedder.linear_2",
+    "embedder.time_projection": "condition_embedder.time_proj",
+}
+NORMS = {
+    f"{ours}.{norm}_norm": f"{theirs}.norm_{norm}"
+    for ours, theirs in (("self_attention", "attn1"), ("cross_attention", "attn2"))
+    for norm in "qk"
+}
+
+
+def in_wans_names(ours: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All weights of one of our networks as diffusers has them."""
+    patches, rows = ours["embedder.patch_in.weight"], ours["head.linear.weight"]
+    bias = ours["head.linear.bias"]
+    found = {
+        "patch_embedding.weight": patches.unflatten(1, (4, 1, 2, 2)),
+        "patch_embedding.bias": ours["embedder.patch_in.bias"],
+        "proj_out.weight": rows.unflatten(0, (4, 4)).transpose(0, 1).flatten(0, 1),
+        "proj_out.bias": bias.unflatten(0, (4, 4)).t().flatten(),
+        "scale_shift_table": ours["head.modulation.weight"][None],
+    }
+    for kind in ("weight", "bias"):
+        found |= {f"{theirs}.{kind}": ours[f"{name}.{kind}"] for name, theirs in OUTER.items()}
+    for block in range(2):
+        own = f"blocks.{block}."
+        found[f"{own}scale_shift_table"] = ours[f"{own}modulation.weight"][None]
+        found |= {f"{own}{b}.weight": ours[f"{own}{a}.weight"] for a, b in NORMS.items()}
+        for kind in ("weight", "bias"):
+            found[f"{own}norm2.{kind}"] = ours[f"{own}cross_norm.{kind}"]
+            for name, layers in MODULES.items():
+                fused = ours[f"{own}{name}.{kind}"]
+                heads = fused.unflatten(0, (-1, len(layers), 16 if len(layers) > 1 else 1))
+                for index, layer in enumerate(layers):
+                    found[f"{own}{layer}.{kind}"] = heads[:, index].flatten(0, 1)
+    return found
+
+
+def by_peft(model: Any, folder: Path) -> None:
+    import peft
+
+    peft.PeftModel.from_pretrained(model, folder)
+
+
+def by_diffusers(model: Any, folder: Path) -> None:
+    model.load_lora_adapter(
+        folder,
+        prefix="base_model.model",
+        weight_name="adapter_model.safetensors",
+        adapter_name="default",
+    )
+
+
+def added(merged: Tuned, network: str) -> dict[str, Tensor]:
+    """What merging added to weights, by Wan's layers, taken apart as our attention does it."""
+    folder = merged.root / network / f"iter_{STEPS:07d}"
+    after = whole_tensors(folder, merged.root / "after.pt")
+    before = whole_tensors(merged.base / "iter_0000001", merged.root / "before.pt")
+    found = {}
+    for block in range(2):
+        for ours, theirs in MODULES.items():
+            name = f"blocks.{block}.{ours}.weight"
+            columns = (after[name] - before[f"{PREFIXES[network]}{name}"]).t()[:, None]
+            if len(theirs) == 1:
+                parts: tuple[Tensor, ...] = (columns,)
+            else:
+                parts = tuple(x.flatten(2) for x in heads_of(columns, len(theirs), 16))
+            for layer, part in zip(theirs, parts, strict=True):
+                found[f"blocks.{block}.{layer}"] = part[:, 0].t()
+    return found
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("load", [by_peft, by_diffusers])
+def test_criterion_22_peft_and_diffusers_add_the_same(
+    merged: Tuned, tmp_path: Path, load: Callable[[Any, Path], None], network: str
+) -> None:
+    pytest.importorskip("peft")
+    folder = tmp_path / "adapter"
+    assert export_adapters(merged.saved, folder, network=network) == []
+    model = wan()
+    load(model, folder)
+    want = added(merged, network)
+    layers = {n: m for n, m in model.named_modules() if hasattr(m, "get_delta_weight")}
+    assert layers.keys() == want.keys() and len(layers) == 2 * 10
+    for name, layer in layers.items():
+        delta = layer.get_delta_weight("default")
+        assert want[name].abs().max() > 1e-4, name
+        # Merging rounds weights of up to 0.5.
+        assert (delta - want[name]).abs().max() <= 1e-7, name
+
+
+def test_criterion_22_diffusers_computes_what_the_tuned_critic_does(
+    tuned: Tuned, tmp_path: Path
+) -> None:
+    """The weights under the adapters, and then both."""
+    pytest.importorskip("peft")
+    model = wan().eval()
+    model.load_state_dict(in_wans_names(tuned.seen["before"]["critic"]))
+
+    def flow() -> Tensor:
+        given = inputs()
+        x, times = given["x"].transpose(1, 2), given["timesteps"][:, 0]
+        with torch.no_grad():
+            found: Tensor = model(x, times, given["text"], return_dict=False)[0]
+        return found.transpose(1, 2)
+
+    base, want = (tuned.seen[name]["critic"] for name in ("outputs_before", "outputs"))
+    assert (flow() - base).abs().max() <= 1e-5 * base.abs().max()
+    export_adapters(tuned.saved, tmp_path / "adapter", network="critic")
+    by_diffusers(model, tmp_path / "adapter")
+    assert (want - base).abs().max() > 0.01 * want.abs().max()
+    assert (flow() - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_networks_of_other_runs(
+    tuned: Tuned, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CheckpointError, match=r"`--load` \(.*\) holds a model without adapters"):
+        export_adapters(tuned.base, tmp_path / "adapter")
+    words = ["--load", tuned.base, "--save", tmp_path / "merged", "--pretrained-checkpoint", "x"]
+    assert tool("merge", *words) == 1
+    assert "`--pretrained-checkpoint` (x) has no effect: `--load` (" in capfd.readouterr().err
+    assert tool("export", "--load", tuned.saved, "--output", tmp_path / "own") == 0
+    assert (tmp_path / "own" / "adapter_config.json").is_file()

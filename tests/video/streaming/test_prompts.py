@@ -1,0 +1,127 @@
+"""Prompts from files, and given frames that sequences begin with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megatron_ext.config.parser import parse_args
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.train.preflight import preflight
+from megatron_ext.train.setup import Run
+from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
+from megatron_ext.video.config.rules import STREAMING_DEFAULTS
+from megatron_ext.video.data.codecs import PatchCodec
+from megatron_ext.video.data.text_encoders import HashedWords, width_of
+from megatron_ext.video.streaming.prompts import FilePrompts
+from pretrain_video import task_of
+from tests.ranks import ranks
+from tests.video.streaming.runs import flags_of, run, runner_of
+
+
+def write_images(folder: Path, number: int = 3) -> None:
+    """Pictures of one colour each."""
+    for i in range(number):
+        Image.fromarray(np.full((8, 8, 3), 40 + 60 * i, np.uint8)).save(folder / f"{i}.png")
+
+
+def jsonl(folder: Path, rows: list[dict[str, Any]]) -> str:
+    """Flags of a file of rows."""
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"--prompts-path {path}"
+
+
+def configured(folder: Path, words: str) -> Any:
+    flags = flags_of(folder, f"--train-iters 1 {words}")
+    parsed = parse_args(flags, world_size=1, device="cpu", defaults=STREAMING_DEFAULTS).config
+    return preflight(parsed, task_of(parsed).preflight)[0]
+
+
+@ranks(tp=2)
+def test_one_rank_of_a_replica_encodes_for_all(context: ParallelContext, tmp_path: Path) -> None:
+    config = configured(tmp_path / str(context.rank), "")
+    prompts = FilePrompts.build(config, context, torch.device("cpu"))
+    assert (prompts._encoder is None) == (prompts.codec is None) == (context.tp_rank > 0)
+    found = prompts(range(5, 10))
+    encoder = HashedWords(config.text_encoder)
+    # An epoch has each prompt once, with its own second one.
+    first = [encoder.encode([f"prompts a {i} disc"])[0][0] for i in range(5)]
+    second = [encoder.encode([f"second_prompts a {i} disc"])[0][0] for i in range(5)]
+    assert found.text_after is not None and found.start is None
+    seen = [next(i for i in range(5) if torch.equal(x, first[i])) for x in found.text]
+    assert sorted(seen) == list(range(5))
+    assert all(torch.equal(x, second[i]) for x, i in zip(found.text_after, seen, strict=True))
+    assert torch.equal(prompts(range(7, 8)).text, found.text[2:3])
+
+
+def test_images_fill_the_first_block_of_a_sequence(tmp_path: Path) -> None:
+    write_images(tmp_path)
+    rows = [{"text": f"a {i}", "second_text": f"b {i}", "image": f"{i}.png"} for i in range(3)]
+
+    def record(run: Run) -> None:
+        runner = runner_of(run)
+        next_chunk = runner.sequence.next_chunk
+
+        def noted(*, trains_generator: bool) -> Any:
+            chunk = next_chunk(trains_generator=trains_generator)
+            if (chunk.sequence, chunk.number) == (0, 0):
+                torch.save((chunk.latents, chunk.mask, chunk.first_new), tmp_path / "chunk.pt")
+            return chunk
+
+        runner.sequence.next_chunk = noted  # type: ignore[method-assign]
+
+    run(tmp_path, f"--train-iters 3 {jsonl(tmp_path, rows)}", prepare=record)
+    latents, mask, first_new = torch.load(tmp_path / "chunk.pt")
+    assert first_new == 3 and mask.tolist() == [[False] * 3 + [True] * 6]
+    codec = PatchCodec(CodecConfig(codec_spatial=2, codec_channels=4))
+    still = [codec.encode(torch.full((1, 3, 9, 8, 8), (40 + 60 * i) / 127.5 - 1)) for i in range(3)]
+    wanted = [x.transpose(1, 2) for x in still]
+    assert wanted[0].shape == (1, 3, 4, 4, 4)
+    assert any(torch.allclose(latents[:, :3], x, atol=1e-6) for x in wanted)
+
+
+def test_a_video_gives_its_first_frames(tmp_path: Path) -> None:
+    folder = tmp_path / "clip"
+    folder.mkdir()
+    for i in range(12):
+        Image.fromarray(np.full((8, 8, 3), 20 * i, np.uint8)).save(folder / f"{i:02d}.png")
+    config = configured(tmp_path, jsonl(tmp_path, [{"text": "a", "video": "clip"}]))
+    assert config.streaming.given_frames == 3 and not config.streaming.switches
+
+    @ranks()
+    def body(context: ParallelContext) -> None:
+        (start,) = FilePrompts.build(config, context, torch.device("cpu"))([0]).start  # type: ignore[misc]
+        pixels = torch.arange(9).view(1, 1, 9, 1, 1).expand(1, 3, 9, 8, 8) * 20 / 127.5 - 1
+        want = PatchCodec(CodecConfig(codec_spatial=2, codec_channels=4)).encode(pixels)
+        torch.testing.assert_close(start, want[0].transpose(0, 1))
+
+    body()
+
+
+def test_the_width_of_t5_is_known_without_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5", "d_model": 96}')
+    config = TextEncoderConfig("t5-clip", str(tmp_path), str(tmp_path))
+    assert width_of(config) == 96 and width_of(TextEncoderConfig(text_width=7)) == 7
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(ConfigError, match="whose `d_model` is None, but must be the width of T5"):
+        width_of(config)
+
+
+@ranks(dp=2)
+def test_a_short_video_is_refused_on_all_ranks(context: ParallelContext, tmp_path: Path) -> None:
+    own = tmp_path / str(context.rank)
+    (own / "clip").mkdir(parents=True)
+    for i in range(5 if context.rank else 9):
+        Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(own / "clip" / f"{i}.png")
+    config = configured(own, jsonl(own, [{"text": "a", "video": "clip"}]))
+    prompts = FilePrompts.build(config, context, torch.device("cpu"))
+    with pytest.raises(DataError, match=r"has 5 frames, but a sequence begins with a block of 3"):
+        prompts([0])

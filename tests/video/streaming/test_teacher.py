@@ -1,0 +1,324 @@
+"""A teacher that lies otherwise than the run says what it says on one rank, and stays as it is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from megatron_ext.checkpoint.manager import CheckpointManager
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import DataError
+from megatron_ext.layers.initialization import shards_of
+from megatron_ext.optim.update import parts_of
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.train.setup import Run
+from megatron_ext.video.config.rules import STREAMING_DEFAULTS
+from megatron_ext.video.streaming import step
+from megatron_ext.video.streaming.teacher import ParallelTeacher, build_teacher
+from tests.ranks import ranks
+from tests.video.streaming.runs import flags_of, run, runner_of
+
+TENSOR, STAGES = "--teacher-tensor-model-parallel-size", "--teacher-pipeline-model-parallel-size"
+BATCH = 2
+ONE_STEP = "--train-iters 1 --clip-grad 0"
+Parts = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
+
+
+def parts(chunk: Any, *, gradients: bool = False) -> Parts:
+    """This rank's parts of all weights, or of their gradients after the reduction."""
+    tensors = shards_of(chunk, (lambda p: p.main_grad) if gradients else (lambda p: p))
+    return [(x.name, x.full_shape, x.offset, x.tensor.detach().clone()) for x in tensors]
+
+
+def whole(pieces: Iterator[Parts]) -> dict[str, Tensor]:
+    """Full tensors from the parts of all ranks; all of each is there."""
+    found: dict[str, Tensor] = {}
+    for name, shape, offset, tensor in (part for piece in pieces for part in piece):
+        full = found.setdefault(name, torch.full(shape, torch.nan))
+        full[tuple(slice(a, a + n) for a, n in zip(offset, tensor.shape, strict=True))] = tensor
+    assert not any(tensor.isnan().any() for tensor in found.values())
+    return found
+
+
+def record(run: Run, folder: Path) -> None:
+    """Write down what the teacher says, D, and the gradients of the generator in the only step."""
+    runner = runner_of(run)
+    seen: dict[str, Any] = {"replica": run.context.dp_rank}
+    train, direction = runner.train, step.generator_direction
+
+    def noted(*args: Any, **kwargs: Any) -> Tensor:
+        seen["direction"] = direction(*args, **kwargs)
+        return seen["direction"]
+
+    def recorded(*args: Any) -> Any:
+        result = train(*args)
+        (generator,) = unwrap_model(runner.chunks)
+        (teacher,) = unwrap_model([getattr(runner.teacher, "network", runner.teacher)])
+        seen["gradients"] = parts(generator, gradients=True)
+        seen["teacher"] = parts(teacher)
+        torch.save(seen, folder / f"rank_{run.context.rank}.pt")
+        return result
+
+    runner.teacher.register_forward_hook(lambda _module, _args, flow: seen.update(flow=flow))
+    step.generator_direction = noted
+    runner.train = recorded  # type: ignore[method-assign]
+
+
+def step_of(folder: Path, words: str, ranks: int, replicas: int) -> dict[str, Any]:
+    """What all ranks wrote down, put together, and the losses that were logged."""
+    folder.mkdir()
+    sizes = {"micro": BATCH // replicas, "batch": BATCH}
+    prepare = partial(record, folder=folder)
+    rows = run(folder, f"{ONE_STEP} {words}", ranks=ranks, prepare=prepare, **sizes)
+    seen = [torch.load(folder / f"rank_{rank}.pt") for rank in range(ranks)]
+    flows: list[Tensor] = [torch.empty(0)] * replicas
+    directions = list(flows)
+    for rank in seen:
+        replica, flow, direction = rank["replica"], rank["flow"], rank["direction"]
+        # All ranks of a replica go on with the same numbers.
+        for kept, tensor in ((flows, flow), (directions, direction)):
+            assert kept[replica].numel() == 0 or torch.equal(kept[replica], tensor)
+            kept[replica] = tensor
+    # Rows with the prompt, and then those with the negative prompt, of each replica.
+    halves = zip(*(flow.chunk(2) for flow in flows), strict=True)
+    return {
+        "flow": torch.cat([torch.cat(half) for half in halves]),
+        "direction": torch.cat(directions),
+        "gradients": whole(rank["gradients"] for rank in seen),
+        "teacher": whole(rank["teacher"] for rank in seen),
+        "losses": {k: v for k, v in rows[0].items() if k.endswith(("loss", "gradient_norm"))},
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The step on one rank."""
+    return step_of(tmp_path_factory.mktemp("alone") / "run", "", 1, 1)
+
+
+def check_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """To 1e-5, where the numbers are of order 1 or are brought there."""
+    assert found["teacher"].keys() == wanted["teacher"].keys()
+    for name, tensor in wanted["teacher"].items():
+        assert torch.equal(found["teacher"][name], tensor), name
+    close = partial(torch.testing.assert_close, rtol=0, atol=1e-5)
+    assert wanted["flow"].abs().mean() > 0.1
+    close(found["flow"], wanted["flow"])
+    close(found["direction"], wanted["direction"])
+    assert {"generator loss", "critic loss", "dmdtrain_gradient_norm"} <= wanted["losses"].keys()
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
+    largest = max(float(x.abs().max()) for x in wanted["gradients"].values())
+    assert largest > 0 and found["gradients"].keys() == wanted["gradients"].keys()
+    for name, gradient in wanted["gradients"].items():
+        close(found["gradients"][name] / largest, gradient / largest, msg=name)
+
+
+RUN_TP2, RUN_CP2 = "--tensor-model-parallel-size 2", "--context-parallel-size 2"
+RUN_TP4, RUN_TP2_CP2 = "--tensor-model-parallel-size 4", f"{RUN_TP2} {RUN_CP2}"
+SEQUENCE = "--sequence-parallel"
+
+
+@pytest.mark.parametrize(
+    ("replicas", "words", "ranks"),
+    [
+        pytest.param(2, f"{TENSOR} 2", 2, id="dp2-teacher-tp2"),
+        pytest.param(2, f"{STAGES} 2", 2, id="dp2-teacher-pp2"),
+        pytest.param(1, f"{RUN_TP2} {TENSOR} 1", 2, id="tp2-teacher-tp1"),
+        *(
+            pytest.param(replicas, words, ranks, id=name, marks=pytest.mark.slow)
+            for name, replicas, words, ranks in (
+                ("tp2-teacher-pp2", 1, f"{RUN_TP2} {TENSOR} 1 {STAGES} 2", 2),
+                ("cp2-teacher-tp2", 1, f"{RUN_CP2} {TENSOR} 2", 2),
+                ("cp2-teacher-tp1", 1, f"{RUN_CP2} {TENSOR} 1", 2),
+                ("cp2-teacher-pp2", 1, f"{RUN_CP2} {STAGES} 2", 2),
+                ("tp2dp2-teacher-tp4", 2, f"{RUN_TP2} {TENSOR} 4", 4),
+                ("tp2dp2-teacher-tp2pp2", 2, f"{RUN_TP2} {STAGES} 2", 4),
+                ("tp2dp2-teacher-pp2", 2, f"{RUN_TP2} {TENSOR} 1 {STAGES} 2", 4),
+                ("sp2dp2-teacher-tp2pp2", 2, f"{RUN_TP2} {SEQUENCE} {STAGES} 2", 4),
+                ("sp2dp2-teacher-tp4", 2, f"{RUN_TP2} {SEQUENCE} {TENSOR} 4", 4),
+                ("cp2dp2-teacher-tp4", 2, f"{RUN_CP2} {TENSOR} 4", 4),
+                ("tp2cp2-teacher-tp2", 1, f"{RUN_TP2_CP2} {TENSOR} 2", 4),
+                ("tp4-teacher-tp1", 1, f"{RUN_TP4} {TENSOR} 1", 4),
+            )
+        ),
+    ],
+)
+def test_criterion_24_a_teacher_with_a_layout_of_its_own_changes_no_number(
+    tmp_path: Path, alone: dict[str, Any], replicas: int, words: str, ranks: int
+) -> None:
+    check_same(step_of(tmp_path / "run", words, ranks, replicas), alone)
+
+
+def watch(run: Run, path: Path) -> None:
+    """Compare the teacher before and after each step, and look for it in the optimizers."""
+    runner = runner_of(run)
+    assert isinstance(runner.teacher, ParallelTeacher)
+    own = list(runner.teacher.parameters())
+    before = [parameter.detach().clone() for parameter in own]
+    memory = {parameter.untyped_storage().data_ptr() for parameter in own}
+    optimized = {
+        parameter.untyped_storage().data_ptr()
+        for network in (runner.generator, runner.critic)
+        for part in parts_of(network.optimizer)
+        for parameter in part.get_parameters()
+    }
+    assert own and optimized and not memory & optimized
+    train = runner.train
+
+    def watched(*args: Any) -> Any:
+        result = train(*args)
+        assert all(map(torch.equal, own, before))
+        for parameter in own:
+            assert not parameter.requires_grad and parameter.grad is None
+            assert not hasattr(parameter, "main_grad")
+        path.write_text(str(runner.companion.steps))
+        return result
+
+    runner.train = watched  # type: ignore[method-assign]
+
+
+def test_criterion_13_a_teacher_with_a_layout_of_its_own_is_frozen(tmp_path: Path) -> None:
+    words = f"--train-iters 2 {STAGES} 2"
+    run(tmp_path, words, ranks=2, batch=2, prepare=partial(watch, path=tmp_path / "steps"))
+    assert (tmp_path / "steps").read_text() == "2"
+    stored = FileSystemReader(tmp_path / "save" / "iter_0000002").read_metadata()
+    names = stored.state_dict_metadata
+    assert any("critic" in name for name in names) and not any("teacher" in name for name in names)
+
+
+def configuration(context: ParallelContext, words: str) -> RunConfig:
+    """Of a tiny run whose layout is that of the context."""
+    layout = context.layout
+    sizes = (
+        f"--tensor-model-parallel-size {layout.tensor_model_parallel_size} "
+        f"--context-parallel-size {layout.context_parallel_size} --prompts-path x "
+        f"--train-iters 1 {words}"
+    )
+    flags = flags_of(Path(), sizes, batch=layout.data_parallel_size)
+    parsed = parse_args(
+        flags, world_size=layout.world_size, device="cpu", defaults=STREAMING_DEFAULTS
+    ).config
+    return replace(parsed, streaming=replace(parsed.streaming, text_features=32))
+
+
+def inputs(rows: int, first: int = 0) -> dict[str, Tensor]:
+    """Samples by their numbers."""
+    tensors: list[dict[str, Tensor]] = []
+    for number in range(first, first + rows):
+        source = torch.Generator().manual_seed(number)
+        tensors.append(
+            {
+                "x": torch.randn(9, 4, 4, 4, generator=source),
+                "timesteps": 1000 * torch.rand((), generator=source),
+                "text": torch.randn(5, 32, generator=source),
+            }
+        )
+    return {name: torch.stack([x[name] for x in tensors]) for name in tensors[0]}
+
+
+def random_states() -> list[Any]:
+    """Of all generators of this rank."""
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
+    states = [torch.get_rng_state(), torch.cuda.get_rng_state(), *tracked.values()]
+    return [random.getstate(), repr(np.random.get_state()), *(x.tolist() for x in states)]
+
+
+def answer(context: ParallelContext, path: Path, num_rows: int) -> None:
+    """What a teacher on one rank says of samples."""
+    teacher = build_teacher(configuration(context, ""), context, torch.device("cpu"))
+    with torch.no_grad():
+        torch.save(teacher(**inputs(num_rows)), path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ({"dp": 2}, f"{STAGES} 2"),
+        ({"tp": 2}, f"{TENSOR} 1"),
+        pytest.param({"tp": 4}, f"{TENSOR} 1", marks=pytest.mark.slow),
+        pytest.param({"tp": 2, "dp": 2}, f"{TENSOR} 4", marks=pytest.mark.slow),
+        pytest.param({"tp": 2, "cp": 2}, f"{TENSOR} 1 {STAGES} 2", marks=pytest.mark.slow),
+    ],
+)
+def test_criterion_24_any_number_of_samples_is_shared_out(
+    tmp_path: Path, layout: dict[str, int], words: str
+) -> None:
+    """Numbers that the groups do not divide, and samples of each replica in its own order."""
+    counts, path = (1, 2, 3), tmp_path / "alone.pt"
+    replicas = layout.get("dp", 1)
+
+    @ranks()
+    def alone(context: ParallelContext) -> None:
+        answer(context, path, max(counts) * replicas)
+
+    alone()
+
+    def apart(context: ParallelContext) -> None:
+        before = random_states()
+        teacher = build_teacher(configuration(context, words), context, torch.device("cpu"))
+        wanted = torch.load(path)
+        for count in counts:
+            first = context.dp_rank * count
+            flow = teacher(**inputs(count, first))
+            torch.testing.assert_close(flow, wanted[first : first + count], rtol=0, atol=1e-6)
+        # Neither building nor running it shows in what the run draws.
+        assert random_states() == before
+
+    ranks(**layout)(apart)()
+
+
+@ranks(tp=2)
+def test_criterion_13_a_teacher_saved_under_one_layout_loads_under_another(
+    context: ParallelContext, tmp_path: Path
+) -> None:
+    config, device = configuration(context, f"--save {tmp_path}"), torch.device("cpu")
+    saved: Any = build_teacher(config, context, device)
+    with torch.no_grad():
+        for parameter in saved.parameters():
+            # Not what weights without a checkpoint would be.
+            parameter.mul_(1.5)
+        wanted = saved(**inputs(2))
+    CheckpointManager(config.checkpoint, context).save(
+        1, model=[saved], optimizer=None, scheduler=None, progress={}, run_config=config.to_dict()
+    )
+    words = f"--teacher-checkpoint {tmp_path} {TENSOR} 1 {STAGES} 2"
+    loaded = build_teacher(configuration(context, words), context, device)
+    assert isinstance(loaded, ParallelTeacher)
+    # The stages hold every weight, and none of them twice.
+    held = torch.tensor(sum(parameter.numel() for parameter in loaded.parameters()))
+    torch.distributed.all_reduce(held)
+    assert int(held) == config.streaming.sizes(None).num_parameters
+    torch.testing.assert_close(loaded(**inputs(2)), wanted, rtol=0, atol=1e-5)
+
+
+@ranks(dp=2, timeout=20)
+def test_inputs_that_do_not_fit_are_refused_before_a_stage_waits(context: ParallelContext) -> None:
+    teacher = build_teacher(configuration(context, f"{STAGES} 2"), context, torch.device("cpu"))
+    given = inputs(2)
+    with pytest.raises(DataError, match="`text` has the shape"):
+        teacher(**{**given, "text": given["text"][..., :7]})
+    assert teacher(**given).shape == given["x"].shape
+
+
+@ranks(dp=2)
+def test_criterion_24_bfloat16_goes_through_stages(context: ParallelContext) -> None:
+    config = configuration(context, f"--bf16 {STAGES} 2")
+    teacher = build_teacher(config, context, torch.device("cpu"))
+    plain = build_teacher(configuration(context, "--bf16"), context, torch.device("cpu"))
+    given = inputs(2, context.dp_rank)
+    flow, wanted = teacher(**given), plain(**given)
+    assert flow.dtype == wanted.dtype == torch.float32 and wanted.abs().mean() > 0.1
+    torch.testing.assert_close(flow, wanted, rtol=0, atol=0.05)
