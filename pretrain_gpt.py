@@ -18,7 +18,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.text.data.gpt import build_gpt_datasets
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.sft.dataset import build_sft_datasets, prepare_sft
-from megatron_ext.text.step import gpt_forward_step, prepare_window
+from megatron_ext.text.step import gpt_forward_step, prepare_batches
 from megatron_ext.train.main import main
 from megatron_ext.train.task import Task
 
@@ -26,7 +26,7 @@ GPT = Task(
     datasets=build_gpt_datasets,
     model_chunk=build_gpt_chunk,
     forward_step=gpt_forward_step,
-    prepare_window=prepare_window,
+    prepare_batches=prepare_batches,
 )
 
 SFT = dataclasses.replace(GPT, datasets=build_sft_datasets, preflight=prepare_sft)

@@ -21,7 +21,7 @@ from megatron_ext.train.main import main
 from megatron_ext.train.task import Task
 from megatron_ext.video.config.rules import STREAMING_DEFAULTS, VIDEO_DEFAULTS, VIDEO_DIT_DEFAULTS
 from megatron_ext.video.data.setup import build_video_datasets, planned_clips, prepare_video
-from megatron_ext.video.data.step_loader import video_source, video_step_size
+from megatron_ext.video.data.step_loader import video_source, video_step_stats
 from megatron_ext.video.sampling.samples import sample_while_training
 from megatron_ext.video.step import (
     boundary_shape,
@@ -39,7 +39,7 @@ FLOW = Task(
     forward_step=flow_forward_step,
     boundary_shape=boundary_shape,
     source=video_source,
-    step_size=video_step_size,
+    step_stats=video_step_stats,
     after_step=sample_while_training,
     sample_name="videos",
     perplexity=False,

@@ -24,7 +24,7 @@ from megatron_ext.errors import MegatronExtError
 from megatron_ext.text.cost import peak_flops
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.preflight import preflight
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 
 __all__ = [
     "LLAMAS",

@@ -35,7 +35,8 @@ from megatron_ext.train.loop import train
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.reporting.build import Reporters
 from megatron_ext.train.reporting.files import MetricsFile
-from megatron_ext.train.setup import Run, build_run
+from megatron_ext.train.run import Run
+from megatron_ext.train.setup import build_run
 from pretrain_gpt import GPT
 
 FLAGS = (

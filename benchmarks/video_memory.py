@@ -47,7 +47,8 @@ from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.loop import train
 from megatron_ext.train.main import silence_known_warnings
 from megatron_ext.train.preflight import preflight
-from megatron_ext.train.setup import Run, build_run
+from megatron_ext.train.run import Run
+from megatron_ext.train.setup import build_run
 from megatron_ext.video.config.mmdit import SIZES
 from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from megatron_ext.video.data.preprocess import main as preprocess

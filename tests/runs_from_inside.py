@@ -11,9 +11,10 @@ from megatron_ext.data.batch import Batch
 from megatron_ext.device import select
 from megatron_ext.parallel.context import ParallelContext, seed_everything
 from megatron_ext.train.loop import advance, average
-from megatron_ext.train.metrics import LogWindow
+from megatron_ext.train.metrics import IntervalMetrics
 from megatron_ext.train.preflight import preflight
-from megatron_ext.train.setup import Run, build_run
+from megatron_ext.train.run import Run
+from megatron_ext.train.setup import build_run
 from pretrain_gpt import GPT
 
 
@@ -26,10 +27,10 @@ def build(flags: Sequence[str], context: ParallelContext) -> Run:
     return build_run(config, GPT, context, torch.device(kind), tokenizer)
 
 
-def one_step(run: Run, window: LogWindow, batches: list[Batch] | None = None) -> None:
+def one_step(run: Run, window: IntervalMetrics, batches: list[Batch] | None = None) -> None:
     """A step as the loop takes it, with batches that may have been read before."""
     number = run.batch_size.num_microbatches
-    size = run.task.step_size(run, number)
+    size = run.task.step_stats(run, number)
     if batches is None:
         batches = run.train_source.next_step(number)
     samples = run.batch_size.global_batch_size

@@ -16,7 +16,7 @@ from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import pretrain, stored_config
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.reporting.files import plot_metrics, read_metrics
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from megatron_ext.train.task import TaskOrChoice, choose, sections_of
 from pretrain_gpt import task_of
 

@@ -77,7 +77,7 @@ class Distillation(TokenLoss["DistillationConfig"]):
             "teacher": torch.from_numpy(self._values[rows]).to(device),
             "ids": torch.from_numpy(self._ids[rows]).to(device),
         }
-        return LossInputs(batch.loss_mask, tensors)
+        return LossInputs(batch.loss_weights, tensors)
 
     def token_losses(
         self, hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]

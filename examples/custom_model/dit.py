@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron_ext.config.flags import changed
 from megatron_ext.errors import ConfigError
 from megatron_ext.train.main import main
-from megatron_ext.train.metrics import StepSize
+from megatron_ext.train.metrics import StepStats
 from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH, MMDiTSizes
 from megatron_ext.video.config.rules import VIDEO_DEFAULTS
-from megatron_ext.video.data.step_loader import video_step_size
+from megatron_ext.video.data.step_loader import video_step_stats
 from megatron_ext.video.model.mmdit.inputs import stage_blocks
 from megatron_ext.video.model.mmdit.pointwise import rotary_table, rotate
 from megatron_ext.video.model.modulation import modulated, start_at_zero, timestep_sinusoid
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
     from megatron_ext.parallel.context import ParallelContext
     from megatron_ext.text.tokenizers.base import Tokenizer
-    from megatron_ext.train.setup import Run
+    from megatron_ext.train.run import Run
 
 
 OTHER_MODELS = {
@@ -190,7 +190,7 @@ def prepare(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     return FLOW.preflight(config, tokenizer)
 
 
-def step_size(run: Run, num_microbatches: int) -> StepSize:
+def step_stats(run: Run, num_microbatches: int) -> StepStats:
     """As pretrain_video.py counts it, but for the operations: 6 a weight and token, and attention.
 
     A block has 12 h^2 weights; the scores of n tokens, and their product with the values, take
@@ -200,10 +200,10 @@ def step_size(run: Run, num_microbatches: int) -> StepSize:
     lengths = [x.num_tokens for x in source.video_plan.sequences(source.coming)]
     h = sizes.hidden_size
     flops = sum(6.0 * sizes.num_blocks * n * (12 * h + 2 * n) * h for n in lengths)
-    return dataclasses.replace(video_step_size(run, num_microbatches), flops=flops)
+    return dataclasses.replace(video_step_stats(run, num_microbatches), flops=flops)
 
 
-TASK = dataclasses.replace(FLOW, model_chunk=build_chunk, step_size=step_size, preflight=prepare)
+TASK = dataclasses.replace(FLOW, model_chunk=build_chunk, step_stats=step_stats, preflight=prepare)
 
 if __name__ == "__main__":
     sys.exit(main(TASK, sys.argv[1:], defaults=VIDEO_DEFAULTS))

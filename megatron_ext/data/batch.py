@@ -34,11 +34,11 @@ class Batch:
     Attributes:
         tokens: input ids, ``[b, s/c]`` int64.
         labels: ids to predict, ``[b, s/c]`` int64.
-        loss_mask: weight of each label, ``[b, s/c]`` float32.
+        loss_weights: weight of each label, ``[b, s/c]`` float32.
         position_ids: ``[b, s/c]`` int64.
         attention_mask: True where attention is forbidden, ``[b, 1, s/c, s]``; None means causal.
         mtp_labels: per multi-token-prediction depth, ``[b, s/c]`` int64.
-        mtp_loss_masks: per depth, ``[b, s/c]`` float32.
+        mtp_loss_weights: per depth, ``[b, s/c]`` float32.
         sample_ids: number in the dataset of the sample that each position belongs to, -1 in
             padding, ``[b, s/c]`` int64; None where the dataset does not give them.
         loss_inputs: what a loss of the user's own has prepared for this micro-batch.
@@ -46,11 +46,11 @@ class Batch:
 
     tokens: Tensor
     labels: Tensor
-    loss_mask: Tensor
+    loss_weights: Tensor
     position_ids: Tensor
     attention_mask: Tensor | None = None
     mtp_labels: tuple[Tensor, ...] = ()
-    mtp_loss_masks: tuple[Tensor, ...] = ()
+    mtp_loss_weights: tuple[Tensor, ...] = ()
     sample_ids: Tensor | None = None
     loss_inputs: Any = None
 
@@ -151,12 +151,12 @@ def with_mtp_targets(batch: Batch, depths: int, documents: Tensor | None = None)
         documents: see `shift_left`; None rolls through the documents of a sample.
     """
     labels, masks = [], []
-    label, mask = batch.labels, batch.loss_mask
+    label, mask = batch.labels, batch.loss_weights
     for _ in range(depths):
         label, mask = shift_left(label, documents), shift_left(mask, documents)
         labels.append(label)
         masks.append(mask)
-    return replace(batch, mtp_labels=tuple(labels), mtp_loss_masks=tuple(masks))
+    return replace(batch, mtp_labels=tuple(labels), mtp_loss_weights=tuple(masks))
 
 
 def slice_for_context_parallel(batch: Batch, cp_group: ProcessGroup) -> Batch:
@@ -166,23 +166,23 @@ def slice_for_context_parallel(batch: Batch, cp_group: ProcessGroup) -> Batch:
     named: dict[str, Tensor | None] = {
         "tokens": batch.tokens,
         "labels": batch.labels,
-        "loss_mask": batch.loss_mask,
+        "loss_mask": batch.loss_weights,
         "position_ids": batch.position_ids,
         "attention_mask": batch.attention_mask,
         "sample_ids": batch.sample_ids,
     }
     named.update({f"mtp_labels_{i}": t for i, t in enumerate(batch.mtp_labels)})
-    named.update({f"mtp_masks_{i}": t for i, t in enumerate(batch.mtp_loss_masks)})
+    named.update({f"mtp_masks_{i}": t for i, t in enumerate(batch.mtp_loss_weights)})
     cut = get_batch_on_this_cp_rank(named, cp_group=cp_group)
     depths = range(len(batch.mtp_labels))
     return Batch(
         tokens=cut["tokens"],
         labels=cut["labels"],
-        loss_mask=cut["loss_mask"],
+        loss_weights=cut["loss_mask"],
         position_ids=cut["position_ids"],
         attention_mask=cut["attention_mask"],
         mtp_labels=tuple(cut[f"mtp_labels_{i}"] for i in depths),
-        mtp_loss_masks=tuple(cut[f"mtp_masks_{i}"] for i in depths),
+        mtp_loss_weights=tuple(cut[f"mtp_masks_{i}"] for i in depths),
         sample_ids=cut["sample_ids"],
     )
 
@@ -218,8 +218,8 @@ def with_reduced_weights(batch: Batch, documents: Tensor | None, reduction: str)
     """Weigh the labels of a batch of whole rows, those of each prediction depth by themselves."""
     return replace(
         batch,
-        loss_mask=reduced_weights(batch.loss_mask, documents, reduction),
-        mtp_loss_masks=tuple(
-            reduced_weights(mask, documents, reduction) for mask in batch.mtp_loss_masks
+        loss_weights=reduced_weights(batch.loss_weights, documents, reduction),
+        mtp_loss_weights=tuple(
+            reduced_weights(mask, documents, reduction) for mask in batch.mtp_loss_weights
         ),
     )

@@ -93,7 +93,7 @@ class StepLoader:
             batch = Batch(
                 tokens=named["tokens"],
                 labels=named["labels"],
-                loss_mask=mask.masked_fill(named["labels"] == self.ignore_index, 0.0),
+                loss_weights=mask.masked_fill(named["labels"] == self.ignore_index, 0.0),
                 position_ids=named["position_ids"],
                 sample_ids=named.get("sample_ids"),
             )
@@ -141,14 +141,14 @@ class StepLoader:
 class Sample(dict[str, Any]):
     """A micro-batch under the names that its dataset gives, not cut for context parallelism."""
 
-    mtp_loss_masks: tuple[Tensor, ...] = ()
+    mtp_loss_weights: tuple[Tensor, ...] = ()
 
     def __init__(self, values: Mapping[str, Any], context: ParallelContext) -> None:
         super().__init__(values)
         self._share = context.pgs.cp.size(), context.pgs.cp.rank()
 
     @property
-    def loss_mask(self) -> Tensor:
+    def loss_weights(self) -> Tensor:
         """What a step counts its targets by: ``loss_mask`` ``[b, s/c]``, or 1 for each row."""
         mask = self.get("loss_mask")
         if not isinstance(mask, Tensor):

@@ -32,7 +32,7 @@ from megatron_ext.train.reporting.files import MetricsFile, read_metrics
 from megatron_ext.train.task import TaskOrChoice, choose, sections_of
 
 if TYPE_CHECKING:
-    from megatron_ext.train.setup import Run
+    from megatron_ext.train.run import Run
 
 SIZES = {
     "tp": "--tensor-model-parallel-size",

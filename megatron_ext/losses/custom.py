@@ -104,7 +104,7 @@ class TokenLoss(Generic[Config]):
         Override it to add tensors, or weights whose denominators need the whole step (sum them
         over ``context.pgs.dp_cp``). Called on all ranks of the last stage, in evaluation as well.
         """
-        return [LossInputs(batch.loss_mask, {"labels": batch.labels}) for batch in batches]
+        return [LossInputs(batch.loss_weights, {"labels": batch.labels}) for batch in batches]
 
     def token_losses(
         self, hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]
@@ -258,7 +258,7 @@ class HiddenStatesLoss:
         hidden = in_type_of(hidden, head)
         if mtp_targets is not None:
             hidden = self._with_mtp_losses(hidden, head, mtp_targets)
-        weights = batch.loss_mask
+        weights = batch.loss_weights
         losses, total, extra = self._main(hidden, head, batch, weights * share)
         name = "lm loss" if self.own is None else self.own.name
         each = weights.reshape(-1).float()

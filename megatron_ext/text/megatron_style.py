@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
     from megatron_ext.parallel.context import ParallelContext
     from megatron_ext.text.tokenizers.base import Tokenizer
-    from megatron_ext.train.setup import Run
+    from megatron_ext.train.run import Run
 
 DatasetsProvider = Callable[[Sequence["int | None"]], Sequence[Any]]
 MegatronForwardStep = Callable[["Iterator[Sample] | None", torch.nn.Module], tuple[Tensor, Any]]

@@ -37,10 +37,10 @@ def mtp_targets(config: RunConfig, batch: Batch, counts: StepCounts | None) -> M
         return None
     factor = config.model.mtp_loss_scaling_factor
     if config.training.calculate_per_token_loss:
-        weights = per_token_weights(batch.mtp_loss_masks, factor, counts.main, counts.mtp)
+        weights = per_token_weights(batch.mtp_loss_weights, factor, counts.main, counts.mtp)
     else:
-        weights = mean_of_means_weights(batch.mtp_loss_masks, factor / counts.num_microbatches)
-    return MTPTargets(batch.mtp_labels, batch.mtp_loss_masks, weights)
+        weights = mean_of_means_weights(batch.mtp_loss_weights, factor / counts.num_microbatches)
+    return MTPTargets(batch.mtp_labels, batch.mtp_loss_weights, weights)
 
 
 def own_loss(config: RunConfig) -> TokenLoss[Any] | None:
@@ -49,16 +49,16 @@ def own_loss(config: RunConfig) -> TokenLoss[Any] | None:
     return None if loss.loss is None else load_loss(loss.loss, tuple(loss.loss_args))
 
 
-def prepare_window(
+def prepare_batches(
     config: RunConfig, batches: Sequence[Batch], context: ParallelContext
 ) -> Sequence[Batch]:
-    """Let a loss of the user's own see all micro-batches of a step; see `Task.prepare_window`."""
+    """Let a loss of the user's own see all micro-batches of a step; see `Task.prepare_batches`."""
     loss = own_loss(config)
     if loss is None:
         return batches
     built = loss.build(batches, context)
     return [
-        replace(batch, loss_mask=inputs.weights, loss_inputs=inputs)
+        replace(batch, loss_weights=inputs.weights, loss_inputs=inputs)
         for batch, inputs in zip(batches, built, strict=True)
     ]
 
@@ -97,7 +97,7 @@ def _as_it_is(config: RunConfig) -> dict[str, bool]:
 
 def _share(config: RunConfig, batch: Batch, counts: StepCounts | None) -> Tensor | float:
     per_token = config.training.calculate_per_token_loss
-    return share_of_step(batch.loss_mask, counts, per_token=per_token)
+    return share_of_step(batch.loss_weights, counts, per_token=per_token)
 
 
 def _whole(
@@ -110,7 +110,7 @@ def _whole(
 ) -> tuple[Tensor, Tensor, Report]:
     return weighted_token_loss(
         losses,
-        weights=batch.loss_mask,
+        weights=batch.loss_weights,
         share=_share(config, batch, counts),
         mtp_targets=targets,
     )

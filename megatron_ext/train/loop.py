@@ -14,13 +14,13 @@ from megatron_ext.train.callbacks.invariants import check_replicas
 from megatron_ext.train.callbacks.profiling import StepProfiler
 from megatron_ext.train.callbacks.stopping import EXIT_CODE_SIGNAL
 from megatron_ext.train.evaluate import evaluate
-from megatron_ext.train.metrics import LogWindow, StepSize
+from megatron_ext.train.metrics import IntervalMetrics, StepStats
 from megatron_ext.train.reporting.records import AVERAGED, EvaluationRecord
 
 if TYPE_CHECKING:
     from megatron_ext.data.loader import BatchSource
     from megatron_ext.optim.update import UpdateResult
-    from megatron_ext.train.setup import Run
+    from megatron_ext.train.run import Run
 
 
 def train(run: Run) -> int | None:
@@ -35,7 +35,7 @@ def train(run: Run) -> int | None:
         run.reporters.say(f"nothing to do at iteration {run.progress.iteration} ({over})")
         return 0
     collect_garbage = _garbage_collector(run)
-    window = LogWindow(run)
+    window = IntervalMetrics(run)
     profiler = StepProfiler(run.config, run.context.rank)
     after_step = None if run.task.after_step is None else run.task.after_step(run)
     saved_at = run.progress.iteration
@@ -84,10 +84,10 @@ def train(run: Run) -> int | None:
     return None
 
 
-def _step(run: Run, window: LogWindow) -> None:
+def _step(run: Run, window: IntervalMetrics) -> None:
     """One training step, counted."""
     num_microbatches = run.train_source.num_microbatches(run.batch_size.num_microbatches)
-    size = run.task.step_size(run, num_microbatches)
+    size = run.task.step_stats(run, num_microbatches)
     batches = run.train_source.next_step(num_microbatches)
     coming = run.progress.iteration + 1
     checked = _due(coming, run.config.training.check_invariants)
@@ -171,7 +171,7 @@ def _evaluate_sources(
     return found
 
 
-def advance(run: Run, size: StepSize) -> None:
+def advance(run: Run, size: StepStats) -> None:
     """Count a step, applied or not."""
     progress = run.progress
     progress.iteration += 1

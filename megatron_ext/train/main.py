@@ -36,7 +36,7 @@ from megatron_ext.train.task import Task, TaskOrChoice, choose, sections_of
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
     from megatron_ext.text.tokenizers.base import Tokenizer
-    from megatron_ext.train.setup import Run
+    from megatron_ext.train.run import Run
 
 EVERYWHERE = (
     # megatron-core's own default of a field that it deprecates.

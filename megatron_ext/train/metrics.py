@@ -30,11 +30,11 @@ from megatron_ext.train.step import StepResult
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
     from megatron_ext.parallel.context import ParallelContext
-    from megatron_ext.train.setup import Run
+    from megatron_ext.train.run import Run
 
 
 @dataclass(frozen=True)
-class StepSize:
+class StepStats:
     """What a training step amounts to on all ranks together.
 
     Attributes:
@@ -48,7 +48,7 @@ class StepSize:
     flops: float
 
 
-class LogWindow:
+class IntervalMetrics:
     """Sums the steps between two reports."""
 
     def __init__(self, run: Run) -> None:
@@ -64,7 +64,7 @@ class LogWindow:
         self._last_samples = 0
         self._start = time.perf_counter()
 
-    def add(self, result: StepResult, size: StepSize) -> None:
+    def add(self, result: StepResult, size: StepStats) -> None:
         """One more step."""
         self._count_last()
         self._last, self._last_samples = result, size.samples

@@ -151,7 +151,7 @@ class StepRunner:
             One report, or the data that is collected, for each micro-batch on the last stage, else
             nothing.
         """
-        prepare = self.task.prepare_window
+        prepare = self.task.prepare_batches
         if prepare is not None and batches is not None and self.context.is_last_stage:
             batches = prepare(self.config, batches, self.context)
         counts = None if forward_only else self._count(batches, num_microbatches)

@@ -14,7 +14,7 @@ from megatron_ext.data.batch import Batch
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.chunks import ModelChunk
 from megatron_ext.losses.contract import LossFunction, StepCounts
-from megatron_ext.text.data.blend import text_source, text_step_size
+from megatron_ext.text.data.blend import text_source, text_step_stats
 from megatron_ext.text.data.gpt import Datasets, build_gpt_datasets
 from megatron_ext.text.step import gpt_forward_step
 from megatron_ext.train.preflight import check_gpt_data
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from megatron_ext.data.loader import BatchSource
     from megatron_ext.parallel.context import ParallelContext
     from megatron_ext.text.tokenizers.base import Tokenizer
-    from megatron_ext.train.metrics import StepSize
-    from megatron_ext.train.setup import Run
+    from megatron_ext.train.metrics import StepStats
+    from megatron_ext.train.run import Run
     from megatron_ext.train.step import StepRunner
     from megatron_ext.video.cost.clip import Clip
 
@@ -37,7 +37,7 @@ Preflight = Callable[["RunConfig", "Tokenizer"], "RunConfig"]
 ForwardStep = Callable[
     ["RunConfig", Any, torch.nn.Module, "StepCounts | None"], tuple[Tensor, LossFunction]
 ]
-PrepareWindow = Callable[["RunConfig", Sequence[Batch], "ParallelContext"], Sequence[Batch]]
+PrepareBatches = Callable[["RunConfig", Sequence[Batch], "ParallelContext"], Sequence[Batch]]
 SourceProvider = Callable[["Run", Any, "Tokenizer", int, bool], "BatchSource"]
 StepRunnerProvider = Callable[..., "StepRunner"]
 BoundaryShape = Callable[[Sequence[Any], torch.nn.Module], Sequence[int]]
@@ -64,10 +64,10 @@ class Task:
             a step runner of the task does without.
         auxiliary_losses: the model attaches losses of its own with
             `layers.autograd.attach_microbatch_loss`.
-        prepare_window: ``(config, batches, context)`` to the batches, called on the last stage with
-            all micro-batches of a step before its first forward pass.
+        prepare_batches: ``(config, batches, context)`` to the batches, called on the last stage
+            with all micro-batches of a step before its first forward pass.
         source: ``(run, dataset, tokenizer, consumed_samples, full_epoch)`` to the steps of a split.
-        step_size: ``(run, num_microbatches)`` to what the coming step of training does.
+        step_stats: ``(run, num_microbatches)`` to what the coming step of training does.
         boundary_shape: ``(batches, chunk)`` to the shape ``[s, b, h]`` of what passes between
             pipeline stages in a step, where the flags do not decide it.
         after_step: ``(run)``, called when training begins, to what is called on all ranks after
@@ -95,9 +95,9 @@ class Task:
     model_chunk: ModelChunk
     forward_step: ForwardStep | None = None
     auxiliary_losses: bool = False
-    prepare_window: PrepareWindow | None = None
+    prepare_batches: PrepareBatches | None = None
     source: SourceProvider = text_source
-    step_size: Callable[[Run, int], StepSize] = text_step_size
+    step_stats: Callable[[Run, int], StepStats] = text_step_stats
     boundary_shape: BoundaryShape | None = None
     after_step: Callable[[Run], Callable[[], None] | None] | None = None
     sample_name: str | None = None

@@ -30,8 +30,8 @@ def count_targets(batches: Sequence[Batch], context: ParallelContext) -> StepCou
         [
             torch.stack(
                 [
-                    torch.count_nonzero(batch.loss_mask).float(),
-                    *(mask.sum() for mask in (batch.loss_mask, *batch.mtp_loss_masks)),
+                    torch.count_nonzero(batch.loss_weights).float(),
+                    *(mask.sum() for mask in (batch.loss_weights, *batch.mtp_loss_weights)),
                 ]
             )
             for batch in batches

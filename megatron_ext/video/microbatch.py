@@ -115,13 +115,13 @@ class FlowMicrobatch:
         return first.size(0)
 
     @property
-    def loss_mask(self) -> Tensor:
+    def loss_weights(self) -> Tensor:
         """Weights of the tokens in the loss, ``[b, n]``; on the last stage."""
         assert self.targets is not None
         return self.targets.weights
 
     @property
-    def mtp_loss_masks(self) -> tuple[Tensor, ...]:
+    def mtp_loss_weights(self) -> tuple[Tensor, ...]:
         """None: nothing is predicted further ahead."""
         return ()
 

@@ -78,7 +78,7 @@ def flow_loss(
     """The loss of a micro-batch on the last stage, from the velocity of the targets' tokens."""
     assert batch.targets is not None
     share = share_of_step(
-        batch.loss_mask,
+        batch.loss_weights,
         counts,
         per_token=config.training.calculate_per_token_loss,
         usual_weight=batch.targets.usual_weight,

@@ -34,7 +34,7 @@ def test_mtp_targets_are_further_shifts_of_labels_and_mask() -> None:
     mask = torch.tensor([[0.0, 1.0, 0.0, 1.0]])
     batch = with_mtp_targets(Batch(labels - 1, labels, mask, labels), 2)
     assert [t.tolist() for t in batch.mtp_labels] == [[[12, 13, 14, 0]], [[13, 14, 0, 0]]]
-    assert [t.tolist() for t in batch.mtp_loss_masks] == [[[1, 0, 1, 0]], [[0, 1, 0, 0]]]
+    assert [t.tolist() for t in batch.mtp_loss_weights] == [[[1, 0, 1, 0]], [[0, 1, 0, 0]]]
 
 
 def test_shift_left_leaves_its_input_alone() -> None:

@@ -69,9 +69,9 @@ def test_prediction_depths_are_calibrated_by_themselves() -> None:
     ids = torch.zeros_like(POSITIONS)
     fewer = torch.tensor([[1.0, 0, 0, 1, 1, 0, 0, 0], [0.0] * 8])
     found = with_reduced_weights(
-        Batch(ids, ids, WEIGHTS, POSITIONS, mtp_labels=(ids,), mtp_loss_masks=(fewer,)),
+        Batch(ids, ids, WEIGHTS, POSITIONS, mtp_labels=(ids,), mtp_loss_weights=(fewer,)),
         documents(),
         "sample",
     )
-    assert float(found.loss_mask.sum()) == pytest.approx(3)
-    assert float(found.mtp_loss_masks[0].sum()) == pytest.approx(2)
+    assert float(found.loss_weights.sum()) == pytest.approx(3)
+    assert float(found.mtp_loss_weights[0].sum()) == pytest.approx(2)

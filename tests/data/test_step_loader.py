@@ -34,7 +34,7 @@ def test_ignored_labels_weigh_nothing_at_any_depth(
             ignore_index=ignore_index,
         )
         (batch,) = loader.next_step(1)
-        return batch.loss_mask[0].tolist(), batch.mtp_loss_masks[0][0].tolist()
+        return batch.loss_weights[0].tolist(), batch.mtp_loss_weights[0][0].tolist()
 
     each = 1 if reduction == "token" else 1 / 3
     of_depth = 1 if reduction == "token" else 1 / 2

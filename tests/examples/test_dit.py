@@ -10,7 +10,7 @@ import pytest
 
 from examples.custom_model.dit import TASK
 from megatron_ext.errors import ConfigError
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from tests.examples.latents import make_latents
 from tests.training_runs import train_on_ranks, training_rows

@@ -17,8 +17,8 @@ import torch
 
 from megatron_ext.device.rates import has_fp8
 from megatron_ext.optim.update import decides_on_device
-from megatron_ext.train.metrics import LogWindow
-from megatron_ext.train.setup import Run
+from megatron_ext.train.metrics import IntervalMetrics
+from megatron_ext.train.run import Run
 from tests.gpu.runs import one_gpu
 from tests.runs_from_inside import build, one_step
 from tests.training_runs import TINY, mock_data
@@ -58,7 +58,7 @@ def test_a_whole_step_never_waits(words: str) -> None:
         pytest.skip(f"{torch.cuda.get_device_name()} does not multiply 8-bit floats")
     with one_gpu() as context:
         run = build([*FLAGS, *words.split()], context)
-        window = LogWindow(run)
+        window = IntervalMetrics(run)
         for _ in range(2):  # compilers and libraries set themselves up
             one_step(run, window)
         with sync_debug("error"):
@@ -73,7 +73,7 @@ def test_the_queue_never_drains() -> None:
     """The host is ahead: when it has launched a step, the GPU has not finished it."""
     with one_gpu() as context:
         run = build([*FLAGS, "--bf16"], context)
-        window = LogWindow(run)
+        window = IntervalMetrics(run)
         one_step(run, window)
         number = run.batch_size.num_microbatches
         batches = run.train_source.next_step(number)
@@ -88,7 +88,7 @@ def test_a_bad_gradient_skips_the_step_on_the_gpu() -> None:
     with one_gpu() as context:
         run = build([*FLAGS, "--bf16"], context)
         assert run.optimizer is not None and decides_on_device(run.optimizer)
-        window = LogWindow(run)
+        window = IntervalMetrics(run)
         one_step(run, window)
         window.settle()
         before = [p.detach().clone() for chunk in run.chunks for p in chunk.parameters()]

@@ -74,7 +74,7 @@ def dense_forward_step(
     losses = -((1 - log_p.exp()) ** GAMMA) * log_p
     assert counts is not None
     share = counts.main / counts.weight
-    loss = partial(weighted_token_loss, weights=batch.loss_mask, share=share)
+    loss = partial(weighted_token_loss, weights=batch.loss_weights, share=share)
     return losses.float(), loss
 
 

@@ -27,7 +27,7 @@ from megatron_ext.layers.transformer_engine import prepare_transformer_engine
 from megatron_ext.train.main import pretrain
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.reporting.files import LossPlot, read_metrics
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from megatron_ext.train.task import choose
 from pretrain_gpt import task_of
 from tests.training_runs import TINY, mock_data, training_rows

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_ext.config.parser import parse_args
 from megatron_ext.layers.autograd import add_product, handed_over
 from megatron_ext.layers.transformer_config import adds_in_place
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from tests.ranks import ParallelContext, ranks
 from tests.runs_from_inside import build
 from tests.training_runs import TINY, mock_data

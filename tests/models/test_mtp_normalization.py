@@ -31,7 +31,8 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext, embedding_ranks, mtp_rank
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.train.preflight import preflight
-from megatron_ext.train.setup import Run, build_run
+from megatron_ext.train.run import Run
+from megatron_ext.train.setup import build_run
 from pretrain_gpt import GPT
 from tests.models.plain import PlainBlock, causal
 from tests.ranks import run_on_ranks
@@ -79,7 +80,7 @@ def whole_batch(run: Run) -> Batch:
     return Batch(
         torch.cat([batch.tokens for batch in batches]),
         torch.cat([batch.labels for batch in batches]),
-        torch.cat([batch.loss_mask for batch in batches]),
+        torch.cat([batch.loss_weights for batch in batches]),
         torch.cat([batch.position_ids for batch in batches]),
     )
 
@@ -133,7 +134,7 @@ class DenseModel:
         forbidden = causal(length, size)
         hidden = self.block({"decoder.": ""}, self.layers)(self.embed(batch.tokens), forbidden)
         losses = self.token_losses(hidden, batch.labels)
-        means = [(losses * batch.loss_mask).sum() / batch.loss_mask.sum()]
+        means = [(losses * batch.loss_weights).sum() / batch.loss_weights.sum()]
         for depth in range(1, self.depths + 1):
             kept = length - depth
             prefix = f"mtp.layers.{depth - 1}."
@@ -148,7 +149,7 @@ class DenseModel:
             joined = torch.cat(both, dim=-1) @ self.leaves[f"{prefix}eh_proj.weight"].T
             hidden = block(joined, forbidden)
             losses = self.token_losses(hidden[:kept], batch.labels[:, depth:])
-            mask = batch.loss_mask[:, depth:]
+            mask = batch.loss_weights[:, depth:]
             means.append((losses * mask).sum() / mask.sum())
         return means
 
@@ -197,7 +198,7 @@ def save_stock(run: Run, path: Path) -> None:
     """The gradient of megatron-core's own forward pass, on the same weights."""
     (chunk,) = [wrapped.module for wrapped in run.chunks]
     batch = whole_batch(run)
-    assert batch.loss_mask.all()
+    assert batch.loss_weights.all()
     MTPLossAutoScaler.set_loss_scale(torch.ones(1))
     losses = CoreGPTModel.forward(
         chunk,
@@ -205,11 +206,11 @@ def save_stock(run: Run, path: Path) -> None:
         batch.position_ids,
         None,
         labels=batch.labels,
-        loss_mask=batch.loss_mask,
+        loss_mask=batch.loss_weights,
     )
     losses.sum().backward()
     weight = chunk.mtp.layers[0].eh_proj.weight
-    torch.save(weight.main_grad / batch.loss_mask.sum(), path)
+    torch.save(weight.main_grad / batch.loss_weights.sum(), path)
 
 
 def test_d05_a_depth_weighs_as_much_as_its_targets_are_many(tmp_path: Path) -> None:
@@ -229,9 +230,9 @@ def step_without_targets(run: Run, first_only: bool) -> None:
     batches = run.train_source.next_step(run.batch_size.num_microbatches)
     assert batches is not None
     for batch in batches:
-        batch.loss_mask.zero_()
-        batch.loss_mask[:, 0] = float(first_only)
-        for mask in batch.mtp_loss_masks:
+        batch.loss_weights.zero_()
+        batch.loss_weights[:, 0] = float(first_only)
+        for mask in batch.mtp_loss_weights:
             mask.zero_()
     gradients: dict[str, Tensor] = {}
 

@@ -57,7 +57,7 @@ def targets_by_hand(
             inside = offset + depth < true
             at = start + offset + depth
             labels.append(int(batch.labels[0, at]) if inside else 0)
-            mask.append(int(batch.loss_mask[0, at]) if inside else 0)
+            mask.append(int(batch.loss_weights[0, at]) if inside else 0)
         start += pad
     return labels, mask
 
@@ -70,12 +70,12 @@ def with_packed_targets(lengths: list[int], padded: list[int], depths: int) -> B
 def test_d09_padding_brings_no_targets_and_none_crosses_documents() -> None:
     lengths, padded = [5, 6], [8, 8]
     batch = with_packed_targets(lengths, padded, 2)
-    assert batch.loss_mask.sum() == 11
-    assert [int(mask.sum()) for mask in batch.mtp_loss_masks] == [9, 7]
+    assert batch.loss_weights.sum() == 11
+    assert [int(mask.sum()) for mask in batch.mtp_loss_weights] == [9, 7]
     for depth in (1, 2):
         labels, mask = targets_by_hand(batch, lengths, padded, depth)
         assert batch.mtp_labels[depth - 1].tolist() == [labels]
-        assert batch.mtp_loss_masks[depth - 1].tolist() == [mask]
+        assert batch.mtp_loss_weights[depth - 1].tolist() == [mask]
 
 
 def test_d09_stock_shifts_by_the_lengths_without_padding() -> None:
@@ -88,7 +88,7 @@ def test_d09_stock_shifts_by_the_lengths_without_padding() -> None:
         cu_seqlens_q_padded=cumulative([8, 8]),
         cu_seqlens_kv_padded=cumulative([8, 8]),
     )
-    _, count = roll_tensor(packed_row([5, 6], [8, 8]).loss_mask, packed_seq_params=params)
+    _, count = roll_tensor(packed_row([5, 6], [8, 8]).loss_weights, packed_seq_params=params)
     assert count == 10
 
 
@@ -101,7 +101,7 @@ def test_random_packings_equal_the_count_by_hand() -> None:
         for depth in (1, 2, 3):
             labels, mask = targets_by_hand(batch, lengths, padded, depth)
             assert batch.mtp_labels[depth - 1].tolist() == [labels]
-            assert batch.mtp_loss_masks[depth - 1].tolist() == [mask]
+            assert batch.mtp_loss_weights[depth - 1].tolist() == [mask]
 
 
 SHORT = [1, 3, 2, 7, 1, 2]
@@ -113,7 +113,7 @@ def check_short_documents(context: ParallelContext) -> None:
     mine = slice_for_context_parallel(with_packed_targets(SHORT, SHORT, 2), context.pgs.cp)
     for depth in (1, 2):
         labels, mask = targets_by_hand(packed_row(SHORT, SHORT), SHORT, SHORT, depth)
-        for found, whole in ((mine.mtp_labels, labels), (mine.mtp_loss_masks, mask)):
+        for found, whole in ((mine.mtp_labels, labels), (mine.mtp_loss_weights, mask)):
             want = zigzag(torch.tensor([whole]), rank, size, dim=1)
             assert found[depth - 1].tolist() == want.tolist()
 
@@ -155,10 +155,10 @@ def test_samples_are_shifted_by_document_where_attention_is(context: ParallelCon
         iter([sample]), context, shape, device, mask_documents_at=EOD, mtp_depths=1
     ).next_step(1)[0]
     assert apart.mtp_labels[0].tolist() == [[EOD, 4, 0, 6, EOD, 8, 0, 0]]
-    assert apart.mtp_loss_masks[0].tolist() == [[1, 1, 0, 1, 1, 1, 0, 0]]
+    assert apart.mtp_loss_weights[0].tolist() == [[1, 1, 0, 1, 1, 1, 0, 0]]
     through = StepLoader(iter([sample]), context, shape, device, mtp_depths=1).next_step(1)[0]
     assert through.mtp_labels[0].tolist() == [[EOD, 4, 5, 6, EOD, 8, 9, 0]]
-    assert through.mtp_loss_masks[0].tolist() == [[1, 1, 1, 1, 1, 1, 1, 0]]
+    assert through.mtp_loss_weights[0].tolist() == [[1, 1, 1, 1, 1, 1, 1, 0]]
 
 
 def second_document_losses(chunk: torch.nn.Module, tokens: Tensor) -> list[list[float]]:
@@ -168,7 +168,7 @@ def second_document_losses(chunk: torch.nn.Module, tokens: Tensor) -> list[list[
     mask = (documents == 1).float()
     batch = Batch(tokens[:, :-1], tokens[:, 1:], mask, position)
     batch = with_mtp_targets(batch, 2, documents)
-    masks = batch.mtp_loss_masks
+    masks = batch.mtp_loss_weights
     targets = MTPTargets(batch.mtp_labels, masks, masks)
     attention_mask = document_attention_mask(documents)
     chunk(batch.tokens, position, attention_mask, labels=batch.labels, mtp_targets=targets)

@@ -79,9 +79,9 @@ def stock_forward_step(
         batch.position_ids,
         batch.attention_mask,
         labels=batch.labels,
-        loss_mask=batch.loss_mask,
+        loss_mask=batch.loss_weights,
     )
-    return output, partial(weighted_token_loss, weights=batch.loss_mask)
+    return output, partial(weighted_token_loss, weights=batch.loss_weights)
 
 
 STOCK = Task(build_gpt_datasets, stock_chunk, stock_forward_step)
@@ -125,10 +125,10 @@ def rows(batch: Batch, first: int, count: int) -> Batch:
     return Batch(
         batch.tokens[part],
         batch.labels[part],
-        batch.loss_mask[part],
+        batch.loss_weights[part],
         batch.position_ids[part],
         mtp_labels=tuple(x[part] for x in batch.mtp_labels),
-        mtp_loss_masks=tuple(x[part] for x in batch.mtp_loss_masks),
+        mtp_loss_weights=tuple(x[part] for x in batch.mtp_loss_weights),
     )
 
 

@@ -187,8 +187,8 @@ def test_d13_d26_no_router_is_given_padding(context: ParallelContext) -> None:
     for name, router in routers.items():
         router.register_forward_pre_hook(keep(name), with_kwargs=True)
     batch = whole_batch(run)
-    targets = batch.loss_mask.sum()
-    counts = StepCounts(targets, targets, torch.stack([batch.mtp_loss_masks[0].sum()]), 1)
+    targets = batch.loss_weights.sum()
+    counts = StepCounts(targets, targets, torch.stack([batch.mtp_loss_weights[0].sum()]), 1)
     gpt_forward_step(run, batch, chunk, counts)
     assert sum("mtp" in name for name in routers) == 1 and len(routers) == 3
     assert seen == dict.fromkeys(routers)

@@ -49,8 +49,8 @@ ONLY_MTP = "mtp.layers"
 
 
 def step_counts(batch: Batch) -> StepCounts:
-    targets = batch.loss_mask.sum()
-    return StepCounts(targets, targets, torch.stack([m.sum() for m in batch.mtp_loss_masks]), 1)
+    targets = batch.loss_weights.sum()
+    return StepCounts(targets, targets, torch.stack([m.sum() for m in batch.mtp_loss_weights]), 1)
 
 
 def our_gradients(
@@ -92,14 +92,14 @@ def stock_gradients(
     for first in pieces:
         part = rows(batch, first, micro_batch)
         losses = chunk(
-            part.tokens, part.position_ids, None, labels=part.labels, loss_mask=part.loss_mask
+            part.tokens, part.position_ids, None, labels=part.labels, loss_mask=part.loss_weights
         )
-        total = (losses * part.loss_mask).sum()
+        total = (losses * part.loss_weights).sum()
         if not run.training.calculate_per_token_loss:
-            total = total / part.loss_mask.sum().clamp(min=1) / len(pieces)
+            total = total / part.loss_weights.sum().clamp(min=1) / len(pieces)
         total.backward()
     per_token = run.training.calculate_per_token_loss
-    divisor = max(float(batch.loss_mask.sum()), 1.0) if per_token else 1.0
+    divisor = max(float(batch.loss_weights.sum()), 1.0) if per_token else 1.0
     log = (MTPLossLoggingHelper.tracker["values"] / len(pieces)).tolist()
     return {name: grad / divisor for name, grad in gradients(chunk).items()}, log
 
@@ -126,7 +126,7 @@ def truth(
     parts = torch.chunk(chunks, 1 + len(batch.mtp_labels), dim=0)
     means = []
     labels = (batch.labels, *batch.mtp_labels)
-    masks = (batch.loss_mask, *batch.mtp_loss_masks)
+    masks = (batch.loss_weights, *batch.mtp_loss_weights)
     for part, label, mask in zip(parts, labels, masks, strict=True):
         losses = cross_entropy(chunk.output_layer(part)[0], label)
         means.append((losses * mask).sum() / mask.sum())

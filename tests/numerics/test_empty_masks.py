@@ -18,7 +18,7 @@ from megatron_ext.inspect.parity import parse_layout
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import pretrain
 from megatron_ext.train.preflight import preflight
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
 from pretrain_gpt import GPT
 from tests.training_runs import TINY, mock_data
@@ -35,8 +35,8 @@ def masked(batch: Batch) -> Batch:
     """Without any target, of the model or of a depth."""
     return replace(
         batch,
-        loss_mask=torch.zeros_like(batch.loss_mask),
-        mtp_loss_masks=tuple(torch.zeros_like(mask) for mask in batch.mtp_loss_masks),
+        loss_weights=torch.zeros_like(batch.loss_weights),
+        mtp_loss_weights=tuple(torch.zeros_like(mask) for mask in batch.mtp_loss_weights),
     )
 
 

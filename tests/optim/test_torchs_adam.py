@@ -15,7 +15,7 @@ import torch
 from megatron.core.optimizer import distrib_optimizer
 
 from megatron_ext.optim.builder import CountedAdam, choose_kernels
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from tests.checkpoint.tiny import whole_tensors
 from tests.training_runs import TINY, mock_data, train_on_ranks
 

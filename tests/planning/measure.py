@@ -30,7 +30,7 @@ from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.loop import train
 from megatron_ext.train.main import pretrain
 from megatron_ext.train.preflight import preflight
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from megatron_ext.train.task import Task, TaskOrChoice, choose
 from megatron_ext.video.streaming.step import StreamingRunner
 from pretrain_gpt import GPT

@@ -16,7 +16,8 @@ from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.parallel.context import ParallelContext, seed_everything
 from megatron_ext.train.preflight import preflight
-from megatron_ext.train.setup import Run, build_run
+from megatron_ext.train.run import Run
+from megatron_ext.train.setup import build_run
 from pretrain_gpt import GPT
 from tests.ranks import ranks
 from tests.training_runs import TINY, mock_data

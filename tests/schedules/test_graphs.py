@@ -15,7 +15,7 @@ from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_orde
 from megatron_ext.errors import ConfigError
 from megatron_ext.schedules.graphs import graphable_layers, most_in_flight
 from megatron_ext.schedules.orders import build_plan
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from tests.graph_stand_in import CpuGraph, graphs_on_a_cpu
 from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
 

@@ -22,7 +22,7 @@ from megatron_ext.inspect.preview.collect import Row, Step, collect
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import pretrain
 from megatron_ext.train.preflight import preflight
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from pretrain_gpt import task_of
 from tests.data.sft.tiny import tokenizer
 from tools.preview_batch import main
@@ -268,13 +268,13 @@ def previewed(words: Sequence[str], ranks: int, folder: Path, first: int, count:
 def assert_same(row: Row, batch: Batch) -> None:
     i = row.number
     pairs = [
-        (row.tokens, batch.tokens), (row.labels, batch.labels), (row.weights, batch.loss_mask),
+        (row.tokens, batch.tokens), (row.labels, batch.labels), (row.weights, batch.loss_weights),
         (row.positions, batch.position_ids),
     ]  # fmt: skip
     for mine, theirs in pairs:
         np.testing.assert_array_equal(mine, theirs[i].numpy())
     assert len(row.mtp_labels) == len(batch.mtp_labels)
-    for k, (labels, masks) in enumerate(zip(batch.mtp_labels, batch.mtp_loss_masks, strict=True)):
+    for k, (labels, masks) in enumerate(zip(batch.mtp_labels, batch.mtp_loss_weights, strict=True)):
         np.testing.assert_array_equal(row.mtp_labels[k], labels[i].numpy())
         np.testing.assert_array_equal(row.mtp_weights[k], masks[i].numpy())
     if row.samples is not None:
@@ -293,7 +293,7 @@ def compare(words: Sequence[str], folder: Path, first: int, count: int) -> list[
         assert len(step.rows) == size * sum(map(len, batches.values()))
         for row in step.rows:
             assert_same(row, batches[row.dp_rank][row.microbatch])
-        masks = torch.cat([b.loss_mask for drawn in batches.values() for b in drawn]).double()
+        masks = torch.cat([b.loss_weights for drawn in batches.values() for b in drawn]).double()
         assert step.targets == int(masks.count_nonzero())
         assert step.weight == pytest.approx(float(masks.sum()), rel=1e-6)
     return steps

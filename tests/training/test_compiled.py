@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
 from megatron_ext.layers.compiled import compiled_on_cpu
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from tests.training_runs import TINY, mock_data, train_on_ranks
 
 RUNS = {

@@ -19,7 +19,7 @@ from megatron_ext.config.parser import parse_args
 from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.train.preflight import preflight
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from pretrain_gpt import GPT
 from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
 

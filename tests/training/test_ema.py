@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from tests.checkpoint.huggingface.models import in_child
 from tests.checkpoint.tiny import whole_tensors
 from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows

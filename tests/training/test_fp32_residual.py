@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from tests.training_runs import train_on_ranks, training_rows
 
 FLAGS = (

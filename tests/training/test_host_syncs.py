@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_ext.optim.builder import choose_kernels
-from megatron_ext.train.metrics import LogWindow
-from megatron_ext.train.setup import Run
+from megatron_ext.train.metrics import IntervalMetrics
+from megatron_ext.train.run import Run
 from tests.host_syncs import READ, host_syncs
 from tests.ranks import ParallelContext, ranks
 from tests.runs_from_inside import build, one_step
@@ -27,7 +27,7 @@ def places_of_a_step(run: Run) -> list[str]:
     """
     assert run.optimizer is not None
     choose_kernels(run.optimizer, fused=True)
-    window = LogWindow(run)
+    window = IntervalMetrics(run)
     for _ in range(2):
         one_step(run, window)
     batches = run.train_source.next_step(run.batch_size.num_microbatches)
@@ -58,7 +58,7 @@ def test_a_host_that_decides_asks_for_the_norm(context: ParallelContext) -> None
     """As on a CPU, and with an optimizer that cannot skip an update by itself."""
     run = build(FLAGS, context)
     with host_syncs() as places:
-        one_step(run, LogWindow(run))
+        one_step(run, IntervalMetrics(run))
     assert places == [READ]
     assert run.runner.settled
 

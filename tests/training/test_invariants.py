@@ -17,7 +17,7 @@ from megatron_ext.train.callbacks.invariants import InvariantError, check_replic
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import pretrain
 from megatron_ext.train.preflight import preflight
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from pretrain_gpt import GPT
 from tests.training_runs import TINY, mock_data, train_on_ranks
 

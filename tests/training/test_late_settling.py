@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from megatron_ext.optim.builder import choose_kernels
-from megatron_ext.train.metrics import LogWindow
-from megatron_ext.train.setup import Run
+from megatron_ext.train.metrics import IntervalMetrics
+from megatron_ext.train.run import Run
 from tests.checkpoint.tiny import whole_tensors
 from tests.ranks import ParallelContext, ranks
 from tests.runs_from_inside import build, one_step
@@ -104,7 +104,7 @@ def test_the_rate_of_each_step_counts_the_updates_before_it(context: ParallelCon
     assert optimizer is not None
     choose_kernels(optimizer, fused=True)
     _spoil(run)
-    window = LogWindow(run)
+    window = IntervalMetrics(run)
     rates = []
     step_with_ready_grads = optimizer.step_with_ready_grads
 

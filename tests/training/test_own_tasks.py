@@ -37,7 +37,7 @@ def collecting_loss(
     """Megatron-LM's way: the same function gives the loss, or what is to be looked at."""
     if non_loss_data:
         return losses.detach().clone()
-    return weighted_token_loss(losses, weights=batch.loss_mask)
+    return weighted_token_loss(losses, weights=batch.loss_weights)
 
 
 def collecting_step(

@@ -16,7 +16,7 @@ from megatron_ext.device import select
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import pretrain
 from megatron_ext.train.preflight import preflight
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from pretrain_gpt import GPT
 from tests.training_runs import TINY, mock_data
 
@@ -25,13 +25,13 @@ TARGETS = (8, 2)
 
 
 def with_targets(batch: Batch, count: int) -> Batch:
-    mask = torch.zeros_like(batch.loss_mask)
+    mask = torch.zeros_like(batch.loss_weights)
     mask[:, :count] = 1
-    return replace(batch, loss_mask=mask)
+    return replace(batch, loss_weights=mask)
 
 
 def joined(batches: list[Batch]) -> Batch:
-    names = ("tokens", "labels", "loss_mask", "position_ids")
+    names = ("tokens", "labels", "loss_weights", "position_ids")
     return Batch(*(torch.cat([getattr(batch, name) for batch in batches]) for name in names))
 
 

@@ -255,8 +255,8 @@ class _Replica:
             reaches.append(_reaches(batch))
             drawn.append(self._drawn.last)
             batches.append(dataclasses.replace(batch, attention_mask=None))
-        if self._task.prepare_window is not None:
-            batches = list(self._task.prepare_window(self._config, batches, self._context))
+        if self._task.prepare_batches is not None:
+            batches = list(self._task.prepare_batches(self._config, batches, self._context))
         counts = count_targets(batches, self._context)
         rows = [
             row
@@ -278,11 +278,11 @@ class _Replica:
                 tokens=batch.tokens[i].numpy(),
                 labels=batch.labels[i].numpy(),
                 positions=batch.position_ids[i].numpy(),
-                weights=batch.loss_mask[i].numpy(),
+                weights=batch.loss_weights[i].numpy(),
                 samples=samples,
                 reaches=reaches[i].numpy(),
                 mtp_labels=_depths(batch.mtp_labels, i, batch.tokens),
-                mtp_weights=_depths(batch.mtp_loss_masks, i, batch.loss_mask),
+                mtp_weights=_depths(batch.mtp_loss_weights, i, batch.loss_weights),
                 origin=origin,
                 origins=origins,
             )

@@ -16,12 +16,12 @@ from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron_ext.data.loader import BatchSource, build_source
 from megatron_ext.errors import DataError
-from megatron_ext.train.metrics import StepSize
+from megatron_ext.train.metrics import StepStats
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
     from megatron_ext.text.tokenizers.base import Tokenizer
-    from megatron_ext.train.setup import Run
+    from megatron_ext.train.run import Run
 
 SPLITS = ("train", "valid", "test")
 Blend = tuple[list[str], list[float] | None]
@@ -158,10 +158,10 @@ def text_source(
     )
 
 
-def text_step_size(run: Run, num_microbatches: int) -> StepSize:
+def text_step_stats(run: Run, num_microbatches: int) -> StepStats:
     """Samples as the batch size counts them, and the rows that are computed for them."""
     rows = run.rows_of(num_microbatches)
-    return StepSize(
+    return StepStats(
         samples=run.batch_size.global_batch_size,
         tokens=rows * (run.config.model.seq_length or 0),
         flops=rows * run.flops_per_sample,

@@ -13,7 +13,7 @@ from megatron_ext.checkpoint.publish import BestCheckpoint, with_candidate
 from megatron_ext.errors import DataError
 
 if TYPE_CHECKING:
-    from megatron_ext.train.setup import Run
+    from megatron_ext.train.run import Run
 
 
 @dataclass(frozen=True)

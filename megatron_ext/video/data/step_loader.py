@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Sampler
 from megatron_ext.data.loader import BatchSource
 from megatron_ext.device.streams import sent
 from megatron_ext.errors import loader_ends_with_parent
-from megatron_ext.train.metrics import StepSize
+from megatron_ext.train.metrics import StepStats
 from megatron_ext.video.cost.flops import flops_of_clip, flops_of_frames
 from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.dataset import VideoBatch, VideoClips, collate
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
     from megatron_ext.parallel.context import ParallelContext
     from megatron_ext.text.tokenizers.base import Tokenizer
-    from megatron_ext.train.setup import Run
+    from megatron_ext.train.run import Run
 
 
 class _ClipsOfSteps(Sampler[list[int]]):
@@ -195,12 +195,12 @@ def video_source(
     )
 
 
-def video_step_size(run: Run, num_microbatches: int) -> StepSize:
-    """Clips, tokens and floating-point operations of the coming step; see `Task.step_size`."""
+def video_step_stats(run: Run, num_microbatches: int) -> StepStats:
+    """Clips, tokens and floating-point operations of the coming step; see `Task.step_stats`."""
     source = run.train_source
     assert isinstance(source, VideoSource)
     sequences = source.video_plan.sequences(source.coming)
-    return StepSize(
+    return StepStats(
         samples=len(sequences),
         tokens=sum(sequence.num_tokens for sequence in sequences),
         flops=sum(_flops(run.config, sequence) for sequence in sequences),

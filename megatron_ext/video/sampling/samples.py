@@ -28,7 +28,7 @@ from megatron_ext.video.sampling.velocity import ParallelVelocity, VideoDiTVeloc
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from megatron_ext.train.setup import Run
+    from megatron_ext.train.run import Run
 
 
 def velocity_of(run: Run) -> ParallelVelocity:

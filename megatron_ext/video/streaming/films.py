@@ -36,7 +36,7 @@ from megatron_ext.video.streaming.rollout import Generator
 
 if TYPE_CHECKING:
     from megatron_ext.optim.ema import ShardedEMA
-    from megatron_ext.train.setup import Run
+    from megatron_ext.train.run import Run
     from megatron_ext.video.data.codec_base import VideoCodec
 
 Encode = Callable[[Sequence[str]], Tensor]

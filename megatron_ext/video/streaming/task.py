@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.data.loader import BatchSource
-from megatron_ext.train.metrics import StepSize
+from megatron_ext.train.metrics import StepStats
 from megatron_ext.train.task import Task, no_datasets
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.sampling.films import NotFiniteError
@@ -23,7 +23,7 @@ from megatron_ext.video.streaming.step import StreamingRunner
 
 if TYPE_CHECKING:
     from megatron_ext.text.tokenizers.base import Tokenizer
-    from megatron_ext.train.setup import Run
+    from megatron_ext.train.run import Run
 
 
 def view_while_training(run: Run) -> Callable[[], None] | None:
@@ -72,13 +72,13 @@ def no_batches(
     return BatchSource(None, None)
 
 
-def streaming_step_size(run: Run, num_microbatches: int) -> StepSize:
-    """Chunks' samples and tokens; see `Task.step_size`. The runner counts the operations."""
+def streaming_step_stats(run: Run, num_microbatches: int) -> StepStats:
+    """Chunks' samples and tokens; see `Task.step_stats`. The runner counts the operations."""
     runner = run.runner
     assert isinstance(runner, StreamingRunner)
     chunks = len(passes(runner.options, runner.companion.steps, num_microbatches))
     rows = run.rows_of(1) * chunks
-    return StepSize(
+    return StepStats(
         samples=run.rows_of(num_microbatches),
         tokens=rows * chunk_tokens(run.config.streaming),
         flops=0.0,
@@ -89,7 +89,7 @@ STREAMING = Task(
     datasets=no_datasets,
     model_chunk=build_generator_chunk,
     source=no_batches,
-    step_size=streaming_step_size,
+    step_stats=streaming_step_stats,
     after_step=view_while_training,
     sample_name="chunks",
     perplexity=False,

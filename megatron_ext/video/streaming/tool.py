@@ -35,7 +35,7 @@ from megatron_ext.video.streaming.task import STREAMING
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
     from megatron_ext.text.tokenizers.base import Tokenizer
-    from megatron_ext.train.setup import Run
+    from megatron_ext.train.run import Run
 
 _STORED = ("streaming", "lora", "codec", "text_encoder")
 """Sections of the checkpoint's configuration that decide what the model is and how it samples."""

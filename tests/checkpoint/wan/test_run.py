@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.initialization import shards_of
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from megatron_ext.video.convert.names import Naming
 from megatron_ext.video.streaming.step import StreamingRunner
 from tests.checkpoint.tiny import whole_tensors

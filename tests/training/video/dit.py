@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.layers.initialization import shards_of
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from megatron_ext.video.config.rules import VIDEO_DIT_DEFAULTS
 from megatron_ext.video.config.run import FlowConfig
 from megatron_ext.video.config.wan import SIZES

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 
 
 def record_steps(run: Run, folder: Path) -> None:

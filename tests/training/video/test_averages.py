@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.layers.initialization import shards_of
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from tests.checkpoint.tiny import whole_tensors
 from tests.training.video.clips import train
 

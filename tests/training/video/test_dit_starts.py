@@ -15,7 +15,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_ext.layers.initialization import shards_of
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from megatron_ext.video.streaming.step import StreamingRunner
 from tests.checkpoint.tiny import whole_tensors
 from tests.training.video.clips import POOLED, SHORT, TEXT, WIDTH, write_clips

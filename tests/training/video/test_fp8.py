@@ -12,7 +12,7 @@ import torch
 from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.initialization import shards_of
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from tests.training.video.clips import SHORT, steps, write_clips
 from tests.training.video.dit import KINDS, Truth, record, train, truth_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from megatron_ext.video.config.rules import VIDEO_DEFAULTS, VIDEO_DIT_DEFAULTS
 from pretrain_video import task_of
 from tests.training.video.clips import Rows, steps, train

@@ -13,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 
 from megatron_ext.train.reporting.files import _plot_losses
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from megatron_ext.video.config.run import MODES, ConditionConfig
 from megatron_ext.video.data.conditions import draw_modes
 from megatron_ext.video.data.draws import draw_uniforms

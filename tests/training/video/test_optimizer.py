@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_ext.config.parser import parse_args
 from megatron_ext.optim.builder import build_scheduler
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from tests.training.video.clips import steps
 

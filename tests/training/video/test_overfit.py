@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.setup import null_text_of
 from megatron_ext.video.sampling.flow import GuidanceConfig, SamplingConfig, initial_noise, sample

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from pretrain_video import FLOW
 from tests.checkpoint.tiny import whole_tensors

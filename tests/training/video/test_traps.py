@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from megatron_ext.video.data.draws import draw_noise
 from megatron_ext.video.model.modulation import timestep_sinusoid
 from megatron_ext.video.model.tokens import pack

@@ -11,7 +11,7 @@ import torch
 from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError
 from megatron_ext.train.preflight import preflight
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from megatron_ext.video.config.encoding import TextEncoderConfig
 from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from megatron_ext.video.data.text_encoders import build_text_encoder

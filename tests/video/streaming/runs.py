@@ -10,7 +10,7 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from megatron_ext.video.config.rules import STREAMING_DEFAULTS
 from megatron_ext.video.streaming.step import StreamingRunner
 from pretrain_video import task_of

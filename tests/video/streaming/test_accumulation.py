@@ -11,7 +11,7 @@ import pytest
 import torch
 from megatron.core.utils import unwrap_model
 
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from tests.video.streaming.runs import run, runner_of
 from tests.video.streaming.test_layouts import check_same, trained
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_ext.config.parser import parse_args
 from megatron_ext.train.preflight import preflight
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from megatron_ext.video.config.rules import STREAMING_DEFAULTS
 from megatron_ext.video.streaming.configuration import options_of
 from pretrain_video import task_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from tests.checkpoint.tiny import whole_tensors
 from tests.video.streaming.runs import run, runner_of, weights
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from tests.checkpoint.tiny import whole_tensors
 from tests.video.streaming.runs import attempt, run, runner_of, weights
 

@@ -15,7 +15,7 @@ from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.preflight import preflight
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.config.rules import STREAMING_DEFAULTS
 from megatron_ext.video.data.codecs import PatchCodec

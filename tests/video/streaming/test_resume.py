@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_ext.checkpoint.files import read_tracker
 from megatron_ext.errors import CheckpointError
 from megatron_ext.train.reporting.files import read_metrics
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from tests.checkpoint.tiny import whole_tensors
 from tests.video.streaming.runs import CHUNKS, Rows, attempt, losses_of, run, runner_of
 

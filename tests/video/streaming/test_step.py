@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_ext.optim.update import global_grad_norm, parts_of
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from tests.video.streaming.runs import CHUNKS, Rows, differ, run, runner_of, weights
 
 STEPS, INTERVAL = 10, 5

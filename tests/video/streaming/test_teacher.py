@@ -24,7 +24,7 @@ from megatron_ext.errors import DataError
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.optim.update import parts_of
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from megatron_ext.video.config.rules import STREAMING_DEFAULTS
 from megatron_ext.video.streaming import step
 from megatron_ext.video.streaming.teacher import ParallelTeacher, build_teacher

@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from tests.video.streaming.runs import run, runner_of
 
 

@@ -11,7 +11,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_ext.optim.update import parts_of
-from megatron_ext.train.setup import Run
+from megatron_ext.train.run import Run
 from megatron_ext.video.streaming.step import StreamingRunner
 from tests.video.streaming.runs import run
 
