@@ -6,12 +6,9 @@ import ast
 import dataclasses
 import re
 from pathlib import Path
-from typing import Any
 
 from megatron.core.optimizer import OptimizerConfig
 
-from megatron_ext.checkpoint.changes import ANSWERS, WHOLE
-from megatron_ext.config.flags import flags_of
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.parser import all_flags
 from megatron_ext.config.run import RunConfig
@@ -101,16 +98,3 @@ def test_no_two_sections_hold_a_field_of_one_name() -> None:
     names = [f.name for s in dataclasses.fields(RunConfig) if dataclasses.is_dataclass(
         s.default_factory) for f in dataclasses.fields(s.default_factory)]  # fmt: skip
     assert len(names) == len(set(names))
-
-
-def test_every_flag_says_whether_it_may_differ_from_a_checkpoints() -> None:
-    """A new flag goes into one of the lists of `checkpoint/changes.py`."""
-    for section in dataclasses.fields(RunConfig):
-        kind: Any = section.default_factory
-        if not dataclasses.is_dataclass(kind):
-            continue
-        flags = {flag.field for flag in flags_of(section.name, kind)}  # type: ignore[arg-type]
-        listed = ANSWERS.get(section.name, {})
-        assert section.name not in WHOLE or not listed
-        wrong = set() if section.name in WHOLE else flags ^ listed.keys()
-        assert not wrong, f"`{section.name}` in checkpoint/changes.py: {sorted(wrong)}"

@@ -81,6 +81,7 @@ from megatron_ext.checkpoint.storage import (
 from megatron_ext.checkpoint.stored import RUN_CONFIG, Found, find, read_json, stored_progress
 from megatron_ext.checkpoint.unpickling import common_state_of
 from megatron_ext.config.checkpoint import CheckpointConfig
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.parallel.collectives import together
@@ -223,7 +224,7 @@ class CheckpointManager:
         scheduler: OptimizerParamScheduler | None,
         ema: ShardedEMA | None = None,
         companion: Companion | None = None,
-        run_config: dict[str, Any] | None = None,
+        run_config: RunConfig | None = None,
     ) -> LoadedCheckpoint | None:
         """Load what ``--load`` (or ``--pretrained-checkpoint``) asks for.
 
@@ -232,7 +233,7 @@ class CheckpointManager:
         weights are wanted.
 
         Args:
-            run_config: as of `save`, to compare with that of the run that saved; None compares
+            run_config: the run that loads, to compare with the run that saved; None compares
                 nothing but weights.
 
         Returns:
@@ -256,9 +257,7 @@ class CheckpointManager:
         with_optimizer = loads_optimizer(found, self._config, arguments, notes)
         if run_config is not None:
             used = optimizer is not None and with_optimizer
-            notes += self._changes(
-                found, run_config, run_config["optimizer"]["optimizer"] if used else None
-            )
+            notes += self._changes(found, run_config, with_optimizer=used)
         with_averages = not found.weights_only and goes_on_averaging(path, ema, notes)
         kept_optimizer = optimizer if with_optimizer else None
         kept_ema = ema if with_averages else None
@@ -287,14 +286,14 @@ class CheckpointManager:
             goes_on.load(loaded, with_optimizer=with_optimizer, notes=notes)
         if "rng_state" in state:
             restore_random_state(self._context, loaded["rng_state"])
-        run_config = read_json(path / RUN_CONFIG)
+        saved_by = read_json(path / RUN_CONFIG)
         if self._base is not None and recorded is None:
             average = found.weights_only and self._config.pretrained_average
             self._base = FrozenBase.at(path, average=average)
         if found.weights_only:
-            return LoadedCheckpoint(0, {}, run_config, path, notes)
+            return LoadedCheckpoint(0, {}, saved_by, path, notes)
         progress = stored_progress(path, arguments)
-        return LoadedCheckpoint(int(common["iteration"]), progress, run_config, path, notes)
+        return LoadedCheckpoint(int(common["iteration"]), progress, saved_by, path, notes)
 
     def _restore_base(self, path: Path, recorded: FrozenBase, model: Chunks) -> None:
         """Load the weights under the adapters in a checkpoint, which names them."""
@@ -308,9 +307,7 @@ class CheckpointManager:
         CheckpointManager(asked, self._context).load(model=model, optimizer=None, scheduler=None)
         self._base = own
 
-    def _changes(
-        self, found: Found, run_config: dict[str, Any], optimizer: str | None
-    ) -> list[str]:
+    def _changes(self, found: Found, run_config: RunConfig, *, with_optimizer: bool) -> list[str]:
         """Sentences about flags that differ from those of a checkpoint."""
 
         def compare() -> list[str]:
@@ -320,7 +317,7 @@ class CheckpointManager:
                 run_config,
                 stored,
                 weights_only=found.weights_only,
-                optimizer=optimizer,
+                with_optimizer=with_optimizer,
             )
 
         return together(compare, f"{found.path} cannot be compared with the run")[0]

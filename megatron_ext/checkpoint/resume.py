@@ -125,10 +125,10 @@ def check_resume(config: RunConfig) -> None:
     goes_on = trains and loads_optimizer(found, config.checkpoint, arguments, [])
     check_changes(
         path,
-        config.to_dict(),
+        config,
         read_json(path / RUN_CONFIG),
         weights_only=found.weights_only,
-        optimizer=config.optimizer.optimizer if goes_on else None,
+        with_optimizer=goes_on,
     )
     if goes_on:
         check_optimizer(

@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from megatron_ext.config.flags import COUNT, NATURAL, flag
+from megatron_ext.config.flags import COUNT, NATURAL, IfChanged, flag
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.wan import CAUSAL, WINDOW, stored_dit
 from megatron_ext.video.streaming.config import stored_streaming
@@ -23,6 +23,8 @@ class CheckpointConfig:
     Attributes:
         usual_save_interval: of a run that saves and does not say how often.
     """
+
+    IF_CHANGED: ClassVar[IfChanged] = "allow"
 
     save: str | None = flag(None, "folder for checkpoints, metrics and the loss plot")
     save_interval: int | None = flag(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from megatron_ext.config.flags import SIZE, flag
+from megatron_ext.config.flags import SIZE, IfChanged, flag
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
@@ -21,6 +21,8 @@ WARMUP_STEPS = 3
 @dataclass(frozen=True)
 class CudaGraphConfig:
     """No graphs unless ``--cuda-graph-impl``; names and defaults are Megatron-LM's."""
+
+    IF_CHANGED: ClassVar[IfChanged] = "allow"
 
     cuda_graph_impl: str = flag(
         "none",

@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from megatron_ext.errors import ConfigError
 
@@ -100,6 +100,17 @@ NORM = Range(0, 1e30)
 """A limit of a norm, which may be as good as none."""
 
 
+IfChanged = Literal["refuse", "refuse_to_resume", "keep", "say", "allow"]
+"""What happens where a run gives a flag another value than the checkpoint that it loads.
+
+"refuse": the weights mean something else, so the run ends. "refuse_to_resume": the model computes
+something else with them, so a run that goes on ends; one that starts from the weights says so.
+"keep": the optimizer goes on with the checkpoint's value, which is said. "say": the new value
+counts, which a run that goes on says. "allow": the flag changes no result, is checked elsewhere, or
+is meant to change.
+"""
+
+
 def flag(
     default: Any,
     help: str,
@@ -112,6 +123,7 @@ def flag(
     gpu_only: str | None = None,
     bounds: Range | None = None,
     advice: str | None = None,
+    if_changed: IfChanged | None = None,
 ) -> Any:
     """A field that is also a flag.
 
@@ -126,6 +138,7 @@ def flag(
         gpu_only: why the flag has no effect on a CPU.
         bounds: the numbers that a numeric flag takes; each of them has some.
         advice: what to do about a number outside of them, where the default is none.
+        if_changed: see `IfChanged`; None takes the section's ``IF_CHANGED``, or "say".
     """
     metadata = {
         "help": help,
@@ -137,6 +150,7 @@ def flag(
         "gpu_only": gpu_only,
         "bounds": bounds,
         "advice": advice,
+        "if_changed": if_changed,
     }
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
@@ -295,6 +309,16 @@ def changed_fields(section: Any) -> list[str]:
         for field in dataclasses.fields(section)
         if "help" in field.metadata and getattr(section, field.name) != getattr(default, field.name)
     ]
+
+
+def if_changed(section: type) -> dict[str, IfChanged]:
+    """Return what happens where a flag of a section is not the checkpoint's, by its field."""
+    usual: IfChanged = getattr(section, "IF_CHANGED", "say")
+    return {
+        field.name: field.metadata["if_changed"] or usual
+        for field in dataclasses.fields(section)
+        if "help" in field.metadata
+    }
 
 
 def default_of(section: Any, name: str) -> Any:

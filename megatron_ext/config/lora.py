@@ -6,9 +6,9 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from megatron_ext.config.flags import BELOW_ONE, FACTOR, SIZE, flag
+from megatron_ext.config.flags import BELOW_ONE, FACTOR, SIZE, IfChanged, flag
 
 if TYPE_CHECKING:
     from megatron_ext.config.model import ModelConfig
@@ -28,6 +28,8 @@ DEFAULT_ALPHA = 32.0
 class LoraConfig:
     """Low-rank adapters: ``y = W x + (alpha / rank) * B A dropout(x)`` with a frozen W."""
 
+    IF_CHANGED: ClassVar[IfChanged] = "allow"
+
     lora_rank: int | None = flag(
         None, "rank of the adapters; without it all parameters train", bounds=SIZE
     )
@@ -36,12 +38,19 @@ class LoraConfig:
         f"adapters are scaled by this over the rank; default {DEFAULT_ALPHA:g}",
         bounds=FACTOR,
         advice="use 32",
+        if_changed="refuse_to_resume",
     )
-    lora_dropout: float = flag(0.0, "dropout of the inputs of adapters", bounds=BELOW_ONE)
+    lora_dropout: float = flag(
+        0.0, "dropout of the inputs of adapters", bounds=BELOW_ONE, if_changed="say"
+    )
     lora_target_modules: list[str] | None = flag(
         None, "linear layers that get an adapter; default: all of a block", nargs="+"
     )
-    lora_rslora: bool = flag(False, "divide by the root of the rank instead (arXiv:2312.03732)")
+    lora_rslora: bool = flag(
+        False,
+        "divide by the root of the rank instead (arXiv:2312.03732)",
+        if_changed="refuse_to_resume",
+    )
 
     @property
     def scale(self) -> float:

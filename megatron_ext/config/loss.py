@@ -21,6 +21,7 @@ class LossConfig:
         "chunked never holds the logits of more than a chunk of tokens (the default); eager holds "
         "all of them, as Megatron-LM does; te is Transformer Engine's kernel over all of them",
         choices=("chunked", "eager", "te"),
+        if_changed="allow",
     )
     cross_entropy_chunk_size: int | None = flag(
         None,
@@ -28,6 +29,7 @@ class LossConfig:
         "cross-entropy of 16-bit logits on a GPU a quarter, 4096 or twice the hidden size at most",
         unit="tokens",
         bounds=COUNT,
+        if_changed="allow",
     )
     ignore_index: int = flag(
         -100,

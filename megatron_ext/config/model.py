@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
-from megatron_ext.config.flags import BELOW_ONE, COUNT, FACTOR, RATE, SIZE, WEIGHT, Range, flag
+from megatron_ext.config.flags import (
+    BELOW_ONE,
+    COUNT,
+    FACTOR,
+    RATE,
+    SIZE,
+    WEIGHT,
+    IfChanged,
+    Range,
+    flag,
+)
 
 FUSED = "a fused kernel of a GPU"
 
@@ -13,6 +24,8 @@ FUSED = "a fused kernel of a GPU"
 @dataclass(frozen=True)
 class ModelConfig:
     """Architecture of a GPT model; names and defaults are Megatron-LM's."""
+
+    IF_CHANGED: ClassVar[IfChanged] = "allow"
 
     num_layers: int | None = flag(
         None, "transformer layers", names=("--encoder-num-layers",), bounds=Range(1, 10_000)
@@ -23,14 +36,25 @@ class ModelConfig:
         "width of the MLP; default 4 h, or 8/3 h rounded down to 64 with --swiglu",
         bounds=SIZE,
     )
-    num_attention_heads: int | None = flag(None, "attention heads n", bounds=SIZE)
-    kv_channels: int | None = flag(None, "size of one head d; default h / n", bounds=SIZE)
-    group_query_attention: bool = flag(False, "let groups of heads share keys and values")
+    num_attention_heads: int | None = flag(
+        None, "attention heads n", bounds=SIZE, if_changed="refuse"
+    )
+    kv_channels: int | None = flag(
+        None, "size of one head d; default h / n", bounds=SIZE, if_changed="refuse"
+    )
+    group_query_attention: bool = flag(
+        False, "let groups of heads share keys and values", if_changed="refuse"
+    )
     num_query_groups: int | None = flag(
-        None, "groups with --group-query-attention; default 1", bounds=SIZE
+        None, "groups with --group-query-attention; default 1", bounds=SIZE, if_changed="refuse"
     )
     seq_length: int | None = flag(
-        None, "sequence length s", unit="tokens", names=("--encoder-seq-length",), bounds=COUNT
+        None,
+        "sequence length s",
+        unit="tokens",
+        names=("--encoder-seq-length",),
+        bounds=COUNT,
+        if_changed="say",
     )
     max_position_embeddings: int | None = flag(
         None, "longest position", unit="tokens", bounds=COUNT
@@ -39,43 +63,72 @@ class ModelConfig:
         "learned_absolute",
         "how positions enter",
         choices=("learned_absolute", "rope", "none"),
+        if_changed="refuse",
     )
-    rotary_base: int = flag(10000, "base of the rotary frequencies", bounds=Range(1, 10**12))
+    rotary_base: int = flag(
+        10000,
+        "base of the rotary frequencies",
+        bounds=Range(1, 10**12),
+        if_changed="refuse_to_resume",
+    )
     rotary_percent: float = flag(
-        1.0, "share of each head that is rotated", bounds=Range(0, 1, above=True)
+        1.0,
+        "share of each head that is rotated",
+        bounds=Range(0, 1, above=True),
+        if_changed="refuse",
     )
-    rotary_interleaved: bool = flag(False, "rotate neighbouring channels instead of halves")
+    rotary_interleaved: bool = flag(
+        False, "rotate neighbouring channels instead of halves", if_changed="refuse"
+    )
     rotary_seq_len_interpolation_factor: int | None = flag(
-        None, "divide rotary positions by this factor", bounds=SIZE
+        None, "divide rotary positions by this factor", bounds=SIZE, if_changed="refuse_to_resume"
     )
-    use_rope_scaling: bool = flag(False, "scale rotary frequencies as Llama 3.1 does")
-    rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling", bounds=FACTOR)
+    use_rope_scaling: bool = flag(
+        False, "scale rotary frequencies as Llama 3.1 does", if_changed="refuse_to_resume"
+    )
+    rope_scaling_factor: float = flag(
+        8.0, "factor of --use-rope-scaling", bounds=FACTOR, if_changed="refuse_to_resume"
+    )
     make_vocab_size_divisible_by: int = flag(
         128,
         "round the vocabulary up to a multiple of this times the tensor-parallel size",
         bounds=SIZE,
     )
     padded_vocab_size: int | None = flag(
-        None, "the padded vocabulary itself", unit="entries", bounds=COUNT
+        None, "the padded vocabulary itself", unit="entries", bounds=COUNT, if_changed="say"
     )
-    normalization: str = flag("LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"))
+    normalization: str = flag(
+        "LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"), if_changed="refuse"
+    )
     norm_epsilon: float = flag(
-        1e-5, "epsilon of the norms", names=("--layernorm-epsilon",), bounds=Range(0, 1, above=True)
+        1e-5,
+        "epsilon of the norms",
+        names=("--layernorm-epsilon",),
+        bounds=Range(0, 1, above=True),
+        if_changed="refuse_to_resume",
     )
-    apply_layernorm_1p: bool = flag(False, "store the gain of a norm minus one")
-    swiglu: bool = flag(False, "gated SiLU in the MLP")
-    squared_relu: bool = flag(False, "squared ReLU in the MLP")
-    quick_geglu: bool = flag(False, "gated quick GELU in the MLP")
+    apply_layernorm_1p: bool = flag(
+        False, "store the gain of a norm minus one", if_changed="refuse"
+    )
+    swiglu: bool = flag(False, "gated SiLU in the MLP", if_changed="refuse")
+    squared_relu: bool = flag(False, "squared ReLU in the MLP", if_changed="refuse")
+    quick_geglu: bool = flag(False, "gated quick GELU in the MLP", if_changed="refuse")
     add_bias_linear: bool = flag(
         True, "biases in linear layers", negative=("--disable-bias-linear",)
     )
     add_qkv_bias: bool = flag(False, "a bias in the QKV projection alone")
     qk_layernorm: bool = flag(False, "norm queries and keys")
     untie_embeddings_and_output_weights: bool = flag(False, "give the output its own weight")
-    attention_dropout: float = flag(0.1, "dropout of attention probabilities", bounds=BELOW_ONE)
-    hidden_dropout: float = flag(0.1, "dropout of hidden states", bounds=BELOW_ONE)
+    attention_dropout: float = flag(
+        0.1, "dropout of attention probabilities", bounds=BELOW_ONE, if_changed="say"
+    )
+    hidden_dropout: float = flag(
+        0.1, "dropout of hidden states", bounds=BELOW_ONE, if_changed="say"
+    )
     deterministic_dropout: bool = flag(
-        False, "masks that no layout changes, slower: drawn in full for each sample, then cut"
+        False,
+        "masks that no layout changes, slower: drawn in full for each sample, then cut",
+        if_changed="say",
     )
     init_method_std: float = flag(0.02, "standard deviation of initial weights", bounds=RATE)
     embedding_init_method_std: float | None = flag(
@@ -87,14 +140,16 @@ class ModelConfig:
         "sliding window: tokens to the left and right, -1 unlimited",
         nargs=2,
         bounds=Range(-1),
+        if_changed="refuse_to_resume",
     )
     window_attn_skip_freq: int | None = flag(
-        None, "full attention in every n-th layer", bounds=SIZE
+        None, "full attention in every n-th layer", bounds=SIZE, if_changed="refuse_to_resume"
     )
     softmax_type: str = flag(
         "vanilla",
         "kind of softmax in attention",
         choices=("vanilla", "off-by-one", "learnable"),
+        if_changed="refuse",
     )
     transformer_impl: str = flag(
         "auto",
@@ -113,13 +168,17 @@ class ModelConfig:
     attention_softmax_in_fp32: bool = flag(True, "softmax of attention in fp32")
     apply_query_key_layer_scaling: bool = flag(False, "scale scores by 1 / layer number")
     apply_residual_connection_post_layernorm: bool = flag(
-        False, "take the residual after the norm, as BERT does"
+        False, "take the residual after the norm, as BERT does", if_changed="refuse"
     )
-    fp32_residual_connection: bool = flag(False, "keep the residual stream in fp32")
+    fp32_residual_connection: bool = flag(
+        False, "keep the residual stream in fp32", if_changed="say"
+    )
     mtp_num_layers: int | None = flag(
         None, "depths of multi-token prediction", bounds=Range(0, 1000)
     )
-    mtp_loss_scaling_factor: float = flag(0.1, "weight of all depths together", bounds=WEIGHT)
+    mtp_loss_scaling_factor: float = flag(
+        0.1, "weight of all depths together", bounds=WEIGHT, if_changed="say"
+    )
     use_cpu_initialization: bool = flag(False, "draw whole weights on the CPU, then cut them")
     perform_initialization: bool = flag(
         True, "draw initial weights", negative=("--no-initialization",)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from megatron_ext.config.flags import FACTOR, RATE, SHARE, SIZE, WEIGHT, flag
+from megatron_ext.config.flags import FACTOR, RATE, SHARE, SIZE, WEIGHT, IfChanged, flag
 
 
 @dataclass(frozen=True)
 class MoEConfig:
     """Experts and their router; names and defaults are Megatron-LM's."""
+
+    IF_CHANGED: ClassVar[IfChanged] = "allow"
 
     num_experts: int | None = flag(
         None, "experts of a layer; none makes a dense model", bounds=SIZE
@@ -22,42 +25,64 @@ class MoEConfig:
         None, "width of the shared expert", bounds=SIZE
     )
     moe_shared_expert_gate: bool = flag(False, "gate the shared expert")
-    moe_router_topk: int = flag(2, "experts of each token", bounds=SIZE)
+    moe_router_topk: int = flag(
+        2, "experts of each token", bounds=SIZE, if_changed="refuse_to_resume"
+    )
     moe_router_load_balancing_type: list[str] = flag(
         ["aux_loss"],
         "how load is balanced",
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
         nargs="+",
+        if_changed="say",
     )
     moe_aux_loss_coeff: list[float] = flag(
-        [0.0], "weight of the load-balancing loss", nargs="+", bounds=WEIGHT
+        [0.0], "weight of the load-balancing loss", nargs="+", bounds=WEIGHT, if_changed="say"
     )
-    moe_z_loss_coeff: float | None = flag(None, "weight of the router z-loss", bounds=WEIGHT)
-    moe_input_jitter_eps: float | None = flag(None, "noise on the router's input", bounds=SHARE)
-    moe_router_dtype: str | None = flag(None, "dtype of the router", choices=("fp32", "fp64"))
+    moe_z_loss_coeff: float | None = flag(
+        None, "weight of the router z-loss", bounds=WEIGHT, if_changed="say"
+    )
+    moe_input_jitter_eps: float | None = flag(
+        None, "noise on the router's input", bounds=SHARE, if_changed="say"
+    )
+    moe_router_dtype: str | None = flag(
+        None, "dtype of the router", choices=("fp32", "fp64"), if_changed="say"
+    )
     moe_router_score_function: str = flag(
-        "softmax", "from logits to scores", choices=("softmax", "sigmoid")
+        "softmax",
+        "from logits to scores",
+        choices=("softmax", "sigmoid"),
+        if_changed="refuse_to_resume",
     )
-    moe_router_pre_softmax: bool = flag(False, "softmax before the top-k")
-    moe_router_num_groups: int | None = flag(None, "groups of experts", bounds=SIZE)
+    moe_router_pre_softmax: bool = flag(
+        False, "softmax before the top-k", if_changed="refuse_to_resume"
+    )
+    moe_router_num_groups: int | None = flag(
+        None, "groups of experts", bounds=SIZE, if_changed="refuse_to_resume"
+    )
     moe_router_group_topk: int | None = flag(
-        None, "groups that a token may choose from", bounds=SIZE
+        None, "groups that a token may choose from", bounds=SIZE, if_changed="refuse_to_resume"
     )
     moe_router_topk_scaling_factor: float | None = flag(
-        None, "factor on the chosen scores", bounds=FACTOR
+        None, "factor on the chosen scores", bounds=FACTOR, if_changed="refuse_to_resume"
     )
     moe_router_enable_expert_bias: bool = flag(False, "balance with a bias instead of a loss")
-    moe_router_bias_update_rate: float = flag(1e-3, "step of that bias", bounds=RATE)
-    moe_router_force_load_balancing: bool = flag(False, "random routing, for benchmarks")
+    moe_router_bias_update_rate: float = flag(
+        1e-3, "step of that bias", bounds=RATE, if_changed="say"
+    )
+    moe_router_force_load_balancing: bool = flag(
+        False, "random routing, for benchmarks", if_changed="say"
+    )
     moe_token_dispatcher_type: str = flag(
         "allgather", "how tokens reach their experts", choices=("allgather", "alltoall")
     )
     moe_expert_capacity_factor: float | None = flag(
-        None, "drop tokens beyond this share", bounds=FACTOR
+        None, "drop tokens beyond this share", bounds=FACTOR, if_changed="say"
     )
-    moe_pad_expert_input_to_capacity: bool = flag(False, "pad experts to their capacity")
+    moe_pad_expert_input_to_capacity: bool = flag(
+        False, "pad experts to their capacity", if_changed="say"
+    )
     moe_token_drop_policy: str = flag(
-        "probs", "which tokens are dropped", choices=("probs", "position")
+        "probs", "which tokens are dropped", choices=("probs", "position"), if_changed="say"
     )
     moe_layer_recompute: bool = flag(False, "recompute the experts in the backward pass")
     moe_grouped_gemm: bool = flag(
@@ -67,7 +92,9 @@ class MoEConfig:
         False, "fused token permutation", gpu_only="a kernel of Transformer Engine"
     )
     moe_router_fusion: bool = flag(False, "fused router", gpu_only="a kernel of Transformer Engine")
-    moe_apply_probs_on_input: bool = flag(False, "weight the input of an expert, not its output")
+    moe_apply_probs_on_input: bool = flag(
+        False, "weight the input of an expert, not its output", if_changed="refuse_to_resume"
+    )
 
     def layer_pattern(self) -> int | list[int]:
         """--moe-layer-freq as a number or a list.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron_ext.config.flags import (
     BELOW_ONE,
@@ -16,6 +17,7 @@ from megatron_ext.config.flags import (
     NATURAL,
     NORM,
     RATE,
+    IfChanged,
     Range,
     flag,
 )
@@ -33,6 +35,8 @@ class OptimizerConfig:
         usual_warmup_iters: warm-up of a run that does not give one.
     """
 
+    IF_CHANGED: ClassVar[IfChanged] = "allow"
+
     optimizer: str = flag("adam", "update rule", choices=("adam", "sgd"))
     lr: float | None = flag(None, "largest learning rate", bounds=RATE)
     min_lr: float = flag(0.0, "smallest learning rate after the warm-up", bounds=RATE)
@@ -49,9 +53,14 @@ class OptimizerConfig:
         "exponential",
         "shape of the last phase of WSD",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        if_changed="say",
     )
-    lr_wsd_decay_iters: int | None = flag(None, "length of that phase", unit="steps", bounds=COUNT)
-    lr_wsd_decay_samples: int | None = flag(None, "the same", unit="samples", bounds=LONG_COUNT)
+    lr_wsd_decay_iters: int | None = flag(
+        None, "length of that phase", unit="steps", bounds=COUNT, if_changed="say"
+    )
+    lr_wsd_decay_samples: int | None = flag(
+        None, "the same", unit="samples", bounds=LONG_COUNT, if_changed="say"
+    )
     lr_warmup_fraction: float | None = flag(
         None, "share of the decay that is warm-up", bounds=BELOW_ONE
     )
@@ -63,7 +72,9 @@ class OptimizerConfig:
         bounds=NATURAL,
     )
     lr_warmup_samples: int = flag(0, "the same", unit="samples", bounds=LONG_NATURAL)
-    lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up", bounds=RATE)
+    lr_warmup_init: float = flag(
+        0.0, "learning rate at the start of the warm-up", bounds=RATE, if_changed="say"
+    )
     decoupled_lr: float | None = flag(
         None, "learning rate of embedding and output layer", bounds=RATE
     )
@@ -74,12 +85,20 @@ class OptimizerConfig:
     weight_decay_incr_style: str = flag(
         "constant", "shape in between", choices=("constant", "linear", "cosine")
     )
-    clip_grad: float = flag(1.0, "largest global gradient norm, 0 for no clipping", bounds=NORM)
-    adam_beta1: float = flag(0.9, "decay of Adam's first moment", bounds=BELOW_ONE)
-    adam_beta2: float = flag(0.999, "decay of Adam's second moment", bounds=BELOW_ONE)
-    adam_eps: float = flag(1e-8, "epsilon of Adam", bounds=Range(1e-30, 1))
-    sgd_momentum: float = flag(0.9, "momentum of SGD", bounds=BELOW_ONE)
-    apply_wd_to_qk_layernorm: bool = flag(False, "decay the norms of queries and keys too")
+    clip_grad: float = flag(
+        1.0, "largest global gradient norm, 0 for no clipping", bounds=NORM, if_changed="say"
+    )
+    adam_beta1: float = flag(
+        0.9, "decay of Adam's first moment", bounds=BELOW_ONE, if_changed="keep"
+    )
+    adam_beta2: float = flag(
+        0.999, "decay of Adam's second moment", bounds=BELOW_ONE, if_changed="keep"
+    )
+    adam_eps: float = flag(1e-8, "epsilon of Adam", bounds=Range(1e-30, 1), if_changed="keep")
+    sgd_momentum: float = flag(0.9, "momentum of SGD", bounds=BELOW_ONE, if_changed="keep")
+    apply_wd_to_qk_layernorm: bool = flag(
+        False, "decay the norms of queries and keys too", if_changed="say"
+    )
     use_distributed_optimizer: bool = flag(False, "share optimizer state over replicas")
     overlap_grad_reduce: bool = flag(False, "reduce while backward runs", gpu_only=OVERLAP)
     overlap_param_gather: bool = flag(False, "gather while forward runs", gpu_only=OVERLAP)
@@ -287,7 +306,7 @@ class EmaConfig:
         unit="steps",
         bounds=COUNT,
     )
-    eval_ema: bool = flag(False, "evaluate with the averaged weights too")
+    eval_ema: bool = flag(False, "evaluate with the averaged weights too", if_changed="allow")
     for_sampling: bool = False
     """A run that only samples, with the averaged weights."""
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass
+from typing import ClassVar
 
-from megatron_ext.config.flags import PROCESSES, SIZE, Range, flag
+from megatron_ext.config.flags import PROCESSES, SIZE, IfChanged, Range, flag
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.pipeline import SCHEDULES, default_schedule, stage_errors, virtual_size
 
@@ -50,6 +51,8 @@ def rank_errors(
 @dataclass(frozen=True)
 class ParallelConfig:
     """Parallel sizes; the data-parallel size is what is left of the ranks."""
+
+    IF_CHANGED: ClassVar[IfChanged] = "allow"
 
     tensor_model_parallel_size: int = flag(
         1, "share each matrix over this many", unit="ranks", bounds=SIZE

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from megatron_ext.config.flags import COUNT, NATURAL, SIZE, Range, flag
+from megatron_ext.config.flags import COUNT, NATURAL, SIZE, IfChanged, Range, flag
 from megatron_ext.config.rules.fp8 import TE_RECIPES, TORCH_RECIPES, fp8_errors
 from megatron_ext.config.transformer_engine import needs_torch_layers
 
@@ -28,12 +28,17 @@ class PrecisionConfig:
         bf16_on_gpu: ``--bf16`` is the default on a GPU.
     """
 
+    IF_CHANGED: ClassVar[IfChanged] = "allow"
+
     bf16: bool = flag(
         False,
         "parameters and activations in bfloat16; the default of pretrain_video.py on a GPU, where "
         "--no-bf16 is fp32",
+        if_changed="say",
     )
-    fp16: bool = flag(False, "parameters and activations in float16, with loss scaling")
+    fp16: bool = flag(
+        False, "parameters and activations in float16, with loss scaling", if_changed="say"
+    )
     loss_scale: float | None = flag(
         None, "fixed loss scale of fp16; default: dynamic", bounds=SCALE
     )
@@ -44,9 +49,11 @@ class PrecisionConfig:
     )
     hysteresis: int = flag(2, "overflows before it halves", bounds=COUNT)
     accumulate_allreduce_grads_in_fp32: bool = flag(
-        False, "sum gradients in fp32; always on with --bf16 unless --grad-reduce-in-bf16"
+        False,
+        "sum gradients in fp32; always on with --bf16 unless --grad-reduce-in-bf16",
+        if_changed="say",
     )
-    grad_reduce_in_bf16: bool = flag(False, "sum gradients in bf16")
+    grad_reduce_in_bf16: bool = flag(False, "sum gradients in bf16", if_changed="say")
     bf16_on_gpu: bool = False
 
     def resolved(self, device: str) -> PrecisionConfig:
@@ -96,13 +103,17 @@ class Fp8Config:
     )
     fp8_wgrad: bool = flag(True, "weight gradients in 8 bits as well; torch layers only")
     fp8_param_gather: bool = flag(
-        False, "keep the weights of Transformer Engine's layers in 8 bits, and gather them so"
+        False,
+        "keep the weights of Transformer Engine's layers in 8 bits, and gather them so",
+        if_changed="allow",
     )
     fp8_quantizer_factory: str | None = flag(
         None, "function that makes the quantizers of --fp8-recipe custom: package.module.function"
     )
     reuse_grad_buf_for_mxfp8_param_ag: bool = flag(
-        False, "gather the weights of mxfp8 through the memory of their gradients"
+        False,
+        "gather the weights of mxfp8 through the memory of their gradients",
+        if_changed="allow",
     )
     tp_only_amax_red: bool = flag(
         False,
@@ -113,6 +124,7 @@ class Fp8Config:
         False,
         "route tokens so that each expert's number suits 8-bit products, in place of padding",
         names=("--moe-router-padding-for-fp8",),
+        if_changed="allow",
     )
     first_last_layers_bf16: bool = flag(False, "keep the first and the last layers in bf16")
     num_layers_at_start_in_bf16: int = flag(

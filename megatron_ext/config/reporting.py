@@ -6,13 +6,16 @@ Checking a run, and pricing it, without starting it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from megatron_ext.config.flags import COUNT, SIZE, Range, flag
+from megatron_ext.config.flags import COUNT, SIZE, IfChanged, Range, flag
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
     """Names and defaults are Megatron-LM's."""
+
+    IF_CHANGED: ClassVar[IfChanged] = "allow"
 
     log_interval: int = flag(
         100,
@@ -64,6 +67,8 @@ GPU_NAMES = ("A100-40GB", "A100", "L40S", "H100", "H200", "B200")
 @dataclass(frozen=True)
 class PlanningConfig:
     """``--dry-run``: all checks, and what each rank would hold, send and take."""
+
+    IF_CHANGED: ClassVar[IfChanged] = "allow"
 
     dry_run: bool = flag(
         False, "check everything, print what memory and time a step would take, start nothing"

@@ -6,25 +6,44 @@ import dataclasses
 import signal
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
-from megatron_ext.config.flags import COUNT, LONG_COUNT, LONG_NATURAL, NATURAL, SIZE, Range, flag
+from megatron_ext.config.flags import (
+    COUNT,
+    LONG_COUNT,
+    LONG_NATURAL,
+    NATURAL,
+    SIZE,
+    IfChanged,
+    Range,
+    flag,
+)
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
     """The training loop; names and defaults are Megatron-LM's unless said."""
 
+    IF_CHANGED: ClassVar[IfChanged] = "allow"
+
     micro_batch_size: int | None = flag(
         None, "sequences of one forward pass on one rank", names=("--batch-size",), bounds=SIZE
     )
     global_batch_size: int | None = flag(
-        None, "sequences of one step; default: micro-batch size × data-parallel size", bounds=SIZE
+        None,
+        "sequences of one step; default: micro-batch size × data-parallel size",
+        bounds=SIZE,
+        if_changed="say",
     )
     rampup_batch_size: list[int] | None = flag(
-        None, "start, increment and samples of a growing global batch", nargs=3, bounds=LONG_NATURAL
+        None,
+        "start, increment and samples of a growing global batch",
+        nargs=3,
+        bounds=LONG_NATURAL,
+        if_changed="say",
     )
     step_batch_size_schedule: str | None = flag(
-        None, 'batch sizes from token counts on, such as "0:768 250B:1536"'
+        None, 'batch sizes from token counts on, such as "0:768 250B:1536"', if_changed="say"
     )
     decrease_batch_size_if_needed: bool = flag(
         False, "round a batch down to what the ranks can share"
@@ -46,13 +65,16 @@ class TrainingConfig:
     exit_signal_handler: bool = flag(False, "save and stop at the exit signal")
     exit_signal: str = flag("SIGTERM", "the signal of --exit-signal-handler")
     skip_train: bool = flag(False, "only evaluate")
-    seed: int = flag(1234, "of weights, dropout and data order", bounds=COUNT)
-    data_parallel_random_init: bool = flag(False, "draw different weights on each replica")
+    seed: int = flag(1234, "of weights, dropout and data order", bounds=COUNT, if_changed="say")
+    data_parallel_random_init: bool = flag(
+        False, "draw different weights on each replica", if_changed="say"
+    )
     deterministic_mode: bool = flag(False, "refuse operations that are not repeatable")
     calculate_per_token_loss: bool = flag(
         True,
         "divide by the tokens of the global batch (the default here); "
         "--no-calculate-per-token-loss takes the mean of micro-batch means, as Megatron-LM does",
+        if_changed="say",
     )
     check_invariants: int | None = flag(
         None,

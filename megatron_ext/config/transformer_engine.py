@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import yaml
 
-from megatron_ext.config.flags import SIZE, changed_fields, flag
+from megatron_ext.config.flags import SIZE, IfChanged, changed_fields, flag
 from megatron_ext.config.rules.fp8 import TORCH_RECIPES
 from megatron_ext.config.te_versions import version_errors
 from megatron_ext.errors import ConfigError
@@ -46,6 +46,8 @@ SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 @dataclass(frozen=True)
 class TransformerEngineConfig:
     """Overlap of matrix products with the communication of tensor parallelism."""
+
+    IF_CHANGED: ClassVar[IfChanged] = "allow"
 
     tp_comm_overlap: bool = flag(
         False, "overlap products with tensor-parallel communication, in Transformer Engine's layers"

@@ -45,11 +45,17 @@ class DataConfig:
     data_args_path: str | None = flag(None, "a file with the words of --data-path")
     per_split_data_args_path: str | None = flag(None, "a JSON file with a blend for each split")
     per_dataset_sequences_path: str | None = flag(None, "a JSON file with lengths of datasets")
-    data_cache_path: str | None = flag(None, "folder for the indices of samples")
-    mmap_bin_files: bool = flag(True, "map .bin files into memory")
+    data_cache_path: str | None = flag(
+        None, "folder for the indices of samples", if_changed="allow"
+    )
+    mmap_bin_files: bool = flag(True, "map .bin files into memory", if_changed="allow")
     mock_data: bool = flag(False, "train on made-up samples")
-    multiple_validation_sets: bool = flag(False, "report each validation prefix by itself")
-    num_workers: int = flag(2, "processes that load data", unit="processes", bounds=Range(0, 256))
+    multiple_validation_sets: bool = flag(
+        False, "report each validation prefix by itself", if_changed="allow"
+    )
+    num_workers: int = flag(
+        2, "processes that load data", unit="processes", bounds=Range(0, 256), if_changed="allow"
+    )
     dataloader_type: str = flag(
         "single", "in order, or shuffled anew each epoch", choices=("single", "cyclic")
     )
@@ -57,9 +63,11 @@ class DataConfig:
     reset_position_ids: bool = flag(False, "positions start again after each document")
     reset_attention_mask: bool = flag(False, "attention stays within a document")
     eod_mask_loss: bool = flag(False, "no loss where the input is end-of-document")
-    num_dataset_builder_threads: int = flag(1, "threads that build a blend", bounds=PROCESSES)
+    num_dataset_builder_threads: int = flag(
+        1, "threads that build a blend", bounds=PROCESSES, if_changed="allow"
+    )
     mid_level_dataset_surplus: float = flag(
-        0.005, "spare samples of each part of a blend", bounds=Range(0, 100)
+        0.005, "spare samples of each part of a blend", bounds=Range(0, 100), if_changed="allow"
     )
     allow_ambiguous_pad_tokens: bool = flag(False, "let padding share the id of another token")
 
@@ -119,7 +127,9 @@ class TokenizerConfig:
 
     tokenizer_type: str | None = flag("GPT2BPETokenizer", "kind, such as HuggingFaceTokenizer")
     tokenizer_model: str | None = flag(None, "file or folder of the tokenizer")
-    tokenizer_metadata: str | None = flag(None, "a JSON file that names the tokenizer's library")
+    tokenizer_metadata: str | None = flag(
+        None, "a JSON file that names the tokenizer's library", if_changed="allow"
+    )
     tokenizer_special_tokens: list[str] | None = flag(None, "further special tokens", nargs="+")
     vocab_file: str | None = flag(None, "vocabulary of GPT2BPETokenizer")
     merge_file: str | None = flag(None, "merges of GPT2BPETokenizer")
@@ -129,9 +139,13 @@ class TokenizerConfig:
     tiktoken_num_special_tokens: int = flag(1000, "special tokens of TikTokenizer", bounds=NATURAL)
     tiktoken_special_tokens: list[str] | None = flag(None, "the first of them by name", nargs="+")
     tokenizer_sentencepiece_legacy: bool = flag(False, "SentencePiece with its legacy wrapper")
-    tokenizer_hf_use_fast: bool = flag(False, "the fast tokenizer of transformers")
+    tokenizer_hf_use_fast: bool = flag(
+        False, "the fast tokenizer of transformers", if_changed="allow"
+    )
     tokenizer_hf_include_special_tokens: bool = flag(False, "let transformers add special tokens")
-    trust_remote_code: bool = flag(False, "let transformers run code of the tokenizer's folder")
+    trust_remote_code: bool = flag(
+        False, "let transformers run code of the tokenizer's folder", if_changed="allow"
+    )
 
 
 _ROW_FORMATS = ("messages", "prompt-response", "sharegpt")

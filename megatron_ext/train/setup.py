@@ -66,7 +66,7 @@ def build_run(
         scheduler=scheduler,
         ema=ema,
         companion=runner.companion,
-        run_config=config.to_dict(),
+        run_config=config,
     )
     run = Run(
         config=config,

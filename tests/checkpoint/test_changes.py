@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_ext.checkpoint.changes import check_changes
+from megatron_ext.config.flags import flag
 from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
 from tests.training_runs import TINY, mock_data, train_on_ranks
 
@@ -17,17 +19,24 @@ PATH = Path("somewhere/iter_0000007")
 MOE = "--num-experts 4"
 
 
-def sections(flags: str) -> dict[str, Any]:
-    """The configuration of a run, as a checkpoint holds it."""
+@dataclass(frozen=True)
+class OwnFlags:
+    """Flags of a user's task."""
+
+    own_cap: int = flag(1, "a cap")
+    own_kind: str = flag("a", "a kind", if_changed="refuse_to_resume")
+    own_trace: bool = flag(False, "print more", if_changed="allow")
+
+
+def run(flags: str) -> RunConfig:
     words = [*TINY, *mock_data(), "--train-iters", "12", *flags.split()]
-    config = parse_args(words, world_size=1, device="cpu").config
-    held: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
-    return held
+    return parse_args(words, world_size=1, device="cpu", sections=(OwnFlags,)).config
 
 
-def notes(now: str, before: str = "", *, optimizer: str | None = "adam", **how: bool) -> list[str]:
-    how.setdefault("weights_only", False)
-    return check_changes(PATH, sections(now), sections(before), optimizer=optimizer, **how)
+def notes(now: str, before: str = "", **how: bool) -> list[str]:
+    stored = json.loads(json.dumps(run(before).to_dict()))
+    how = {"weights_only": False, "with_optimizer": True, **how}
+    return check_changes(PATH, run(now), stored, **how)
 
 
 def test_the_same_flags_are_not_mentioned() -> None:
@@ -59,13 +68,13 @@ def test_another_model_is_refused(flags: str, before: str, named: str) -> None:
 
 
 def test_who_starts_from_weights_may_compute_with_other_settings() -> None:
-    (note,) = notes("--rotary-base 500 --seed 9", weights_only=True, optimizer=None)
+    (note,) = notes("--rotary-base 500 --seed 9", weights_only=True, with_optimizer=False)
     assert note == (
         f"Flags that differ from those of {PATH}, and count from here: `--rotary-base` (500, "
         "before 10000)."
     )
     with pytest.raises(CheckpointError, match="--num-attention-heads"):
-        notes("--num-attention-heads 8", weights_only=True, optimizer=None)
+        notes("--num-attention-heads 8", weights_only=True, with_optimizer=False)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +109,7 @@ def test_settings_that_the_optimizer_keeps_are_said() -> None:
         f"The optimizer goes on with the settings of {PATH}, not with `--adam-beta2` (0.9, before "
         "0.999); `--no-load-optim` starts it anew with yours."
     )
-    assert notes("--adam-beta2 0.9", optimizer=None) == []
+    assert notes("--adam-beta2 0.9", with_optimizer=False) == []
 
 
 PLAIN = "--no-use-distributed-optimizer --optimizer sgd"
@@ -116,11 +125,10 @@ PLAIN = "--no-use-distributed-optimizer --optimizer sgd"
     ],
 )
 def test_state_of_another_optimizer_is_refused(flags: str, before: str, sentence: str) -> None:
-    kind = "sgd" if "sgd" in flags else "adam"
     with pytest.raises(CheckpointError) as caught:
-        notes(flags, before, optimizer=kind)
+        notes(flags, before)
     assert sentence in str(caught.value)
-    assert notes(flags, before, optimizer=None) == []
+    assert notes(flags, before, with_optimizer=False) == []
 
 
 def test_a_run_refuses_and_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -140,13 +148,10 @@ def test_a_run_refuses_and_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert "not with `--adam-beta2` (0.9, before 0.999)" in shown.out
 
 
-def test_weights_go_from_one_task_of_a_video_model_to_another() -> None:
-    """Streaming starts from what flow matching has trained; a run does not turn into another."""
-    flow, streaming = (
-        {"model": {}, "optimizer": {}, "video": {"task": task, "video_model": model}}
-        for task, model in (("flow", "causal-video-dit"), ("streaming", "mmdit"))
-    )
-    (note,) = check_changes(PATH, streaming, flow, weights_only=True, optimizer=None)
-    assert "`--task` (streaming, before flow)" in note
-    with pytest.raises(CheckpointError, match="--task"):
-        check_changes(PATH, streaming, flow, weights_only=False, optimizer=None)
+def test_flags_of_a_users_own_say_themselves_whether_they_may_differ() -> None:
+    (note,) = notes("--own-cap 2 --own-trace")
+    assert note.endswith("count from here: `--own-cap` (2, before 1).")
+    (note,) = notes("--own-cap 2 --own-kind b", weights_only=True)
+    assert note.endswith("count from here: `--own-kind` (b, before a).")
+    with pytest.raises(CheckpointError, match="--own-kind"):
+        notes("--own-kind b")

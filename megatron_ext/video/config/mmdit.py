@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_ext.config.flags import FACTOR, NATURAL, SIZE, WEIGHT, Range, flag
+from megatron_ext.config.flags import FACTOR, NATURAL, SIZE, WEIGHT, IfChanged, Range, flag
 from megatron_ext.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -189,6 +189,8 @@ class MMDiTConfig:
         cond_embed: the model is given references, since some condition mode has them.
     """
 
+    IF_CHANGED: ClassVar[IfChanged] = "allow"
+
     mmdit_size: str = flag(
         "tiny", "named size; --hidden-size and the flags below change it", choices=tuple(SIZES)
     )
@@ -199,14 +201,20 @@ class MMDiTConfig:
         None, "blocks on the joint sequence", bounds=Range(0, 10**6)
     )
     axes_dim: tuple[int, int, int] | None = flag(
-        None, "parts of a head that rotate with frame, row and column", nargs=3, bounds=SIZE
+        None,
+        "parts of a head that rotate with frame, row and column",
+        nargs=3,
+        bounds=SIZE,
+        if_changed="refuse",
     )
     patch_size: int | None = flag(
         None, "a token is a square of so many latent cells a side", bounds=SIZE
     )
     mlp_ratio: int | None = flag(None, "width of the MLPs over the hidden size", bounds=SIZE)
     guidance_embed: bool = flag(False, "the model is told the strength of --guidance")
-    guidance: float = flag(4.0, "what a model with --guidance-embed is told", bounds=WEIGHT)
+    guidance: float = flag(
+        4.0, "what a model with --guidance-embed is told", bounds=WEIGHT, if_changed="say"
+    )
     adaln_zero: bool = flag(
         True, "modulations and the last layer start at zero; off as in Open-Sora's code"
     )

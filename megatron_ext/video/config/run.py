@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron_ext.config.flags import (
     BELOW_ONE,
@@ -18,6 +19,7 @@ from megatron_ext.config.flags import (
     SHARE,
     SIZE,
     WEIGHT,
+    IfChanged,
     Range,
     check_ranges,
     flag,
@@ -39,11 +41,13 @@ class VideoConfig:
         "flow",
         "flow matching on clips, or streaming long-tuning on prompts",
         choices=("flow", "streaming"),
+        if_changed="refuse_to_resume",
     )
     video_model: str = flag(
         "mmdit",
         "what flow matching trains; video DiTs are what streaming starts from",
         choices=VIDEO_MODELS,
+        if_changed="allow",
     )
     video_data_path: str | None = flag(
         None,
@@ -96,6 +100,8 @@ class VideoConfig:
 @dataclass(frozen=True)
 class SampleConfig:
     """Clips sampled from captions, during training and by tools/sample_video.py."""
+
+    IF_CHANGED: ClassVar[IfChanged] = "allow"
 
     sample_interval: int | None = flag(
         None, "sample clips after each multiple of this", unit="steps", bounds=COUNT

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_ext.config.flags import flag
+from megatron_ext.config.flags import IfChanged, flag
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.mmdit import EPSILON, TIMESTEP_WIDTH
 
@@ -140,9 +140,13 @@ class VideoDiTConfig:
         dit_channels, dit_text_width: of the data, which decides them.
     """
 
+    IF_CHANGED: ClassVar[IfChanged] = "allow"
+
     video_dit_size: str = flag("tiny", "named size of the video DiT", choices=tuple(SIZES))
     independent_block_timesteps: bool = flag(
-        False, "each frame block has a timestep of its own, as if it were streamed"
+        False,
+        "each frame block has a timestep of its own, as if it were streamed",
+        if_changed="refuse_to_resume",
     )
     dit_channels: int | None = None
     dit_text_width: int | None = None

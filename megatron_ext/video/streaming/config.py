@@ -7,9 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_ext.config.flags import COUNT, FACTOR, NATURAL, NORM, RATE, SIZE, Range, flag
+from megatron_ext.config.flags import (
+    COUNT,
+    FACTOR,
+    NATURAL,
+    NORM,
+    RATE,
+    SIZE,
+    IfChanged,
+    Range,
+    flag,
+)
 from megatron_ext.video.config.wan import SIZES, WINDOW, VideoDiTSizes, described_by
 
 if TYPE_CHECKING:
@@ -38,12 +48,14 @@ class StreamingConfig:
         given_frames: that sequences begin with, a block or none.
     """
 
-    generator_size: str = flag("tiny", "named size of the generator", choices=tuple(SIZES))
+    generator_size: str = flag(
+        "tiny", "named size of the generator", choices=tuple(SIZES), if_changed="allow"
+    )
     critic_size: str | None = flag(
-        None, "of the critic; default: as the generator", choices=tuple(SIZES)
+        None, "of the critic; default: as the generator", choices=tuple(SIZES), if_changed="allow"
     )
     teacher_size: str | None = flag(
-        None, "of the teacher; default: as the generator", choices=tuple(SIZES)
+        None, "of the teacher; default: as the generator", choices=tuple(SIZES), if_changed="allow"
     )
     critic_checkpoint: str | None = flag(None, "weights that the critic starts from")
     teacher_checkpoint: str | None = flag(None, "weights of the teacher")
@@ -53,15 +65,21 @@ class StreamingConfig:
         "both as the run",
         unit="ranks",
         bounds=SIZE,
+        if_changed="allow",
     )
     teacher_pipeline_model_parallel_size: int = flag(
         1,
         "cut the blocks of the teacher into this many; its sequences are then shared over none",
         unit="stages",
         bounds=SIZE,
+        if_changed="allow",
     )
-    zero_head: bool = flag(True, "the last layers of new networks start at zero")
-    recompute_blocks: int = flag(0, "first blocks that keep only their inputs", bounds=NATURAL)
+    zero_head: bool = flag(
+        True, "the last layers of new networks start at zero", if_changed="allow"
+    )
+    recompute_blocks: int = flag(
+        0, "first blocks that keep only their inputs", bounds=NATURAL, if_changed="allow"
+    )
     prompts_path: str | None = flag(
         None,
         "file of prompts, one a line, or jsonl with text and perhaps second_text, and image or "
@@ -72,7 +90,10 @@ class StreamingConfig:
     )
     negative_prompt: str = flag("", "what the teacher's guidance leads away from")
     latent_channels: int | None = flag(
-        None, "channels of the latents; default: of the named size of the generator", bounds=SIZE
+        None,
+        "channels of the latents; default: of the named size of the generator",
+        bounds=SIZE,
+        if_changed="allow",
     )
     latent_size: tuple[int, int] = flag(
         (60, 104), "height and width of the latents", nargs=2, bounds=SIZE
@@ -264,6 +285,8 @@ class StreamingSampleConfig:
     Attributes:
         only_samples: this is no training, but a run of tools/sample_video.py.
     """
+
+    IF_CHANGED: ClassVar[IfChanged] = "allow"
 
     sample_latent_frames: int | None = flag(
         None,
