@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from megatron_ext.device.host import this_host
 from megatron_ext.errors import ConfigError
-from megatron_ext.inspect.doctor.host import this_host
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.planning.hardware import size
 from megatron_ext.planning.memory import rank_state

@@ -1,26 +1,30 @@
-"""The whole examination: one look at each thing, and what follows where there is no GPU.
-
-The command line of tools/doctor.py.
-
-An examination in words.
-"""
+"""The doctor: everything about a machine that decides whether and how fast runs train on it."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext.inspect.doctor.findings import Examination, Finding, Gpu, Rates
-from megatron_ext.inspect.doctor.gpus import ask_driver, link_findings, probe_findings
+from megatron_ext.inspect.doctor.findings import Examination, Finding, Gpu, Rates, report
+from megatron_ext.inspect.doctor.gpus import (
+    TorchFacts,
+    arch_findings,
+    ask_driver,
+    ask_torch,
+    gpu_finding,
+    link_findings,
+    nccl_finding,
+    torch_finding,
+)
 from megatron_ext.inspect.doctor.host import (
     Outcome,
-    Surroundings,
     ThisMachine,
+    ask_python,
     host_findings,
-    run_python,
 )
 from megatron_ext.inspect.doctor.packages import (
     apex_finding,
@@ -30,23 +34,77 @@ from megatron_ext.inspect.doctor.packages import (
     extras,
     python_finding,
 )
-from megatron_ext.inspect.doctor.torch_facts import (
-    TorchFacts,
-    arch_findings,
-    ask_torch,
-    gpu_finding,
-    nccl_finding,
-    torch_finding,
-)
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MEASURING_SECONDS = 180.0
+TRYING_SECONDS = 180.0
 MEASURE = """
 import sys
 sys.path.insert(0, {root!r})
 from megatron_ext.device.rates import main
 sys.exit(main(["--index", "{index}"]))
 """
+GRAPH = """
+import json, torch
+x = torch.ones(64, device="cuda")
+y = x + 1
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    y = x + 1
+x.fill_(2)
+graph.replay()
+assert y.tolist() == [3.0] * 64, "a replayed graph gave other numbers"
+print(json.dumps({"seconds": 0.0}))
+"""
+COMPILE = """
+import json, time, torch
+import torch.nn.functional as F
+def gated(gate, up):
+    return F.silu(gate) * up
+gate, up = (torch.randn(256, 256, device="cuda") for _ in range(2))
+start = time.perf_counter()
+found = torch.compile(gated)(gate, up)
+torch.cuda.synchronize()
+seconds = time.perf_counter() - start
+torch.testing.assert_close(found, gated(gate, up))
+print(json.dumps({"seconds": seconds}))
+"""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A few lines of Python that fail where a feature of the GPU does not work.
+
+    Attributes:
+        name: the feature.
+        code: the lines; they print their seconds as JSON.
+        works: the sentence for a success, with ``{seconds}``.
+        cost: what a run loses where they fail.
+    """
+
+    name: str
+    code: str
+    works: str
+    cost: str
+
+
+PROBES = (
+    Probe(
+        "CUDA graphs",
+        GRAPH,
+        "A small one was recorded and replayed.",
+        "Runs that record their layers as graphs fail at their start; all others launch each "
+        "kernel from the host.",
+    ),
+    Probe(
+        "torch.compile",
+        COMPILE,
+        "A small function was compiled and ran, in {seconds:.0f} s.",
+        "Norms, activations, rotary positions, dropout and the loss run kernel by kernel; runs "
+        "that ask for compiled parts fail at their first step.",
+    ),
+)
 WITHOUT_GPU = (
     "the matrix rate and the copy bandwidth of a GPU",
     "NCCL's version, how GPUs reach each other (NVLink or PCIe), and whether ranks can talk",
@@ -56,7 +114,7 @@ WITHOUT_GPU = (
 )
 
 
-def examine(here: Surroundings, *, measure: bool = True) -> Examination:
+def examine(here: ThisMachine, *, measure: bool = True) -> Examination:
     """Look at everything.
 
     Args:
@@ -85,7 +143,7 @@ def examine(here: Surroundings, *, measure: bool = True) -> Examination:
         *(extra_finding(here, extra, on_gpu=on_gpu) for extra in extras(cuda)),
         apex_finding(here, on_gpu=on_gpu),
         *compiler_findings(here, on_gpu=on_gpu),
-        *(probe_findings(here) if gpus and measure else ()),
+        *(_tried(here, probe) for probe in PROBES if gpus and measure),
         *host_findings(host, len(gpus)),
     ]
     return Examination(
@@ -97,7 +155,7 @@ def examine(here: Surroundings, *, measure: bool = True) -> Examination:
 
 
 def _cudnn(facts: TorchFacts | Outcome) -> list[Finding]:
-    """cuDNN, one of the sources of attention kernels."""
+    """Report cuDNN, one of the sources of attention kernels."""
     if isinstance(facts, Outcome) or not facts.usable:
         return []
     if facts.cudnn is None:
@@ -107,94 +165,31 @@ def _cudnn(facts: TorchFacts | Outcome) -> list[Finding]:
     return [Finding("cuDNN", "found", f"{major}.{rest // 100}.{rest % 100}")]
 
 
-def _measured(here: Surroundings, gpu: Gpu, *, measure: bool) -> Gpu:
-    """The GPU with its rates, measured in a process of its own."""
+def _tried(here: ThisMachine, probe: Probe) -> Finding:
+    """Try a feature on the first GPU."""
+    outcome = ask_python(here, probe.code, TRYING_SECONDS)
+    if isinstance(outcome, dict):
+        return Finding(probe.name, "found", None, probe.works.format(seconds=outcome["seconds"]))
+    return Finding(probe.name, "broken", None, f"It failed: {outcome.reason}.", probe.cost)
+
+
+def _measured(here: ThisMachine, gpu: Gpu, *, measure: bool) -> Gpu:
+    """Return the GPU with its rates, measured in a process of its own."""
     if not measure:
         return dataclasses.replace(gpu, note="not measured (`--no-measure`)")
-    outcome = run_python(here, MEASURE.format(root=str(ROOT), index=gpu.index), MEASURING_SECONDS)
-    if outcome.code != 0:
-        return dataclasses.replace(gpu, note=f"the measurement failed: {outcome.reason}")
-    try:
-        found = json.loads(outcome.output.splitlines()[-1])
-        rates = Rates(bf16=found["bf16"], fp8=found["fp8"], copy=found["copy"])
-    except (IndexError, KeyError, json.JSONDecodeError):
-        return dataclasses.replace(gpu, note="the measurement printed nothing that could be read")
+    found = ask_python(here, MEASURE.format(root=str(ROOT), index=gpu.index), MEASURING_SECONDS)
+    if isinstance(found, Outcome):
+        return dataclasses.replace(gpu, note=f"the measurement failed: {found.reason}")
+    rates = Rates(bf16=found["bf16"], fp8=found["fp8"], copy=found["copy"])
     return dataclasses.replace(gpu, rates=rates)
 
 
-WORDS = {
-    "found": "ok",
-    "missing": "absent",
-    "low": "LOW",
-    "broken": "BROKEN",
-    "unknown": "unknown",
-    "not needed": "not needed",
-}
-
-
-def report(examination: Examination) -> list[str]:
-    """The lines that a person reads."""
-    width = max(len(finding.name) for finding in examination.findings)
-    lines = [line for f in examination.findings for line in _finding(f, width)]
-    for gpu in examination.gpus:
-        lines += ["", *_gpu(gpu)]
-    if examination.unknown:
-        lines += ["", "Torch can use no GPU here, so this cannot be known:"]
-        lines += [f"  - {text}" for text in examination.unknown]
-    lines += ["", _verdict(examination)]
-    return lines
-
-
-def _finding(finding: Finding, width: int) -> Iterator[str]:
-    words = [WORDS[finding.status], finding.version or "", finding.detail]
-    yield f"{finding.name:<{width}}  {' '.join(word for word in words if word)}"
-    indent = " " * (width + 2)
-    if finding.cost:
-        yield f"{indent}what it costs: {finding.cost}"
-    if finding.install:
-        yield f"{indent}mend by: {finding.install}"
-
-
-def _gpu(gpu: Gpu) -> Iterator[str]:
-    capability = ".".join(map(str, gpu.capability))
-    yield (
-        f"GPU {gpu.index}: {gpu.name}, compute capability {capability}, "
-        f"{gpu.memory / 2**30:.1f} GiB"
-    )
-    if not gpu.has_bf16:
-        yield "  bf16: its matrix units do not take it; `--fp16` is what they take"
-    yield _recipes(gpu)
-    if gpu.rates is None:
-        yield f"  rates: {gpu.note}"
-        return
-    yield f"  bf16 matrix product, measured: {gpu.rates.bf16 / 1e12:.0f} TFLOP/s"
-    if gpu.rates.fp8 is not None:
-        yield f"  fp8 matrix product, measured: {gpu.rates.fp8 / 1e12:.0f} TFLOP/s"
-    yield f"  copy within its memory, read and written: {gpu.rates.copy / 1e12:.2f} TB/s"
-
-
-def _recipes(gpu: Gpu) -> str:
-    if not gpu.has_fp8:
-        return "  fp8: its matrix units do not take it"
-    shown = "; ".join(f"{impl}: {', '.join(names)}" for impl, names in gpu.fp8_recipes.items())
-    return f"  fp8 recipes by --transformer-impl: {shown}"
-
-
-def _verdict(examination: Examination) -> str:
-    stopping = [finding.name for finding in examination.findings if finding.stops_runs]
-    if stopping:
-        return f"No run can start: mend {', '.join(stopping)} first."
-    if examination.gpus:
-        return f"Runs compute on {len(examination.gpus)} GPU(s)."
-    return "Runs compute on the CPU, and their ranks talk over gloo."
-
-
-def main(argv: Sequence[str], here: Surroundings | None = None) -> int:
-    """Examine a machine and print what was found.
+def main(argv: Sequence[str], here: ThisMachine | None = None) -> int:
+    """Run the command line of ``tools/doctor.py``.
 
     Args:
         argv: the flags.
-        here: the machine; None for this one.
+        here: the machine to examine; None for this one.
 
     Returns:
         1 if no run could start, else 0.

@@ -1,28 +1,52 @@
-"""What NVIDIA's driver says, through ``nvidia-smi``.
-
-How the GPUs of a machine reach each other, by ``nvidia-smi topo -m``.
-
-Whether what speeds a GPU up really works on it: a CUDA graph, and a compiled function.
-"""
+"""GPUs as the driver and torch see them: whether torch can use them, and how they are linked."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import chain
 
-from megatron_ext.inspect.doctor.findings import Finding
-from megatron_ext.inspect.doctor.host import Surroundings, ask_python
+from megatron_ext.inspect.doctor.findings import Finding, Gpu
+from megatron_ext.inspect.doctor.host import Outcome, ThisMachine, ask_python
 
 QUERY = ("--query-gpu=name,driver_version,mig.mode.current", "--format=csv,noheader")
+QUESTIONS = """
+import ctypes, json, torch
+def driver_cuda():
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
+facts = {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
+facts["archs"] = torch.cuda.get_arch_list() if torch.version.cuda else []
+facts["driver_cuda"] = driver_cuda() if torch.version.cuda else None
+facts["usable"] = torch.cuda.is_available()
+facts["nccl"] = facts["cudnn"] = None
+facts["gpus"] = []
+if facts["usable"]:
+    if torch.distributed.is_nccl_available():
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    facts["cudnn"] = torch.backends.cudnn.version()
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        facts["gpus"].append([device.name, device.major, device.minor, device.total_memory])
+print(json.dumps(facts))
+"""
+CUDA_WHEELS = "https://download.pytorch.org/whl/cu{}"
+LINKS = "links of GPUs"
+_NVLINK = re.compile(r"^NV\d+$")
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)
 class Driver:
-    """What the driver shows.
+    """What NVIDIA's driver shows.
 
     Attributes:
-        finding: on the driver itself.
+        finding: the state of the driver itself.
         cards: names of all its devices, hidden ones included.
         cuda: newest CUDA version that it supports.
     """
@@ -32,7 +56,7 @@ class Driver:
     cuda: str | None = None
 
 
-def ask_driver(here: Surroundings) -> Driver:
+def ask_driver(here: ThisMachine) -> Driver:
     """Ask ``nvidia-smi``; its absence only says that it could not be asked."""
     path = here.program("nvidia-smi")
     if path is None:
@@ -62,36 +86,222 @@ def ask_driver(here: Surroundings) -> Driver:
     )
 
 
-NAME = "links of GPUs"
-_NVLINK = re.compile(r"^NV\d+$")
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+@dataclass(frozen=True)
+class TorchFacts:
+    """What torch says about itself and its GPUs.
+
+    Attributes:
+        version: version of torch.
+        cuda: CUDA version that it was built with, None for a build without.
+        hip: ROCm version that it was built with, None for a build without.
+        archs: GPU architectures that its kernels were compiled for, ``sm_90`` and the like.
+        driver_cuda: newest CUDA version that the driver's library supports, 13000 for 13.0; 0
+            where there is none, None where torch was built without CUDA.
+        usable: torch can compute on a GPU.
+        nccl: version of NCCL in this build, None where it was not asked or there is none.
+        cudnn: version of cuDNN, as one number.
+        gpus: the GPUs that torch can use.
+    """
+
+    version: str
+    cuda: str | None
+    hip: str | None
+    archs: tuple[str, ...]
+    driver_cuda: int | None
+    usable: bool
+    nccl: str | None
+    cudnn: int | None
+    gpus: tuple[Gpu, ...]
+
+    @property
+    def driver_too_old(self) -> bool:
+        """Return whether the driver lacks the CUDA major version of this build."""
+        if self.cuda is None or not self.driver_cuda:
+            return False
+        return self.driver_cuda // 1000 < int(self.cuda.split(".")[0])
 
 
-def link_findings(here: Surroundings, num_gpus: int) -> list[Finding]:
-    """Whether NVLink joins all GPUs; nothing where there are fewer than two."""
+def ask_torch(here: ThisMachine) -> TorchFacts | Outcome:
+    """Return what torch says in a process of its own, or how asking it failed."""
+    found = ask_python(here, QUESTIONS)
+    if isinstance(found, Outcome):
+        return found
+    gpus = tuple(
+        Gpu(index, name, (major, minor), memory)
+        for index, (name, major, minor, memory) in enumerate(found["gpus"])
+    )
+    return TorchFacts(**{**found, "archs": tuple(found["archs"]), "gpus": gpus})
+
+
+def torch_finding(facts: TorchFacts | Outcome, installed: str | None) -> Finding:
+    """Report whether torch works, and whether this build can use a GPU at all."""
+    if installed is None:
+        return Finding(
+            "torch",
+            "missing",
+            cost="Nothing runs.",
+            install="pip install torch",
+            required=True,
+        )
+    if isinstance(facts, Outcome):
+        return Finding(
+            "torch",
+            "broken",
+            installed,
+            detail=f"Its import failed: {facts.reason}.",
+            cost="Nothing runs.",
+            install="pip install --force-reinstall torch",
+            required=True,
+        )
+    if facts.cuda is None:
+        built = f"for ROCm {facts.hip}" if facts.hip else "without CUDA"
+        return Finding(
+            "torch",
+            "found",
+            facts.version,
+            detail=f"This build is {built}, so runs compute on the CPU.",
+        )
+    return Finding("torch", "found", facts.version, detail=f"Built for CUDA {facts.cuda}.")
+
+
+def gpu_finding(here: ThisMachine, facts: TorchFacts | Outcome, driver: Driver) -> Finding:
+    """Report whether torch can use GPUs, and if not, why."""
+    cards = driver.cards
+    if isinstance(facts, Outcome):
+        seen = f"The driver shows {', '.join(cards)}. " if cards else ""
+        return Finding("GPU", "unknown", detail=f"{seen}Torch, which would use it, does not work.")
+    if facts.usable:
+        return Finding("GPU", "found", detail=f"Torch can use {len(facts.gpus)}.")
+    cost = "Runs compute on the CPU and talk over gloo: for tests and small models only."
+    shown = f"The driver shows {', '.join(cards)}, but " if cards else ""
+    if facts.cuda is None:
+        newest = _number(driver.cuda) if driver.cuda else 13000
+        detail = f"{shown or 'No driver shows one, and '}this torch was built without CUDA."
+        install = _install(newest) if cards else ""
+        return Finding("GPU", "broken" if cards else "missing", None, detail, cost, install)
+    if not cards:
+        return Finding("GPU", "missing", None, "No driver shows one.", cost)
+    if facts.driver_too_old:
+        supported = _dotted(facts.driver_cuda or 0)
+        detail = (
+            f"{shown}the driver supports CUDA up to {supported} and this torch was built for "
+            f"{facts.cuda}."
+        )
+        install = _install(facts.driver_cuda or 0)
+        return Finding("GPU", "broken", None, detail, cost, install)
+    hidden = here.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and hidden.strip() in ("", "-1"):
+        detail = f"{shown}`CUDA_VISIBLE_DEVICES` ({hidden!r}) hides them all."
+        return Finding("GPU", "broken", None, detail, cost, "unset CUDA_VISIBLE_DEVICES")
+    detail = f"{shown}torch cannot use any; `python -c 'import torch; torch.cuda.init()'` says why."
+    return Finding("GPU", "broken", None, detail, cost)
+
+
+def nccl_finding(facts: TorchFacts | Outcome) -> Finding:
+    """Report the version of NCCL that this build of torch brings."""
+    if isinstance(facts, Outcome) or not facts.usable:
+        return Finding("NCCL", "unknown", detail="It can be asked only where torch can use a GPU.")
+    if facts.nccl is None:
+        return Finding(
+            "NCCL",
+            "missing",
+            cost="Ranks on GPUs cannot talk but over gloo, through the memory of the host.",
+            detail="This build of torch has none.",
+        )
+    return Finding("NCCL", "found", facts.nccl)
+
+
+def arch_findings(facts: TorchFacts | Outcome) -> list[Finding]:
+    """Report the GPUs for which this build of torch has no kernels."""
+    if isinstance(facts, Outcome) or not facts.archs:
+        return []
+    wrong = [gpu for gpu in facts.gpus if not _has_kernels(gpu.capability, facts.archs)]
+    return [
+        Finding(
+            f"kernels for GPU {gpu.index}",
+            "broken",
+            detail=(
+                f"{gpu.name} is sm_{_sm(gpu.capability)}; this torch has kernels for "
+                f"{', '.join(facts.archs)}."
+            ),
+            cost="The first kernel on it fails.",
+            install=_install(13000),
+            required=True,
+        )
+        for gpu in wrong
+    ]
+
+
+def _has_kernels(capability: tuple[int, int], archs: tuple[str, ...]) -> bool:
+    """Return whether compiled code fits: binaries on newer minors, PTX on all newer."""
+    major, minor = capability
+    for arch in archs:
+        kind, _, number = arch.partition("_")
+        digits = "".join(c for c in number if c.isdigit())
+        theirs = int(digits[:-1]), int(digits[-1])
+        if kind == "compute" and theirs <= capability:
+            return True
+        if kind == "sm" and theirs[0] == major and theirs[1] <= minor:
+            return True
+    return False
+
+
+def _sm(capability: tuple[int, int]) -> str:
+    return "".join(map(str, capability))
+
+
+def _number(cuda: str) -> int:
+    major, minor, *_ = (*cuda.split("."), "0")
+    return 1000 * int(major) + 10 * int(minor)
+
+
+def _dotted(cuda: int) -> str:
+    return f"{cuda // 1000}.{cuda % 1000 // 10}"
+
+
+def _install(cuda: int) -> str:
+    """Return the command that installs torch for a driver.
+
+    torch 2.11 to 2.13 are built for CUDA 12.6, which runs on every driver of CUDA 12, and 13.0.
+
+    Args:
+        cuda: newest CUDA version that the driver supports, 12040 for 12.4.
+    """
+    index = CUDA_WHEELS.format("130" if cuda >= 13000 else "126")
+    return f"pip install --force-reinstall torch --index-url {index}"
+
+
+def link_findings(here: ThisMachine, num_gpus: int) -> list[Finding]:
+    """Report whether NVLink joins all GPUs; nothing where there are fewer than two."""
     path = here.program("nvidia-smi")
     if num_gpus < 2 or path is None:
         return []
     outcome = here.run([path, "topo", "-m"])
-    links = parse(outcome.output) if outcome.code == 0 else {}
+    links = parse_topology(outcome.output) if outcome.code == 0 else {}
     if not links:
         said = outcome.reason if outcome.code != 0 else "it printed no table"
-        return [Finding(NAME, "unknown", None, f"`nvidia-smi topo -m` failed: {said}.")]
+        return [Finding(LINKS, "unknown", None, f"`nvidia-smi topo -m` failed: {said}.")]
     kinds = Counter(links.values())
     shown = ", ".join(f"{kind} between {count} pair(s)" for kind, count in kinds.most_common())
     slow = sorted(pair for pair, kind in links.items() if not _NVLINK.match(kind))
     if not slow:
-        return [Finding(NAME, "found", None, f"NVLink joins all {_count(links)}: {shown}.")]
+        return [
+            Finding(LINKS, "found", None, f"NVLink joins all {len({*chain(*links)})}: {shown}.")
+        ]
     one, other = slow[0]
     cost = (
         f"Tensor parallelism over pairs without NVLink, GPU {one} and GPU {other} for one, waits "
         "for PCIe in every layer; keep it within GPUs that NVLink joins."
     )
-    return [Finding(NAME, "low", None, f"{shown}.", cost)]
+    return [Finding(LINKS, "low", None, f"{shown}.", cost)]
 
 
-def parse(table: str) -> dict[tuple[int, int], str]:
-    """Kinds of links by pairs of GPUs, as the table names them: NV18, PIX, PXB, PHB, NODE, SYS."""
+def parse_topology(table: str) -> dict[tuple[int, int], str]:
+    """Read the table of ``nvidia-smi topo -m``.
+
+    Returns:
+        Kinds of links by pairs of GPUs, as the table names them: NV18, PIX, PXB, PHB, NODE, SYS.
+    """
     lines = [_ESCAPES.sub("", line).split() for line in table.splitlines()]
     head = next((line for line in lines if line[:1] == ["GPU0"]), [])
     columns = [name for name in head if re.fullmatch(r"GPU\d+", name)]
@@ -103,89 +313,5 @@ def parse(table: str) -> dict[tuple[int, int], str]:
     for i, one in enumerate(columns):
         for j, other in enumerate(columns):
             if i < j and one in rows and j < len(rows[one]):
-                found[_index(one), _index(other)] = rows[one][j]
+                found[int(one[3:]), int(other[3:])] = rows[one][j]
     return found
-
-
-def _index(name: str) -> int:
-    return int(name.removeprefix("GPU"))
-
-
-def _count(links: dict[tuple[int, int], str]) -> int:
-    return len({gpu for pair in links for gpu in pair})
-
-
-SECONDS = 180.0
-GRAPH = """
-import json, torch
-x = torch.ones(64, device="cuda")
-y = x + 1
-torch.cuda.synchronize()
-graph = torch.cuda.CUDAGraph()
-with torch.cuda.graph(graph):
-    y = x + 1
-x.fill_(2)
-graph.replay()
-assert y.tolist() == [3.0] * 64, "a replayed graph gave other numbers"
-print(json.dumps({"seconds": 0.0}))
-"""
-COMPILE = """
-import json, time, torch
-import torch.nn.functional as F
-def gated(gate, up):
-    return F.silu(gate) * up
-gate, up = (torch.randn(256, 256, device="cuda") for _ in range(2))
-start = time.perf_counter()
-found = torch.compile(gated)(gate, up)
-torch.cuda.synchronize()
-seconds = time.perf_counter() - start
-torch.testing.assert_close(found, gated(gate, up))
-print(json.dumps({"seconds": seconds}))
-"""
-
-
-@dataclass(frozen=True)
-class Probe:
-    """Some lines that fail where a thing does not work.
-
-    Attributes:
-        name: of the thing.
-        code: the lines; they print their seconds as JSON.
-        works: what to say where they went well, with ``{seconds}``.
-        cost: what a run loses where they did not.
-    """
-
-    name: str
-    code: str
-    works: str
-    cost: str
-
-
-PROBES = (
-    Probe(
-        "CUDA graphs",
-        GRAPH,
-        "A small one was recorded and replayed.",
-        "Runs that record their layers as graphs fail at their start; all others launch each "
-        "kernel from the host.",
-    ),
-    Probe(
-        "torch.compile",
-        COMPILE,
-        "A small function was compiled and ran, in {seconds:.0f} s.",
-        "Norms, activations, rotary positions, dropout and the loss run kernel by kernel; runs "
-        "that ask for compiled parts fail at their first step.",
-    ),
-)
-
-
-def probe_findings(here: Surroundings) -> list[Finding]:
-    """Try each on the first GPU, in a process of its own."""
-    return [_tried(here, probe) for probe in PROBES]
-
-
-def _tried(here: Surroundings, probe: Probe) -> Finding:
-    outcome = ask_python(here, probe.code, SECONDS)
-    if isinstance(outcome, dict):
-        return Finding(probe.name, "found", None, probe.works.format(seconds=outcome["seconds"]))
-    return Finding(probe.name, "broken", None, f"It failed: {outcome.reason}.", probe.cost)

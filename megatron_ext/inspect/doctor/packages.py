@@ -1,4 +1,4 @@
-"""Packages and compilers that make runs possible or faster: there, absent, or others by name."""
+"""Packages and compilers that a run needs or gains from: found, absent, or broken."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from megatron_ext.inspect.doctor.findings import Finding
-from megatron_ext.inspect.doctor.host import Surroundings, run_python
+from megatron_ext.inspect.doctor.host import ThisMachine, run_python
 
 OURS = "megatron-ext"
 APEX_BUILD = (
@@ -40,8 +40,8 @@ NVCC_COST = (
 )
 
 
-def requirement_of(here: Surroundings, name: str) -> Requirement | None:
-    """What this project asks of another one; None where this project is not installed."""
+def requirement_of(here: ThisMachine, name: str) -> Requirement | None:
+    """Return what this project requires of another; None where ours is not installed."""
     for line in here.requirements(OURS) or ():
         requirement = Requirement(line)
         if requirement.name.lower().replace("_", "-") == name:
@@ -49,8 +49,8 @@ def requirement_of(here: Surroundings, name: str) -> Requirement | None:
     return None
 
 
-def core_finding(here: Surroundings) -> Finding:
-    """megatron-core, and whether its version is one that this project supports."""
+def core_finding(here: ThisMachine) -> Finding:
+    """Report whether megatron-core is there, in a version that this project supports."""
     name, version = "megatron-core", here.version("megatron-core")
     requirement = requirement_of(here, name)
     wanted = str(requirement.specifier) if requirement is not None else ""
@@ -76,12 +76,12 @@ class Extra:
     """A package that a run can do without.
 
     Attributes:
-        name: as its makers write it.
+        name: the package, as its makers write it.
         distributions: names under which it is installed, the usual one first.
-        module: whose import proves that it works.
-        cost: what a run loses.
-        install: the line that installs it.
-        minimum: name in this project's requirements that says which versions fit.
+        module: the module whose import proves that the package works.
+        cost: a sentence on what a run loses without it.
+        install: the command that installs it.
+        minimum: its name in this project's requirements, which say what versions fit.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Extra:
 
 
 def extras(cuda: str | None) -> tuple[Extra, ...]:
-    """Packages for a build of torch with a version of CUDA."""
+    """Return the optional packages for torch's version of CUDA."""
     major = cuda.split(".")[0] if cuda else "12"
     return (
         Extra(
@@ -115,8 +115,8 @@ def extras(cuda: str | None) -> tuple[Extra, ...]:
     )
 
 
-def extra_finding(here: Surroundings, extra: Extra, *, on_gpu: bool) -> Finding:
-    """Whether a package is there and its import works."""
+def extra_finding(here: ThisMachine, extra: Extra, *, on_gpu: bool) -> Finding:
+    """Report whether a package is there and its import works."""
     found = ((name, here.version(name)) for name in extra.distributions)
     distribution, version = next(((n, v) for n, v in found if v is not None), (None, None))
     if distribution is None or version is None:
@@ -139,11 +139,11 @@ def extra_finding(here: Surroundings, extra: Extra, *, on_gpu: bool) -> Finding:
     return Finding(extra.name, "found", version)
 
 
-def apex_finding(here: Surroundings, *, on_gpu: bool) -> Finding:
-    """NVIDIA's apex; a package of the same name on PyPI is another project.
+def apex_finding(here: ThisMachine, *, on_gpu: bool) -> Finding:
+    """Report whether NVIDIA's apex is there; PyPI has another project of that name.
 
-    They are told apart by what lies in the folder: NVIDIA's has fused optimizers. That of PyPI is
-    a toolkit for web pages, whose import fails or gives megatron-core a module without kernels.
+    NVIDIA's is known by its folder of fused optimizers. The one on PyPI is a toolkit for web pages,
+    whose import fails or gives megatron-core a module without kernels.
     """
     folder, version = here.folder("apex"), here.version("apex")
     if folder is None:
@@ -176,17 +176,17 @@ def apex_finding(here: Surroundings, *, on_gpu: bool) -> Finding:
 
 
 def is_nvidia_apex(folder: Path) -> bool:
-    """Whether a package folder is NVIDIA's."""
+    """Return whether a package folder is NVIDIA's apex."""
     return (folder / "optimizers" / "fused_adam.py").is_file()
 
 
-def compiler_findings(here: Surroundings, *, on_gpu: bool) -> list[Finding]:
-    """nvcc, and the C compiler and headers of Python that `torch.compile` and Triton need."""
+def compiler_findings(here: ThisMachine, *, on_gpu: bool) -> list[Finding]:
+    """Report nvcc, and the C compiler and headers that Triton compiles with."""
     found = [_nvcc(here, on_gpu=on_gpu), _c_compiler(here, on_gpu=on_gpu)]
     return [*found, _python_headers(here)] if on_gpu else found
 
 
-def _nvcc(here: Surroundings, *, on_gpu: bool) -> Finding:
+def _nvcc(here: ThisMachine, *, on_gpu: bool) -> Finding:
     homes = [here.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     path = here.program("nvcc", *(f"{home}/bin/nvcc" for home in homes if home))
     if path is None:
@@ -201,7 +201,7 @@ def _nvcc(here: Surroundings, *, on_gpu: bool) -> Finding:
     return Finding("nvcc", "found", found[1], path)
 
 
-def _c_compiler(here: Surroundings, *, on_gpu: bool) -> Finding:
+def _c_compiler(here: ThisMachine, *, on_gpu: bool) -> Finding:
     wanted = here.environ.get("CC")
     path = here.program(*([wanted] if wanted else []), "gcc", "clang", "cc")
     if path is not None:
@@ -212,7 +212,7 @@ def _c_compiler(here: Surroundings, *, on_gpu: bool) -> Finding:
     return Finding("C compiler", "missing", None, "", CC_COST, "apt-get install gcc")
 
 
-def _python_headers(here: Surroundings) -> Finding:
+def _python_headers(here: ThisMachine) -> Finding:
     path = Path(sysconfig.get_path("include")) / "Python.h"
     if here.file(path):
         return Finding("Python headers", "found", None, str(path))
@@ -222,5 +222,5 @@ def _python_headers(here: Surroundings) -> Finding:
 
 
 def python_finding() -> Finding:
-    """The Python that runs this."""
+    """Report the Python that runs this."""
     return Finding("Python", "found", ".".join(map(str, sys.version_info[:3])), sys.executable)

@@ -38,8 +38,8 @@ from megatron_ext.data.indexed import (
     id_range,
     read_index,
 )
+from megatron_ext.device.host import this_host
 from megatron_ext.errors import DataError
-from megatron_ext.inspect.doctor.host import this_host
 from megatron_ext.text.data.blend import SPLITS, BlendSpec, training_blend
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What the doctor says of made-up machines; and of this one, whatever it is."""
+"""The doctor on made-up machines, and on this one, whatever it is."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.inspect.doctor.examine import examine, main, report
+from megatron_ext.inspect.doctor.examine import examine, main
+from megatron_ext.inspect.doctor.findings import report
+from megatron_ext.inspect.doctor.gpus import QUESTIONS
 from megatron_ext.inspect.doctor.host import Outcome, ThisMachine, ask_python, run_python
 from megatron_ext.inspect.doctor.packages import is_nvidia_apex
-from megatron_ext.inspect.doctor.torch_facts import QUESTIONS
-from tests.doctor.machines import H200, NO_CUDA, Machine
+from tests.inspect.doctor.machines import H200, NO_CUDA, Machine
 
 
 def text_of(machine: Machine, **options: bool) -> str:
@@ -37,7 +38,7 @@ def test_a_whole_machine_lacks_nothing_but_apex() -> None:
     assert text.endswith("Runs compute on 1 GPU(s).")
 
 
-def test_g8_without_a_gpu_it_says_what_it_cannot_know() -> None:
+def test_without_a_gpu_it_says_what_it_cannot_know() -> None:
     machine = Machine(NO_CUDA, smi=None, transformer_engine=None, flash_attn=None, triton=None)
     found = examine(machine)
     assert not found.stops_runs
@@ -221,7 +222,7 @@ def test_what_stops_every_run(machine: Machine, name: str, status: str, words: s
     assert text.endswith(f"No run can start: mend {name} first.")
 
 
-def test_without_torch() -> None:
+def test_a_machine_without_torch() -> None:
     found = examine(_without_torch())
     assert found.finding("torch").install == "pip install torch"
     assert found.finding("GPU").status == "unknown"
@@ -306,7 +307,7 @@ def test_json_holds_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_what_a_build_for_gpus_is_asked_can_be_asked_without_one() -> None:
-    """No name of torch's own that only some versions have; a build for CPUs stands in."""
+    """A build for CPUs stands in, so no name that only some versions have may be asked for."""
     code = f"import torch\ntorch.version.cuda = '13.0'\n{QUESTIONS}"
     found = ask_python(ThisMachine(), code)
     assert isinstance(found, dict), found.reason

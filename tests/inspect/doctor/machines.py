@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.inspect.doctor.host import Host, Outcome
+from megatron_ext.device.host import Host
+from megatron_ext.inspect.doctor.host import Outcome, ThisMachine
 
 SMI = "/usr/bin/nvidia-smi"
 REQUIRES = ["megatron-core<0.17,>=0.16.1", 'transformer-engine[pytorch]>=2.4; extra == "te"']
@@ -37,7 +38,7 @@ SERVER = Host(192.0, 2**41, 2**40, 2**20, None, ("mlx5_0", "mlx5_1"))
 RATES = {"bf16": 7.9e14, "fp8": 1.4e15, "copy": 4.1e12}
 
 
-class Machine:
+class Machine(ThisMachine):
     """Answers what the doctor asks from tables, and fails at whatever is in none of them."""
 
     def __init__(

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.inspect.doctor import host as host_module
+from megatron_ext.device import host as host_module
+from megatron_ext.device.host import Host, this_host
 from megatron_ext.inspect.doctor.examine import examine
-from megatron_ext.inspect.doctor.gpus import parse
-from megatron_ext.inspect.doctor.host import Host, Outcome, ThisMachine, this_host
-from tests.doctor.machines import H200, NO_CUDA, SERVER, Machine
+from megatron_ext.inspect.doctor.gpus import parse_topology
+from megatron_ext.inspect.doctor.host import Outcome, ThisMachine
+from tests.inspect.doctor.machines import H200, NO_CUDA, SERVER, Machine
 
 TWO = {**H200, "gpus": 2 * H200["gpus"]}
 HEAD = "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
@@ -64,8 +65,8 @@ def test_a_container_limits_cores_and_memory(
 
 
 def test_links_are_read_from_the_drivers_table() -> None:
-    assert parse(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "NV18"}
-    assert parse("nothing of the kind") == {}
+    assert parse_topology(TOPOLOGY) == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "NV18"}
+    assert parse_topology("nothing of the kind") == {}
 
 
 def test_pairs_without_nvlink_cost_tensor_parallelism() -> None:
