@@ -81,6 +81,11 @@ def run_program(main: Callable[[list[str]], int | None]) -> NoReturn:
     sys.exit(code)
 
 
+def say_to_stderr(line: str) -> None:
+    """Print a line for a person, at once, where it does not mix with the output of a program."""
+    print(line, file=sys.stderr, flush=True)
+
+
 _PR_SET_PDEATHSIG = 1
 
 

@@ -27,8 +27,8 @@ from megatron_ext.video.data.conditions import (
     sections,
 )
 from megatron_ext.video.data.dataset import VideoBatch
-from megatron_ext.video.data.draws import Draws, draw_microbatch
 from megatron_ext.video.data.encode import reference_name
+from megatron_ext.video.data.randomness import Randomness, draw_microbatch
 from megatron_ext.video.loss import FlowTargets, noised, shift_factor, timesteps, token_weights
 from megatron_ext.video.model.tokens import TokenRange, pack, position_ids, tokens_per_frame
 
@@ -126,7 +126,7 @@ class FlowMicrobatch:
         return ()
 
 
-class FlowMaker:
+class FlowBatchBuilder:
     """Makes micro-batches of a run.
 
     Every random decision follows from the seed and the number of the sample, so that all ranks
@@ -147,17 +147,17 @@ class FlowMaker:
         """One micro-batch of clips whose numbers in the run are ``samples``."""
         config, latents = self._config, batch.latents
         _, c, t, h, w = latents.shape
-        draws = draw_microbatch(
+        randomness = draw_microbatch(
             self._seed, samples, (c, t, h, w), config.conditions, config.text_dropout
         )
         times = timesteps(
             config.flow,
-            sent(self._normals(draws, samples, t), latents.device),
+            sent(self._normals(randomness, samples, t), latents.device),
             shift_factor(config.flow, (t, h, w), self._patch),
         )
-        noise = sent(draws.noise, latents.device)
+        noise = sent(randomness.noise, latents.device)
         x_t, velocity = noised(latents, noise, times, config.flow.sigma_min)
-        masks = sent(frame_masks(draws.modes, t, config.conditions), latents.device)
+        masks = sent(frame_masks(randomness.modes, t, config.conditions), latents.device)
         per_frame = tokens_per_frame((t, h, w), self._patch)
         num_text, num_image = batch.text.size(1), t * per_frame
         targets = None
@@ -168,16 +168,16 @@ class FlowMaker:
                 velocity=pack(velocity, self._patch),
                 weights=weights,
                 times=times,
-                modes=sent(draws.modes, latents.device),
+                modes=sent(randomness.modes, latents.device),
                 usual_weight=weights.sum() / self._context.pgs.cp.size(),
             )
             targets = self._own(whole, num_text)
-        inputs = self._inputs(batch, draws, x_t, times, masks)
+        inputs = self._inputs(batch, randomness, x_t, times, masks)
         return FlowMicrobatch(inputs, num_text, num_image, targets)
 
-    def _normals(self, draws: Draws, samples: Sequence[int], num_frames: int) -> Tensor:
+    def _normals(self, randomness: Randomness, samples: Sequence[int], num_frames: int) -> Tensor:
         """Of which times are made, ``[b]``, or ``[b, t]`` for a time of each frame."""
-        return draws.normals
+        return randomness.normals
 
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
         """The targets of what the model's output on this rank stands for."""
@@ -187,7 +187,7 @@ class FlowMaker:
         )
 
     def _inputs(
-        self, batch: VideoBatch, draws: Draws, x_t: Tensor, times: Tensor, masks: Tensor
+        self, batch: VideoBatch, randomness: Randomness, x_t: Tensor, times: Tensor, masks: Tensor
     ) -> dict[str, Tensor | None]:
         """Keywords of the model's ``forward``."""
         b, _, t, h, w = x_t.shape
@@ -198,29 +198,31 @@ class FlowMaker:
         }
         if self._context.is_first_stage:
             inputs |= {"img": pack(x_t, self._patch), "timesteps": times}
-            inputs |= self._given(batch, draws, masks)
+            inputs |= self._given(batch, randomness, masks)
         return inputs
 
-    def text_of(self, batch: VideoBatch, draws: Draws) -> Text:
+    def text_of(self, batch: VideoBatch, randomness: Randomness) -> Text:
         """Captions, some of which are dropped."""
         device = batch.text.device
         return drop_text(
             Text(batch.text, batch.pooled),
             self._null,
-            sent(draws.drop_text, device),
-            sent(draws.drop_pooled, device),
+            sent(randomness.drop_text, device),
+            sent(randomness.drop_pooled, device),
         )
 
-    def _given(self, batch: VideoBatch, draws: Draws, masks: Tensor) -> dict[str, Tensor | None]:
+    def _given(
+        self, batch: VideoBatch, randomness: Randomness, masks: Tensor
+    ) -> dict[str, Tensor | None]:
         """Captions, references, and the strength of a guidance that is told."""
-        text, sizes = self.text_of(batch, draws), self._config.mmdit.sizes(self._config.model)
+        text, sizes = self.text_of(batch, randomness), self._config.mmdit.sizes(self._config.model)
         given: dict[str, Tensor | None] = {"txt": text.sequence, "y_vec": text.pooled}
         if sizes.cond_embed:
-            references = _references(batch, draws.modes.tolist(), self._config.conditions)
+            references = _references(batch, randomness.modes.tolist(), self._config.conditions)
             given["cond"] = pack(condition(references, masks), self._patch)
         if sizes.guidance_embed:
             given["guidance"] = torch.full_like(
-                draws.normals, self._config.mmdit.guidance, device=masks.device
+                randomness.normals, self._config.mmdit.guidance, device=masks.device
             )
         return given
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.contract import LossFunction, Report, StepCounts, share_of_step
 from megatron_ext.video.data.dataset import VideoBatch
-from megatron_ext.video.data.draws import Draws, draw_normals
+from megatron_ext.video.data.randomness import Randomness, draw_normals
 from megatron_ext.video.loss import FlowTargets, flow_matching_loss
-from megatron_ext.video.microbatch import FlowMaker, FlowMicrobatch, sharing_ranks
+from megatron_ext.video.microbatch import FlowBatchBuilder, FlowMicrobatch, sharing_ranks
 from megatron_ext.video.model.mmdit.inputs import MMDiTOptions
 from megatron_ext.video.model.mmdit.model import MMDiT, build_mmdit_chunk
 from megatron_ext.video.model.tokens import grid, pack
@@ -179,12 +179,12 @@ def check_clips(config: RunConfig, shape: tuple[int, int, int], what: str) -> No
         )
 
 
-class VideoDiTMaker(FlowMaker):
+class WanBatchBuilder(FlowBatchBuilder):
     """Makes micro-batches of whole latents."""
 
-    def _normals(self, draws: Draws, samples: Sequence[int], num_frames: int) -> Tensor:
+    def _normals(self, randomness: Randomness, samples: Sequence[int], num_frames: int) -> Tensor:
         if not self._config.video_dit.independent_block_timesteps:
-            return draws.normals
+            return randomness.normals
         block = self._config.streaming.frame_block
         normals = draw_normals(self._seed, samples, "timestep", num_frames // block)
         return normals.repeat_interleave(block, dim=1)
@@ -200,13 +200,13 @@ class VideoDiTMaker(FlowMaker):
         return dataclasses.replace(whole, weights=weights, times=times)
 
     def _inputs(
-        self, batch: VideoBatch, draws: Draws, x_t: Tensor, times: Tensor, masks: Tensor
+        self, batch: VideoBatch, randomness: Randomness, x_t: Tensor, times: Tensor, masks: Tensor
     ) -> dict[str, Tensor | None]:
         """The same on all stages, of which those after the first look at the shapes alone."""
         return {
             "x": x_t.transpose(1, 2),
             "timesteps": MAX_TIMESTEP * times,
-            "text": self.text_of(batch, draws).sequence,
+            "text": self.text_of(batch, randomness).sequence,
         }
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_ext.data.indexed_writer import IndexedWriter
 from tests.data import tiny
 from tests.data.sft import tiny as chats
-from tests.training.video.clips import IMAGE, LONG, SHORT, write_clips
+from tests.video.clips import IMAGE, LONG, SHORT, write_clips
 from tests.video.streaming.runs import write_prompts
 
 VOCABULARY = 127

@@ -25,10 +25,10 @@ from megatron_ext.video.data.shards import write_json
 from megatron_ext.video.data.text_models import load
 from tests.data.sft.tiny import tokenizer
 from tests.data.tiny import hf_folder
-from tests.data.video.making import write_vaes
-from tests.data.video.test_shards import MANIFEST
-from tests.data.video.tiny_umt5 import write_umt5
 from tests.training_runs import TINY, mock_data
+from tests.video.data.making import write_vaes
+from tests.video.data.test_shards import MANIFEST
+from tests.video.data.tiny_umt5 import write_umt5
 
 
 class Trap:

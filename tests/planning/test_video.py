@@ -25,7 +25,7 @@ from megatron_ext.video.data.setup import planned_clips
 from pretrain_video import defaults_of, task_of
 from tests.planning.measure import KINDS, configuration, measure
 from tests.planning.video_layouts import COMMON, LAYOUTS, flags_of
-from tests.training.video.clips import LONG, SHORT, write_clips
+from tests.video.clips import LONG, SHORT, write_clips
 
 TOLERANCE = 0.10
 QUICK = ("mmdit recomputed", "mmdit tp2 sp", "dit", "causal")

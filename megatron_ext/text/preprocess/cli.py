@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from megatron_ext.config.flags import Flag, flags_of
 from megatron_ext.config.megatron_flags import ALWAYS_ON
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, say_to_stderr
 from megatron_ext.text.config import SftConfig
 from megatron_ext.text.preprocess.encode import LANGUAGES
 from megatron_ext.text.preprocess.options import (
@@ -19,7 +19,7 @@ from megatron_ext.text.preprocess.options import (
     add_tokenizer_flags,
     tokenizer_flags,
 )
-from megatron_ext.text.preprocess.run import Report, preprocess, run_or_explain, say_to_stderr
+from megatron_ext.text.preprocess.run import Report, preprocess, run_or_explain
 
 _WORKERS_HINT = "use `--workers` with the number of CPU cores"
 _NOT_HERE = {

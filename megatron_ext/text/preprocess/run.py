@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.data.indexed import optimal_dtype
-from megatron_ext.errors import ConfigError, DataError, MegatronExtError
+from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
 from megatron_ext.text.preprocess import inputs
 from megatron_ext.text.preprocess.encode import (
     BadLine,
@@ -78,10 +77,6 @@ class Report:
             resumed_parts=resumed_parts,
             seconds=time.monotonic() - start,
         )
-
-
-def say_to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def preprocess(options: PreprocessOptions, say: Say = say_to_stderr) -> Report:

@@ -18,14 +18,14 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from megatron_ext.data.indexed import optimal_dtype
-from megatron_ext.errors import ConfigError, DataError, MegatronExtError
+from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
 from megatron_ext.text.config import SftConfig
 from megatron_ext.text.preprocess import inputs
 from megatron_ext.text.preprocess.inputs import Part, identities
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.preprocess.outputs import publish_datasets, publish_rejected
 from megatron_ext.text.preprocess.parts import Done, Workplace
-from megatron_ext.text.preprocess.run import Report, Say, plan_parts, run_parts, say_to_stderr
+from megatron_ext.text.preprocess.run import Report, Say, plan_parts, run_parts
 from megatron_ext.text.preprocess.workers import Job
 from megatron_ext.text.sft.chat import Chat, build_chat, key_of
 from megatron_ext.text.sft.rows import KEYS, ConversationEncoder

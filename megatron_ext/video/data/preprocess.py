@@ -25,8 +25,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from filelock import FileLock, Timeout
 
-from megatron_ext.errors import ConfigError, DataError, MegatronExtError
-from megatron_ext.text.preprocess.run import say_to_stderr
+from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.video.data import shards
 from megatron_ext.video.data.clips import read_list

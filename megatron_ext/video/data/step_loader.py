@@ -22,12 +22,12 @@ from megatron_ext.video.data.dataset import VideoBatch, VideoClips, collate
 from megatron_ext.video.data.sampler import Geometry, VideoPlan
 from megatron_ext.video.data.setup import VideoSplit
 from megatron_ext.video.microbatch import (
-    FlowMaker,
+    FlowBatchBuilder,
     FlowMicrobatch,
     patch_size_of,
     sequence_multiple,
 )
-from megatron_ext.video.step import VideoDiTMaker, dit_options
+from megatron_ext.video.step import WanBatchBuilder, dit_options
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
@@ -163,7 +163,7 @@ class VideoSource(BatchSource):
             first_step=first_step,
         )
         seed = config.training.seed + (0 if training else EVALUATION_SEED)
-        maker = VideoDiTMaker if config.video.uses_dit else FlowMaker
+        maker = WanBatchBuilder if config.video.uses_dit else FlowBatchBuilder
         self._make = maker(config, run.context, self._clips.null, seed)
 
     @property

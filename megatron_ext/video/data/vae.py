@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.encoding import PATCH
 from megatron_ext.video.data.codec_base import causal_shape, check_channels, public
-from megatron_ext.video.data.draws import generator
+from megatron_ext.video.data.randomness import generator
 
 
 class DiffusersCodec:

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.run import FlowConfig
 from megatron_ext.video.data.conditions import Text, condition, null_like
-from megatron_ext.video.data.draws import draw_noise
+from megatron_ext.video.data.randomness import draw_noise
 from megatron_ext.video.loss import shift, shift_factor
 from megatron_ext.video.model.tokens import LatentShape, pack, tokens_per_frame, unpack
 

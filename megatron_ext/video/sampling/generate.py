@@ -18,8 +18,8 @@ from megatron_ext.video.config.run import ConditionConfig, FlowConfig, SampleCon
 from megatron_ext.video.data.codec_base import VideoCodec
 from megatron_ext.video.data.codecs import codec_from_manifest
 from megatron_ext.video.data.conditions import Text
-from megatron_ext.video.data.draws import draw_noise
 from megatron_ext.video.data.geometry import Bucket
+from megatron_ext.video.data.randomness import draw_noise
 from megatron_ext.video.data.text_encoders import (
     TextEncoder,
     check_text_encoder,

@@ -7,7 +7,7 @@ Every random decision about streaming sequences, as a function of the seed and o
 Two kinds. Control flow (exit steps, growth, lengths, switches) must be the same on all ranks, whose
 collectives would not meet otherwise; it follows the numbers of sequence and chunk. Noise differs
 between replicas and follows the numbers of the samples in the run, so that it does not depend on
-the layout. As in `video.data.draws` there are no states of generators to keep, nothing else can
+the layout. As in `video.data.randomness` no states of generators are kept, nothing else can
 consume them, and ranks need not speak.
 
 What sequences are made from: prompts, and frames that are given.
@@ -23,7 +23,7 @@ from typing import Literal, Protocol, get_args
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.video.data.draws import draw_noise, draw_uniforms, generator
+from megatron_ext.video.data.randomness import draw_noise, draw_uniforms, generator
 
 SinkAtSwitch = Literal["rebuild", "keep"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.data.draws import sample_numbers
+from megatron_ext.video.data.randomness import sample_numbers
 from megatron_ext.video.streaming import options as draws
 from megatron_ext.video.streaming.generate import History, encode_anew, num_sinks
 from megatron_ext.video.streaming.options import (

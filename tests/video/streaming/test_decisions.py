@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.data.draws import sample_numbers
+from megatron_ext.video.data.randomness import sample_numbers
 from megatron_ext.video.streaming import options as draws
 from megatron_ext.video.streaming.sequence import Replica
 from tests.ranks import ranks

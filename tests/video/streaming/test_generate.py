@@ -21,8 +21,8 @@ from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedu
 from megatron_ext.video.streaming.options import SinkAtSwitch
 from megatron_ext.video.streaming.rollout import Generator
 from megatron_ext.video.streaming.sequence import Replica
-from tests.models.causal_video.problem import Problem, largest, new_cache, one, plain_of
 from tests.ranks import ranks
+from tests.video.model.wan.problem import Problem, largest, new_cache, one, plain_of
 from tests.video.streaming.network import (
     OPTIONS,
     PLAIN,

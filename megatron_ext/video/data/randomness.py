@@ -1,0 +1,129 @@
+"""Every random decision about a micro-batch, as a function of the seed and the samples' numbers.
+
+Each decision comes from a counter-based generator (Philox, SC11 "Parallel random numbers: as easy
+as 1, 2, 3") whose key is a hash of the seed, the number of the sample in the run and the purpose.
+Ranks of one replica therefore decide alike without speaking, replicas decide differently, another
+layout decides the same, and a resumed run needs no state of generators.
+
+numpy's Philox takes 128 bits of key. torch's generator on the CPU would take 32 of its seed, so
+that among 100,000 samples some would share their noise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ext.video.config.run import ConditionConfig, TextDropoutConfig
+from megatron_ext.video.data.conditions import draw_modes
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """Decisions about the b samples of a micro-batch, on the CPU.
+
+    Attributes:
+        noise: x1 of the whole clips, ``[b, c, t, h, w]`` float32, standard normal; ranks that hold
+            a part of the sequence cut it after packing.
+        normals: u, of which timesteps are made, ``[b]`` float32, standard normal.
+        modes: indices into `conditions.MODES`, ``[b]`` int64.
+        drop_text: the text embeddings are replaced, ``[b]`` bool.
+        drop_pooled: the pooled embedding is replaced, ``[b]`` bool.
+    """
+
+    noise: Tensor
+    normals: Tensor
+    modes: Tensor
+    drop_text: Tensor
+    drop_pooled: Tensor
+
+
+def generator(seed: int, sample: int, purpose: str) -> np.random.Generator:
+    """What decides one thing about one sample.
+
+    Args:
+        seed: ``--seed``.
+        sample: its number in the run, over all replicas and epochs.
+        purpose: name of the decision.
+    """
+    digest = hashlib.blake2b(f"{seed} {sample} {purpose}".encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+
+
+def sample_numbers(
+    consumed_samples: int, microbatch: int, micro_batch_size: int, dp_rank: int, dp_size: int
+) -> range:
+    """Numbers in the run of the samples of a micro-batch, as the samplers deal them out.
+
+    Args:
+        consumed_samples: of all training steps before, over all replicas.
+        microbatch: index in the step.
+        micro_batch_size: b.
+        dp_rank: data-parallel rank.
+        dp_size: number of data-parallel ranks.
+    """
+    first = consumed_samples + (microbatch * dp_size + dp_rank) * micro_batch_size
+    return range(first, first + micro_batch_size)
+
+
+def draw_normals(
+    seed: int, samples: Sequence[int], purpose: str, count: int | None = None
+) -> Tensor:
+    """One standard normal number for each sample, or so many of them, the first of which is it.
+
+    Returns:
+        ``[b]`` or ``[b, count]``, float32.
+    """
+    drawn = [generator(seed, sample, purpose).standard_normal(count or 1) for sample in samples]
+    numbers = torch.from_numpy(np.stack(drawn)).float()
+    return numbers[:, 0] if count is None else numbers
+
+
+def draw_noise(
+    seed: int, samples: Sequence[int], shape: Sequence[int], purpose: str = "noise"
+) -> Tensor:
+    """Standard normal numbers, ``[b, *shape]`` float32."""
+    drawn = [
+        generator(seed, sample, purpose).standard_normal(tuple(shape), dtype=np.float32)
+        for sample in samples
+    ]
+    return torch.from_numpy(np.stack(drawn))
+
+
+def draw_uniforms(seed: int, samples: Sequence[int], purpose: str) -> Tensor:
+    """One number in [0, 1) for each sample, ``[b]`` float64."""
+    drawn = [generator(seed, sample, purpose).random() for sample in samples]
+    return torch.tensor(drawn, dtype=torch.float64)
+
+
+def draw_microbatch(
+    seed: int,
+    samples: Sequence[int],
+    shape: tuple[int, int, int, int],
+    conditions: ConditionConfig,
+    dropout: TextDropoutConfig,
+) -> Randomness:
+    """All decisions about a micro-batch.
+
+    Args:
+        seed: ``--seed``.
+        samples: numbers in the run of its samples, see `sample_numbers`.
+        shape: of the latents of a clip, (c, t, h, w).
+        conditions: weights of the condition modes.
+        dropout: probabilities of dropping captions.
+
+    Raises:
+        ConfigError: no condition mode fits clips of t latent frames.
+    """
+    return Randomness(
+        noise=draw_noise(seed, samples, shape),
+        normals=draw_normals(seed, samples, "timestep"),
+        modes=draw_modes(conditions, shape[1], draw_uniforms(seed, samples, "condition")),
+        drop_text=draw_uniforms(seed, samples, "text dropout") < dropout.text_dropout,
+        drop_pooled=draw_uniforms(seed, samples, "pooled dropout") < dropout.pooled_dropout,
+    )

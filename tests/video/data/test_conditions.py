@@ -1,0 +1,169 @@
+"""Modes, their frames and their tokens, against the table of Open-Sora written out."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.config.run import MODES, ConditionConfig
+from megatron_ext.video.data.conditions import (
+    Section,
+    condition,
+    draw_modes,
+    frame_masks,
+    loss_mask,
+    place_references,
+    sections,
+)
+from megatron_ext.video.data.randomness import draw_uniforms
+
+SHORT_V2V = ConditionConfig(v2v_frames=2, v2v_easy_frames=3)
+
+
+def modes(*names: str) -> Tensor:
+    return torch.tensor([MODES.index(name) for name in names])
+
+
+@pytest.mark.parametrize(
+    ("mode", "frames"),
+    [
+        ("t2v", []),
+        ("i2v_head", [0]),
+        ("i2v_tail", [4]),
+        ("i2v_loop", [0, 4]),
+        ("v2v_head", [0, 1]),
+        ("v2v_tail", [3, 4]),
+        ("v2v_head_easy", [0, 1, 2]),
+        ("v2v_tail_easy", [2, 3, 4]),
+    ],
+)
+def test_criterion_7_each_mode_gives_its_frames(mode: str, frames: list[int]) -> None:
+    masks = frame_masks(modes(mode, "t2v"), 5, SHORT_V2V)
+    assert masks[0].nonzero().flatten().tolist() == frames
+    assert not masks[1].any()
+    left_out = loss_mask(masks, 6, "masked")
+    assert left_out.shape == (2, 30)
+    for token in range(30):
+        assert left_out[0, token] == (0.0 if token // 6 in frames else 1.0)
+
+
+def test_criterion_7_long_references_have_their_lengths() -> None:
+    config = ConditionConfig()
+    assert sections("v2v_head", 33, config) == (Section(0, 9),)
+    assert sections("v2v_tail", 33, config) == (Section(24, 9),)
+    assert sections("v2v_tail_easy", 33, config) == (Section(16, 17),)
+    assert sections("i2v_loop", 33, config) == (Section(0, 1), Section(32, 1))
+
+
+def test_criterion_7_images_have_a_condition_of_zeros() -> None:
+    config = ConditionConfig(t2v_weight=0)
+    drawn = draw_modes(config, 1, torch.linspace(0, 0.999, 50))
+    assert set(drawn.tolist()) == {MODES.index("t2v")}
+    given = condition(torch.randn(50, 4, 1, 8, 8), frame_masks(drawn, 1, config))
+    assert given.shape == (50, 5, 1, 8, 8) and not given.any()
+
+
+def test_criterion_7_draws_follow_the_weights() -> None:
+    config = ConditionConfig()
+    before = dataclasses.asdict(config)
+    drawn = draw_modes(config, 5, draw_uniforms(3, range(8000), "condition"))
+    found = torch.bincount(drawn, minlength=len(MODES)).double()
+    want = torch.tensor([1.0, 5, 1, 1, 0, 0, 0, 0], dtype=torch.float64) / 8
+    sigma = (8000 * want * (1 - want)).sqrt()
+    assert ((found - 8000 * want).abs() <= 3 * sigma).all()
+    assert dataclasses.asdict(config) == before
+
+
+def test_trap_7_a_short_clip_does_not_take_modes_from_later_ones() -> None:
+    config = ConditionConfig(v2v_head_weight=4, v2v_tail_easy_weight=4)
+    uniforms = draw_uniforms(3, range(500), "condition")
+    long = draw_modes(config, 33, uniforms)
+    for frames, missing in ((9, ("v2v_head", "v2v_tail_easy")), (17, ("v2v_tail_easy",))):
+        short = {MODES[i] for i in draw_modes(config, frames, uniforms).tolist()}
+        assert short == set(config.modes) - set(missing)
+    assert torch.equal(draw_modes(config, 33, uniforms), long)
+    assert {MODES[i] for i in long.tolist()} == set(config.modes)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.v2v_head_weight = 0  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_modes_without_weight_are_never_drawn() -> None:
+    config = ConditionConfig(t2v_weight=0, i2v_head_weight=3, i2v_tail_weight=0, i2v_loop_weight=7)
+    ends = torch.tensor([0.0, 0.3 - 1e-12, 0.3 + 1e-12, 1 - 2**-53], dtype=torch.float64)
+    drawn = [MODES[i] for i in draw_modes(config, 3, ends).tolist()]
+    assert drawn == ["i2v_head", "i2v_head", "i2v_loop", "i2v_loop"]
+
+
+def test_the_condition_is_the_mask_and_then_the_given_latents() -> None:
+    references = torch.full((2, 4, 5, 2, 2), torch.nan)
+    references[0, :, 0], references[0, :, 4] = 2.0, 3.0
+    given = condition(references, frame_masks(modes("i2v_loop", "t2v"), 5, ConditionConfig()))
+    want = torch.zeros(2, 5, 5, 2, 2)
+    want[0, 0, [0, 4]] = 1.0
+    want[0, 1:, 0], want[0, 1:, 4] = 2.0, 3.0
+    assert torch.equal(given, want)
+    assert condition(references.bfloat16(), torch.zeros(2, 5).bool()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("kind", "counted"),
+    [
+        ("all", [[0, 1, 2, 3, 4]] * 5),
+        ("masked", [[0, 1, 2, 3, 4], [1, 2, 3, 4], [0, 1, 2, 3], [1, 2, 3], [2, 3, 4]]),
+        ("trimmed", [[0, 1, 2, 3, 4], [1, 2, 3, 4], [0, 1, 2, 3], [1, 2, 3], [0, 1, 2, 3, 4]]),
+    ],
+)
+def test_tokens_that_count(kind: str, counted: list[list[int]]) -> None:
+    names = ("t2v", "i2v_head", "i2v_tail", "i2v_loop", "v2v_head")
+    mask = loss_mask(frame_masks(modes(*names), 5, SHORT_V2V), 3, kind).view(5, 5, 3)
+    for row, frames in zip(mask, counted, strict=True):
+        want = torch.zeros(5, 3)
+        want[frames] = 1.0
+        assert torch.equal(row, want)
+
+
+def test_references_stand_where_the_mode_has_them() -> None:
+    head, tail = torch.randn(4, 1, 2, 2), torch.randn(4, 2, 2, 2)
+    pieces = [(Section(0, 1), head), (Section(3, 2), tail)]
+    placed = place_references(pieces, (4, 5, 2, 2), torch.float32)
+    assert torch.equal(placed[:, :1], head) and torch.equal(placed[:, 3:], tail)
+    assert not placed[:, 1:3].any()
+    with pytest.raises(DataError, match=r"frames 4 to 5 have shape \(4, 2, 2, 2\), but"):
+        place_references([(Section(4, 2), tail)], (4, 5, 2, 2), torch.float32)
+    with pytest.raises(DataError, match=r"frames 3 to 4 have shape \(4, 1, 2, 2\), but"):
+        place_references([(Section(3, 2), head)], (4, 5, 2, 2), torch.float32)
+
+
+def test_clips_that_no_mode_fits_are_refused() -> None:
+    only = ConditionConfig(
+        t2v_weight=0, i2v_head_weight=0, i2v_tail_weight=0, i2v_loop_weight=0, v2v_head_weight=1
+    )
+    assert draw_modes(only, 10, torch.tensor([0.5])).tolist() == [MODES.index("v2v_head")]
+    with pytest.raises(ConfigError, match=r"\(v2v_head\) must fit .* which have 9 latent frames"):
+        draw_modes(only, 9, torch.tensor([0.5]))
+    with pytest.raises(DataError, match=r"v2v_head was asked for a clip of 9 .* needs 10"):
+        frame_masks(modes("v2v_head"), 9, ConditionConfig())
+    with pytest.raises(DataError, match=r"condition mode \(i2v_haed\) must be one of t2v"):
+        sections("i2v_haed", 9, ConditionConfig())
+
+
+def test_weights_that_cannot_be_are_refused_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ConditionConfig(
+            i2v_head_weight=-1,
+            v2v_frames=0,
+            reference_loss="some",
+        )
+    first, second, third = caught.value.messages
+    assert first.startswith("`--i2v-head-weight` (-1) must be at least 0")
+    assert second.startswith("`--v2v-frames` (0) must be at least 1")
+    assert third.startswith("`--reference-loss` (some) must be one of masked, all, trimmed")
+    zero = {f"{mode}_weight": 0.0 for mode in MODES}
+    with pytest.raises(ConfigError, match="weights of all condition modes are 0"):
+        ConditionConfig(**zero)  # type: ignore[arg-type]

@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from filelock import FileLock
+from PIL import Image
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.data import preprocess as run_module
+from megatron_ext.video.data.dataset import ShardedVideos
+from megatron_ext.video.data.manifest import VideoPreprocessOptions
+from megatron_ext.video.data.preprocess import main, parse_options
+from megatron_ext.video.data.shards import ShardWriter
+from tests.video.data.making import CODEC, FLAGS, PLAN, TEXT, pictures, write_folder, write_gif
+
+ROOT = Path(__file__).resolve().parents[3]
+TOOL = ROOT / "tools" / "preprocess_video.py"
+
+
+def make_clips(folder: Path, count: int = 6) -> Path:
+    rows = []
+    for i in range(count):
+        write_gif(folder / f"{i}.gif", pictures(9, first=i % 7))
+        rows.append({"path": f"{i}.gif", "text": f"a bar {i}"})
+    (folder / "l.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "l.jsonl"
+
+
+def flags(source: Path, output: Path, *more: str) -> list[str]:
+    return [
+        *("--input", str(source), "--output", str(output), "--buckets", PLAN.as_json()),
+        *FLAGS, *more,
+    ]  # fmt: skip
+
+
+def run(source: Path, output: Path, *more: str) -> int:
+    return main(flags(source, output, *more))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files of a dataset, which no run may leave different."""
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != ".lock"}
+
+
+def test_the_number_of_processes_and_threads_changes_no_byte(tmp_path: Path) -> None:
+    source = make_clips(tmp_path)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        assert run(source, tmp_path / "one", "--clips-per-shard=2") == 0
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(threads)
+    assert run(source, tmp_path / "two", "--clips-per-shard=2", "--workers=2") == 0
+    one, two = contents(tmp_path / "one"), contents(tmp_path / "two")
+    assert one == two and len([name for name in one if name.endswith(".bin")]) == 3 * 7 + 2
+
+
+def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_killed_run_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = make_clips(tmp_path, 40)
+    output, more = tmp_path / "killed", "--clips-per-shard=1"
+    process = subprocess.Popen(
+        [sys.executable, str(TOOL), *flags(source, output, more)], stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    wait_for(output / "shard_00002.json", process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL and not (output / "manifest.json").exists()
+    with pytest.raises(DataError, match=r"manifest.json does not exist, so the data is not whole"):
+        ShardedVideos(output)
+    (output / "shard_00039_latents.writing.77.bin").write_bytes(b"of another killed run")
+    assert run(source, output, more) == 0
+    said = capsys.readouterr().err
+    found = re.search(r"(\d+) of 40 shards were finished before", said)
+    assert found is not None and 3 <= int(found[1]) < 40
+    assert run(source, tmp_path / "whole", more) == 0
+    assert contents(output) == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "marker", "no clips"])
+def test_shards_that_are_not_whole_are_made_again(
+    tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = make_clips(tmp_path), tmp_path / "out"
+    assert run(source, output, "--clips-per-shard=2") == 0
+    before = contents(output)
+    victim, marker = output / "shard_00001_tail1.bin", output / "shard_00001.json"
+    if damage == "cut":
+        victim.write_bytes(victim.read_bytes()[:-8])
+    elif damage == "missing":
+        victim.unlink()
+    elif damage == "marker":
+        marker.unlink()
+    else:
+        found = json.loads(marker.read_text())
+        marker.write_text(json.dumps({k: v for k, v in found.items() if k != "clips"}))
+    assert run(source, output, "--clips-per-shard=2") == 0
+    assert "2 of 3 shards were finished before." in capsys.readouterr().err
+    assert contents(output) == before
+
+
+def test_finished_shards_of_other_options_are_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = make_clips(tmp_path), tmp_path / "out"
+    assert run(source, output, "--clips-per-shard=2") == 0
+    (output / "manifest.json").unlink()
+    before = contents(output)
+    for more in ("--clip-seed=7", "--storage=bfloat16", "--codec-scale=2", "--text-length=7"):
+        assert run(source, output, "--clips-per-shard=2", more) == 1
+        said = capsys.readouterr().err
+        assert "holds a dataset of other clips or options (shard_00000.json); give anoth" in said
+    write_gif(tmp_path / "3.gif", pictures(12))
+    assert run(source, output, "--clips-per-shard=2") == 1
+    assert contents(output) == before
+
+
+def test_two_runs_do_not_write_one_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = make_clips(tmp_path, 1), tmp_path / "out"
+    output.mkdir()
+    with FileLock(output / ".lock"):
+        assert run(source, output) == 1
+    assert "is being written by another run; wait for it, or give anot" in capsys.readouterr().err
+    assert run(source, output) == 0
+
+
+def test_an_output_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make_clips(tmp_path, 1)
+    (tmp_path / "file").write_text("in the way")
+    assert run(source, tmp_path / "file") == 1
+    assert re.search(r"`--output` \(.*file\) cannot be written \(", capsys.readouterr().err)
+
+
+def cut_png(path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (32, 32, 3), np.uint8)
+    Image.fromarray(noise).save(path)
+    path.write_bytes(path.read_bytes()[:60])
+
+
+def test_clips_that_turn_out_to_be_damaged_are_counted_and_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make_clips(tmp_path, 3)
+    folder = write_folder(tmp_path / "cut", pictures(5))
+    cut_png(folder / "003.png")
+    (tmp_path / "none.mp4").write_bytes(b"")
+    with open(source, "a") as stream:
+        stream.write('{"path": "cut", "text": "x"}\n{"path": "none.mp4", "text": "y"}\n')
+        stream.write('{"path": "0.gif"}\n')
+    output = tmp_path / "out"
+    assert run(source, output, "--temporal-crop=start") == 0
+    said = capsys.readouterr().err
+    assert "2 of 6 clips dropped: the clip cannot be read. First: The clip " in said
+    assert "1 of 6 clips dropped: the clip has no caption." in said
+    assert "3 clips in 1 shards, 3 dropped" in said
+    videos = ShardedVideos(output)
+    assert [videos[i].number for i in range(len(videos))] == [0, 1, 2]
+    assert videos.manifest["dropped"] == {"cannot be read": 2, "has no caption": 1}
+    dropped = [json.loads(line) for line in (output / "dropped.jsonl").read_text().splitlines()]
+    assert [d["number"] for d in dropped] == [3, 4, 5]
+    assert "cut cannot be read (" in dropped[0]["detail"]
+
+
+def test_nothing_that_can_be_decoded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cut_png(tmp_path / "a.png")
+    (tmp_path / "a.txt").write_text("noise")
+    assert run(tmp_path, tmp_path.with_name("out")) == 1
+    said = capsys.readouterr().err
+    assert re.search(
+        r"None of the 1 planned clips could be decoded; the first: The clip .*a.png", said
+    )
+    assert not (tmp_path.with_name("out") / "manifest.json").exists()
+
+
+def test_a_worker_that_is_killed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_module, "_start_worker", _die)
+    # Forked, it dies without importing torch first.
+    fork = SimpleNamespace(get_context=lambda kind: multiprocessing.get_context("fork"))
+    monkeypatch.setattr(run_module, "multiprocessing", fork)
+    assert run(make_clips(tmp_path, 2), tmp_path / "out", "--clips-per-shard=1", "--workers=2") == 1
+    assert (
+        "A worker process ended (out of memory, or killed); finished sh" in capsys.readouterr().err
+    )
+
+
+def _die(*given: Any) -> None:
+    os._exit(9)
+
+
+def test_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output, add = make_clips(tmp_path), tmp_path / "out", ShardWriter.add
+
+    def interrupt(writer: ShardWriter, sample: Any, bucket: int) -> None:
+        if sample.number == 4:
+            raise KeyboardInterrupt
+        add(writer, sample, bucket)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "add", interrupt)
+        assert run(source, output, "--clips-per-shard=2") == 130
+    assert "Interrupted; finished shards are kept, so run the same c" in capsys.readouterr().err
+    assert not list(output.glob("*.writing.*")) and not (output / "shard_00002_text.idx").exists()
+    assert run(source, output, "--clips-per-shard=2") == 0
+    assert "2 of 3 shards were finished before." in capsys.readouterr().err
+
+
+def test_manifest_says_what_made_the_data(tmp_path: Path) -> None:
+    source, output = make_clips(tmp_path), tmp_path / "out"
+    plan = '--buckets={"32px": {"5": 1.0}}'
+    assert run(source, output, plan, "--reference-lengths", "1", "--storage=bfloat16") == 0
+    videos = ShardedVideos(output)
+    manifest = videos.manifest
+    assert manifest["plan"] == {"32px": {"5": [1.0, None]}}
+    assert manifest["buckets"][0]["micro_batch_size"] is None
+    assert manifest["references"] == ["head1", "tail1"] and manifest["storage"] == "bfloat16"
+    assert manifest["codec"]["codec_spatial"] == CODEC.codec_spatial
+    assert manifest["text_encoder"]["length"] == TEXT.text_length == manifest["text_length"]
+    assert videos[0].latents.dtype == torch.bfloat16 == videos.null_text[0].dtype
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--workers=0"], r"`--workers` \(0\) must be at least 1"),
+        (["--clips-per-shard=0"], r"`--clips-per-shard` \(0\) must be at least 1"),
+        (["--storage=int8"], r"`--storage` \(int8\) must be one of float32, bfloat16"),
+        (["--buckets=/none.json"], r"`--buckets` \(/none.json\) must be JSON or a file with it"),
+        (["--buckets={}"], r"is empty: it must hold a bucket with a probability above 0"),
+        (["--codec=/none"], r"must be `patch` or a local folder|must be left out with `codec`"),
+        (["--text-encoder=t5"], r"`text_encoder` \(t5\) must be hashed, t5-clip or umt5"),
+        (["--reference-lengths", "0"], r"`--reference-lengths` \(0\) must be at least 1"),
+        (["--colour"], r"Unrecognized arguments: --colour; see --help"),
+        (["--workers=many"], r"Argument --workers: invalid int value: 'many'; see --help"),
+        (["--reference-lengths", "9"], r"`reference_lengths` \(9\) must be less than the latent"),
+    ],
+)
+def test_bad_flags_end_before_anything_is_written(
+    more: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make_clips(tmp_path, 1)
+    assert run(source, tmp_path / "out", *more) == 2
+    assert re.search(sentence, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"32px": {"5": 0.5}}')
+    options = parse_options(flags(tmp_path, tmp_path, "--buckets", str(tmp_path / "plan.json")))
+    assert options.plan.as_dict() == {"32px": {"5": [0.5, None]}}
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"`--device` \(cuda\) needs a GPU that torch finds; use"):
+        VideoPreprocessOptions("in", "out", PLAN, device="cuda")

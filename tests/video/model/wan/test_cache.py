@@ -1,0 +1,302 @@
+"""The cache: streaming equals the dense masked forward, and its bookkeeping."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ext.errors import CheckpointError, ConfigError, DataError
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.config.wan import SIZES
+from megatron_ext.video.model.wan.attention import FrameWindow
+from megatron_ext.video.model.wan.cache import CachePass, CacheShape, KVCache
+from tests.ranks import ranks
+from tests.video.model.wan.problem import (
+    CAUSAL,
+    Problem,
+    frames_of,
+    largest,
+    new_cache,
+    one,
+    plain_of,
+    stream,
+)
+
+WINDOWS = [(3, 12, 3), (3, 12, 0), (3, 6, 3), (3, 6, 0), (2, 9, 3), (3, 14, 4)]
+
+
+@pytest.mark.parametrize("sizes", WINDOWS, ids=str)
+@ranks()
+def test_criterion_2_streaming_equals_the_dense_masked_forward(
+    context: ParallelContext, sizes: tuple[int, int, int]
+) -> None:
+    """36 frames through a cache of 12 or fewer; plain torch makes the dense mask itself."""
+    window = FrameWindow(*sizes)
+    options = dataclasses.replace(CAUSAL, window=window)
+    problem = Problem(options=options, frames=36, batch=1)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        chunk = one(problem, context, dtype)
+        inputs = problem.inputs(dtype=dtype)
+        double = {k: v.double() for k, v in inputs.items()}
+        want = plain_of(chunk)(**double, rule=problem.rule)
+        cache = new_cache(chunk, problem)
+        assert cache.capacity_frames == window.window < problem.frames
+        assert largest(stream(chunk, cache, inputs, window.block), want) < tolerance
+        assert largest(chunk(**inputs), want) < tolerance
+        assert cache.end == 36 and len(cache.frames) == window.window
+
+
+@pytest.mark.parametrize("capacity", [30, 33])
+@ranks()
+def test_criterion_2_with_room_for_a_chunk(context: ParallelContext, capacity: int) -> None:
+    """Several blocks in one pass, and more frames than the cache holds, also give the same."""
+    problem = Problem(frames=42, batch=1)
+    chunk, inputs = one(problem, context, torch.float64), problem.inputs(dtype=torch.float64)
+    want = chunk(**inputs).detach()
+    cache = new_cache(chunk, problem, chunk_frames=21, capacity_frames=capacity)
+    assert largest(stream(chunk, cache, inputs, 3), want) < 1e-12
+    held = cache.frames
+    assert held == (0, 1, 2, *range(42 - capacity + 3, 42))
+    cache.reset()
+    assert largest(stream(chunk, cache, inputs, 21), want) < 1e-12
+    cache.reset()
+    assert largest(stream(chunk, cache, inputs, 42), want) < 1e-12
+    assert cache.frames == held
+
+
+@ranks()
+def test_criterion_3_what_is_not_seen_changes_nothing(context: ParallelContext) -> None:
+    """In one layer, through the cache: the frames before the window, exactly."""
+    problem = Problem(sizes=dataclasses.replace(SIZES["tiny"], num_blocks=1), frames=18, batch=1)
+    chunk, inputs = one(problem, context), problem.inputs()
+    base = stream(chunk, new_cache(chunk, problem, chunk_frames=18), inputs, 3)
+    for frame, changed in ((0, range(18)), (4, range(3, 12)), (10, range(9, 18))):
+        moved = dict(inputs, x=inputs["x"].clone())
+        moved["x"][:, frame] += 1
+        got = stream(chunk, new_cache(chunk, problem, chunk_frames=18), moved, 3)
+        difference = (got - base).abs().amax(dim=(0, 2, 3, 4))
+        assert difference.nonzero().flatten().tolist() == list(changed)
+
+
+def snapshot(cache: KVCache) -> dict[int, torch.Tensor]:
+    """Keys and values of all blocks by frame."""
+    return {
+        f: torch.stack([x[cache.slot_of(f)] for x in (*cache.keys, *cache.values)]).clone()
+        for f in cache.frames
+    }
+
+
+@ranks()
+def test_criterion_4_repeating_a_forward_rewrites_its_block_only(context: ParallelContext) -> None:
+    problem = Problem(frames=24, batch=1)
+    chunk, inputs = one(problem, context), problem.inputs()
+    cache = new_cache(chunk, problem, chunk_frames=6)
+    other = problem.inputs(1)
+    sinks = None
+    with torch.no_grad():
+        for first in range(0, 24, 3):
+            chunk(**frames_of(inputs, first, 3), cache=cache)
+            pointers, before = (cache.global_end, cache.local_end, cache.frames), snapshot(cache)
+            assert pointers[0] == (first + 3) * 8
+            chunk(**frames_of(other, first, 3), cache=cache)
+            after = snapshot(cache)
+            assert pointers == (cache.global_end, cache.local_end, cache.frames)
+            changed = [f for f in after if not torch.equal(after[f], before[f])]
+            assert changed == [first, first + 1, first + 2]
+            sinks = sinks or [after[f] for f in range(3)]
+            assert all(torch.equal(after[f], sink) for f, sink in enumerate(sinks))
+        # A block further back, which is still held.
+        chunk(**frames_of(inputs, 18, 3), cache=cache)
+        changed = [f for f, kv in snapshot(cache).items() if not torch.equal(kv, after[f])]
+        assert changed == [18, 19, 20] and cache.end == 24
+
+
+@ranks()
+def test_criterion_4_a_pass_that_does_not_update_writes_nothing(context: ParallelContext) -> None:
+    problem = Problem(frames=15, batch=1)
+    chunk, inputs = one(problem, context), problem.inputs()
+    cache = new_cache(chunk, problem, chunk_frames=6)
+    stream(chunk, cache, {**inputs, "x": inputs["x"][:, :12]}, 3)
+    before, end = snapshot(cache), cache.end
+    new = chunk(**frames_of(inputs, 12, 3), cache=cache, update_cache=False)
+    again = chunk(**frames_of(problem.inputs(1), 9, 3), cache=cache, update_cache=False)
+    (new + again).sum().backward()
+    after = snapshot(cache)
+    assert cache.end == end and after.keys() == before.keys()
+    assert all(torch.equal(after[f], kv) for f, kv in before.items())
+    want = chunk(**inputs).detach()
+    assert largest(new, want[:, 12:]) < 1e-5
+
+
+@ranks()
+def test_a_failed_pass_leaves_the_cache_as_it_was(context: ParallelContext) -> None:
+    problem = Problem(frames=6, batch=1)
+    chunk, inputs = one(problem, context), problem.inputs()
+    cache = new_cache(chunk, problem)
+    want = stream(chunk, cache, inputs, 3)
+    cache.reset()
+    stream(chunk, cache, {**inputs, "x": inputs["x"][:, :3]}, 3)
+    before = snapshot(cache)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    hook = chunk.blocks["1"].register_forward_pre_hook(fail)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="out of memory"):
+        chunk(**frames_of(inputs, 3, 3), cache=cache)
+    hook.remove()
+    assert cache.frames == (0, 1, 2) and cache.end == 3
+    assert all(torch.equal(kv, before[f]) for f, kv in snapshot(cache).items())
+    assert torch.equal(stream(chunk, cache, inputs, 3, start=3), want[:, 3:])
+
+
+@ranks()
+def test_criterion_8_too_small_a_capacity_is_refused(context: ParallelContext) -> None:
+    """One block less than window + chunk - block, in words; and in use (guards trap 5)."""
+    problem = Problem(frames=42, batch=1)
+    chunk, inputs = one(problem, context), problem.inputs()
+    for chunk_frames, needed in ((18, 27), (21, 30)):
+        message = (
+            rf"`capacity_frames` \({needed - 3}\) must be {needed} or more: window \(12\) \+ chunk "
+            rf"\({chunk_frames}\) - block \(3\)"
+        )
+        with pytest.raises(ConfigError, match=message):
+            new_cache(chunk, problem, chunk_frames=chunk_frames, capacity_frames=needed - 3)
+    with pytest.raises(ConfigError, match=r"`chunk_frames` \(20\) must be a positive multiple of"):
+        new_cache(chunk, problem, chunk_frames=20)
+    cache = new_cache(chunk, problem, chunk_frames=18)
+    want = stream(chunk, cache, inputs, 3)
+    assert cache.capacity_frames == 27
+    # The first block of an 18-frame chunk can be run again at its end, one before it cannot.
+    got = chunk(**frames_of(inputs, 24, 3), cache=cache, update_cache=False)
+    assert largest(got, want[:, 24:27]) < 1e-5
+    message = r"`capacity_frames` \(27\) must be 30 or more to run frame 21 again after frame 41"
+    with pytest.raises(ConfigError, match=message):
+        chunk(**frames_of(inputs, 21, 3), cache=cache)
+
+
+@ranks()
+def test_frames_out_of_order_are_refused(context: ParallelContext) -> None:
+    problem = Problem(frames=24, batch=1)
+    chunk, inputs = one(problem, context), problem.inputs()
+    cache = new_cache(chunk, problem)
+    with pytest.raises(DataError, match=r"`first_frame` \(3\) must not exceed the frame at which"):
+        chunk(**frames_of(inputs, 3, 3), cache=cache)
+    cache.skip_to(9)
+    message = "frame 9 sees frame 2, which is not in the cache; it stands at frame 9 and holds noth"
+    with pytest.raises(DataError, match=message):
+        chunk(**frames_of(inputs, 9, 3), cache=cache)
+    cache.reset()
+    chunk(**frames_of(inputs, 0, 3), cache=cache)
+    cache.skip_to(9)
+    chunk(**frames_of(inputs, 9, 3), cache=cache)
+    assert cache.frames == (0, 1, 2, 9, 10, 11)
+    with pytest.raises(DataError, match="frame 6 lies before frame 9, from which on the cache was"):
+        chunk(**frames_of(inputs, 6, 3), cache=cache)
+    with pytest.raises(ConfigError, match="stands at frame 12 and cannot skip back to frame 9"):
+        cache.skip_to(9)
+
+
+@ranks()
+def test_criterion_15_a_new_sequence_knows_nothing_of_the_old(context: ParallelContext) -> None:
+    problem = Problem(frames=18)
+    chunk, inputs = one(problem, context), problem.inputs()
+    fresh = stream(chunk, new_cache(chunk, problem), inputs, 3)
+    cache = new_cache(chunk, problem)
+    stream(chunk, cache, problem.inputs(1), 3)
+    assert cache.memo.is_filled and cache.end == 18
+    cache.reset()
+    assert not cache.memo.is_filled
+    assert (cache.global_end, cache.local_end, cache.frames) == (0, 0, ())
+    assert torch.equal(stream(chunk, cache, inputs, 3), fresh)
+
+
+@ranks()
+def test_a_stored_cache_goes_on_as_the_first(context: ParallelContext) -> None:
+    """Bit for bit, also after the weights have changed: text too stays as it was made (trap 6)."""
+    problem = Problem(frames=24)
+    chunk, inputs = one(problem, context), problem.inputs()
+    cache = new_cache(chunk, problem)
+    stream(chunk, cache, {**inputs, "x": inputs["x"][:, :18]}, 3)
+    state = copy.deepcopy(cache.state_dict())
+    with torch.no_grad():
+        for parameter in chunk.parameters():
+            parameter.mul_(1.1)
+    want = stream(chunk, cache, inputs, 3, start=18)
+    other = new_cache(chunk, problem)
+    stream(chunk, other, problem.inputs(1), 3)
+    other.load_state_dict(state)
+    assert torch.equal(stream(chunk, other, inputs, 3, start=18), want)
+    assert other.frames == cache.frames and other.end == cache.end
+    larger = new_cache(chunk, problem, chunk_frames=6)
+    with pytest.raises(CheckpointError, match=r"holds 2 blocks of \[12, 8, 2, 4, 16\], but this"):
+        larger.load_state_dict(state)
+
+
+def small_cache(window: FrameWindow, capacity: int, chunk: int) -> KVCache:
+    """One number for each frame."""
+    return KVCache(
+        window,
+        CacheShape(1, 1, 1, 1, 1),
+        capacity_frames=capacity,
+        chunk_frames=chunk,
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sink=st.integers(0, 5),
+    past=st.integers(0, 5),
+    block=st.integers(1, 3),
+    chunk_blocks=st.integers(1, 3),
+    spare=st.integers(0, 4),
+    moves=st.lists(st.integers(0, 6), min_size=1, max_size=30),
+)
+def test_whatever_is_run_again_the_frames_seen_are_the_last_written(
+    sink: int, past: int, block: int, chunk_blocks: int, spare: int, moves: list[int]
+) -> None:
+    """Any order of new blocks and blocks of the newest chunk, against a list of all frames."""
+    window = FrameWindow(block, sink + past + block, sink)
+    chunk = chunk_blocks * block
+    cache = small_cache(window, window.capacity_for(chunk) + spare, chunk)
+    written: list[float] = []
+    for number, move in enumerate(moves):
+        back = min(move, chunk_blocks, len(written) // block) * block
+        first = len(written) - back
+        values = [float(100 * number + i) for i in range(block)]
+        reading = CachePass(cache, first, block, updates=True)
+        got = {f: float(k) for f, (k, _) in zip(reading.past, reading.past_key_values(0))}  # noqa: B905
+        seen = [f for part in window.visible(first) for f in part if f < first]
+        assert got == {f: written[f] for f in seen}
+        new = torch.tensor(values, dtype=torch.float64).view(block, 1, 1, 1, 1)
+        reading.record(0, new, -new)
+        reading.finish()
+        written[first : first + block] = values
+        assert cache.end == len(written)
+        assert len(cache.frames) == min(len(written), cache.capacity_frames)
+        keys = {f: float(cache.keys[0][cache.slot_of(f)]) for f in cache.frames}
+        assert keys == {f: written[f] for f in cache.frames}
+        assert keys == {f: -float(cache.values[0][cache.slot_of(f)]) for f in cache.frames}
+
+
+def test_trap_10_its_sizes_come_from_the_model() -> None:
+    shape = CacheShape(num_blocks=2, tokens=8, batch=3, num_heads=4, head_dim=16)
+    cache = KVCache(
+        FrameWindow(),
+        shape,
+        capacity_frames=12,
+        chunk_frames=3,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    assert len(cache.keys) == len(cache.values) == 2
+    assert cache.keys[0].shape == (12, 8, 3, 4, 16)
+    assert cache.num_bytes == 2 * 2 * 12 * 8 * 3 * 64 * 2

@@ -1,0 +1,88 @@
+"""A tiny MMDiT on any layout, ready to be sampled from."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.module import Float16Module
+
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
+from megatron_ext.video.config.mmdit import SIZES
+from megatron_ext.video.config.run import FlowConfig
+from megatron_ext.video.data.codecs import build_codec
+from megatron_ext.video.data.text_encoders import build_text_encoder
+from megatron_ext.video.model.mmdit.inputs import MMDiTOptions
+from megatron_ext.video.sampling.flow import GuidanceConfig, SamplingConfig
+from megatron_ext.video.sampling.requests import ClipRequest, SampleShape
+from megatron_ext.video.sampling.velocity import ParallelVelocity, forward_engine
+from tests.video.model.mmdit.problem import Problem, build
+
+SHAPE = SampleShape(num_frames=9, height=32, width=32, fps=8)
+CODEC = build_codec(CodecConfig(codec_spatial=4, codec_temporal=4, codec_channels=4))
+ENCODER = build_text_encoder(
+    TextEncoderConfig(text_length=8, text_width=32, pooled_width=16),
+)
+FLOW = FlowConfig()
+SAMPLING = SamplingConfig(num_steps=3, guidance=GuidanceConfig(text_scale=2.0, image_scale=1.5))
+SEED = 11
+LATENT = (3, 8, 8)
+NUM_IMAGE, NUM_TEXT = 48, 8
+
+I2V = dataclasses.replace(SIZES["tiny"], cond_embed=True)
+
+
+def velocity_on(
+    context: ParallelContext,
+    sizes: Any = I2V,
+    *,
+    schedule: str | None = None,
+    options: MMDiTOptions | None = None,
+    sequence_parallel: bool = False,
+    guidance: float | None = None,
+    bf16: bool = False,
+) -> ParallelVelocity:
+    """The model of the names' weights on these ranks, with a condition branch that counts."""
+    problem = Problem(
+        sizes=sizes, options=options or MMDiTOptions(), sequence_parallel=sequence_parallel,
+        schedule=schedule,
+    )  # fmt: skip
+    config, chunks = build(problem, context)
+    for chunk in chunks:
+        move_off_zero(chunk)
+    wrapped: list[Any] = list(chunks)
+    if bf16:
+        config.bf16, config.pipeline_dtype = True, torch.bfloat16
+        wrapped = [Float16Module(config, chunk) for chunk in wrapped]
+    ddp = [
+        DistributedDataParallel(
+            config=config,
+            ddp_config=DistributedDataParallelConfig(),
+            module=chunk,
+            pg_collection=context.pgs,
+        )
+        for chunk in wrapped
+    ]
+    engine = forward_engine(ddp, config, context)
+    return ParallelVelocity(engine, ddp, context, patch_size=2, guidance=guidance)
+
+
+def move_off_zero(chunk: torch.nn.Module) -> None:
+    """The zero-initialised branch of the condition, the same on all ranks that hold it."""
+    for name, parameter in chunk.named_parameters():
+        if "cond_in" in name:
+            generator = torch.Generator().manual_seed(len(name))
+            parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+
+def requests_with(reference: Path | None, count: int = 3) -> list[ClipRequest]:
+    """Prompts; the middle one has a reference."""
+    texts = ["a red square moves left", "a blue disc", "a green ring moves up", "nothing", "two"]
+    asked = [ClipRequest(text) for text in texts[:count]]
+    if reference is not None:
+        asked[1] = ClipRequest(texts[1], str(reference), "i2v_head")
+    return asked

@@ -1,0 +1,263 @@
+"""Clips of every layout against those that plain sampling on one process gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.grid import Layout
+from megatron_ext.video.config.mmdit import SIZES
+from megatron_ext.video.data.clips import Clip, decode
+from megatron_ext.video.data.conditions import Text, condition
+from megatron_ext.video.model.mmdit.inputs import MMDiTOptions
+from megatron_ext.video.model.tokens import pack, position_ids, unpack
+from megatron_ext.video.sampling.flow import (
+    GuidanceConfig,
+    References,
+    SamplingConfig,
+    initial_noise,
+    sample,
+    times,
+)
+from megatron_ext.video.sampling.generate import generate, generate_latents
+from megatron_ext.video.sampling.requests import ClipRequest, encode_requests
+from tests.ranks import ranks, run_on_ranks
+from tests.video.model.mmdit.problem import gathered_weights, plain_model
+from tests.video.sampling.problem import (
+    CODEC,
+    ENCODER,
+    FLOW,
+    I2V,
+    LATENT,
+    SAMPLING,
+    SEED,
+    SHAPE,
+    requests_with,
+    velocity_on,
+)
+
+TOLERANCE = 1e-5
+
+
+def layout_of(sizes: dict[str, int], schedule: str | None = None) -> Layout:
+    tp, pp, cp, dp = (sizes.get(name, 1) for name in ("tp", "pp", "cp", "dp"))
+    return Layout(
+        world_size=tp * pp * cp * dp,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        virtual_pipeline_model_parallel_size=sizes.get("vpp"),
+        v_shape=schedule == "zb-v",
+    )
+
+
+def clips_of(context: ParallelContext, asked: list[ClipRequest], **changes: Any) -> Tensor | None:
+    """Pixels on the reporting rank."""
+    settings = changes.pop("settings", {})
+    arguments = {"sampling": SAMPLING, "seed": SEED, "batch_size": 2, "shape": SHAPE, **changes}
+    is_reporting = context.is_reporting_rank
+    return generate(
+        velocity_on(context, **settings),
+        asked,
+        codec=CODEC if is_reporting else None,
+        text_encoder=ENCODER if is_reporting else None,
+        flow=FLOW,
+        context=context,
+        **arguments,
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("reference") / "start.png"
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 48, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+def plainly(context: ParallelContext, asked: list[ClipRequest], path: Path) -> None:
+    """No rank, no pipeline, no batches: `sample` with a model in plain torch, clip by clip."""
+    chunks = [chunk.module for chunk in velocity_on(context).chunks]
+    plain = plain_model(gathered_weights(chunks), I2V)
+
+    def velocity(x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor) -> Tensor:
+        ids = position_ids(LATENT, 2).expand(len(x), -1, -1)
+        none = torch.zeros(len(x), text.size(1), 3, dtype=torch.int64)
+        double = (v.double() for v in (x, text, pooled, cond))
+        x, text, pooled, cond = double
+        return plain(x, ids, text, none, t, pooled, cond=cond)
+
+    encoded = encode_requests(asked, SHAPE, CODEC, ENCODER)
+    noise = initial_noise(SEED, len(asked), encoded.latent_shape)
+    clips = []
+    for i in range(len(asked)):
+        one = slice(i, i + 1)
+        given = encoded.references
+        clips.append(
+            sample(
+                velocity,
+                Text(encoded.text.sequence[one], encoded.text.pooled[one]),
+                encoded.null,
+                noise[one],
+                patch_size=2,
+                flow=FLOW,
+                sampling=SAMPLING,
+                references=given and References(given.latents[one], given.masks[one]),
+            )
+        )
+    torch.save(CODEC.decode(torch.cat(clips)), path)
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory, reference: Path) -> Tensor:
+    path = tmp_path_factory.mktemp("truth") / "clips.pt"
+    arguments = {"asked": requests_with(reference), "path": path}
+    run_on_ranks(plainly, layout_of({}), arguments)
+    found: Tensor = torch.load(path)
+    return found
+
+
+def compare(
+    context: ParallelContext, asked: list[ClipRequest], want: Tensor, settings: dict[str, Any]
+) -> None:
+    found = clips_of(context, asked, settings=settings)
+    assert (found is not None) == context.is_reporting_rank
+    if found is not None:
+        assert found.shape == want.shape and found.dtype == torch.float32
+        errors = [float((a - b).norm() / b.norm()) for a, b in zip(found, want, strict=True)]
+        assert max(errors) < TOLERANCE
+
+
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "one": ({}, {}),
+    "tp2 sp": ({"tp": 2}, {"sequence_parallel": True}),
+    "pp2 zb-v": ({"pp": 2, "vpp": 2}, {"schedule": "zb-v"}),
+    "cp2": ({"cp": 2}, {}),
+    "cp2 a2a": ({"cp": 2}, {"options": MMDiTOptions(cp_comm_type="a2a")}),
+    "dp2": ({"dp": 2}, {}),
+    "dp4": ({"dp": 4}, {}),
+    "tp2 pp2 vpp2": ({"tp": 2, "pp": 2, "vpp": 2}, {"schedule": "interleaved"}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_criterion_21_every_layout_gives_the_clips_of_one_process(
+    name: str, truth: Tensor, reference: Path
+) -> None:
+    """With 8 text and 48 image tokens two context-parallel ranks hold 20 and 28 image tokens."""
+    sizes, settings = LAYOUTS[name]
+    arguments = {"asked": requests_with(reference), "want": truth, "settings": settings}
+    run_on_ranks(compare, layout_of(sizes, settings.get("schedule")), arguments)
+
+
+@ranks()
+def test_criterion_21_clips_are_seeded_and_references_exact(
+    context: ParallelContext, reference: Path
+) -> None:
+    asked = requests_with(reference)
+    first = clips_of(context, asked)
+    torch.rand(5)
+    again = clips_of(context, asked, batch_size=2)
+    other = clips_of(context, asked, seed=SEED + 1)
+    assert first is not None and again is not None and other is not None
+    assert torch.equal(first, again)
+    assert not torch.allclose(first[0], other[0], atol=1e-2)
+    start = decode(Clip(str(reference), ""), 0, 1, 1, (32, 32))[None]
+    # The first latent frame stands for the first frame of the clip alone.
+    seen = CODEC.decode(CODEC.encode(start))[0, :, 0]
+    for clips in (first, other):
+        assert torch.allclose(clips[1, :, 0], seen, atol=1e-6)
+        assert not torch.allclose(clips[0, :, 0], seen, atol=1e-2)
+
+
+PLAIN = GuidanceConfig(1.0, 1.0, oscillate_text=False, oscillate_image=False)
+
+
+@ranks(cp=2)
+def test_criterion_21_scales_of_1_follow_the_conditional_prediction(
+    context: ParallelContext, reference: Path
+) -> None:
+    """Euler's method with the captions and references alone; the references stay to the bit."""
+    velocity = velocity_on(context)
+    encoded = encode_requests(requests_with(reference), SHAPE, CODEC, ENCODER)
+    sampling = SamplingConfig(num_steps=3, guidance=PLAIN)
+    found = generate_latents(
+        velocity, encoded, flow=FLOW, sampling=sampling, seed=SEED, context=context, batch_size=3
+    )
+    given = encoded.references
+    assert given is not None
+    cond = pack(condition(given.latents, given.masks), 2)
+    x = pack(initial_noise(SEED, 3, encoded.latent_shape), 2)
+    steps = times(FLOW, 3, LATENT, 2).tolist()
+    for now, after in zip(steps, steps[1:], strict=False):
+        t = torch.full((3,), now)
+        text = encoded.text
+        x = x + (after - now) * velocity.of_shape(LATENT)(x, t, text.sequence, text.pooled, cond)
+    if context.is_reporting_rank:
+        assert found is not None
+        kept = given.masks[:, None, :, None, None].expand_as(found)
+        assert torch.equal(found[kept], given.latents[kept])
+        assert torch.allclose(found[~kept], unpack(x, LATENT, 2)[~kept], rtol=1e-5, atol=1e-5)
+
+
+@ranks(dp=3)
+def test_fewer_prompts_than_replicas(context: ParallelContext) -> None:
+    asked = requests_with(None, 5)
+    five = clips_of(context, asked)
+    one = clips_of(context, asked[:1])
+    four = clips_of(context, asked[:4], batch_size=1)
+    if context.is_reporting_rank:
+        assert five is not None and one is not None and four is not None
+        assert torch.allclose(one, five[:1], atol=1e-5)
+        assert torch.allclose(four, five[:4], atol=1e-5)
+
+
+@ranks(pp=2)
+def test_bad_input_is_refused_on_every_rank(context: ParallelContext, tmp_path: Path) -> None:
+    missing = [ClipRequest("a", str(tmp_path / "none.mp4"), "i2v_head")]
+    with pytest.raises(DataError, match=r"^The clip \S*none\.mp4 cannot be read"):
+        clips_of(context, missing)
+    with pytest.raises(DataError, match="no prompt to sample from"):
+        clips_of(context, [])
+    with pytest.raises(ConfigError, match=r"`batch_size` \(0\) must be at least 1"):
+        clips_of(context, requests_with(None), batch_size=0)
+    with pytest.raises(ConfigError, match=r"number of frames \(8\) must be a multiple"):
+        clips_of(context, requests_with(None), shape=dataclasses.replace(SHAPE, num_frames=8))
+    # The widths of the text are not those of the model.
+    narrow = {"settings": {"sizes": SIZES["small"]}}
+    with pytest.raises(DataError, match="but the model takes"):
+        clips_of(context, requests_with(None), **narrow)
+
+
+@ranks(pp=2)
+def test_a_reference_for_a_model_without_condition_is_refused(
+    context: ParallelContext, reference: Path
+) -> None:
+    settings = {"sizes": SIZES["tiny"]}
+    with pytest.raises(ConfigError, match="built without `cond_embed` and would ignore it"):
+        clips_of(context, requests_with(reference), settings=settings)
+    found = clips_of(context, requests_with(None), settings=settings)
+    assert (found is not None) == context.is_reporting_rank
+
+
+@ranks(dp=2)
+def test_failures_of_the_reporting_rank_are_those_of_every_rank(
+    context: ParallelContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Tensor:
+        raise MemoryError("16 TiB")
+
+    for owner, name, what in ((ENCODER, "encode", "Encoding"), (CODEC, "decode", "Decoding")):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, broken)
+            with pytest.raises(DataError, match=rf"^{what} the .* \(MemoryError\('16 TiB'\)"):
+                clips_of(context, requests_with(None))

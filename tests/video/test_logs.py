@@ -1,0 +1,153 @@
+"""What video runs report: losses by time and mode, rates, and validation."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from megatron_ext.train.reporting.files import _plot_losses
+from megatron_ext.train.run import Run
+from megatron_ext.video.config.run import MODES, ConditionConfig
+from megatron_ext.video.data.conditions import draw_modes
+from megatron_ext.video.data.randomness import draw_uniforms
+from megatron_ext.video.data.step_loader import EVALUATION_SEED
+from megatron_ext.video.loss import QUARTERS
+from tests.video.clips import LONG, SHORT, Rows, steps, train, write_clips
+from tests.video.record import record_steps, recorded_steps
+
+CONDITIONS = ConditionConfig(
+    i2v_head_weight=1, i2v_tail_weight=0, i2v_loop_weight=0, v2v_head_weight=8, v2v_frames=3
+)
+WORDS = (
+    "--i2v-head-weight 1 --i2v-tail-weight 0 --i2v-loop-weight 0 --v2v-head-weight 8 "
+    "--v2v-frames 3 --seed 4 --train-iters 8"
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Clips of which only the longer ones hold a piece of three frames."""
+    folder = tmp_path_factory.mktemp("logs") / "clips"
+    return write_clips(folder, {SHORT: 16, LONG: 16}, lengths=(1, 3))
+
+
+@pytest.fixture(scope="module")
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Rows, Path]:
+    """Rows of the log, and what the run was given."""
+    save = tmp_path_factory.mktemp("logs") / "run"
+    rows = steps(data, save, WORDS, prepare=partial(record_steps, folder=save / "steps"))
+    return rows, save / "steps"
+
+
+def test_losses_by_time_and_mode_sum_up_to_the_loss(run: tuple[Rows, Path]) -> None:
+    """Weighted by their tokens; what no clip of a step had is absent."""
+    rows, folder = run
+    for step, batches in recorded_steps(folder).items():
+        weights: dict[str, float] = defaultdict(float)
+        for batch in batches:
+            tokens = batch["weights"].sum(dim=1).tolist()
+            for time, mode, count in zip(batch["times"], batch["modes"], tokens, strict=True):
+                weights[f"loss {QUARTERS[min(int(time * 4), 3)]}"] += count
+                weights[f"loss {MODES[mode]}"] += count
+        row = rows[step - 1]
+        if step == 2:
+            continue  # Its row counts the first step once more, as Megatron-LM's log does.
+        assert {name for name in row if name.startswith("loss ")} == set(weights)
+        for names in (QUARTERS, MODES):
+            parts = [f"loss {name}" for name in names if f"loss {name}" in weights]
+            total = sum(weights[part] * row[part] for part in parts)
+            mean = total / sum(weights[part] for part in parts)
+            assert math.isclose(mean, row["loss"], rel_tol=1e-6), (step, names)
+
+
+def test_trap_7_short_clips_do_not_take_modes_from_later_ones(run: tuple[Rows, Path]) -> None:
+    """Modes are drawn as the weights say in each step, after steps of clips too short for some."""
+    rows, folder = run
+    given = recorded_steps(folder)
+    frames = []
+    for step, row in enumerate(rows, 1):
+        t = int(given[step][0]["img_ids"][..., 0].max()) + 1
+        frames.append(t)
+        samples = range(8 * (step - 1), 8 * step)
+        drawn = draw_modes(CONDITIONS, t, draw_uniforms(4, samples, "condition"))
+        assert torch.equal(torch.cat([batch["modes"] for batch in given[step]]), drawn)
+        if step > 2:
+            assert ("loss v2v_head" in row) == (t == 5)
+    assert 5 in frames[frames.index(3) :]
+
+
+def test_rates(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], run: tuple[Rows, Path]
+) -> None:
+    rows, _ = run
+    for row in rows[2:]:
+        seconds = row["seconds_per_iteration"]
+        assert math.isclose(row["train/throughput"], 8 / seconds, rel_tol=1e-9)
+        tokens = row["tokens_per_second"] * seconds
+        assert any(math.isclose(tokens, 8 * n, rel_tol=1e-9) for n in (8 + 48, 8 + 80))
+        assert row["train/loss"] == row["loss"]
+    steps(data, tmp_path, f"{WORDS} --train-iters 1 --lr-warmup-iters 0")
+    (line,) = (line for line in capfd.readouterr().out.splitlines() if "iteration" in line)
+    assert "videos/s:" in line and "tokens/s:" in line
+
+
+def _count_clips(run: Run, folder: Path) -> None:
+    """Write down which clips each evaluation goes through."""
+    (source,) = run.valid_sources
+    next_step = source.next_step
+
+    def counted(num_microbatches: int) -> Any:
+        batches: Any = next_step(num_microbatches)
+        images = torch.cat([batch.targets.velocity.sum((1, 2)) for batch in batches])
+        torch.save(images, folder / f"{len(list(folder.iterdir()))}.pt")
+        return batches
+
+    source.next_step = counted  # type: ignore[method-assign]
+
+
+def test_validation_goes_through_the_whole_split_with_the_same_noise(
+    clips: Path, valid: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Weights that stay give the same loss each time; what fills no step is left out."""
+    folder = tmp_path / "seen"
+    folder.mkdir()
+    words = (
+        f"--video-valid-path {valid} --eval-iters 1 --eval-interval 2 --lr 0 --train-iters 4 "
+        "--i2v-loop-weight 0.01"
+    )
+    rows = train(clips, tmp_path / "run", words, prepare=partial(_count_clips, folder=folder))
+    found = [row for row in rows if row["kind"] == "evaluation"]
+    assert [row["iteration"] for row in found] == [2, 4, 4]
+    losses = [{k: v for k, v in row.items() if k.startswith("loss")} for row in found]
+    assert losses[0] == losses[1] == losses[2] and 1 < losses[0]["loss"] < 4
+    seen = [torch.load(folder / f"{i}.pt") for i in range(6)]
+    assert torch.equal(torch.cat(seen[:2]), torch.cat(seen[2:4]))
+    assert torch.equal(torch.cat(seen[:2]), torch.cat(seen[4:]))
+    assert len(torch.unique(torch.cat(seen[:2]))) == 16
+    # Decisions follow from a clip's number: those of the split are 0 to 7 and 8 to 15.
+    uniforms = draw_uniforms(1234 + EVALUATION_SEED, range(16), "condition")
+    modes = draw_modes(ConditionConfig(i2v_loop_weight=0.01), 3, uniforms)
+    reported = {name.removeprefix("loss ") for name in losses[0]} & set(MODES)
+    assert reported == {MODES[mode] for mode in modes.tolist()} != set(MODES[:4])
+    printed = capfd.readouterr().out
+    assert "validation loss at iteration 2 | loss value:" in printed and "PPL" not in printed
+
+
+def test_the_picture_shows_the_validation() -> None:
+    """By the name of the run's own loss."""
+    train_rows = [
+        {"kind": "train", "iteration": i, "loss": 1.0 / i, "loss_scale": 1} for i in (1, 2)
+    ]
+    evaluations = [{"kind": "evaluation", "split": "validation", "iteration": 2, "loss": 0.7}]
+    axes = Figure().subplots()
+    _plot_losses(axes, train_rows, evaluations, [])
+    lines = {str(line.get_label()): line for line in axes.get_lines()}
+    assert list(lines) == ["loss, training", "loss, validation"]
+    assert list(lines["loss, validation"].get_ydata()) == [0.7]

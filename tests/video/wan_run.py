@@ -1,0 +1,147 @@
+"""A step of flow matching with a video DiT, by the program and in plain torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ext.layers.initialization import shards_of
+from megatron_ext.train.run import Run
+from megatron_ext.video.config.rules import VIDEO_DIT_DEFAULTS
+from megatron_ext.video.config.run import FlowConfig
+from megatron_ext.video.config.wan import SIZES
+from megatron_ext.video.data.randomness import draw_noise, draw_normals, draw_uniforms
+from megatron_ext.video.model.tokens import pack, unpack
+from megatron_ext.video.sampling.samples import velocity_of
+from pretrain_video import FLOW_OF_DIT
+from tests.training_runs import train_on_ranks
+from tests.video.clips import CHANNELS, SHORT, SIDE, TEXT, WIDTH, Rows, clip
+from tests.video.model.wan.names import Tensors, to_parallel
+from tests.video.model.wan.problem import plain_model
+
+SIZES_OF_CLIPS = dataclasses.replace(SIZES["tiny"], channels=CHANNELS, text_width=WIDTH)
+FRAMES, PATCH, SEED = 3, 2, 5
+FLAGS = (
+    "--video-dit-size tiny --no-zero-head --train-iters 1 --lr 1e-3 --lr-warmup-iters 0 "
+    f"--micro-batch-size 2 --global-batch-size 4 --log-interval 1 --num-workers 0 --seed {SEED} "
+    "--text-dropout 0.5 --flow-shift 3"
+).split()
+WINDOW = (1, 2, 1)
+KINDS = {
+    "video-dit": "--video-model video-dit",
+    "causal": "--video-model causal-video-dit --frame-block 1 --window-frames 2 --sink-frames 1",
+}
+KINDS["independent"] = KINDS["causal"] + " --independent-block-timesteps"
+
+
+def train(data: Path, save: Path, words: str, *, ranks: int = 1, **options: Any) -> Rows:
+    """All rows of ``metrics.jsonl`` after a run, which must not fail."""
+    flags = [*FLAGS, "--video-data-path", str(data), *words.split()]
+    options = {"task": FLOW_OF_DIT, "defaults": VIDEO_DIT_DEFAULTS, **options}
+    code, rows = train_on_ranks(flags, ranks=ranks, save=save, **options)
+    assert code == 0
+    return rows
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What plain torch gives in double precision."""
+
+    weights: Tensors
+    loss: float
+    gradients: Tensors
+    predicted: Tensor
+
+
+def record(run: Run, path: Path) -> None:
+    """Write down the weights that a run on one rank starts from, and the clips of its step."""
+    plan: Any = run.train_source
+    (chunk,) = run.chunks
+    torch.save(
+        {
+            "weights": {s.name: s.tensor.detach().clone() for s in shards_of(chunk.module)},
+            "steps": [(x.clips, list(x.samples)) for x in plan.video_plan.microbatches(0, 0, 0)],
+        },
+        path,
+    )
+
+
+def check_run(run: Run, truth: Truth, tolerance: float) -> None:
+    """Let each rank compare weights and predictions before the step, and its gradients in it."""
+    for chunk in run.chunks:
+        for shard in shards_of(chunk.module):
+            assert torch.equal(shard.tensor, shard.cut(truth.weights[shard.name])), shard.name
+    velocity = velocity_of(run).of_shape((FRAMES, SIDE, SIDE))
+    predicted = velocity(*(x.float() for x in sampling_inputs()))
+    error = (predicted - truth.predicted).norm() / truth.predicted.norm()
+    assert predicted.dtype is torch.float32 and float(error) <= tolerance
+
+    def compare() -> None:
+        for chunk in run.chunks:
+            held = list(shards_of(chunk.module, lambda p: p.main_grad))
+            assert len(held) == len(list(chunk.module.parameters()))
+            for shard in held:
+                want = shard.cut(truth.gradients[shard.name])
+                error = float((shard.tensor.double() - want).norm()) / float(want.norm())
+                assert error <= tolerance, f"{shard.name}: {error:.2e}"
+
+    run.runner.observer = compare
+
+
+def truth_of(recorded: dict[str, Any], kind: str) -> Truth:
+    """The same step in plain torch."""
+    model = plain_model(recorded["weights"], SIZES_OF_CLIPS)
+    rule = None if kind == "video-dit" else WINDOW
+    losses = []
+    for clips, samples in recorded["steps"]:
+        inputs, velocity = microbatch(clips, samples, per_block=kind == "independent")
+        flow = model(**inputs, rule=rule)
+        losses.append((flow - velocity).square().mean())
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    wanted = to_parallel(gradients, SIZES_OF_CLIPS)
+    x, times, text, *_ = sampling_inputs()
+    latents = unpack(x, (FRAMES, SIDE, SIDE), PATCH).transpose(1, 2)
+    timesteps = 1000 * times[:, None].expand(-1, FRAMES)
+    with torch.no_grad():
+        flow = model(x=latents, timesteps=timesteps, text=text, rule=rule)
+    predicted = pack(flow.transpose(1, 2), PATCH)
+    return Truth(recorded["weights"], float(loss.detach()), wanted, predicted)
+
+
+def sampling_inputs() -> list[Tensor]:
+    """Tokens, times and text of two clips, and what a video DiT does not look at."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).double()
+
+    tokens = normal(2, FRAMES * (SIDE // PATCH) ** 2, CHANNELS * PATCH**2)
+    times = torch.tensor([0.2, 0.9], dtype=torch.float64)
+    return [tokens, times, normal(2, TEXT, WIDTH), normal(2, 1), normal(2, 1)]
+
+
+def microbatch(
+    clips: Sequence[int], samples: Sequence[int], *, per_block: bool
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Inputs of the network and the velocity, by the formulas; frames before channels."""
+    given = [clip(SHORT, number) for number in clips]
+    x0 = torch.stack([sample.latents for sample in given]).double()
+    noise = draw_noise(SEED, samples, (CHANNELS, FRAMES, SIDE, SIDE)).double()
+    u = draw_normals(SEED, samples, "timestep", FRAMES).double()
+    logistic = torch.sigmoid(u if per_block else u[:, :1].expand(-1, FRAMES))
+    t = 3 * logistic / (1 + 2 * logistic)
+    spread, left = t[:, None, :, None, None], FlowConfig().sigma_min
+    x_t = (1 - spread) * x0 + (spread + left * (1 - spread)) * noise
+    dropped = draw_uniforms(SEED, samples, "text dropout") < 0.5
+    text = torch.stack([sample.text for sample in given]).double()
+    text[dropped] = 0.0
+    inputs = {"x": x_t.transpose(1, 2), "timesteps": 1000 * t, "text": text}
+    return inputs, ((1 - left) * noise - x0).transpose(1, 2)
