@@ -85,25 +85,6 @@ def documents_of_positions(position_ids: Tensor) -> Tensor:
     return (position_ids == 0).long().cumsum(dim=1) - 1
 
 
-def documents_of_lengths(cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> Tensor:
-    """Number of the document that each position of a packed row belongs to.
-
-    Args:
-        cu_seqlens: cumulative lengths of the documents, from 0, ``[n + 1]`` int.
-        cu_seqlens_padded: of the documents with their padding, likewise.
-
-    Returns:
-        ``[1, s]`` int64, counted from 0; -1 where a document is padded.
-    """
-    device = cu_seqlens.device
-    position = torch.arange(int(cu_seqlens_padded[-1]), device=device)
-    document = torch.repeat_interleave(
-        torch.arange(cu_seqlens.numel() - 1, device=device), cu_seqlens_padded.diff()
-    )
-    inside = position - cu_seqlens_padded[document] < cu_seqlens.diff()[document]
-    return torch.where(inside, document, -1).unsqueeze(0)
-
-
 def document_attention_mask(documents: Tensor) -> Tensor:
     """Causal mask that also stops at document ends.
 

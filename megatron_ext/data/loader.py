@@ -10,13 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from megatron_ext.data.epochs import StepPlan, StepSampler
-from megatron_ext.data.step_loader import (
-    MappingLoader,
-    RandomSampler,
-    SequentialSampler,
-    StepLoader,
-)
+from megatron_ext.data.samplers import RandomSampler, SequentialSampler, StepPlan, StepSampler
+from megatron_ext.data.step_loader import MappingLoader, StepLoader
 from megatron_ext.errors import DataError, loader_ends_with_parent
 from megatron_ext.parallel.context import mtp_rank
 
@@ -26,24 +21,17 @@ if TYPE_CHECKING:
 
 
 def stage_reads_data(config: RunConfig, context: ParallelContext) -> bool:
-    """Whether this pipeline stage needs batches.
+    """Tell whether this pipeline stage needs batches.
 
     The first stage needs the ids, the last one the labels, and multi-token prediction both; the
-    other ones only when attention must stop at document ends, whose mask is made from the ids.
+    others need them only where attention stops at document ends, whose mask is made from the ids.
     """
-    if context.pp_rank == mtp_rank(config):
-        return True
-    masks = config.data.reset_attention_mask or packs_documents(config)
-    return context.is_first_stage or context.is_last_stage or masks
-
-
-def packs_documents(config: RunConfig) -> bool:
-    """Whether rows hold conversations side by side, known by their positions."""
-    return config.sft.sft and config.sft.sft_batching != "padded"
+    ends = context.is_first_stage or context.is_last_stage
+    return ends or context.pp_rank == mtp_rank(config) or config.data.reset_attention_mask
 
 
 def reads_dataset(config: RunConfig, context: ParallelContext) -> bool:
-    """Whether this rank opens the dataset; its tensor-parallel peers receive from it."""
+    """Tell whether this rank opens the dataset; its tensor-parallel peers receive from it."""
     return stage_reads_data(config, context) and context.tp_rank == 0
 
 
@@ -125,7 +113,8 @@ def build_source(
     """
     plan: StepPlan | None = getattr(dataset, "plan", None)
     first_step = 0 if plan is None else _steps_done(config, consumed_samples)
-    if not stage_reads_data(config, context):
+    packs = plan is not None and plan.packs_documents
+    if not packs and not stage_reads_data(config, context):
         return BatchSource(None, None, plan, first_step, whole_epochs=full_epoch)
     if not full_epoch:
         _draw_as_loaders_do()
@@ -151,11 +140,11 @@ def build_source(
         (micro_batch_size, config.model.seq_length),
         device,
         mask_documents_at=eod if config.data.reset_attention_mask else None,
-        documents_by_position=packs_documents(config),
+        documents_by_position=packs,
         mtp_depths=config.model.mtp_num_layers or 0,
         reduction=config.loss.loss_reduction,
         ignore_index=config.loss.ignore_index,
-        with_sample_ids=config.sft.sft,
+        with_sample_ids=plan is not None,
     )
     return BatchSource(loader, length, plan, first_step, whole_epochs=full_epoch)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ext.data.indexed_writer import IndexedWriter
-from tests.data import tiny
-from tests.data.sft import tiny as chats
+from tests.text import tiny
+from tests.text.sft import tiny as chats
 from tests.video.clips import IMAGE, LONG, SHORT, write_clips
 from tests.video.streaming.runs import write_prompts
 

@@ -1,17 +1,27 @@
-"""Batches against megatron-core's own per-sample masks and against shifts written by hand."""
+"""Batches against megatron-core's masks, shifts written by hand, and weights sample by sample."""
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+from torch import Tensor
 
 from megatron_ext.data.batch import (
     Batch,
     document_attention_mask,
+    documents_of_positions,
     documents_of_tokens,
+    reduced_weights,
     shift_left,
     with_mtp_targets,
+    with_reduced_weights,
 )
+from megatron_ext.data.step_loader import StepLoader
+from megatron_ext.parallel.context import ParallelContext
+from tests.ranks import ranks
 
 EOD = 7
 
@@ -41,3 +51,103 @@ def test_shift_left_leaves_its_input_alone() -> None:
     row = torch.tensor([[1, 2, 3]])
     assert shift_left(row).tolist() == [[2, 3, 0]]
     assert row.tolist() == [[1, 2, 3]]
+
+
+WEIGHTS = torch.tensor([[1.0, 1, 0, 1, 1, 1, 0, 0], [0.0, 0, 0, 0, 1, 0, 0, 0]])
+POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0], [0, 1, 2, 0, 1, 2, 3, 4]])
+COUNTS = [3, 2, 1]
+"""Targets of the samples that have any: two of the first row, one of the second."""
+
+DENOMINATORS = {"token": 6.0, "sample": 3.0, "square": sum(math.sqrt(n) for n in COUNTS)}
+
+
+def documents() -> Tensor:
+    return documents_of_positions(POSITIONS)
+
+
+@pytest.mark.parametrize("reduction", DENOMINATORS)
+def test_weights_add_up_to_targets_samples_or_square_roots(
+    reduction: str,
+) -> None:
+    total = reduced_weights(WEIGHTS, documents(), reduction).sum()
+    assert float(total) == pytest.approx(DENOMINATORS[reduction], rel=1e-6)
+
+
+@pytest.mark.parametrize(("reduction", "exponent"), [("sample", 1.0), ("square", 0.5)])
+def test_every_token_weighs_what_its_sample_says(reduction: str, exponent: float) -> None:
+    found = reduced_weights(WEIGHTS, documents(), reduction)
+    for row, starts in ((0, [(0, 4), (4, 7)]), (1, [(0, 3), (3, 8)])):
+        for first, end in starts:
+            part = WEIGHTS[row, first:end]
+            share = part / max(1.0, float(part.sum())) ** exponent
+            assert torch.allclose(found[row, first:end], share, rtol=1e-6)
+
+
+def test_a_row_is_a_sample_where_documents_do_not_end() -> None:
+    found = reduced_weights(WEIGHTS, None, "sample")
+    assert torch.allclose(found.sum(dim=1), torch.ones(2))
+
+
+def test_fractional_weights_of_the_data_count_as_parts_of_targets() -> None:
+    found = reduced_weights(0.5 * WEIGHTS, documents(), "sample")
+    assert torch.allclose(found, reduced_weights(WEIGHTS, documents(), "sample"))
+
+
+def test_padding_belongs_to_no_sample() -> None:
+    padded = documents().masked_fill(WEIGHTS == 0, -1)
+    found = reduced_weights(WEIGHTS, padded, "square")
+    assert float(found.sum()) == pytest.approx(DENOMINATORS["square"], rel=1e-6)
+
+
+def test_rows_without_targets_weigh_nothing() -> None:
+    for reduction in DENOMINATORS:
+        found = reduced_weights(torch.zeros_like(WEIGHTS), documents(), reduction)
+        assert not found.any()
+
+
+def test_prediction_depths_are_calibrated_by_themselves() -> None:
+    ids = torch.zeros_like(POSITIONS)
+    fewer = torch.tensor([[1.0, 0, 0, 1, 1, 0, 0, 0], [0.0] * 8])
+    found = with_reduced_weights(
+        Batch(ids, ids, WEIGHTS, POSITIONS, mtp_labels=(ids,), mtp_loss_weights=(fewer,)),
+        documents(),
+        "sample",
+    )
+    assert float(found.loss_weights.sum()) == pytest.approx(3)
+    assert float(found.mtp_loss_weights[0].sum()) == pytest.approx(2)
+
+
+@pytest.mark.parametrize("reduction", ["token", "sample"])
+@ranks()
+def test_ignored_labels_weigh_nothing_at_any_depth(
+    context: ParallelContext, reduction: str
+) -> None:
+    labels = torch.tensor([[5, 7, 7, 2, 9, 7]])
+    sample = {
+        "tokens": torch.arange(6)[None],
+        "labels": labels,
+        "position_ids": torch.arange(6)[None],
+        "loss_mask": torch.tensor([[1.0, 1, 1, 1, 1, 0]]),
+    }
+
+    def first(ignore_index: int) -> tuple[list[float], list[float]]:
+        loader = StepLoader(
+            iter([sample]),
+            context,
+            (1, 6),
+            torch.device("cpu"),
+            mtp_depths=1,
+            reduction=reduction,
+            ignore_index=ignore_index,
+        )
+        (batch,) = loader.next_step(1)
+        return batch.loss_weights[0].tolist(), batch.mtp_loss_weights[0][0].tolist()
+
+    each = 1 if reduction == "token" else 1 / 3
+    of_depth = 1 if reduction == "token" else 1 / 2
+    assert first(7) == (
+        pytest.approx([each, 0, 0, each, each, 0]),
+        pytest.approx([0, 0, of_depth, of_depth, 0, 0]),
+    )
+    whole = 1 if reduction == "token" else 1 / 5
+    assert first(-100)[0] == pytest.approx([whole] * 5 + [0])

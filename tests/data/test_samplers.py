@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from megatron_ext.data.step_loader import RandomSampler, SequentialSampler
+from megatron_ext.data.samplers import RandomSampler, SequentialSampler
 from megatron_ext.errors import DataError
 
 

@@ -23,8 +23,8 @@ from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.manifest import read_manifest
 from megatron_ext.video.data.shards import write_json
 from megatron_ext.video.data.text_models import load
-from tests.data.sft.tiny import tokenizer
-from tests.data.tiny import hf_folder
+from tests.text.sft.tiny import tokenizer
+from tests.text.tiny import hf_folder
 from tests.training_runs import TINY, mock_data
 from tests.video.data.making import write_vaes
 from tests.video.data.test_shards import MANIFEST

@@ -17,7 +17,7 @@ from megatron_ext.errors import DataError
 from megatron_ext.losses.vocabulary import VocabularyHead
 from megatron_ext.text.sft.dataset import SftDataset, build_splits
 from megatron_ext.text.tokenizers import build_tokenizer
-from tests.data.sft import tiny
+from tests.text.sft import tiny
 from tests.training.test_sft import MODEL
 from tests.training_runs import train_on_ranks, training_rows
 

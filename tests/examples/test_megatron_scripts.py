@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ext.data.indexed_writer import IndexedWriter
 from tests.config.test_cli import FP8, GPT3, LLAMA3, MIXTRAL
-from tests.data import tiny
+from tests.text import tiny
 from tests.training_runs import train_on_ranks, training_rows
 
 SMALL = (

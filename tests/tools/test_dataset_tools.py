@@ -20,8 +20,8 @@ from megatron_ext.errors import DataError
 from megatron_ext.text.data.inspect import inspect_dataset
 from megatron_ext.text.preprocess.options import TokenizerFlags
 from megatron_ext.text.tokenizers import build_tokenizer
-from tests.data import tiny
-from tests.data.preprocess.truth import read_pair
+from tests.text import tiny
+from tests.text.preprocess.truth import read_pair
 
 
 def write(prefix: Path, lengths: list[int], *, first: int = 0) -> Path:

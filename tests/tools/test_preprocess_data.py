@@ -18,8 +18,8 @@ import pytest
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.preprocess.cli import main, parse_options
 from megatron_ext.text.preprocess.options import TokenizerFlags
-from tests.data import tiny
-from tests.data.preprocess.truth import read_pair, write_expected
+from tests.text import tiny
+from tests.text.preprocess.truth import read_pair, write_expected
 
 TOOL = tiny.ROOT / "tools" / "preprocess_data.py"
 

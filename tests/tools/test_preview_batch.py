@@ -24,7 +24,7 @@ from megatron_ext.train.main import pretrain
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
 from pretrain_gpt import task_of
-from tests.data.sft.tiny import tokenizer
+from tests.text.sft.tiny import tokenizer
 from tools.preview_batch import main
 
 MODEL = (

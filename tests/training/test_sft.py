@@ -17,7 +17,7 @@ from megatron_ext.errors import ConfigError, DataError, MegatronExtError
 from megatron_ext.text.sft.dataset import SftDataset, build_splits, prepare_sft
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.train.preflight import preflight
-from tests.data.sft import tiny
+from tests.text.sft import tiny
 from tests.training_runs import train_on_ranks, training_rows
 
 MODEL = (

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.sft import tiny
 from tests.host_syncs import READ, record_steps
+from tests.text.sft import tiny
 from tests.training.test_sft import MODEL, batching
 from tests.training_runs import train_on_ranks
 

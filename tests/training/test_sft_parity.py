@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.sft import tiny
+from tests.text.sft import tiny
 from tests.training.test_sft import MODEL
 from tools.parity import main
 

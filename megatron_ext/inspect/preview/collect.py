@@ -22,12 +22,12 @@ from torch.utils.data import Dataset
 
 from megatron_ext.data.batch import Batch
 from megatron_ext.data.loader import BatchSource, build_source, reads_dataset
+from megatron_ext.data.samplers import Ints
 from megatron_ext.device import Device, select
 from megatron_ext.errors import ConfigError
 from megatron_ext.inspect.preview.origins import Drawn, Numbered, Origin, Origins
 from megatron_ext.parallel.context import ParallelContext, init_groups
 from megatron_ext.parallel.grid import Layout
-from megatron_ext.text.sft.packing import Ints
 from megatron_ext.train.batch_size import BatchSize, number_of_iterations
 from megatron_ext.train.setup import split_sizes
 from megatron_ext.train.totals import count_targets

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_ext.data.batch import documents_of_tokens
+from megatron_ext.data.samplers import Ints
 from megatron_ext.inspect.preview.collect import Floats, Row
 from megatron_ext.inspect.preview.origins import Origin
-from megatron_ext.text.sft.packing import Ints
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from megatron_ext.train.preflight import preflight
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
-    from megatron_ext.text.sft.packing import Ints
+    from megatron_ext.data.samplers import Ints
     from megatron_ext.text.tokenizers.base import Tokenizer
     from megatron_ext.train.task import Task
 

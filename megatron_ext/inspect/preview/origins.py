@@ -10,9 +10,8 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from megatron_ext.data.epochs import StepPlan
+from megatron_ext.data.samplers import Ints, StepPlan
 from megatron_ext.text.sft.dataset import SftDataset
-from megatron_ext.text.sft.packing import Ints
 
 
 @dataclass(frozen=True)

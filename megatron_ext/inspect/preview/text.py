@@ -29,7 +29,7 @@ from megatron_ext.inspect.preview.collect import Floats, Row
 from megatron_ext.inspect.preview.documents import Document, documents_of
 
 if TYPE_CHECKING:
-    from megatron_ext.text.sft.packing import Ints
+    from megatron_ext.data.samplers import Ints
     from megatron_ext.text.tokenizers.base import Tokenizer
 
 LONGEST = 8

@@ -19,18 +19,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from megatron_ext.data.epochs import (
-    BudgetEpochs,
-    Epochs,
-    PackedEpochs,
-    PaddedEpochs,
-    StepPlan,
-    shuffled,
-)
+from megatron_ext.data.samplers import Epochs, Ints, StepPlan, shuffled
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.data.gpt import Datasets, split_bounds
 from megatron_ext.text.sft.chat import build_chat
-from megatron_ext.text.sft.packing import CostModel, Ints
+from megatron_ext.text.sft.epochs import BudgetEpochs, PackedEpochs, PaddedEpochs
+from megatron_ext.text.sft.packing import CostModel
 from megatron_ext.text.sft.preprocess import open_stores
 from megatron_ext.text.sft.rows import Truncation, kept_tokens, lay_out, pad_id_of, shift
 from megatron_ext.text.sft.store import SftStore
@@ -191,7 +185,12 @@ def plan_steps(config: RunConfig, lengths: Ints, *, seed: int | None) -> StepPla
             seed,
             multiple=stages if interleaved else 1,
         )
-    return StepPlan(epochs, micro_batch_size, _identity(config, lengths, seed))
+    return StepPlan(
+        epochs,
+        micro_batch_size,
+        _identity(config, lengths, seed),
+        packs_documents=config.sft.sft_batching != "padded",
+    )
 
 
 def _identity(config: RunConfig, lengths: Ints, seed: int | None) -> str:

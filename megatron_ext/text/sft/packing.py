@@ -1,7 +1,7 @@
 """Dynamic packing: which samples share a row, and which rows a data-parallel rank computes.
 
 Everything here is a function of the samples' lengths, in integers and with no communication, so
-that all ranks find the same plan.
+that all ranks find the same rows.
 """
 
 from __future__ import annotations
@@ -12,23 +12,20 @@ from dataclasses import dataclass
 from math import gcd
 
 import numpy as np
-import torch
-from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
+from numpy.typing import ArrayLike
 
-from megatron_ext.data.batch import documents_of_lengths
+from megatron_ext.data.samplers import Ints, Row
 from megatron_ext.errors import ConfigError, DataError
 
-Ints = NDArray[np.int64]
-Row = list[int]  # sample numbers; ``[]`` is a row of padding only
-
-EVEN_ENOUGH = 1000  # no more swaps when the busiest rank is less than 1/1000 above the mean
+EVEN_ENOUGH = 1000
+"""Rows are swapped no more once the busiest rank is less than 1/1000 above the mean."""
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Compute of a document of L tokens, ``linear * L + quadratic * L**2``, in integers: their
-    sums do not depend on the order of adding, and so not on the machine.
+    """The compute of a document of L tokens, ``linear * L + quadratic * L**2``.
+
+    It is counted in integers, whose sums depend neither on the order of adding nor on the machine.
     """
 
     linear: int
@@ -47,7 +44,7 @@ class CostModel:
         num_layers: int = 1,
         vocab_size: int = 0,
     ) -> CostModel:
-        """From the sizes of a transformer, in multiply-adds of a forward pass.
+        """Return the cost in multiply-adds of a forward pass of a transformer.
 
         A layer takes ``h d (n + 2 g) + n d h`` for attention's projections and ``2 h f`` (gated:
         ``3 h f``) for the MLP per token, and ``n d L`` per token for scores and values, of which
@@ -70,23 +67,18 @@ class CostModel:
         return cls(linear // common, quadratic // common)
 
     def of_documents(self, lengths: ArrayLike) -> Ints:
-        """Cost of each document, ``[n]`` from ``[n]`` tokens."""
+        """Return the cost of each document, ``[n]`` from ``[n]`` tokens."""
         sizes = np.asarray(lengths, dtype=np.int64)
         return sizes * (self.linear + self.quadratic * sizes)
 
 
 def cost(lengths_in_row: ArrayLike, model: CostModel) -> int:
-    """Estimated compute of a packed row: its documents do not attend to each other."""
+    """Return the compute of a packed row, whose documents do not attend to each other."""
     return int(model.of_documents(lengths_in_row).sum())
 
 
-def padded_lengths(lengths: ArrayLike, multiple: int) -> Ints:
-    """Lengths rounded up, ``[n]``; context parallelism cuts documents into ``2 * cp`` parts."""
-    return -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
-
-
 def pack(lengths: ArrayLike, capacity: int) -> list[Row]:
-    """First-fit decreasing: each sample, longest first, into the first row that has room.
+    """Put each sample, longest first, into the first row that has room (first-fit decreasing).
 
     At most 11/9 of the fewest possible rows plus 6/9 (Dósa 2007). Rows with room for the current
     length are kept in a heap by number; lengths only fall, so that a row re-enters the heap at
@@ -125,7 +117,7 @@ def pack(lengths: ArrayLike, capacity: int) -> list[Row]:
 
 
 def fitting_lengths(lengths: ArrayLike, capacity: int) -> Ints:
-    """Lengths ``[n]`` of samples that rows of ``capacity`` tokens can hold.
+    """Return the lengths ``[n]`` of samples after a check that each fits a row.
 
     Raises:
         DataError: a sample is empty, or longer than a row.
@@ -145,14 +137,14 @@ def fitting_lengths(lengths: ArrayLike, capacity: int) -> Ints:
 
 
 def balance(costs: ArrayLike, num_ranks: int) -> list[list[int]]:
-    """Deals the rows of one step to ranks: equally many for each, and about the same cost.
+    """Deal the rows of one step to ranks: equally many for each, and about the same cost.
 
     Costliest first to the cheapest rank that has room (Graham 1969), then swaps between the
     busiest rank and another as long as one lowers the higher of the two. `small_ends` orders the
     rows of all ranks alike, for ranks that meet in every micro-batch (expert parallelism).
 
     Returns:
-        for each rank, positions in ``costs [rows]`` in the order of its micro-batches.
+        For each rank, positions in ``costs [rows]`` in the order of its micro-batches.
 
     Raises:
         ConfigError: the rows cannot be dealt equally.
@@ -169,7 +161,7 @@ def balance(costs: ArrayLike, num_ranks: int) -> list[list[int]]:
 
 
 def _deal(weights: Ints, num_groups: int, most: int) -> list[list[int]]:
-    """Longest processing time first, into groups of at most ``most`` members."""
+    """Deal members, costliest first, to the cheapest of the groups with fewer than ``most``."""
     groups: list[list[int]] = [[] for _ in range(num_groups)]
     loads = [(0, group) for group in range(num_groups)]
     for member in np.argsort(-weights, kind="stable").tolist():
@@ -181,7 +173,7 @@ def _deal(weights: Ints, num_groups: int, most: int) -> list[list[int]]:
 
 
 def _swap_rows(ranks: Ints, weights: Ints) -> None:
-    """Swaps entries of ``ranks [ranks, rows]`` in place; the sum of squared loads always falls."""
+    """Swap entries of ``ranks [ranks, rows]`` in place; the sum of squared loads always falls."""
     loads = weights[ranks].sum(axis=1)
     mean = int(loads.sum()) // len(loads)
     while True:
@@ -200,7 +192,7 @@ def _swap_rows(ranks: Ints, weights: Ints) -> None:
 
 
 def small_ends(members: Sequence[int], weights: Ints) -> list[int]:
-    """Orders micro-batches by cost, cheap ones at both ends, where pipeline stages wait."""
+    """Order micro-batches by cost, cheap ones at both ends, where pipeline stages wait."""
     rising = sorted(members, key=lambda member: (int(weights[member]), member))
     return rising[::2] + rising[1::2][::-1]
 
@@ -208,13 +200,13 @@ def small_ends(members: Sequence[int], weights: Ints) -> list[int]:
 def token_budget(
     lengths: ArrayLike, budget: int, num_ranks: int, model: CostModel
 ) -> list[list[Row]]:
-    """Deals the samples of one step to ranks and to micro-batches of at most ``budget`` tokens.
+    """Deal the samples of one step to ranks and to micro-batches of at most ``budget`` tokens.
 
     Samples are dealt to ranks by cost. The rank that needs most micro-batches sets their number,
     and every rank spreads its samples over that many; some are empty where samples do not suffice.
 
     Returns:
-        for each rank, equally many micro-batches of positions in ``lengths``.
+        For each rank, equally many micro-batches of positions in ``lengths``.
 
     Raises:
         DataError: a sample is empty, or longer than the budget.
@@ -235,51 +227,5 @@ def token_budget(
 
 
 def named(rows: list[Row], members: Sequence[int]) -> list[Row]:
-    """Rows of positions in ``members`` as rows of the members themselves."""
+    """Return rows of positions in ``members`` as rows of the members themselves."""
     return [[members[position] for position in row] for row in rows]
-
-
-@dataclass(frozen=True)
-class Boundaries:
-    """Where the documents of a packed row lie; n documents, s positions.
-
-    Attributes:
-        cu_seqlens: cumulative lengths without padding, ``[n + 1]`` int32.
-        cu_seqlens_padded: with padding, where documents begin, ``[n + 1]`` int32; ends with s.
-        position_ids: from 0 in every document, ``[1, s]`` int64.
-        documents: number of each position's document, -1 in padding, ``[1, s]`` int64.
-    """
-
-    cu_seqlens: Tensor
-    cu_seqlens_padded: Tensor
-    position_ids: Tensor
-    documents: Tensor
-
-
-def boundaries(
-    lengths_in_row: ArrayLike, *, multiple: int = 1, row_length: int | None = None
-) -> Boundaries:
-    """Document boundaries of a row, each document padded to a multiple (``2 * cp``).
-
-    What is left of ``row_length`` is one more document, of padding only, so that no kernel
-    computes it as a part of the last one. An empty row is that document alone.
-
-    Raises:
-        DataError: the padded documents are longer than the row.
-    """
-    lengths = np.asarray(lengths_in_row, dtype=np.int64)
-    padded = padded_lengths(lengths, multiple)
-    rest = 0 if row_length is None else row_length - int(padded.sum())
-    if rest < 0:
-        raise DataError(
-            f"The documents of a row have {padded.sum()} tokens (in multiples of {multiple}), but "
-            f"the row holds {row_length}; pack `padded_lengths`."
-        )
-    if rest:
-        lengths, padded = np.append(lengths, 0), np.append(padded, rest)
-    begins = padded.cumsum() - padded
-    real, whole = (
-        torch.from_numpy(np.append(0, n.cumsum()).astype(np.int32)) for n in (lengths, padded)
-    )
-    positions = torch.from_numpy(np.arange(padded.sum()) - np.repeat(begins, padded))
-    return Boundaries(real, whole, positions.unsqueeze(0), documents_of_lengths(real, whole))

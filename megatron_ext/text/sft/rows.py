@@ -13,13 +13,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import orjson
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import DataError
 from megatron_ext.text.preprocess.encode import BadLine, Encoded, Refuse, Write
 from megatron_ext.text.sft.chat import Chat, ChatTokenizer
 from megatron_ext.text.sft.conversation import Place, read_conversation
@@ -60,41 +60,6 @@ class SftRow:
     weights: NDArray[np.float32]
     position_ids: NDArray[np.int64]
     cu_seqlens: NDArray[np.int32]
-
-
-def truncate(
-    tokenized: TokenizedConversation, max_length: int, truncation: Truncation, place: Place
-) -> TokenizedConversation:
-    """Cuts a conversation to ``max_length`` tokens, mask alike.
-
-    Args:
-        tokenized: ids and mask, ``[s]``.
-        max_length: of the result, in tokens.
-        truncation: of a longer one: "error" refuses it, "left" keeps its last tokens, "right" its
-            first.
-        place: the row's, for the error.
-
-    Raises:
-        ConfigError: an unknown ``truncation``, or a ``max_length`` that leaves no label.
-        DataError: a longer conversation under "error".
-    """
-    if truncation not in get_args(Truncation):
-        allowed = ", ".join(get_args(Truncation))
-        raise ConfigError(f"truncation ({truncation!r}) must be one of {allowed}.")
-    if max_length < 2:
-        raise ConfigError(
-            f"max_length ({max_length}) must be at least 2: one token to read, one to predict."
-        )
-    length = len(tokenized.ids)
-    if length <= max_length:
-        return tokenized
-    if truncation == "error":
-        raise DataError(
-            f"{place}: the conversation has {length} tokens, more than max_length ({max_length}); "
-            "raise max_length, set truncation to left or right, or drop the row."
-        )
-    kept = kept_tokens(max_length, truncation)
-    return TokenizedConversation(tokenized.ids[kept], tokenized.mask[kept])
 
 
 def kept_tokens(max_length: int, truncation: Truncation) -> slice:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-from megatron_ext.data.epochs import shuffled
+from megatron_ext.data.samplers import shuffled
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.data.geometry import Bucket
 

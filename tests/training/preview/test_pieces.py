@@ -11,8 +11,8 @@ from megatron_ext.inspect.preview.text import Pieces, visible
 from megatron_ext.text.tokenizers.base import ByteLevelTokenizer, NullTokenizer
 from megatron_ext.text.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_ext.text.tokenizers.models import SentencePieceTokenizer
-from tests.data import tiny
-from tests.data.sft.tiny import tokenizer
+from tests.text import tiny
+from tests.text.sft.tiny import tokenizer
 
 NAN = float("nan")
 

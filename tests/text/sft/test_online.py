@@ -19,7 +19,7 @@ from megatron_ext.text.sft.chat import Chat, build_chat
 from megatron_ext.text.sft.rows import ConversationEncoder
 from megatron_ext.text.sft.store import SftStore
 from megatron_ext.text.tokenizers import build_tokenizer
-from tests.data.sft import tiny
+from tests.text.sft import tiny
 
 FORK = multiprocessing.get_context("fork")
 

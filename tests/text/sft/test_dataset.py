@@ -17,7 +17,7 @@ from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.dataset import SftDataset, build_splits, cost_model
 from megatron_ext.text.sft.masks import tokenize_conversation
 from megatron_ext.text.tokenizers import build_tokenizer
-from tests.data.sft import tiny
+from tests.text.sft import tiny
 
 ROWS = tiny.chats(40)
 BASE = (

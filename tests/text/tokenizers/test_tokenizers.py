@@ -17,7 +17,7 @@ from megatron_ext.errors import ConfigError, DataError, MegatronExtError
 from megatron_ext.text.preprocess.options import TokenizerFlags
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
-from tests.data import tiny
+from tests.text import tiny
 
 TEXTS = [text for text in tiny.HARD_TEXTS if text] + tiny.sentences()[:20]
 

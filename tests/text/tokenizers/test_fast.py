@@ -15,7 +15,7 @@ from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.text.tokenizers import fast as fast_module
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.text.tokenizers.fast import FastEncoder, InexactEngine, has_combining
-from tests.data import tiny
+from tests.text import tiny
 
 KINDS = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
 PIECES = st.sampled_from(

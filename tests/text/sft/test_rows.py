@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import DataError
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.masks import TokenizedConversation, tokenize_conversation
-from megatron_ext.text.sft.rows import SftRow, Truncation, lay_out, pad_id_of, shift, truncate
-from tests.data.sft import tiny
+from megatron_ext.text.sft.rows import SftRow, Truncation, kept_tokens, lay_out, pad_id_of, shift
+from tests.text.sft import tiny
 
 PLACE = Place("chats.parquet", 3)
 EOS = 9
 TOKENS = TokenizedConversation([10, 11, 12, 20, EOS], [0, 0, 0, 1, 1])  # p0 p1 p2 r0 r1
 
 
-def test_criterion_11_prompt_of_3_and_response_of_2_train_the_response() -> None:
+def test_the_response_is_trained_and_the_prompt_is_not() -> None:
     inputs, labels, weights = shift(*TOKENS)
     assert inputs.tolist() == [10, 11, 12, 20]
     assert labels.tolist() == [11, 12, 20, EOS]
@@ -41,35 +41,12 @@ def test_shift_needs_two_tokens_and_a_mask_of_the_same_length() -> None:
         shift([1, 2, 3], [0, 1])
 
 
-@pytest.mark.parametrize(
-    ("truncation", "ids", "mask"),
-    [("left", [12, 20, EOS], [0, 1, 1]), ("right", [10, 11, 12], [0, 0, 0])],
-)
-def test_criterion_12_truncation_keeps_exact_slices(
-    truncation: Truncation, ids: list[int], mask: list[int]
+@pytest.mark.parametrize(("truncation", "kept"), [("left", [12, 20, EOS]), ("right", [10, 11, 12])])
+def test_truncation_keeps_the_last_or_the_first_tokens(
+    truncation: Truncation, kept: list[int]
 ) -> None:
-    assert truncate(TOKENS, 3, truncation, PLACE) == (ids, mask)
-
-
-@pytest.mark.parametrize("truncation", ["error", "left", "right"])
-def test_what_fits_is_left_alone(truncation: Truncation) -> None:
-    assert truncate(TOKENS, 5, truncation, PLACE) == TOKENS
-
-
-def test_criterion_12_error_names_the_row_and_both_lengths() -> None:
-    with pytest.raises(DataError) as caught:
-        truncate(TOKENS, 4, "error", PLACE)
-    assert str(caught.value) == (
-        "chats.parquet, row 3: the conversation has 5 tokens, more than max_length (4); raise "
-        "max_length, set truncation to left or right, or drop the row."
-    )
-
-
-def test_truncation_options_are_checked() -> None:
-    with pytest.raises(ConfigError, match=r"truncation \('middle'\) must be one of error, left,"):
-        truncate(TOKENS, 5, "middle", PLACE)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"max_length \(1\) must be at least 2"):
-        truncate(TOKENS, 1, "left", PLACE)
+    assert TOKENS.ids[kept_tokens(3, truncation)] == kept
+    assert TOKENS.ids[kept_tokens(5, truncation)] == TOKENS.ids
 
 
 def test_padding_with_the_end_token_trains_the_end_token_once() -> None:

@@ -8,15 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_ext.data.epochs import (
-    BudgetEpochs,
-    Epochs,
-    PackedEpochs,
-    PaddedEpochs,
-    StepPlan,
-    StepSampler,
-)
+from megatron_ext.data.samplers import Epochs, StepPlan, StepSampler
 from megatron_ext.errors import DataError
+from megatron_ext.text.sft.epochs import BudgetEpochs, PackedEpochs, PaddedEpochs
 from megatron_ext.text.sft.packing import CostModel
 
 MODEL = CostModel(100, 1)

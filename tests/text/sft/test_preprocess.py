@@ -22,7 +22,7 @@ from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.masks import tokenize_conversation
 from megatron_ext.text.sft.store import SftStore, about_path
 from megatron_ext.text.tokenizers import build_tokenizer
-from tests.data.sft import tiny
+from tests.text.sft import tiny
 
 
 @pytest.fixture(scope="module")

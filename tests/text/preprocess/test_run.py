@@ -28,8 +28,8 @@ from megatron_ext.text.preprocess.options import PreprocessOptions, TokenizerFla
 from megatron_ext.text.preprocess.parts import Workplace
 from megatron_ext.text.preprocess.run import Report, preprocess
 from megatron_ext.text.tokenizers.fast import FastEncoder
-from tests.data import tiny
-from tests.data.preprocess.truth import read_pair, write_expected
+from tests.text import tiny
+from tests.text.preprocess.truth import read_pair, write_expected
 
 SMALL_PART = 0.01
 

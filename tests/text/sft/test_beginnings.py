@@ -12,7 +12,7 @@ from megatron_ext.text.sft.beginnings import find_beginnings, marked_source
 from megatron_ext.text.sft.chat import Template, TemplateOptions
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.masks import tokenize_conversation
-from tests.data.sft import tiny
+from tests.text.sft import tiny
 
 FAMILIES = sorted(path.stem for path in tiny.TEMPLATES.glob("*.jinja"))
 MARKED = ("chatml", "deepseek", "gemma", "llama2", "llama3", "mistral", "phi3")

@@ -11,7 +11,7 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.sft.chat import TemplateOptions
 from megatron_ext.text.sft.conversation import Conversation, Place, read_conversation
 from megatron_ext.text.sft.masks import tokenize_conversation
-from tests.data.sft import tiny
+from tests.text.sft import tiny
 
 PLACE = Place("chats.jsonl", 7)
 SYSTEM: dict[str, Any] = {"role": "system", "content": "Be kind."}

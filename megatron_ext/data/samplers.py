@@ -1,0 +1,191 @@
+"""Samplers: which samples each data-parallel rank reads in each micro-batch of a run.
+
+`SequentialSampler` and `RandomSampler` give each rank its share of every micro-batch in
+Megatron-LM's order. `StepSampler` follows a `StepPlan`, which a data set brings where its samples
+decide how many micro-batches a step has. All of them resume where a run has stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+
+from megatron_ext.errors import DataError
+
+Ints = NDArray[np.int64]
+Row = list[int]
+"""Numbers of the samples that share a row; an empty row holds padding only."""
+
+
+@dataclass(eq=False)
+class SequentialSampler(Sampler[list[int]]):
+    """Micro-batches in the order of the (already shuffled) dataset, ``--dataloader-type single``.
+
+    Attributes:
+        total_samples: length of the dataset.
+        consumed_samples: samples already used by all data-parallel ranks together.
+        micro_batch_size: samples of one micro-batch on one rank.
+
+    Raises:
+        DataError: no sample is left.
+    """
+
+    total_samples: int
+    consumed_samples: int
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
+
+    def __post_init__(self) -> None:
+        if self.consumed_samples >= self.total_samples:
+            raise DataError(
+                f"The run has consumed {self.consumed_samples} samples, but the dataset holds "
+                f"{self.total_samples}; give more data, or lower `--train-iters`."
+            )
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches left for this rank."""
+        return (self.total_samples - self.consumed_samples) // (
+            self.micro_batch_size * self.dp_size
+        )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        stride = self.micro_batch_size * self.dp_size
+        for index in range(len(self)):
+            begin = self.consumed_samples + index * stride + self.dp_rank * self.micro_batch_size
+            yield list(range(begin, begin + self.micro_batch_size))
+
+
+@dataclass(eq=False)
+class RandomSampler(Sampler[list[int]]):
+    """A new permutation for every epoch, ``--dataloader-type cyclic``; never ends.
+
+    With ``data_sharding`` each rank shuffles its own contiguous shard, otherwise all ranks deal
+    from one permutation. The seed of a permutation is the number of the epoch, as in Megatron-LM.
+    The attributes are those of `SequentialSampler`.
+
+    Raises:
+        DataError: the dataset is smaller than one micro-batch on all ranks.
+    """
+
+    total_samples: int
+    consumed_samples: int
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
+    data_sharding: bool
+
+    def __post_init__(self) -> None:
+        self._stride = self.micro_batch_size * self.dp_size
+        if self.total_samples < self._stride:
+            raise DataError(
+                f"The dataset holds {self.total_samples} samples, but one micro-batch on all "
+                f"data-parallel ranks takes {self._stride}; give more data or fewer ranks."
+            )
+
+    def _epoch_order(self, epoch: int, offset: int) -> list[int]:
+        """Return what this rank has left in an epoch after ``offset`` samples on all ranks."""
+        generator = torch.Generator().manual_seed(epoch)
+        if self.data_sharding:
+            size = (self.total_samples // self._stride) * self.micro_batch_size
+            order = torch.randperm(size, generator=generator)[offset // self.dp_size :]
+            return (order + self.dp_rank * size).tolist()
+        size = (self.total_samples // self.micro_batch_size) * self.micro_batch_size
+        order = torch.randperm(size, generator=generator)[offset:]
+        return order[self.dp_rank :: self.dp_size].tolist()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        per_epoch = self.total_samples - self.total_samples % self._stride
+        consumed = self.consumed_samples
+        while True:
+            epoch, offset = divmod(consumed, per_epoch)
+            order = self._epoch_order(epoch, offset)
+            for index in range((per_epoch - offset) // self._stride):
+                begin = index * self.micro_batch_size
+                yield order[begin : begin + self.micro_batch_size]
+            consumed = (epoch + 1) * per_epoch
+
+
+def shuffled(count: int, *seeds: int) -> Ints:
+    """Return a permutation ``[count]`` made of raw generator bits, which numpy never changes."""
+    return np.argsort(np.random.PCG64(seeds).random_raw(count), kind="stable").astype(np.int64)
+
+
+class Epochs(Protocol):
+    """The rows of each rank in each step of each epoch.
+
+    They are a function of ``(epoch, step)`` and of the data alone, with no communication, so that
+    all ranks find the same rows and a run resumes at any step.
+    """
+
+    steps_per_epoch: int
+
+    def step(self, epoch: int, step: int) -> list[list[Row]]:
+        """Return the rows ``[rank][row]`` of a step, counted within its epoch."""
+        ...
+
+
+class StepPlan:
+    """The micro-batches of a run, step by step through its epochs.
+
+    Args:
+        epochs: the rows of each step.
+        micro_batch_size: rows of one micro-batch.
+        identity: a digest of all that decides which samples a step sees; a layout does not.
+        packs_documents: a row may hold several documents, each with positions from 0, and neither
+            attention nor multi-token prediction crosses from one into the next.
+    """
+
+    def __init__(
+        self,
+        epochs: Epochs,
+        micro_batch_size: int,
+        identity: str = "",
+        *,
+        packs_documents: bool = False,
+    ) -> None:
+        self.identity, self.packs_documents = identity, packs_documents
+        self._epochs = epochs
+        self._micro_batch_size = micro_batch_size
+        self._last: tuple[int, list[list[Row]]] = (-1, [])
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Return the number of steps in an epoch."""
+        return self._epochs.steps_per_epoch
+
+    def _rows(self, step: int) -> list[list[Row]]:
+        if self._last[0] != step:
+            self._last = step, self._epochs.step(*divmod(step, self.steps_per_epoch))
+        return self._last[1]
+
+    def num_microbatches(self, step: int) -> int:
+        """Return the micro-batches of each rank in a step, counted from the start of the run."""
+        return len(self._rows(step)[0]) // self._micro_batch_size
+
+    def microbatches(self, step: int, rank: int) -> list[list[tuple[int, ...]]]:
+        """Return the sample numbers ``[micro-batch][row]`` of one data-parallel rank."""
+        rows = [tuple(row) for row in self._rows(step)[rank]]
+        size = self._micro_batch_size
+        return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+@dataclass(eq=False)
+class StepSampler(Sampler[list[tuple[int, ...]]]):
+    """The micro-batches that a plan gives one data-parallel rank, from a step on; never ends."""
+
+    plan: StepPlan
+    dp_rank: int
+    first_step: int
+
+    def __iter__(self) -> Iterator[list[tuple[int, ...]]]:
+        step = self.first_step
+        while True:
+            yield from self.plan.microbatches(step, self.dp_rank)
+            step += 1
