@@ -1,15 +1,14 @@
-"""Differences between a layout and the layout that is taken for the truth.
+"""Compares the training of a layout with that of the layout that is taken for the truth.
 
-Layouts by short names, such as ``tp2sp``, ``pp2vpp2`` or ``pp4zbh1``.
-
-Trains a few steps on forked ranks and keeps losses, norms and gradients.
+Layouts have short names, such as ``tp2sp``, ``pp2vpp2`` or ``pp4zbh1``. Each trains a few steps on
+forked ranks and keeps its losses, norms and gradients.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
@@ -62,9 +61,9 @@ class NamedLayout:
     """A layout to compare.
 
     Attributes:
-        name: as given.
-        ranks: that it takes.
-        flags: that it adds to the command line.
+        name: the name, as given.
+        ranks: number of ranks that it takes.
+        flags: flags that it adds to the command line.
     """
 
     name: str
@@ -73,11 +72,7 @@ class NamedLayout:
 
 
 def split_layouts(text: str) -> list[NamedLayout]:
-    """Read comma-separated layouts; a comma in brackets belongs to the flags there.
-
-    Raises:
-        ConfigError: a part that is not known.
-    """
+    """Read comma-separated layouts; a comma in brackets belongs to the flags there."""
     return [parse_layout(name) for name in re.split(r",(?![^\[]*\])", text) if name]
 
 
@@ -112,10 +107,10 @@ def parse_layout(name: str) -> NamedLayout:
 
 
 class GradientRecorder:
-    """Writes the gradients of each step that this rank is the one to keep.
+    """Writes the gradients of each step, of the parameters whose main copy this rank holds.
 
     Args:
-        folder: of the run.
+        folder: folder for the files.
         run: the parts of this rank's run.
     """
 
@@ -136,7 +131,7 @@ class GradientRecorder:
 
 
 def read_gradients(folder: Path, step: int) -> dict[str, Tensor]:
-    """Full gradients of one step by name, put together from all ranks' parts."""
+    """Return the full gradients of one step by name, joined from all ranks' parts."""
     full: dict[str, Tensor] = {}
     for path in sorted(folder.glob(f"gradients_{step:04d}_*.pt")):
         for name, shape, offset, part in torch.load(path, weights_only=True):
@@ -148,13 +143,12 @@ def read_gradients(folder: Path, step: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Recording:
-    """What a layout's run left behind.
+    """The record of a layout's run.
 
     Attributes:
-        layout: that was run.
-        folder: with the gradients of each step.
-        rows: of each step, with ``grad_norm`` and every loss by name.
-        padded_vocab_size: of the run.
+        folder: folder with the gradients of each step.
+        rows: one for each step, with ``grad_norm`` and every loss by name.
+        padded_vocab_size: size of the vocabulary after padding.
         failure: what went wrong, None when all went well.
     """
 
@@ -176,12 +170,12 @@ def record(
     """Train ``steps`` steps in a layout.
 
     Args:
-        task: what to train, or a function that chooses it by the configuration.
+        task: the task to train, or a function that chooses it by the configuration.
         words: the flags of the run, without its layout.
         layout: adds its own flags.
         steps: training steps.
-        folder: for what is kept.
-        device: that the ranks run on.
+        folder: folder for the record.
+        device: the device that the ranks run on.
     """
     folder.mkdir(parents=True)
     fixed = f"--train-iters {steps} --log-interval 1 --eval-iters 0 --nproc-per-node {layout.ranks}"
@@ -222,11 +216,12 @@ NOT_COMPARED = frozenset(
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Largest relative differences that pass.
+    """The largest relative differences that pass.
 
     Attributes:
-        loss: of each loss and of the gradient norm.
-        gradient: of each parameter's gradient: L2 norm of the difference over that of the truth.
+        loss: limit for each loss and for the gradient norm.
+        gradient: limit for each parameter's gradient: L2 norm of the difference over that of the
+            truth.
     """
 
     loss: float = 1e-6
@@ -235,7 +230,7 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class Difference:
-    """One value that differs."""
+    """One value that was compared, and its relative difference."""
 
     step: int
     name: str
@@ -244,12 +239,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Parity:
-    """What came out for one layout.
+    """The result for one layout.
 
     Attributes:
-        recording: of the layout.
+        recording: the record of the layout.
         loss, grad_norm, gradient: the largest difference of each kind, None where none was seen.
-        first: the first step, and in it the worst value, that is out of tolerance.
+        first: the worst value of the first step that is out of tolerance.
         problem: why the layout could not be compared.
     """
 
@@ -266,7 +261,7 @@ class Parity:
 
 
 def relative(mine: float, truth: float) -> float:
-    """Relative difference; both not finite, or both zero, is none."""
+    """Return the relative difference; 0 if both are zero, or the same non-finite value."""
     if not math.isfinite(truth) or not math.isfinite(mine):
         return 0.0 if str(mine) == str(truth) else math.inf
     if truth == 0:
@@ -275,14 +270,14 @@ def relative(mine: float, truth: float) -> float:
 
 
 def gradient_difference(mine: Tensor, truth: Tensor) -> float:
-    """L2 norm of the difference over the L2 norm of the truth."""
+    """Return the L2 norm of the difference over the L2 norm of the truth."""
     if mine.shape != truth.shape:
         return math.inf
     difference = float((mine.double() - truth.double()).norm())
     norm = float(truth.double().norm())
-    if not math.isfinite(difference):
-        return math.inf
-    return difference / norm if norm else (0.0 if difference == 0 else math.inf)
+    if difference == 0:
+        return 0.0
+    return difference / norm if norm and math.isfinite(difference) else math.inf
 
 
 def compare(mine: Recording, truth: Recording, tolerances: Tolerances) -> Parity:
@@ -297,9 +292,7 @@ def compare(mine: Recording, truth: Recording, tolerances: Tolerances) -> Parity
         )
     if problem is not None:
         return Parity(mine, problem=problem)
-    losses: list[Difference] = []
-    norms: list[Difference] = []
-    gradients: list[Difference] = []
+    losses, norms, gradients = list[Difference](), list[Difference](), list[Difference]()
     for row, want in zip(mine.rows, truth.rows, strict=True):
         step = int(row["iteration"])
         for key in sorted(want.keys() - NOT_COMPARED):
@@ -307,17 +300,15 @@ def compare(mine: Recording, truth: Recording, tolerances: Tolerances) -> Parity
             losses.append(Difference(step, key, size))
         norms.append(Difference(step, "grad_norm", relative(row["grad_norm"], want["grad_norm"])))
         gradients += _gradients(mine, truth, step)
-
-    def is_out(difference: Difference) -> bool:
-        limit = tolerances.gradient if difference in gradients else tolerances.loss
-        return difference.size > limit
-
+    out = [found for found in (*losses, *norms) if found.size > tolerances.loss]
+    out += [found for found in gradients if found.size > tolerances.gradient]
+    first_step = min((found.step for found in out), default=None)
     return Parity(
         mine,
         loss=_worst(losses),
         grad_norm=_worst(norms),
         gradient=_worst(gradients),
-        first=_first([*losses, *norms, *gradients], is_out),
+        first=_worst([found for found in out if found.step == first_step]),
     )
 
 
@@ -333,27 +324,11 @@ def _worst(differences: Sequence[Difference]) -> Difference | None:
     return max(differences, key=lambda d: d.size, default=None)
 
 
-def _first(
-    differences: Sequence[Difference], is_out: Callable[[Difference], bool]
-) -> Difference | None:
-    out = [difference for difference in differences if is_out(difference)]
-    if not out:
-        return None
-    step = min(difference.step for difference in out)
-    return _worst([difference for difference in out if difference.step == step])
-
-
 def table(results: Sequence[Parity], truth: Recording, tolerances: Tolerances) -> Table:
-    """All layouts, one on a line."""
+    """Return the table of all layouts, one on a line."""
+    columns = ("layout", "ranks", "loss", "grad norm", "gradient", "of", "", "first divergence")
     shown = Table(
-        "layout",
-        "ranks",
-        "loss",
-        "grad norm",
-        "gradient",
-        "of",
-        "",
-        "first divergence",
+        *columns,
         title=(
             f"largest relative difference to {truth.layout.name} over {len(truth.rows)} steps "
             f"(limits: {tolerances.loss:g}, gradients {tolerances.gradient:g})"

@@ -18,7 +18,8 @@ from megatron_ext.config.parser import parse_args
 from megatron_ext.data.batch import Batch
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.device import select
-from megatron_ext.inspect.preview.collect import Row, Step, collect
+from megatron_ext.inspect.preview.collect import collect
+from megatron_ext.inspect.preview.rows import Row, Step
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import pretrain
 from megatron_ext.train.preflight import preflight
@@ -335,6 +336,6 @@ def test_the_rows_are_those_of_a_run_on_a_blend(tmp_path: Path, more: str) -> No
     words = [*MODEL, *flags.split(), *more.split(), *iterations.split()]
     steps = compare(words, tmp_path, 2, 2)
     for row in (row for step in steps for row in step.rows):
-        assert row.origin is not None
+        assert row.provenance is not None
         high = bool((row.tokens[row.tokens < 500] >= 100).all())
-        assert row.origin.source == str(tmp_path / ("two" if high else "one"))
+        assert row.provenance.source == str(tmp_path / ("two" if high else "one"))

@@ -22,12 +22,13 @@ from torch.utils.data import Dataset
 
 from megatron_ext.data.batch import Batch
 from megatron_ext.data.loader import BatchSource, build_source, reads_dataset
-from megatron_ext.data.samplers import Ints
+from megatron_ext.data.samplers import Ints, StepPlan
 from megatron_ext.device import Device, select
 from megatron_ext.errors import ConfigError
-from megatron_ext.inspect.preview.origins import Drawn, Numbered, Origin, Origins
+from megatron_ext.inspect.preview.rows import Provenance, Row, Step
 from megatron_ext.parallel.context import ParallelContext, init_groups
 from megatron_ext.parallel.grid import Layout
+from megatron_ext.text.sft.dataset import SftDataset
 from megatron_ext.train.batch_size import BatchSize, number_of_iterations
 from megatron_ext.train.setup import split_sizes
 from megatron_ext.train.totals import count_targets
@@ -37,82 +38,10 @@ if TYPE_CHECKING:
     from megatron_ext.text.tokenizers.base import Tokenizer
     from megatron_ext.train.task import Task
 
-Floats = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a micro-batch; s positions, K multi-token-prediction depths.
-
-    Attributes:
-        dp_rank: that computes it.
-        microbatch: of the rank's step, from 0.
-        number: in the micro-batch, from 0.
-        tokens, labels, positions: ``[s]``.
-        weights: of the labels in the loss, after the reduction, ``[s]``.
-        samples: number of the sample at each position, -1 in padding, ``[s]``; None where a row is
-            cut from a stream of documents.
-        reaches: a position's attention reaches the position before it, ``[s]``; False at 0.
-        mtp_labels, mtp_weights: ``[K, s]``.
-        origin: of the row, where it comes from one place.
-        origins: of the row's samples, by number.
-    """
-
-    dp_rank: int
-    microbatch: int
-    number: int
-    tokens: Ints
-    labels: Ints
-    positions: Ints
-    weights: Floats
-    samples: Ints | None
-    reaches: NDArray[np.bool_]
-    mtp_labels: Ints
-    mtp_weights: Floats
-    origin: Origin | None
-    origins: dict[int, Origin]
-
-    @property
-    def size(self) -> int:
-        """Number of positions s."""
-        return len(self.tokens)
-
-    @property
-    def is_padding(self) -> NDArray[np.bool_]:
-        """``[s]``."""
-        if self.samples is None:
-            return np.zeros(self.size, dtype=np.bool_)
-        return self.samples < 0
-
-
-@dataclass(frozen=True)
-class Step:
-    """One training step on all data-parallel ranks.
-
-    Attributes:
-        iteration: from 1, as the log counts.
-        consumed: samples before it.
-        num_microbatches: of each rank.
-        rows: by rank, micro-batch and place in it.
-        targets: N, labels with a weight.
-        weight: D, the sum of their weights.
-        mtp_weights: the same of each multi-token-prediction depth.
-        cp_columns: columns of every row that each context-parallel rank keeps.
-    """
-
-    iteration: int
-    consumed: int
-    num_microbatches: int
-    rows: list[Row]
-    targets: int
-    weight: float
-    mtp_weights: list[float]
-    cp_columns: list[Ints]
-
 
 @contextmanager
 def one_process(layout: Layout) -> Iterator[ParallelContext]:
-    """Groups of this process alone, named as the last pipeline stage of a layout."""
+    """Make groups of this process alone, placed as the last pipeline stage of a layout."""
     device = select()
     if device.kind == "cpu":
         device.activate(0)
@@ -129,12 +58,12 @@ def one_process(layout: Layout) -> Iterator[ParallelContext]:
 def collect(
     config: RunConfig, task: Task, tokenizer: Tokenizer, *, first: int, count: int
 ) -> list[Step]:
-    """The batches of some steps of a run.
+    """Draw the batches of some steps of a run.
 
     Args:
         config: the resolved configuration, after the task's preflight.
-        task: of the run.
-        tokenizer: of the data.
+        task: the task of the run.
+        tokenizer: the tokenizer of the data.
         first: the first step to draw, counted from 1.
         count: steps to draw.
 
@@ -172,7 +101,7 @@ def collect(
 
 @dataclass(frozen=True)
 class _Start:
-    """Where a step begins, and its micro-batches where the batch size alone decides."""
+    """The beginning of a step, with the micro-batches that the batch size alone gives it."""
 
     iteration: int
     consumed: int
@@ -226,7 +155,7 @@ class _Replica:
     ) -> None:
         self._config, self._task, self._rank = config, task, rank
         self._context = dataclasses.replace(context, dp_rank=rank)
-        self._origins = Origins(train)
+        self._provenance = ProvenanceLookup(train)
         self._source: BatchSource = build_source(
             Numbered(train),
             config,
@@ -245,7 +174,7 @@ class _Replica:
         return usual if plan is None else plan.num_microbatches(start.iteration - 1)
 
     def step(self, start: _Start) -> tuple[list[Row], Tensor]:
-        """Rows, and N, D and the weight of each prediction depth, ``[2 + K]``."""
+        """Draw rows, and N, D and the weight of each prediction depth, ``[2 + K]``."""
         batches, reaches, drawn = [], [], []
         for _ in range(self.num_microbatches(start)):
             # One at a time: the attention masks of a whole step would not fit many a machine.
@@ -270,7 +199,7 @@ class _Replica:
     ) -> Iterator[Row]:
         for i in range(batch.tokens.size(0)):
             samples = None if batch.sample_ids is None else batch.sample_ids[i].numpy()
-            origin, origins = self._origins.of_row(i, samples, drawn)
+            provenance, by_sample = self._provenance.of_row(i, samples, drawn)
             yield Row(
                 dp_rank=self._rank,
                 microbatch=microbatch,
@@ -283,19 +212,19 @@ class _Replica:
                 reaches=reaches[i].numpy(),
                 mtp_labels=_depths(batch.mtp_labels, i, batch.tokens),
                 mtp_weights=_depths(batch.mtp_loss_weights, i, batch.loss_weights),
-                origin=origin,
-                origins=origins,
+                provenance=provenance,
+                sample_provenance=by_sample,
             )
 
 
 def _depths(of_depths: Sequence[Tensor], row: int, like: Tensor) -> NDArray[Any]:
-    """``[K, s]`` of one row."""
+    """Return one row of each prediction depth, ``[K, s]``."""
     found = [tensor[row] for tensor in of_depths]
     return (torch.stack(found) if found else like.new_zeros(0, like.size(1))).numpy()
 
 
 def _reaches(batch: Batch) -> Tensor:
-    """Whether attention goes from a position to the one before it, ``[b, s]`` bool."""
+    """Return whether a position attends to the one before it, ``[b, s]`` bool."""
     reaches = torch.ones_like(batch.tokens, dtype=torch.bool)
     if batch.attention_mask is not None:
         reaches[:, 1:] = ~batch.attention_mask[:, 0].diagonal(offset=-1, dim1=1, dim2=2)
@@ -304,7 +233,7 @@ def _reaches(batch: Batch) -> Tensor:
 
 
 class _Place:
-    """What megatron-core's cut asks of a process group."""
+    """The two answers that megatron-core's cut asks of a process group."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -317,9 +246,9 @@ class _Place:
 
 
 def context_parallel_columns(config: RunConfig, size: int) -> list[Ints]:
-    """Columns of a row that each context-parallel rank keeps, by megatron-core's own cut.
+    """Return the columns of a row that each context-parallel rank keeps.
 
-    Called while process groups exist; without any, megatron-core cuts nothing.
+    megatron-core makes the cut, while process groups exist; without any it cuts nothing.
     """
     length = config.model.seq_length
     assert length is not None
@@ -329,3 +258,84 @@ def context_parallel_columns(config: RunConfig, size: int) -> list[Ints]:
         cut = get_batch_on_this_cp_rank(columns, cp_group=_Place(rank, size))
         kept.append(cut["columns"][0].numpy())
     return kept
+
+
+class Numbered(Dataset[dict[str, Any]]):
+    """A dataset whose samples carry their number; rows of conversations carry theirs anyway."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self.plan: StepPlan | None = getattr(dataset, "plan", None)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> dict[str, Any]:
+        sample: dict[str, Any] = self._dataset[index]
+        return {**sample, "sample": index} if self.plan is None else sample
+
+
+class Drawn(Iterator[dict[str, Tensor]]):
+    """Samples on their way into a loader.
+
+    Attributes:
+        last: the sample that was drawn last.
+    """
+
+    def __init__(self, samples: Iterator[dict[str, Tensor]]) -> None:
+        self._samples = samples
+        self.last: dict[str, Tensor] = {}
+
+    def __next__(self) -> dict[str, Tensor]:
+        self.last = next(self._samples)
+        return self.last
+
+
+class ProvenanceLookup:
+    """Looks up where the samples of one split come from."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._known: dict[int, Provenance] = {}
+
+    def of_row(
+        self, row: int, samples: Ints | None, drawn: dict[str, Tensor]
+    ) -> tuple[Provenance | None, dict[int, Provenance]]:
+        """Return where a row comes from, or each of its samples.
+
+        Args:
+            row: place of the row in the micro-batch.
+            samples: number of the sample at each position, -1 in padding, ``[s]``.
+            drawn: the collated samples of the micro-batch.
+        """
+        if samples is not None:
+            numbers = [int(number) for number in np.unique(samples) if number >= 0]
+            return None, {number: self._conversation(number) for number in numbers}
+        if "sample" not in drawn:
+            return None, {}
+        return Provenance(int(drawn["sample"][row]), self._prefix(row, drawn)), {}
+
+    def _prefix(self, row: int, drawn: dict[str, Tensor]) -> str:
+        """Return the dataset that a row was cut from; a blend numbers its datasets."""
+        dataset = self._dataset
+        if "dataset_id" in drawn:
+            dataset = dataset.datasets[int(drawn["dataset_id"][row])]
+        return str(getattr(dataset, "dataset_path", None) or type(dataset).__name__)
+
+    def _conversation(self, sample: int) -> Provenance:
+        if sample not in self._known:
+            self._known[sample] = self._look_up(sample)
+        return self._known[sample]
+
+    def _look_up(self, sample: int) -> Provenance:
+        dataset = self._dataset
+        if not isinstance(dataset, SftDataset):
+            return Provenance(sample, type(dataset).__name__)
+        store, place = dataset.place_of(sample)
+        number = place
+        for _, count in store.about["files"]:
+            if number < count:
+                break
+            number -= count
+        cut = int(store.lengths[place]) - 1 - int(dataset.lengths[sample])
+        return Provenance(sample, dataset.source_of(sample), number + 1, cut)

@@ -1,7 +1,7 @@
-"""Rows as one HTML page of its own: no script, no file beside it, light and dark.
+"""Rows as one HTML page that stands alone: no script, no file beside it, light and dark.
 
-Each token is a ``<span>`` with ``data-ids``, ``data-position`` and ``data-weight``; what it shows
-when pointed at is in its ``title``.
+Each token is a ``<span>`` with ``data-ids``, ``data-position`` and ``data-weight``; its ``title``
+says more when it is pointed at.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from megatron_ext.inspect.preview.collect import Row, Step
-from megatron_ext.inspect.preview.documents import Document, documents_of
-from megatron_ext.inspect.preview.summary import Share, Summary, cells, sentences
+from megatron_ext.inspect.preview.rows import Document, Row, Step, documents_of
+from megatron_ext.inspect.preview.summary import COLUMNS, Share, Summary, cells, sentences
 from megatron_ext.inspect.preview.text import (
     NOTHING,
-    Piece,
-    Pieces,
+    SpanSplitter,
+    TokenSpan,
     describe,
     describe_row,
     grade,
@@ -58,13 +57,13 @@ class Page:
     """Writes previewed steps as HTML.
 
     Args:
-        pieces: of the tokenizer.
+        splitter: cuts the tokens into spans.
         eod: id that ends a document in a stream.
         heaviest: weight of the strongest green.
     """
 
-    def __init__(self, pieces: Pieces, eod: int, heaviest: float) -> None:
-        self._pieces, self._eod, self._heaviest = pieces, eod, heaviest
+    def __init__(self, splitter: SpanSplitter, eod: int, heaviest: float) -> None:
+        self._splitter, self._eod, self._heaviest = splitter, eod, heaviest
 
     def render(
         self,
@@ -75,12 +74,12 @@ class Page:
         notes: Sequence[str],
         warnings: Sequence[str],
     ) -> str:
-        """The whole page.
+        """Return the whole page.
 
         Args:
-            title: of the page.
+            title: heading of the page.
             steps: each with the rows of it to show.
-            summary: of the steps.
+            summary: totals of the steps.
             notes, warnings: sentences.
         """
         body = [self._legend(), *(f'<p class="warning">⚠ {escape(w)}</p>' for w in warnings)]
@@ -108,21 +107,21 @@ class Page:
         return "\n".join([f'<section class="row">{head}', *documents, "</section>"])
 
     def _document(self, document: Document, owners: dict[int, int]) -> str:
-        pieces = self._pieces.of(document.ids.tolist(), document.weights.tolist())
+        spans = self._splitter.split(document.ids.tolist(), document.weights.tolist())
         mtp = [document.mtp_targets(k + 1) for k in range(len(document.row.mtp_labels))]
         shown, next_number = [], 0
-        for piece in pieces:
-            position = int(document.positions[piece.first])
-            if position >= 0 and piece.first >= next_number:
+        for span in spans:
+            position = int(document.positions[span.first])
+            if position >= 0 and span.first >= next_number:
                 shown.append(f'<span class="n">{position} </span>')
-                next_number = piece.first + EVERY
-            if piece.text.endswith("↵"):
-                next_number = piece.first + 1
+                next_number = span.first + EVERY
+            if span.text.endswith("↵"):
+                next_number = span.first + 1
             learns = [
-                self._learns(k + 1, int(ids[piece.first]), float(weights[piece.first]))
+                self._learns(k + 1, int(ids[span.first]), float(weights[span.first]))
                 for k, (ids, weights) in enumerate(mtp)
             ]
-            shown.append(self._token(document, piece, owners, learns))
+            shown.append(self._token(document, span, owners, learns))
         return (
             f'<div class="document"><header>{escape(describe(document))}</header>'
             f'<div class="tokens">{"".join(shown)}</div></div>'
@@ -131,42 +130,42 @@ class Page:
     def _learns(self, depth: int, token: int, weight: float) -> str:
         if token < 0:
             return f"MTP {depth}: {NOTHING}"
-        return f"MTP {depth}: “{self._pieces.text_of(token)}” ({token}), weight {weight:.6g}"
+        return f"MTP {depth}: “{self._splitter.text_of(token)}” ({token}), weight {weight:.6g}"
 
     def _token(
-        self, document: Document, piece: Piece, owners: dict[int, int], learns: Sequence[str]
+        self, document: Document, span: TokenSpan, owners: dict[int, int], learns: Sequence[str]
     ) -> str:
-        members = slice(piece.first, piece.first + piece.count)
+        members = slice(span.first, span.first + span.count)
         ids = ",".join(map(str, document.ids[members].tolist()))
-        column = int(document.columns[piece.first])
-        position = int(document.positions[piece.first])
+        column = int(document.columns[span.first])
+        position = int(document.positions[span.first])
         read = position >= 0
-        given = math.isnan(piece.weight)
-        weight = "" if given else f"{piece.weight:.9g}"
+        given = math.isnan(span.weight)
+        weight = "" if given else f"{span.weight:.9g}"
         facts = [
             f"id {ids}",
             f"column {column}, position {position}" if read else "only predicted, not read",
-            "only read, not predicted" if given else f"weight {piece.weight:.6g}",
+            "only read, not predicted" if given else f"weight {span.weight:.6g}",
             f"document {document.number}",
         ]
-        origin = document.origin
-        if origin is not None:
-            number = "" if origin.number is None else f", conversation {origin.number}"
-            facts.append(f"sample {origin.sample}, {visible(origin.source)}{number}")
+        provenance = document.provenance
+        if provenance is not None:
+            number = "" if provenance.number is None else f", conversation {provenance.number}"
+            facts.append(f"sample {provenance.sample}, {visible(provenance.source)}{number}")
         if read and owners:
             facts.append(f"context-parallel rank {owners[column]}")
         facts += learns if read else []
-        shade = grade(piece.weight, self._heaviest)
+        shade = grade(span.weight, self._heaviest)
         names = ["t", *(["given"] if given else []), *([f"w{shade}"] if shade else [])]
-        names += ["special"] * piece.is_special
+        names += ["special"] * span.is_special
         if read and owners and column and owners[column] != owners[column - 1]:
             names.append("cut")
-        newline = "\n" if piece.text.endswith("↵") else ""
+        newline = "\n" if span.text.endswith("↵") else ""
         return (
             f'<span class="{" ".join(names)}" data-ids="{ids}" data-weight="{weight}" '
             f'data-position="{position if read else ""}" '
             f'title="{"&#10;".join(map(escape, facts))}">'
-            f"{escape(piece.text)}</span>{newline}"
+            f"{escape(span.text)}</span>{newline}"
         )
 
 
@@ -180,7 +179,7 @@ def _head(title: str) -> str:
 
 
 def _owners(step: Step) -> dict[int, int]:
-    """Context-parallel rank of each column; nothing where rows are not cut."""
+    """Return the context-parallel rank of each column; nothing where rows are not cut."""
     if len(step.cp_columns) == 1:
         return {}
     return {int(column): rank for rank, kept in enumerate(step.cp_columns) for column in kept}
@@ -191,8 +190,7 @@ def _table(summary: Summary) -> str:
         values = "".join(f"<td>{escape(cell)}</td>" for cell in cells(share))
         return f"<tr{kind}><td>{escape(name)}</td>{values}</tr>"
 
-    names = ("source", "documents", "trained", "untrained", "trained %", "sum of weights")
-    head = "".join(f"<th>{name}</th>" for name in names)
+    head = "".join(f"<th>{name}</th>" for name in COLUMNS)
     lines = [line(name, share) for name, share in summary.by_source.items()]
     lines.append(line("all", summary.whole, ' class="all"'))
     return f'<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'

@@ -1,4 +1,4 @@
-"""From flags to the preview: parse, check, draw, print."""
+"""Shows the batches of a run: parses its flags, checks them, draws the batches and prints them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rich.console import Console
 from megatron_ext.config.parser import parse_args
 from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
-from megatron_ext.inspect.preview.checks import warnings_of
-from megatron_ext.inspect.preview.collect import Row, Step, collect
+from megatron_ext.inspect.preview.collect import collect
 from megatron_ext.inspect.preview.html import Page
-from megatron_ext.inspect.preview.summary import Summary, sentences, summarize, table
-from megatron_ext.inspect.preview.text import Pieces, Terminal
+from megatron_ext.inspect.preview.rows import Row, Step
+from megatron_ext.inspect.preview.summary import sentences, summarize, table, warnings_of
+from megatron_ext.inspect.preview.text import SpanSplitter, Terminal
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.train.main import silence_known_warnings, stored_config
 from megatron_ext.train.preflight import preflight
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """What to preview.
+    """The steps and rows to show.
 
     Attributes:
         step: the first step, counted from 1.
-        steps: how many.
+        steps: number of steps.
         rank: the data-parallel rank whose rows are shown.
         max_rows: rows to show of each step.
         world_size: ranks of the run; 0 takes ``WORLD_SIZE``, else ``--nproc-per-node``.
@@ -59,8 +59,8 @@ def preview(
     Args:
         task_of: chooses the task by the configuration.
         words: the flags of the run.
-        options: what to show.
-        console: where to.
+        options: the steps and rows to show.
+        console: the terminal to print to.
 
     Returns:
         What looks wrong, one sentence each.
@@ -95,20 +95,22 @@ def _show(
     options: Options,
     console: Console,
 ) -> list[str]:
-    pieces, eod = Pieces(tokenizer), tokenizer.eod
+    splitter, eod = SpanSplitter(tokenizer), tokenizer.eod
     summary = summarize(steps, eod)
-    warnings = warnings_of(steps, pieces, eod)
+    warnings = warnings_of(steps, splitter, eod)
     # Whole tokens weigh 1; under the other reductions the weights only compare with each other.
     by_token = config.loss.loss_reduction == "token"
     heaviest = max(summary.heaviest, 1.0) if by_token else summary.heaviest
     chosen = [(step, _chosen(step, options)) for step in steps]
-    terminal = Terminal(console, pieces, eod, heaviest)
+    terminal = Terminal(console, splitter, eod, heaviest)
     for step, rows in chosen:
         terminal.print(f"step {step.iteration}, after {step.consumed} samples", "bold")
         for row in rows:
             terminal.row(row)
         terminal.print(f"{len(rows)} of {len(step.rows)} rows are shown", "dim")
-    _totals(terminal, console, summary, steps)
+    console.print(table(summary))
+    for line in sentences(summary, steps):
+        terminal.print(line)
     notes = [*_notes(config), *_cuts(steps[0].cp_columns)]
     for note in notes:
         terminal.print(note)
@@ -116,26 +118,20 @@ def _show(
         terminal.print(f"warning: {warning}", "bold yellow")
     if options.html is not None:
         title = f"Batches of step {options.step}, data-parallel rank {options.rank}"
-        page = Page(pieces, eod, heaviest)
+        page = Page(splitter, eod, heaviest)
         _write(options.html, page.render(title, chosen, summary, notes=notes, warnings=warnings))
         terminal.print(f"wrote {options.html}")
     return warnings
 
 
 def _chosen(step: Step, options: Options) -> list[Row]:
-    """The first rows of the rank that hold more than padding."""
+    """Return the first rows of the rank that hold more than padding."""
     rows = [row for row in step.rows if row.dp_rank == options.rank and not row.is_padding.all()]
     return rows[: max(0, options.max_rows)]
 
 
-def _totals(terminal: Terminal, console: Console, summary: Summary, steps: Sequence[Step]) -> None:
-    console.print(table(summary))
-    for line in sentences(summary, steps):
-        terminal.print(line)
-
-
 def _notes(config: RunConfig) -> list[str]:
-    """What the rows themselves do not show."""
+    """Return what the rows themselves do not show."""
     notes = []
     if not config.sft.sft and not config.data.reset_attention_mask:
         notes.append(
@@ -153,7 +149,7 @@ def _notes(config: RunConfig) -> list[str]:
 
 
 def _cuts(cp_columns: Sequence[Ints]) -> list[str]:
-    """Columns of each context-parallel rank, two chunks each."""
+    """Return the columns of each context-parallel rank, which keeps two slices of each row."""
     if len(cp_columns) == 1:
         return []
     lines = []

@@ -1,23 +1,27 @@
-"""Totals of the previewed steps, by source."""
+"""Totals of the previewed steps by source, and what looks wrong in them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from rich.table import Table
 
-from megatron_ext.inspect.preview.collect import Step
-from megatron_ext.inspect.preview.documents import Document, documents_of
+from megatron_ext.inspect.preview.rows import Document, Row, Step, documents_of, target_exists
+from megatron_ext.inspect.preview.text import SpanSplitter
+
+COLUMNS = ("source", "documents", "trained", "untrained", "trained %", "sum of weights")
+NEAR = 3
+"""Tokens from the end of what is trained in which a turn is taken to end."""
 
 
 @dataclass
 class Share:
-    """What one source, or all, put into the steps.
+    """The part that one source, or all together, put into the steps.
 
     Attributes:
-        documents: pieces of documents, as the rows cut them.
+        documents: parts of documents, as the rows cut them.
         trained, untrained: tokens that are predicted with and without a weight.
         weight: sum of the weights.
     """
@@ -29,7 +33,7 @@ class Share:
 
     @property
     def targets(self) -> int:
-        """Tokens that are predicted."""
+        """Return the number of tokens that are predicted."""
         return self.trained + self.untrained
 
     def add(self, document: Document) -> None:
@@ -46,11 +50,11 @@ class Summary:
     """Totals over all data-parallel ranks.
 
     Attributes:
-        rows, empty_rows: in all, and of padding only.
-        positions, padding: in all, and those that hold nothing.
-        by_source: in the order in which sources appear.
-        whole: of all sources.
-        lengths: of the shortest and longest document, in tokens; None without documents.
+        rows, empty_rows: all rows, and those that hold only padding.
+        positions, padding: all positions, and those that hold nothing.
+        by_source: shares in the order in which sources appear.
+        whole: the share of all sources together.
+        lengths: tokens of the shortest and longest document; None without documents.
         heaviest: the largest weight of a token, at least 0.
     """
 
@@ -65,20 +69,20 @@ class Summary:
 
     @property
     def filled(self) -> float:
-        """Share of the positions that hold a token."""
+        """Return the share of the positions that hold a token."""
         return 1 - self.padding / self.positions if self.positions else 0.0
 
 
 def source_of(document: Document) -> str:
-    """The file or prefix of a document."""
-    return "unknown" if document.origin is None else document.origin.source
+    """Return the file or prefix of a document."""
+    return "unknown" if document.provenance is None else document.provenance.source
 
 
 def summarize(steps: Sequence[Step], eod: int) -> Summary:
     """Count what the steps hold.
 
     Args:
-        steps: as `collect` gives them.
+        steps: the drawn steps.
         eod: id that ends a document in a stream.
     """
     found = Summary()
@@ -90,11 +94,8 @@ def summarize(steps: Sequence[Step], eod: int) -> Summary:
         found.padding += int(row.is_padding.sum())
         found.heaviest = max(found.heaviest, float(row.weights.max(initial=0)))
         for document in documents:
-            for share in (
-                found.whole,
-                found.by_source.setdefault(source_of(document), Share()),
-            ):
-                share.add(document)
+            found.whole.add(document)
+            found.by_source.setdefault(source_of(document), Share()).add(document)
             size = len(document.ids)
             shortest, longest = found.lengths or (size, size)
             found.lengths = min(shortest, size), max(longest, size)
@@ -102,9 +103,9 @@ def summarize(steps: Sequence[Step], eod: int) -> Summary:
 
 
 def table(summary: Summary) -> Table:
-    """Trained, untrained and padding tokens, one line for each source and one for all."""
-    shown = Table("source", title="what the loss trains", title_justify="left")
-    for name in ("documents", "trained", "untrained", "trained %", "sum of weights"):
+    """Return trained, untrained and padding tokens, a line for each source and one for all."""
+    shown = Table(COLUMNS[0], title="what the loss trains", title_justify="left")
+    for name in COLUMNS[1:]:
         shown.add_column(name, justify="right")
     for source, share in summary.by_source.items():
         shown.add_row(source, *cells(share))
@@ -114,7 +115,7 @@ def table(summary: Summary) -> Table:
 
 
 def cells(share: Share) -> list[str]:
-    """A line of the table, without its name."""
+    """Return a line of the table, without its name."""
     percent = f"{100 * share.trained / share.targets:.1f}" if share.targets else "-"
     return [
         f"{share.documents:,}",
@@ -126,7 +127,7 @@ def cells(share: Share) -> list[str]:
 
 
 def sentences(summary: Summary, steps: Sequence[Step]) -> list[str]:
-    """The other totals, one on a line."""
+    """Return the other totals, one on a line."""
     found = [
         f"{summary.rows:,} rows, {summary.empty_rows:,} of them empty; {summary.positions:,} "
         f"positions, {100 * summary.filled:.1f}% filled, {summary.padding:,} padding"
@@ -142,3 +143,124 @@ def sentences(summary: Summary, steps: Sequence[Step]) -> list[str]:
         depths = [f"{weight:,.6g}" for weight in step.mtp_weights]
         found.append(line + (f"; of the MTP depths {', '.join(depths)}" if depths else ""))
     return found
+
+
+def name_of(document: Document) -> str:
+    """Return where a document can be found."""
+    provenance = document.provenance
+    if provenance is None:
+        return f"document {document.number} of its row"
+    place = f"{provenance.source}, sample {provenance.sample}"
+    return place if provenance.number is None else f"{place}, conversation {provenance.number}"
+
+
+def warnings_of(steps: Sequence[Step], splitter: SpanSplitter, eod: int) -> list[str]:
+    """Return one sentence for each suspicion, with how often and a first example.
+
+    Args:
+        steps: the drawn steps.
+        splitter: of the tokenizer, for names of tokens.
+        eod: id that ends a document in a stream.
+    """
+    rows = [(step, row, documents_of(row, eod)) for step in steps for row in step.rows]
+    conversations = [
+        document for _, row, found in rows if row.samples is not None for document in found
+    ]
+    masked = [
+        f"step {step.iteration}, rank {row.dp_rank}, micro-batch {row.microbatch + 1}, "
+        f"row {row.number + 1}"
+        for step, row, found in rows
+        if found and not row.weights.any()
+    ]
+    found = [
+        *_some(masked, "rows train no token at all", "they cost compute and teach nothing"),
+        *_of_conversations(conversations),
+        *_turn_ends(conversations, splitter),
+    ]
+    crossing = [_place(step, row) for step, row, _ in rows if _crosses(row)]
+    found += _some(
+        crossing,
+        "rows have attention or a multi-token target that crosses into another document",
+        "this is a fault of the data loader",
+    )
+    return found
+
+
+def _place(step: Step, row: Row) -> str:
+    return f"step {step.iteration}, rank {row.dp_rank}, micro-batch {row.microbatch + 1}"
+
+
+def _some(examples: Sequence[str], what: str, advice: str) -> Iterator[str]:
+    if examples:
+        yield f"{len(examples)} {what} (the first: {examples[0]}); {advice}."
+
+
+def _of_conversations(documents: Sequence[Document]) -> Iterator[str]:
+    idle = [name_of(document) for document in documents if not document.trained]
+    yield from _some(
+        idle,
+        "conversations have no trained token",
+        "check the roles of their messages and their `loss_mask`, or whether truncation took all "
+        "of the answer",
+    )
+    full = [name_of(d) for d in documents if d.trained == len(d.targets) and len(d.targets)]
+    if full and len(full) == len(documents):
+        yield (
+            f"every token of all {len(full)} conversations is trained, prompts included; the mask "
+            "of the data is all ones, so check how it was made."
+        )
+    else:
+        yield from _some(
+            full,
+            "conversations are trained from end to end, prompts included",
+            "check the roles of their messages",
+        )
+    cut = [d for d in documents if d.provenance is not None and d.provenance.cut]
+    taken = sum(d.provenance.cut for d in cut if d.provenance is not None)
+    yield from _some(
+        [name_of(document) for document in cut],
+        f"conversations are cut to `--sft-max-length`, {taken} tokens in all are lost",
+        "raise it and `--seq-length` to keep them whole",
+    )
+
+
+def _turn_ends(documents: Sequence[Document], splitter: SpanSplitter) -> Iterator[str]:
+    """Find special tokens that follow what is trained, but are never trained themselves."""
+    ends: dict[int, str] = {}
+    trained: set[int] = set()
+    for document in documents:
+        weighs = document.targets > 0
+        ids = document.ids[-len(weighs) :]
+        trained |= set(np.unique(ids[weighs]).tolist())
+        for after in (np.flatnonzero(weighs[:-1] & ~weighs[1:]) + 1).tolist():
+            # A template may train a newline or two after the end of a turn.
+            last = range(max(0, after - NEAR), after)
+            if not any(weighs[i] and splitter.is_special(int(ids[i])) for i in last):
+                ends.setdefault(int(ids[after]), name_of(document))
+    for token, example in ends.items():
+        if token not in trained and splitter.is_special(token):
+            yield (
+                f"{splitter.text_of(token)} ({token}) follows what is trained, but is never "
+                f"trained itself (the first: {example}), so the model does not learn to end its "
+                "turn; check the chat template and the mask."
+            )
+
+
+def _crosses(row: Row) -> bool:
+    """Return whether attention or a target crosses from one document into the next.
+
+    Rows of one sample each have no attention mask; then only their padding follows them.
+    """
+    if row.samples is not None:
+        both = (row.samples[1:] >= 0) & (row.samples[:-1] >= 0)
+        if (both & (row.samples[1:] != row.samples[:-1]) & row.reaches[1:]).any():
+            return True
+    for depth, (labels, weights) in enumerate(
+        zip(row.mtp_labels, row.mtp_weights, strict=True), start=1
+    ):
+        learns = weights > 0
+        if (learns & ~target_exists(row, depth)).any():
+            return True
+        if (labels[:-depth] != row.labels[depth:])[learns[:-depth]].any():
+            return True
+    return False

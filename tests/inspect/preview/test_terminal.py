@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_ext.inspect.preview.text import Pieces, Terminal, grade
-from tests.training.preview.rows import packed
-from tests.training.preview.test_pieces import chatml
+from megatron_ext.inspect.preview.text import SpanSplitter, Terminal, grade
+from tests.inspect.preview.rows import packed
+from tests.inspect.preview.test_spans import chatml
 
 
 def printed(folder: Path, console: Console, heaviest: float = 1.0) -> list[str]:
     """The lines of tokens of "abcd<|im_end|>", with the weights 0, 1/4, 1 and 1."""
     made = chatml(folder)
     ids = made.tokenize("abcd<|im_end|>")
-    terminal = Terminal(console, Pieces(made), made.eod, heaviest)
+    terminal = Terminal(console, SpanSplitter(made), made.eod, heaviest)
     terminal.row(packed([(ids, [0, 0.25, 1, 1])], 6))
     assert isinstance(console.file, io.StringIO)
     return [text for text in console.file.getvalue().splitlines() if "│" in text]
@@ -52,7 +52,7 @@ def test_lines_are_cut_at_the_width_and_begin_with_their_position(tmp_path: Path
     made = chatml(tmp_path)
     ids = made.tokenize("x" * 45)
     console = Console(file=io.StringIO(), width=30)
-    Terminal(console, Pieces(made), made.eod, 1.0).row(packed([(ids, [0] * 44)], 44))
+    Terminal(console, SpanSplitter(made), made.eod, 1.0).row(packed([(ids, [0] * 44)], 44))
     assert isinstance(console.file, io.StringIO)
     lines = [text for text in console.file.getvalue().splitlines() if "│" in text]
     assert lines == [

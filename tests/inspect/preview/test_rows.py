@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_ext.inspect.preview.documents import documents_of
+from megatron_ext.inspect.preview.rows import documents_of
 from megatron_ext.inspect.preview.summary import cells, summarize
-from tests.training.preview.rows import packed, step_of, stream
+from tests.inspect.preview.rows import packed, step_of, stream
 
 NAN = float("nan")
 EOD = 0
@@ -23,8 +23,8 @@ def test_packed_conversations_have_a_token_more_than_positions() -> None:
     np.testing.assert_array_equal(second.weights, [NAN, 0, 0.5, 1])
     assert second.positions.tolist() == [0, 1, 2, -1]
     assert (second.start, second.end, second.trained) == (2, 5, 2)
-    assert second.origin is not None
-    assert (second.origin.source, second.origin.number) == ("a.jsonl", 2)
+    assert second.provenance is not None
+    assert (second.provenance.source, second.provenance.number) == ("a.jsonl", 2)
 
 
 def test_a_stream_predicts_the_first_token_of_a_document_from_the_end_of_the_one_before() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.inspect.preview.text import Pieces, visible
+from megatron_ext.inspect.preview.text import SpanSplitter, visible
 from megatron_ext.text.tokenizers.base import ByteLevelTokenizer, NullTokenizer
 from megatron_ext.text.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_ext.text.tokenizers.models import SentencePieceTokenizer
@@ -23,11 +23,11 @@ def chatml(path: Path) -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer("HuggingFaceTokenizer", str(path), loaded.backend_tokenizer, named)
 
 
-def test_bytes_of_one_character_are_one_piece(tmp_path: Path) -> None:
+def test_bytes_of_one_character_are_one_span(tmp_path: Path) -> None:
     made = chatml(tmp_path)
     ids = made.tokenize("aö🎉\n<|im_end|>")
     assert len(ids) == 1 + 2 + 4 + 1 + 1
-    found = Pieces(made).of(ids, [NAN, 0, 0, 1, 1, 1, 1, 0.5, 1])
+    found = SpanSplitter(made).split(ids, [NAN, 0, 0, 1, 1, 1, 1, 0.5, 1])
     assert [(p.text, p.first, p.count) for p in found] == [
         ("a", 0, 1), ("ö", 1, 2), ("🎉", 3, 4), ("↵", 7, 1), ("<|im_end|>", 8, 1),
     ]  # fmt: skip
@@ -38,7 +38,8 @@ def test_bytes_of_one_character_are_one_piece(tmp_path: Path) -> None:
 def test_bytes_that_weigh_differently_are_shown_apart_by_their_ids(tmp_path: Path) -> None:
     made = chatml(tmp_path)
     one, two = made.tokenize("ö")
-    assert [p.text for p in Pieces(made).of([one, two], [0, 1])] == [f"⟨{one}⟩", f"⟨{two}⟩"]
+    found = SpanSplitter(made).split([one, two], [0, 1])
+    assert [p.text for p in found] == [f"⟨{one}⟩", f"⟨{two}⟩"]
 
 
 def test_bytes_that_make_no_character_are_shown_by_their_ids(tmp_path: Path) -> None:
@@ -46,7 +47,7 @@ def test_bytes_that_make_no_character_are_shown_by_their_ids(tmp_path: Path) -> 
     one, _ = made.tokenize("ö")
     (a,) = made.tokenize("a")
     end = made.eos
-    assert [p.text for p in Pieces(made).of([one, a, one, end, one], [1] * 5)] == [
+    assert [p.text for p in SpanSplitter(made).split([one, a, one, end, one], [1] * 5)] == [
         f"⟨{one}⟩", "a", f"⟨{one}⟩", "<|im_end|>", f"⟨{one}⟩",
     ]  # fmt: skip
 
@@ -54,15 +55,15 @@ def test_bytes_that_make_no_character_are_shown_by_their_ids(tmp_path: Path) -> 
 def test_sentencepiece_keeps_spaces_between_words() -> None:
     made = SentencePieceTokenizer("SentencePieceTokenizer", str(tiny.sentencepiece_model()))
     ids = made.tokenize("Bada gizo 中 kelu.")
-    found = Pieces(made).of(ids, [1.0] * len(ids))
+    found = SpanSplitter(made).split(ids, [1.0] * len(ids))
     assert "".join(p.text for p in found) == "Bada gizo 中 kelu."
     assert sum(p.count for p in found) == len(ids)
 
 
 def test_ids_without_text() -> None:
-    null = Pieces(NullTokenizer(10)).of([3, 7, 10], [1, 1, 1])
+    null = SpanSplitter(NullTokenizer(10)).split([3, 7, 10], [1, 1, 1])
     assert [(p.text, p.is_special) for p in null] == [("3", False), (" 7", False), ("10", True)]
-    by_byte = Pieces(ByteLevelTokenizer(512)).of([104, 300, 105, 9999], [1] * 4)
+    by_byte = SpanSplitter(ByteLevelTokenizer(512)).split([104, 300, 105, 9999], [1] * 4)
     assert [p.text for p in by_byte] == ["h", "⟨300⟩", "i", "⟨9999⟩"]
 
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_ext.inspect.preview.collect import Row, Step
-from megatron_ext.inspect.preview.origins import Origin
+from megatron_ext.inspect.preview.rows import Provenance, Row, Step
 
 
 def packed(
@@ -41,8 +40,10 @@ def packed(
         reaches=~starts,
         mtp_labels=np.array([[label for label, _ in d] for d in mtp]).reshape(len(mtp), size),
         mtp_weights=np.array([[w for _, w in d] for d in mtp], np.float32).reshape(len(mtp), size),
-        origin=None,
-        origins={i: Origin(i, "a.jsonl", i + 1, cut) for i in range(len(conversations))},
+        provenance=None,
+        sample_provenance={
+            i: Provenance(i, "a.jsonl", i + 1, cut) for i in range(len(conversations))
+        },
     )
 
 
@@ -62,8 +63,8 @@ def stream(ids: Sequence[int], weights: Sequence[float]) -> Row:
         reaches=np.arange(size) > 0,
         mtp_labels=np.zeros((0, size), dtype=np.int64),
         mtp_weights=np.zeros((0, size), dtype=np.float32),
-        origin=Origin(4, "corpus"),
-        origins={},
+        provenance=Provenance(4, "corpus"),
+        sample_provenance={},
     )
 
 

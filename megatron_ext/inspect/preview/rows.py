@@ -1,0 +1,231 @@
+"""Previewed steps: their rows, and the documents of a row with the weight of each token.
+
+Position t reads token t and predicts token t + 1, so the weight at t belongs to token t + 1. A
+document of n positions that stands by itself therefore has n + 1 tokens: its first is only read,
+its last only predicted. In a row cut from a stream of documents, the first token of a document is
+predicted from the end of the document before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron_ext.data.batch import documents_of_tokens
+from megatron_ext.data.samplers import Ints
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The place that a sample comes from.
+
+    Attributes:
+        sample: its number in the split, from 0.
+        source: its file, or the prefix of its dataset.
+        number: number of the conversation in its file, from 1; lines that were refused do not
+            count.
+        cut: tokens that truncation took away.
+    """
+
+    sample: int
+    source: str
+    number: int | None = None
+    cut: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a micro-batch; s positions, K multi-token-prediction depths.
+
+    Attributes:
+        dp_rank: the data-parallel rank that computes it.
+        microbatch: its micro-batch in the rank's step, from 0.
+        number: its place in the micro-batch, from 0.
+        tokens, labels, positions: ``[s]``.
+        weights: weights of the labels in the loss, after the reduction, ``[s]``.
+        samples: number of the sample at each position, -1 in padding, ``[s]``; None where a row is
+            cut from a stream of documents.
+        reaches: a position's attention reaches the position before it, ``[s]``; False at 0.
+        mtp_labels, mtp_weights: ``[K, s]``.
+        provenance: where the row comes from, if it comes from one place.
+        sample_provenance: where the row's samples come from, by number.
+    """
+
+    dp_rank: int
+    microbatch: int
+    number: int
+    tokens: Ints
+    labels: Ints
+    positions: Ints
+    weights: Floats
+    samples: Ints | None
+    reaches: NDArray[np.bool_]
+    mtp_labels: Ints
+    mtp_weights: Floats
+    provenance: Provenance | None
+    sample_provenance: dict[int, Provenance]
+
+    @property
+    def size(self) -> int:
+        """Return the number of positions s."""
+        return len(self.tokens)
+
+    @property
+    def is_padding(self) -> NDArray[np.bool_]:
+        """Return which positions hold nothing, ``[s]``."""
+        if self.samples is None:
+            return np.zeros(self.size, dtype=np.bool_)
+        return self.samples < 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step on all data-parallel ranks.
+
+    Attributes:
+        iteration: its number, from 1, as the log counts.
+        consumed: samples before it.
+        num_microbatches: micro-batches of each rank.
+        rows: by rank, micro-batch and place in it.
+        targets: N, the number of labels with a weight.
+        weight: D, the sum of their weights.
+        mtp_weights: the same sum for each multi-token-prediction depth.
+        cp_columns: columns of every row that each context-parallel rank keeps.
+    """
+
+    iteration: int
+    consumed: int
+    num_microbatches: int
+    rows: list[Row]
+    targets: int
+    weight: float
+    mtp_weights: list[float]
+    cp_columns: list[Ints]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document of a row; n tokens.
+
+    Attributes:
+        row: the row that holds it.
+        number: its place in the row, from 1.
+        start, end: columns that it takes; ``end`` is past the last. Equal where the row ends just
+            before the document, so that only its first token is predicted.
+        is_given: the first token is read only, not predicted.
+        is_last: the row predicts one more token of it than it reads.
+        provenance: where it comes from.
+    """
+
+    row: Row
+    number: int
+    start: int
+    end: int
+    is_given: bool
+    is_last: bool
+    provenance: Provenance | None
+
+    @cached_property
+    def columns(self) -> Ints:
+        """Return its columns, ``[n]``; a token that is only predicted follows the last."""
+        return np.arange(self.start, self.end + self.is_last)
+
+    @cached_property
+    def ids(self) -> Ints:
+        """Return the ids of its tokens, ``[n]``."""
+        ids = self.row.labels[self.columns - 1]
+        if self.is_given:
+            ids[0] = self.row.tokens[self.start]
+        return ids
+
+    @cached_property
+    def weights(self) -> Floats:
+        """Return the weight of each token as a target, ``[n]``; NaN where it is only read."""
+        weights = self.row.weights[self.columns - 1]
+        if self.is_given:
+            weights[0] = np.nan
+        return weights
+
+    @cached_property
+    def positions(self) -> Ints:
+        """Return the position id of each token, ``[n]``; -1 where it is only predicted."""
+        inside = self.columns < self.end
+        return np.where(inside, self.row.positions[np.minimum(self.columns, self.row.size - 1)], -1)
+
+    @property
+    def targets(self) -> Floats:
+        """Return the weights of the tokens that are predicted."""
+        return self.weights[1:] if self.is_given else self.weights
+
+    @property
+    def trained(self) -> int:
+        """Return the number of tokens with a weight."""
+        return int(np.count_nonzero(self.targets))
+
+    def mtp_targets(self, depth: int) -> tuple[Ints, Floats]:
+        """Return what the positions of the document learn at a depth, and how much it weighs.
+
+        Args:
+            depth: from 1; a position learns the token ``depth + 1`` further on.
+
+        Returns:
+            Ids, -1 where there is none to learn, and weights; ``[n]`` each.
+        """
+        inside = self.columns < self.end
+        columns = np.minimum(self.columns, self.row.size - 1)
+        exists = inside & target_exists(self.row, depth)[columns]
+        ids = np.where(exists, self.row.mtp_labels[depth - 1][columns], -1)
+        return ids, np.where(inside, self.row.mtp_weights[depth - 1][columns], 0)
+
+
+def target_exists(row: Row, depth: int) -> NDArray[np.bool_]:
+    """Return whether a position and the one ``depth`` further on share a document, ``[s]``.
+
+    They share one if attention runs from one to the other and they belong to one sample.
+    """
+    attention = np.cumsum(~row.reaches)
+    found = np.zeros(row.size, dtype=np.bool_)
+    if depth < row.size:
+        found[:-depth] = attention[:-depth] == attention[depth:]
+        if row.samples is not None:
+            samples = row.samples
+            found[:-depth] &= (samples[:-depth] == samples[depth:]) & (samples[:-depth] >= 0)
+    return found
+
+
+def documents_of(row: Row, eod: int) -> list[Document]:
+    """Return the documents of a row in order, without padding.
+
+    Args:
+        row: the whole row.
+        eod: id that ends a document in a stream; rows of conversations know theirs by the samples.
+    """
+    if row.samples is None:
+        return _of_stream(row, eod)
+    edges = np.flatnonzero(np.diff(row.samples)) + 1
+    bounds = [0, *edges.tolist(), row.size]
+    found: list[Document] = []
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        sample = int(row.samples[start])
+        if sample >= 0:
+            provenance = row.sample_provenance.get(sample)
+            found.append(Document(row, len(found) + 1, start, end, True, True, provenance))
+    return found
+
+
+def _of_stream(row: Row, eod: int) -> list[Document]:
+    """Cut a stream into documents; the last label may begin a document by itself."""
+    stream = torch.from_numpy(np.append(row.tokens, row.labels[-1])).unsqueeze(0)
+    numbers = documents_of_tokens(stream, eod)[0].numpy()
+    starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist()]
+    ends = [*starts[1:], row.size]
+    return [
+        Document(row, i + 1, start, end, start == 0, i == len(starts) - 1, row.provenance)
+        for i, (start, end) in enumerate(zip(starts, ends, strict=True))
+    ]
