@@ -28,8 +28,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext.device import select
-from megatron_ext.layers.linear import DeferredWeightGradients
 from megatron_ext.layers.transformer_config import StepTransformerConfig
+from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 from megatron_ext.parallel.context import ParallelContext, init_groups
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.schedules.orders import build_plan

@@ -46,10 +46,7 @@ from torch import Tensor
 from benchmarks.gpu_setup import Results, add_result_flags, table_row
 from benchmarks.targets import LOSS_MEMORY, LOSS_TIME, LOSS_TIME_OF_OTHERS, Target, over, verdict
 from megatron_ext.device import select
-from megatron_ext.losses.linear_cross_entropy import (
-    linear_cross_entropy,
-    weighted_linear_cross_entropy,
-)
+from megatron_ext.losses.linear_cross_entropy import weighted_linear_cross_entropy
 from megatron_ext.losses.vocabulary import VocabularyHead
 from megatron_ext.parallel.context import ParallelContext, init_groups
 from megatron_ext.parallel.grid import Layout
@@ -76,7 +73,7 @@ class Setting(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         group = self.context.pgs.tp
-        return {"chunk_size": self.chunk_size, "tp_group": group, "sequence_parallel": False}
+        return {"block_size": self.chunk_size, "tp_group": group, "sequence_parallel": False}
 
 
 Way = Callable[[Inputs, Setting], Tensor]
@@ -100,12 +97,6 @@ def core(inputs: Inputs, setting: Setting) -> Tensor:
     entered = copy_to_tensor_model_parallel_region(hidden)
     losses = vocab_parallel_cross_entropy((entered @ weight.t()).float(), labels.t())
     return torch.dot(losses[:, 0], weights[0])
-
-
-def per_token(inputs: Inputs, setting: Setting) -> Tensor:
-    hidden, weight, labels, weights = inputs
-    losses = linear_cross_entropy(hidden, weight, labels, **setting.options)
-    return (losses * weights).sum()
 
 
 def weighted(inputs: Inputs, setting: Setting) -> Tensor:
@@ -135,12 +126,11 @@ WAYS: dict[str, Way] = {
     "megatron-core": core,
     "torch.compile": compiled,
     "Liger": liger,
-    "per token": per_token,
     "weighted": weighted,
 }
 
 GPU_SIZE = 32_768, 4096, 151_936
-CHUNKED = ("per token", "weighted")
+CHUNKED = ("weighted",)
 OTHERS = ("torch.compile", "Liger")
 
 

@@ -212,7 +212,7 @@ def compiled(function: Callable[..., R], *, by_shape: bool = False) -> Compiled[
     return Compiled(function, by_shape=by_shape)
 
 
-class Beside:
+class FusedResidual:
     """``x`` and the outputs of a pure function of ``x`` and more.
 
     The backward pass computes the function again from its arguments, within its one kernel; nothing
@@ -247,13 +247,13 @@ class Beside:
         """``x``, to use beside the function, and the function's outputs."""
         if not (compiles(x) and x.requires_grad and torch.is_grad_enabled()):
             return x, *self.forward(x, *args)
-        both: tuple[Tensor, ...] = _Beside.apply(self, x, *args)  # type: ignore[no-untyped-call]
+        both: tuple[Tensor, ...] = _FusedResidual.apply(self, x, *args)  # type: ignore[no-untyped-call]
         return both
 
 
-class _Beside(torch.autograd.Function):
+class _FusedResidual(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pair: Beside, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, pair: FusedResidual, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
         given = (x, *args)
         ctx.save_for_backward(*(arg for arg in given if isinstance(arg, Tensor)))
         ctx.fixed = [None if isinstance(arg, Tensor) else (arg,) for arg in given]

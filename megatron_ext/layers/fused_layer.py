@@ -41,7 +41,7 @@ from megatron_ext.layers.pointwise import (
     bias_dropout_add,
     bias_dropout_add_norm,
     fusions_of,
-    norm_beside,
+    norm_with_residual,
     queries_keys_values,
     rotary_table,
     spec_of,
@@ -106,7 +106,7 @@ class FusedForward:
                 hidden_states, *args, **kwargs
             )
             return given
-        residual, normed = self._beside(self.input_layernorm, hidden_states)
+        residual, normed = self._norm_with_residual(self.input_layernorm, hidden_states)
         attended = self.self_attention(
             normed,
             kwargs.get("attention_mask"),
@@ -133,11 +133,11 @@ class FusedForward:
             and compiles(x)
         )
 
-    def _beside(self, norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _norm_with_residual(self, norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         """``x`` and its norm."""
         if not norm.compiled:
             return x, norm(x)
-        residual, normed = norm_beside(x, *weights_of(norm), spec_of(norm))
+        residual, normed = norm_with_residual(x, *weights_of(norm), spec_of(norm))
         return residual, normed
 
     def _added(self, output: WithBias, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:

@@ -3,17 +3,17 @@
 The kernels of a layer's forward pass are recorded once and launched by one call from then on, and
 so are those of its backward pass. What they read and write lies at fixed places, so there is one
 pair of graphs for each layer and each micro-batch in flight: a *slot*. The graphs of one slot share
-a memory pool, of which no two micro-batches ever use the same one at a time; that is why graphs
-need not be replayed in the order in which they were recorded.
+a memory pool. No two micro-batches use a pool at the same time, so graphs need not be replayed in
+the order in which they were recorded.
 
 `torch.cuda.make_graphed_callables` records. It gets the weights as arguments: a fresh leaf of the
 same storage for each, because data parallelism keeps the gradient accumulators of the parameters
 themselves, made on the default stream, and a recording may not wait for that. When the graph is
-replayed it gets the parameters, whose accumulators then run as ever, hooks of data parallelism
-included. Those take each gradient away at once, before the next replay overwrites it.
+replayed it gets the parameters, whose accumulators and hooks then run as ever. The hooks of data
+parallelism take each gradient away at once, before the next replay overwrites it.
 
-megatron-core's own manager of such graphs (0.16.1) is not used: it lends the buffer of a chunk's
-input to the gradient of its output before the backward pass has read it, so that the gradient that
+megatron-core's own manager of such graphs (0.16.1) is not used. It lends the buffer of a chunk's
+input to the gradient of its output before the backward pass has read it, so the gradient that
 leaves the chunk is wrong; it would replay the training graphs, with their dropout, in evaluation;
 it wants the same number of micro-batches in all steps; and its outputs may not be deallocated once
 sent, which our pipeline does.
@@ -23,16 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.func import functional_call
 
 from megatron_ext.device.streams import other_threads_go_on
-
-if TYPE_CHECKING:
-    from megatron_ext.layers.moe import TransformerLayer
 
 Graphed = Callable[..., Tensor]
 
@@ -49,7 +47,7 @@ class Argument:
 
 
 def arguments_of(call: dict[str, Any]) -> tuple[Argument, ...]:
-    """The tensors among a layer's keyword arguments; all others must be None."""
+    """Return the tensors among a layer's keyword arguments; all others must be None."""
     found = []
     for name, value in call.items():
         if value is not None:
@@ -64,13 +62,13 @@ class LayerGraphs:
     """The graphs of one layer.
 
     Attributes:
-        is_first: of its chunk, so that the gradient of its input leaves the chunk.
+        is_first: the layer is the first of its chunk, so the gradient of its input leaves the
+            chunk.
         live: the graphs are to be replayed.
-        arguments: the tensors that the layer is called with.
+        arguments: tensors that the layer is called with.
         seen: one call, with all that needs no gradient.
         slots: the graphed layer for each micro-batch in flight.
-        added: which weights' gradients the graphs themselves add to the gradient buffer of data
-            parallelism.
+        added: for each weight, whether the graphs add its gradient to the data-parallel buffer.
     """
 
     def __init__(self, *, is_first: bool) -> None:
@@ -89,13 +87,14 @@ class LayerGraphs:
             self.seen = {name: None if name in free else value for name, value in call.items()}
 
     def samples(self, copies: dict[int, Tensor]) -> list[Tensor]:
-        """Where a graph reads its arguments.
+        """Return the tensors from which a graph reads its arguments.
 
-        What needs no gradient holds the value seen, since layers may keep what they derive from it
-        (a table of cosines from the rotary angles) and know it by the tensor.
+        Arguments that need no gradient hold the value seen, since layers may keep what they derive
+        from a tensor (a table of cosines from the rotary angles) and know it by the tensor.
 
         Args:
-            copies: of tensors, by their ids, that the layers of a micro-batch share; added to.
+            copies: tensors that the layers of a micro-batch share, by the ids of the originals;
+                added to.
         """
         found = []
         for argument in self.arguments:
@@ -108,11 +107,15 @@ class LayerGraphs:
         return found
 
     def takes(self, call: dict[str, Any]) -> bool:
-        """Whether the graphs can stand for this call: they are live, and made for its shapes."""
+        """Return whether the graphs can stand for this call: they are live, and made for its
+        shapes.
+        """
         return self.live and arguments_of(call) == self.arguments
 
     def replay(self, layer: TransformerLayer, call: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """The layer's output ``[s, b, h]``, and None for the context that it does not have."""
+        """Return the layer's output ``[s, b, h]``, and None for the context that it does
+        not have.
+        """
         weights = list(layer.parameters())
         for weight, added in zip(weights, self.added, strict=True):
             if added:
@@ -125,7 +128,9 @@ class LayerGraphs:
         return slot(*tensors, *weights), None
 
     def function(self, layer: TransformerLayer) -> Graphed:
-        """The layer as a function of the tensors that it is called with and of its weights."""
+        """Return the layer as a function of the tensors that it is called with and of its
+        weights.
+        """
         names = [argument.name for argument in self.arguments]
         weights = [name for name, _ in layer.named_parameters()]
         absent = dict.fromkeys(self.seen)
@@ -140,8 +145,10 @@ class LayerGraphs:
 
 
 class _Owned(torch.autograd.Function):
-    """Lets the gradient leave the graph's memory, which the next micro-batch will overwrite while
-    the message with this one may still be under way.
+    """An identity whose gradient is a copy outside the graph's memory.
+
+    The next micro-batch overwrites that memory while the message with this gradient may still be
+    under way.
     """
 
     @staticmethod
@@ -154,7 +161,7 @@ class _Owned(torch.autograd.Function):
 
 
 def _call_hooks(layer: torch.nn.Module) -> None:
-    """Call what data parallelism hangs before the forward pass of each module within."""
+    """Call the hooks that data parallelism runs before the forward pass of each module within."""
     for module in layer.modules():
         for hook in list(module._forward_pre_hooks.values()):
             hook(module, ())
@@ -164,25 +171,26 @@ class ChunkGraphs:
     """The graphs of one model chunk.
 
     Args:
-        layers: of the chunk, in their order.
+        layers: layers of the chunk, in order.
         warmup_steps: runs of each layer before it is recorded.
 
     Attributes:
-        handed_over: what autograd gets for gradients that are in the gradient buffer already, one
-            for all weights of a shape, or every graph would hold as much memory as its weights.
+        gradient_placeholder: what autograd gets for gradients that are already in the gradient
+            buffer. All weights of a shape share one, or every graph would hold as much memory as
+            its weights.
     """
 
     def __init__(self, layers: Sequence[TransformerLayer], warmup_steps: int) -> None:
         self.layers = list(layers)
         self.warmup_steps = warmup_steps
-        self.handed_over: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+        self.gradient_placeholder: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
         self.graphs = [LayerGraphs(is_first=index == 0) for index in range(len(layers))]
         for layer, graphs in zip(self.layers, self.graphs, strict=True):
             layer.graphs = graphs
 
     @property
     def num_slots(self) -> int:
-        """Micro-batches that may be in flight at a time."""
+        """Return how many micro-batches may be in flight at a time."""
         return len(self.graphs[0].slots) if self.graphs else 0
 
     def switch(self, on: bool) -> None:
@@ -191,7 +199,8 @@ class ChunkGraphs:
             graphs.live = on
 
     def capture(self, num_slots: int) -> None:
-        """Record graphs until there are so many slots, where the layers have been called before.
+        """Record graphs until there are ``num_slots`` slots, where the layers have been called
+        before.
 
         All ranks that share a layer call this together, while no gradients are kept. The random
         states stay what they are.
@@ -223,12 +232,12 @@ class ChunkGraphs:
             graphs.added = [getattr(leaf, "grad_added_to_main_grad", False) for leaf in leaves]
 
     def _leaf_of(self, parameter: torch.nn.Parameter) -> Tensor:
-        """A leaf in the parameter's place, with its memory and its gradient buffer."""
+        """Return a leaf in the parameter's place, with its memory and its gradient buffer."""
         leaf: Any = parameter.detach().requires_grad_(parameter.requires_grad)
         if hasattr(parameter, "main_grad"):
             leaf.main_grad = parameter.main_grad
             key = parameter.shape, parameter.dtype
-            if key not in self.handed_over:
-                self.handed_over[key] = torch.empty_like(parameter, requires_grad=False)
-            leaf.handed_over = self.handed_over[key]
+            if key not in self.gradient_placeholder:
+                self.gradient_placeholder[key] = torch.empty_like(parameter, requires_grad=False)
+            leaf.gradient_placeholder = self.gradient_placeholder[key]
         return leaf  # type: ignore[no-any-return]

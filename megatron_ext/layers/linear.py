@@ -11,8 +11,6 @@ layer may hold an adapter (see `layers.lora`), whose output it adds to its own, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,58 +21,13 @@ from megatron.core.tensor_parallel.mappings import _gather_along_first_dim
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.layers.autograd import add_gradient, handed_over
 from megatron_ext.layers.fp8.linear import Fp8Call, fp8_linear
-
-Key = tuple[int, int]
-
-
-class DeferredWeightGradients:
-    """Weight gradients that wait, by micro-batch and stage."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[Key, list[Callable[[], None]]] = {}
-        self._collecting: list[Callable[[], None]] | None = None
-
-    @contextmanager
-    def collect(self, key: Key) -> Iterator[None]:
-        """Put off the weight gradients of the backward passes within."""
-        self._collecting = self._waiting.setdefault(key, [])
-        try:
-            yield
-        finally:
-            self._collecting = None
-
-    @property
-    def collecting(self) -> bool:
-        return self._collecting is not None
-
-    def add(self, compute: Callable[[], None]) -> None:
-        """Put off one weight gradient; at once where nothing is collected."""
-        if self._collecting is None:
-            compute()
-        else:
-            self._collecting.append(compute)
-
-    def add_gradient(self, parameter: Tensor, compute: Callable[[], Tensor]) -> None:
-        """Put off the gradient of a weight, which is then added to what the weight has."""
-        self.add(lambda: _accumulate(parameter, compute()))
-
-    def compute(self, key: Key) -> None:
-        """Compute what was put off under a key."""
-        with torch.no_grad():
-            for compute in self._waiting.pop(key, ()):
-                compute()
-
-
-def _accumulate(weight: Tensor, gradient: Tensor) -> None:
-    """Add to the data-parallel gradient buffer, or to ``weight.grad`` where there is none."""
-    if hasattr(weight, "main_grad"):
-        weight.main_grad.add_(gradient)
-    elif weight.grad is None:
-        weight.grad = gradient
-    else:
-        weight.grad.add_(gradient)
+from megatron_ext.layers.weight_gradients import (
+    DeferredWeightGradients,
+    accumulate,
+    add_product,
+    gradient_placeholder,
+)
 
 
 @dataclass(frozen=True)
@@ -107,12 +60,12 @@ class _Call:
         gradient, total = gradient.flatten(0, -2), total.flatten(0, -2)
         weight = self.parameter
         if self.in_place and hasattr(weight, "main_grad"):
-            add_gradient(weight, gradient, total)
-            return None if self.queue is not None else handed_over(weight)
+            add_product(weight.main_grad, gradient, total)
+            return None if self.queue is not None else gradient_placeholder(weight)
         product = gradient.t().matmul(total)
         if self.queue is None:
             return product
-        _accumulate(weight, product)
+        accumulate(weight, product)
         return None
 
     def put_off(self, gradient: Tensor, entered: Tensor) -> None:

@@ -119,7 +119,7 @@ class Adapter(torch.nn.Module):
 
 
 class ColumnAdapter(Adapter):
-    """Beside a column-parallel layer: x is whole, or cut along s."""
+    """The adapter of a column-parallel layer: x is whole, or cut along s."""
 
     sides_cut: ClassVar = {"b": 0}
 
@@ -131,7 +131,7 @@ class ColumnAdapter(Adapter):
 
 
 class RowAdapter(Adapter):
-    """Beside a row-parallel layer: x is cut along its features."""
+    """The adapter of a row-parallel layer: x is cut along its features."""
 
     sides_cut: ClassVar = {"a": 1}
 

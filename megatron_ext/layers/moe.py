@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer as Core
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.layers.autograd import attach_microbatch_loss
+from megatron_ext.layers.auxiliary_loss import attach_microbatch_loss
 from megatron_ext.layers.dropout import BiasDropoutAdd, HiddenDropout
 from megatron_ext.layers.fused_layer import FusedForward, use_own_mlps
 from megatron_ext.layers.graphs import LayerGraphs

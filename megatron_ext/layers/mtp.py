@@ -1,17 +1,17 @@
-"""Multi-token prediction on top of megatron-core's MTP block, with exact normalization.
+"""Multi-token prediction: the targets and weights of its losses, and the output head that they
+share.
 
 Depth k of K predicts the token k+1 positions ahead (DeepSeek-V3, arXiv:2412.19437, section 2.2).
-Its loss joins the graph through the loss auto-scaler with the weights that the caller gives, so
-the same model serves per-token normalization and the mean of micro-batch means.
-
-The output head of a language model, for losses that make its logits themselves.
+megatron-core's MTP block computes the hidden states; the losses join the graph through the loss
+auto-scaler with the weights that the caller gives, so the same model serves per-token normalization
+and the mean of micro-batch means.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.utils import unwrap_model
@@ -23,7 +23,7 @@ from megatron_ext.errors import ConfigError
 
 @dataclass
 class MTPTargets:
-    """What a micro-batch wants of its multi-token-prediction depths, and what came out.
+    """The targets of a micro-batch's multi-token-prediction depths, and what came out.
 
     Attributes:
         labels: per depth, ids ``[b, s/c]``.
@@ -38,11 +38,8 @@ class MTPTargets:
     reports: list[Tensor] = field(default_factory=list)
 
     def record(self, depth: int, losses: Tensor) -> None:
-        """Keep the sum and the count of one depth for the log.
-
-        Args:
-            depth: 0 for the first depth.
-            losses: ``[b, s/c]``.
+        """Keep the sum and the count of one depth's losses ``[b, s/c]`` for the log; depths start
+        at 0.
         """
         mask = self.masks[depth]
         with torch.no_grad():
@@ -52,7 +49,7 @@ class MTPTargets:
 def per_token_weights(
     masks: Sequence[Tensor], scaling_factor: float, main_count: Tensor, depth_counts: Tensor
 ) -> list[Tensor]:
-    """Weights under per-token normalization.
+    """Return the weights of the depths' losses under per-token normalization.
 
     The gradients of a step are divided by the number N of its main targets, so depth k, with D_k
     targets in the step, is weighted by N / D_k: its share of the loss is then exactly
@@ -71,7 +68,7 @@ def per_token_weights(
 
 
 def mean_of_means_weights(masks: Sequence[Tensor], scaling_factor: float) -> list[Tensor]:
-    """Weights when each micro-batch is averaged by itself, as Megatron-LM does by default.
+    """Return the weights where each micro-batch is averaged by itself, Megatron-LM's default.
 
     Args:
         masks: per depth, ``[b, s/c]``.
@@ -83,11 +80,11 @@ def mean_of_means_weights(masks: Sequence[Tensor], scaling_factor: float) -> lis
 
 @dataclass(frozen=True)
 class OutputHead:
-    """This rank's part of the head.
+    """This rank's part of the output head of a language model.
 
     Attributes:
         weight: ``[v/tp, h]``; part r starts at token ``r * v/tp``.
-        tp_group: the ranks that hold the other parts.
+        tp_group: ranks that hold the other parts.
         sequence_parallel: hidden states come cut along the sequence.
         config: megatron-core's configuration of the model.
         bias: ``[v/tp]``, in the weight's type; None where the head has none.
@@ -100,28 +97,17 @@ class OutputHead:
     bias: Tensor | None = None
 
 
-class HasOutputHead(Protocol):
-    """A model chunk that ends a language model."""
-
-    def output_head(self) -> OutputHead: ...
-
-
 def output_head(model: torch.nn.Module) -> OutputHead:
-    """The head of a wrapped model chunk.
+    """Return the head of a model chunk, which may be wrapped.
 
     Raises:
-        ConfigError: a model without `output_head`.
+        ConfigError: a model without a method `output_head`.
     """
     bare: Any = unwrap_model(model)
     if not hasattr(bare, "output_head"):
         raise ConfigError(
             f"The model `{type(bare).__name__}` has no method `output_head`, which chunked losses "
-            "need; add it (see models.head) or use `--cross-entropy-impl eager`."
+            "need; add it (see layers.mtp) or use `--cross-entropy-impl eager`."
         )
     head: OutputHead = bare.output_head()
     return head
-
-
-def in_type_of(hidden: Tensor, head: OutputHead) -> Tensor:
-    """Hidden states in the type of the head; wrappers for 16 bits return float32."""
-    return hidden.to(head.weight.dtype)

@@ -22,7 +22,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.layers.compiled import Beside, compiled
+from megatron_ext.layers.compiled import FusedResidual, compiled
 
 NormSpec = tuple[str, float, bool]
 """Kind (LayerNorm or RMSNorm), epsilon, and whether the stored weight is the gain minus one."""
@@ -95,7 +95,7 @@ def _one_norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) ->
     return (norm(x, weight, bias, spec),)
 
 
-norm_beside = Beside(_one_norm)
+norm_with_residual = FusedResidual(_one_norm)
 """``x``, for the residual connection, and its `norm`."""
 
 

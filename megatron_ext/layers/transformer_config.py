@@ -14,9 +14,9 @@ from megatron.core.transformer.enums import AttnBackend, LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_ext.config.transformer_engine import TE_IMPL
-from megatron_ext.layers.autograd import AuxiliaryScale
-from megatron_ext.layers.linear import DeferredWeightGradients
+from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
 from megatron_ext.layers.pointwise import ACTIVATIONS, Fusions
+from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig

@@ -1,9 +1,8 @@
-"""The one loss contract: a loss returns ``(sum, count, report)`` and only one place divides.
+"""The loss contract: a loss returns ``(sum, count, report)``, and only one place divides.
 
 megatron-core's schedules also take a pair of values and fractional counts, and then train with
-silently wrong gradients or die; this contract refuses both where the loss is made.
-
-Per-token losses of a micro-batch as a loss of the contract.
+silently wrong gradients or die; `checked` refuses both where the loss is made.
+`weighted_token_loss` makes a loss of the contract from the losses of single tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from megatron_ext.layers.mtp import MTPTargets
 
 Report = Mapping[str, Tensor]
 LossFunction = Callable[..., tuple[Tensor, Tensor, Report]]
-"""Takes the output of the last stage, and ``non_loss_data=True`` where a task collects such."""
+"""A loss takes the output of the last stage, and ``non_loss_data=True`` where a task collects such.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class StepCounts:
         main: number of main targets N, by which the step divides its gradients, scalar float32.
         weight: sum D of their weights, N where these are 0 or 1, scalar float32.
         mtp: sum of the weights of each multi-token-prediction depth, ``[K]`` float32.
-        num_microbatches: of each data-parallel rank.
+        num_microbatches: micro-batches of each data-parallel rank.
     """
 
     main: Tensor
@@ -43,7 +43,7 @@ class StepCounts:
 
 
 def pair(total: Tensor, count: Tensor) -> Tensor:
-    """A report entry ``[sum, count]``, cut from the graph and from later in-place divisions."""
+    """Return a report entry ``[sum, count]``, cut from the graph and from in-place divisions."""
     return torch.stack([total.detach().float().clone(), count.detach().float().clone()])
 
 
@@ -51,8 +51,8 @@ def checked(loss: LossFunction) -> LossFunction:
     """Wrap a loss function so that a break of the contract is refused by name.
 
     Raises:
-        ConfigError: not three values, a count that is not an integer tensor, or a report entry
-            that is not ``[sum, count]``.
+        ConfigError: not three values, a count that is not an integer tensor, or a report entry that
+            is not ``[sum, count]``.
     """
 
     @functools.wraps(loss)
@@ -100,9 +100,9 @@ def non_loss_data_of(loss: LossFunction, output: Tensor) -> Any:
 
 
 def _name(loss: LossFunction) -> str:
-    """What to call a loss in an error; a partial is called by its function.
+    """Return what an error calls a loss; a partial is called by its function.
 
-    Only for errors: printing a partial prints its tensors, which on a GPU waits for them.
+    Only errors need it: printing a partial prints its tensors, which on a GPU waits for them.
     """
     loss = inspect.unwrap(loss)
     function = getattr(loss, "func", loss)
@@ -116,18 +116,18 @@ def share_of_step(
     per_token: bool,
     usual_weight: Tensor | None = None,
 ) -> Tensor | float:
-    """The factor that turns a micro-batch's weighted sum into its share of the step's loss.
+    """Return the factor that turns a micro-batch's weighted sum into its share of the step's loss.
 
-    The gradients of a step are divided by its number of targets N. For a weighted mean over the
-    D = sum of weights of the step, sums are therefore multiplied by N / D, which for weights of 0
-    and 1 is 1. In the mean of micro-batch means N and D are the micro-batch's own.
+    The gradients of a step are divided by its number of targets N. For a weighted mean over the D =
+    sum of weights of the step, sums are therefore multiplied by N / D, which for weights of 0 and 1
+    is 1. In the mean of micro-batch means N and D are the micro-batch's own.
 
     Args:
-        weights: of this micro-batch, ``[b, s/c]``.
-        counts: of the step; None in evaluation.
+        weights: weights of this micro-batch, ``[b, s/c]``.
+        counts: None in evaluation.
         per_token: per-token normalization, else the mean of micro-batch means.
         usual_weight: D of a micro-batch over its context-parallel ranks, divided by their number,
-            where they hold unequal parts of it: the mean over ranks is then that of the whole.
+            where they hold unequal parts of it: the mean over ranks is then the mean of the whole.
     """
     if counts is None:
         return 1.0
@@ -144,11 +144,11 @@ def weighted_token_loss(
     share: Tensor | float = 1.0,
     mtp_targets: MTPTargets | None = None,
 ) -> tuple[Tensor, Tensor, Report]:
-    """Weighted sum of per-token losses, number of targets, and what to log.
+    """Return the weighted sum of per-token losses, the number of targets, and what to log.
 
     Args:
         losses: cross-entropy per token, ``[b, s]``.
-        weights: of the tokens, 0 where there is no target, ``[b, s]``.
+        weights: weights of the tokens, 0 where there is no target, ``[b, s]``.
         share: see `share_of_step`.
         mtp_targets: its reports, filled by the forward pass, join the log.
     """
@@ -159,11 +159,11 @@ def weighted_token_loss(
 
 
 def number_of_targets(weights: Tensor) -> Tensor:
-    """Integer scalar."""
+    """Return the number of tokens with a weight, an integer scalar."""
     return torch.count_nonzero(weights).int()
 
 
 def mtp_report(targets: MTPTargets | None) -> Report:
-    """Log entries of the prediction depths."""
+    """Return the log entries of the prediction depths."""
     entries = () if targets is None else targets.reports
     return {f"mtp_{depth} loss": entry for depth, entry in enumerate(entries, start=1)}

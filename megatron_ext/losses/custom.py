@@ -1,9 +1,9 @@
-"""Losses of the user's own: ``--loss my_module:MyLossConfig``.
+"""Losses on the hidden states of a language model: cross-entropy, or a user's own.
 
-A loss is two classes in a file of the user's: a frozen dataclass, whose fields are its options
-(``--loss-args gamma=2.0``) and which names its loss class, and the loss class, which says what a
-token's loss is. Chunking, tensor and sequence parallelism, reduction, normalization over the global
-batch and logging are done by the caller::
+``--loss my_module:MyLossConfig`` names two classes in a file of the user's: a frozen dataclass,
+whose fields are the options (``--loss-args gamma=2.0``) and which names its loss class, and the
+loss class, which says what a token's loss is. The caller cuts tokens into blocks, handles tensor
+and sequence parallelism, reduces, normalizes over the global batch and logs::
 
     class FocalLoss(TokenLoss["FocalLossConfig"]):
         name = "focal loss"
@@ -16,8 +16,6 @@ batch and logging are done by the caller::
     class FocalLossConfig(TokenLossConfig):
         loss_class = FocalLoss
         gamma: float = 2.0
-
-Losses of a language model from its hidden states: chunked cross-entropy, or the user's own.
 """
 
 from __future__ import annotations
@@ -41,9 +39,9 @@ from torch import Tensor
 
 from megatron_ext.data.batch import Batch
 from megatron_ext.errors import ConfigError
-from megatron_ext.layers.autograd import attach
-from megatron_ext.layers.mtp import MTPTargets, OutputHead, in_type_of
-from megatron_ext.losses.chunked_loss import chunked_loss
+from megatron_ext.layers.auxiliary_loss import attach
+from megatron_ext.layers.mtp import MTPTargets, OutputHead
+from megatron_ext.losses.blockwise_loss import blockwise_loss
 from megatron_ext.losses.contract import Report, mtp_report, number_of_targets, pair
 from megatron_ext.losses.linear_cross_entropy import weighted_linear_cross_entropy
 from megatron_ext.losses.vocabulary import VocabularyHead
@@ -63,9 +61,9 @@ class LossInputs:
     """What a loss needs of one micro-batch on one rank; s is this rank's part of the sequence.
 
     Attributes:
-        weights: of the tokens, 0 where there is no target, ``[b, s]``; the loss of a step is the
-            mean with these weights over all micro-batches, data- and context-parallel ranks.
-        tensors: by name, ``[b, s, ...]`` or scalars; chunks of them reach `TokenLoss.token_losses`.
+        weights: weights of the tokens, 0 where there is no target, ``[b, s]``; the loss of a step
+            is the mean with these weights over all micro-batches, data- and context-parallel ranks.
+        tensors: by name, ``[b, s, ...]`` or scalars; blocks of them reach `TokenLoss.token_losses`.
     """
 
     weights: Tensor
@@ -86,9 +84,9 @@ class TokenLoss(Generic[Config]):
     """A loss of single tokens; subclass it and write `token_losses`.
 
     Attributes:
-        name: in the log.
+        name: name in the log.
         extra_names: names in the log of further values that `token_losses` returns; their means
-            over the tokens, with the weights of the loss, are reported beside it.
+            over the tokens, with the weights of the loss, are reported too.
         config: the options.
     """
 
@@ -99,39 +97,39 @@ class TokenLoss(Generic[Config]):
         self.config = config
 
     def build(self, batches: Sequence[Batch], context: ParallelContext) -> list[LossInputs]:
-        """Inputs of all micro-batches of a step, before its first forward pass.
+        """Return the inputs of all micro-batches of a step, before its first forward pass.
 
-        Override it to add tensors, or weights whose denominators need the whole step (sum them
-        over ``context.pgs.dp_cp``). Called on all ranks of the last stage, in evaluation as well.
+        Override it to add tensors, or weights whose denominators need the whole step (sum them over
+        ``context.pgs.dp_cp``). It is called on all ranks of the last stage, in evaluation as well.
         """
         return [LossInputs(batch.loss_weights, {"labels": batch.labels}) for batch in batches]
 
     def token_losses(
         self, hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]
     ) -> Tensor | tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the losses ``[C]`` of a chunk of C tokens.
+        """Return the losses ``[C]`` of a block of C tokens.
 
         Where the class has `extra_names`, return a pair: the losses, and for each of the names a
         value ``[C]``.
 
         Args:
             hidden: ``[C, h]``.
-            head: the output head; its methods hide how the vocabulary lies on the ranks.
-            inputs: chunks of the tensors that `build` gave.
+            head: output head; its methods hide how the vocabulary lies on the ranks.
+            inputs: blocks of the tensors that `build` gave.
         """
         raise NotImplementedError
 
 
 @functools.lru_cache(maxsize=8)
 def load_loss(spec: str, arguments: tuple[str, ...] = ()) -> TokenLoss[Any]:
-    """The loss that ``--loss`` and ``--loss-args`` name; the same object for the whole run.
+    """Return the loss that ``--loss`` and ``--loss-args`` name, the same object for the whole run.
 
     Args:
         spec: ``module:Class`` or ``path/to/file.py:Class``, the class of its options.
         arguments: ``field=value``, the values as YAML.
 
     Raises:
-        ConfigError: what cannot be found, or does not fit.
+        ConfigError: a file, class or option that cannot be found or does not fit.
     """
     kind = _config_class(spec)
     names = {field.name: field for field in dataclasses.fields(kind)}
@@ -153,7 +151,7 @@ def load_loss(spec: str, arguments: tuple[str, ...] = ()) -> TokenLoss[Any]:
 
 
 def _check_names(spec: str, kind: type[TokenLoss[Any]]) -> None:
-    """Refuse names that `metrics.jsonl` has already, or that a loss has twice."""
+    """Refuse names that the metrics file uses already, or that a loss reports twice."""
     names = [kind.name, *kind.extra_names]
     for name in names:
         if name in _TAKEN or names.count(name) > 1:
@@ -164,7 +162,7 @@ def _check_names(spec: str, kind: type[TokenLoss[Any]]) -> None:
 
 
 def _value(kind: type[TokenLossConfig], name: str, argument: str, text: str) -> Any:
-    """Read the value of one option as the type that its field has, where that is a plain one.
+    """Read the value of one option as the type of its field, where that is a plain type.
 
     Raises:
         ConfigError: the text is no such value, or no finite number.
@@ -225,17 +223,17 @@ def _module(place: str, spec: str) -> Any:
 
 @dataclass(frozen=True)
 class HiddenStatesLoss:
-    """The loss of a micro-batch whose logits exist for a chunk of tokens at a time.
+    """The loss of a micro-batch whose logits exist for a block of tokens at a time.
 
     Attributes:
-        chunk_size: tokens of a chunk; None leaves it to `linear_cross_entropy`.
-        cross_entropy: further options of `linear_cross_entropy`.
-        own: a loss of the user's own in place of cross-entropy; prediction depths keep that.
+        block_size: tokens of a block; None leaves it to `weighted_linear_cross_entropy`.
+        cross_entropy: further options of `weighted_linear_cross_entropy`.
+        custom: a user's own loss in place of cross-entropy; prediction depths keep cross-entropy.
     """
 
-    chunk_size: int | None = None
+    block_size: int | None = None
     cross_entropy: Mapping[str, Any] = field(default_factory=dict)
-    own: TokenLoss[Any] | None = None
+    custom: TokenLoss[Any] | None = None
 
     def __call__(
         self,
@@ -246,21 +244,21 @@ class HiddenStatesLoss:
         share: Tensor | float = 1.0,
         mtp_targets: MTPTargets | None = None,
     ) -> tuple[Tensor, Tensor, Report]:
-        """The loss, with the gradients of all multi-token-prediction depths attached.
+        """Return the loss, with the gradients of all multi-token-prediction depths attached.
 
         Args:
-            hidden: of the model and of each depth, ``[(1 + depths) * s, b, h]``.
-            head: the output head.
+            hidden: hidden states of the model and of each depth, ``[(1 + depths) * s, b, h]``.
             batch: labels, weights, and what `TokenLoss.build` gave.
             share: see `share_of_step`.
             mtp_targets: labels and weights of the depths; None where there are none.
         """
-        hidden = in_type_of(hidden, head)
+        # Wrappers for 16 bits return float32.
+        hidden = hidden.to(head.weight.dtype)
         if mtp_targets is not None:
             hidden = self._with_mtp_losses(hidden, head, mtp_targets)
         weights = batch.loss_weights
         losses, total, extra = self._main(hidden, head, batch, weights * share)
-        name = "lm loss" if self.own is None else self.own.name
+        name = "lm loss" if self.custom is None else self.custom.name
         each = weights.reshape(-1).float()
         report = {
             key: pair(torch.dot(values.reshape(-1), each), each.sum())
@@ -271,19 +269,19 @@ class HiddenStatesLoss:
     def _main(
         self, hidden: Tensor, head: OutputHead, batch: Batch, weights: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        if self.own is None:
+        if self.custom is None:
             return *self._cross_entropy(hidden, head, batch.labels, weights), {}
-        return chunked_loss(
-            self.own.token_losses,
+        return blockwise_loss(
+            self.custom.token_losses,
             hidden,
             head.weight,
             weights,
             batch.loss_inputs.tensors,
             tp_group=head.tp_group,
             sequence_parallel=head.sequence_parallel,
-            chunk_size=self.chunk_size,
+            block_size=self.block_size,
             bias=head.bias,
-            extra_names=self.own.extra_names,
+            extra_names=self.custom.extra_names,
         )
 
     def _cross_entropy(
@@ -296,14 +294,14 @@ class HiddenStatesLoss:
             weights,
             tp_group=head.tp_group,
             sequence_parallel=head.sequence_parallel,
-            chunk_size=self.chunk_size,
+            block_size=self.block_size,
             bias=head.bias,
             **self.cross_entropy,
         )
 
-    def _with_mtp_losses(self, chunks: Tensor, head: OutputHead, targets: MTPTargets) -> Tensor:
-        """Hidden states ``[s, b, h]`` that carry the gradients of all depths' losses."""
-        hidden, *depths = torch.chunk(chunks, 1 + len(targets.labels), dim=0)
+    def _with_mtp_losses(self, blocks: Tensor, head: OutputHead, targets: MTPTargets) -> Tensor:
+        """Return hidden states ``[s, b, h]`` that carry the gradients of all depths' losses."""
+        hidden, *depths = torch.chunk(blocks, 1 + len(targets.labels), dim=0)
         for depth, of_depth in enumerate(depths):
             labels, weights = targets.labels[depth], targets.weights[depth]
             losses, total = self._cross_entropy(of_depth, head, labels, weights)

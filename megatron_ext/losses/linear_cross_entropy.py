@@ -1,10 +1,8 @@
 """Cross-entropy of a vocabulary-parallel linear head whose logits never exist as a whole.
 
-Tokens are taken in chunks of C, flattened; one block of C x v/tp logits is alive at a time, in
-float32, or on GPUs in the type of the product (`fused_softmax`).
-`linear_cross_entropy` gives the loss of every token and computes its logits once more in the
-backward pass; `weighted_linear_cross_entropy` is told the tokens' weights beforehand and takes the
-gradients while it has the logits.
+Tokens are taken in blocks of C, flattened; one block of C x v/tp logits is alive at a time, in
+float32, or on GPUs in the type of the product (`vocabulary.statistics`). The weights of the tokens
+are known beforehand, so the gradients are taken while the logits are there.
 
 With logits z, label y, vocabulary size v, label smoothing e, z-loss coefficient c (PaLM's,
 arXiv:2204.02311, section 5), lse = log sum exp z and p = exp(z - lse), a token has
@@ -12,8 +10,8 @@ arXiv:2204.02311, section 5), lse = log sum exp z and p = exp(z - lse), a token 
     l = lse - (1 - e) z_y - e/v sum z + c lse^2
     dl/dz = p (1 + 2 c lse) - (1 - e) onehot(y) - e/v
 
-which without c is `torch.nn.functional.cross_entropy(label_smoothing=e)`. Two collectives per chunk
-of the forward pass, none per chunk of a backward pass, and no wait for the device.
+which without c is `torch.nn.functional.cross_entropy(label_smoothing=e)`. A block costs two
+collectives in the forward pass, none in the backward pass, and no wait for the device.
 """
 
 from __future__ import annotations
@@ -25,81 +23,29 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import DataError
-from megatron_ext.losses.chunked_logits import (
+from megatron_ext.losses.logit_blocks import (
     Gradients,
     Head,
-    chunks,
     differentiate,
     exponentiate,
     flat,
-    recall,
+    logit_blocks,
     relative,
     scaled_to,
     unflat,
 )
 
 
-def _handed_over(weight_dtype: torch.dtype, main: Tensor) -> Tensor:
-    """Zeros for autograd, whose hook adds them to the gradient that is in the buffer already.
+def _placeholder(weight_dtype: torch.dtype, main: Tensor) -> Tensor:
+    """Return zeros for autograd, whose hook adds them to the gradient that is already in the
+    buffer.
 
-    None would do but for overlapped reductions, which refuse a missing gradient.
+    Overlapped reductions refuse a missing gradient, so None would not do.
     """
     return main.new_zeros((), dtype=weight_dtype).expand_as(main)
 
 
-def _main_grad(head: Head, weight: Tensor) -> Tensor | None:
-    """The data-parallel buffer of a weight, where its gradient goes there past autograd."""
-    return getattr(weight, "main_grad", None) if head.main_grad else None
-
-
-def _losses(
-    head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Losses and log-sum-exp of all tokens, each ``[s * b]`` float32."""
-    losses = hidden.new_empty(labels.numel(), dtype=torch.float32)
-    lse = torch.empty_like(losses)
-    for chunk in chunks(head, head.tokens(hidden), weight, labels, bias):
-        losses[chunk.span], lse[chunk.span], _ = exponentiate(head, chunk)
-    return losses, lse
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Losses of the tokens; the backward pass computes the logits again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: Head
-    ) -> Tensor:
-        losses, lse = _losses(head, hidden, weight, labels, bias)
-        ctx.save_for_backward(hidden, weight, bias, labels, lse)
-        # Saved tensors come back without their attributes.
-        ctx.head, ctx.main_grad = head, _main_grad(head, weight)
-        return unflat(losses, labels)
-
-    @staticmethod
-    def backward(ctx: Any, grad_losses: Tensor) -> Any:
-        hidden, weight, bias, labels, lse = ctx.saved_tensors
-        head, main = ctx.head, ctx.main_grad
-        tokens, incoming = head.tokens(hidden), flat(grad_losses).float()
-        gradients = Gradients(ctx.needs_input_grad, tokens, weight, main)
-        for chunk in chunks(head, tokens, weight, labels, bias):
-            part = lse[chunk.span]
-            recall(chunk, part)
-            differentiate(head, chunk, incoming[chunk.span], part)
-            gradients.add(chunk, weight)
-        of_hidden, of_weight = gradients.hidden, gradients.weight
-        if of_hidden is not None:
-            of_hidden = head.reduce(of_hidden, hidden)
-        if of_weight is not None and main is not None:
-            if of_weight is not main:
-                main.add_(of_weight)
-            of_weight = _handed_over(weight.dtype, main)
-        of_bias = None if gradients.bias is None else gradients.bias.to(weight.dtype)
-        of_weight = None if of_weight is None else of_weight.to(weight.dtype)
-        return of_hidden, of_weight, of_bias, None, None
-
-
-class _WeightedLinearCrossEntropy(torch.autograd.Function):
     """Losses and their weighted sum; the gradients are taken in the forward pass."""
 
     @staticmethod
@@ -116,14 +62,16 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
         over_largest, largest = relative(token_weights)
         gradients = Gradients(ctx.needs_input_grad, tokens, weight)
         losses = token_weights.new_empty(labels.numel())
-        for chunk in chunks(head, tokens, weight, labels, bias):
-            losses[chunk.span], lse, total = exponentiate(head, chunk)
-            differentiate(head, chunk, over_largest[chunk.span], lse, total)
-            gradients.add(chunk, weight)
+        for block in logit_blocks(head, tokens, weight, labels, bias):
+            losses[block.span], lse, total = exponentiate(head, block)
+            differentiate(head, block, over_largest[block.span], lse, total)
+            gradients.add(block, weight)
         if gradients.hidden is not None:
             gradients.hidden = head.reduce(gradients.hidden, hidden)
         ctx.gradients, ctx.largest = gradients, largest
-        ctx.main_grad, ctx.weight_dtype = _main_grad(head, weight), weight.dtype
+        # Saved tensors come back without their attributes.
+        ctx.main_grad = getattr(weight, "main_grad", None) if head.main_grad else None
+        ctx.weight_dtype = weight.dtype
         rows = unflat(losses, labels)
         ctx.mark_non_differentiable(rows)
         return rows, torch.dot(token_weights, losses)
@@ -135,65 +83,10 @@ class _WeightedLinearCrossEntropy(torch.autograd.Function):
         of_bias = None if of_bias is None else of_bias.to(ctx.weight_dtype)
         if of_weight is not None and ctx.main_grad is not None:
             ctx.main_grad.addcmul_(of_weight, scale)
-            of_weight = _handed_over(ctx.weight_dtype, ctx.main_grad)
+            of_weight = _placeholder(ctx.weight_dtype, ctx.main_grad)
         elif of_weight is not None:
             of_weight = scaled_to(ctx.weight_dtype, of_weight, scale)
         return of_hidden, of_weight, of_bias, None, None, None
-
-
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    tp_group: ProcessGroup | None,
-    sequence_parallel: bool,
-    chunk_size: int | None = None,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss_coefficient: float = 0.0,
-    gradient_accumulation_fusion: bool = False,
-) -> Tensor:
-    """Cross-entropy of each token; saves hidden states, weight, labels and log-sum-exp only.
-
-    Args:
-        hidden: ``[s, b, h]``, or ``[s/tp, b, h]`` under sequence parallelism.
-        weight: this rank's part of the head, ``[v/tp, h]``; part r starts at token ``r * v/tp``.
-        labels: ``[b, s]`` int64. One outside ``[0, v)`` gives the loss lse, so tokens that do not
-            count need ``ignore_index`` or a weight of 0.
-        tp_group: the tensor-parallel ranks; None means this rank alone.
-        sequence_parallel: the hidden states are cut along the sequence.
-        chunk_size: C; its logits take C * v/tp * 4 bytes, and half of that more in 16 bits. None
-            takes an eighth of the tokens, 1024 at most: a 24th of the logits that eager holds. On
-            GPUs they take C * v/tp * 2 bytes in 16 bits, and None takes a quarter of the tokens,
-            the larger of 2 h and 4096 at most; see `chunk_size.fused_rows`.
-        bias: this rank's part of the head's bias, ``[v/tp]``, in the weight's type; None for none.
-        ignore_index: label of tokens with loss 0 and gradient exactly 0.
-        label_smoothing: share of the target that is spread over the whole vocabulary.
-        z_loss_coefficient: c in ``c * lse^2``, a part of each token's loss.
-        gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad``, where that
-            exists, and give autograd zeros, from which megatron-core's hooks see that it is there.
-
-    Returns:
-        losses ``[b, s]`` float32, the same on every tensor-parallel rank.
-
-    Raises:
-        ConfigError: an option out of its range, or hidden states and weight of different types.
-        DataError: labels whose shape does not fit the hidden states.
-    """
-    head = Head(
-        chunk_size=chunk_size,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss_coefficient,
-        main_grad=gradient_accumulation_fusion,
-    )
-    head.check(hidden, weight, labels, bias)
-    losses: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, head)  # type: ignore[no-untyped-call]
-    return losses
 
 
 def weighted_linear_cross_entropy(
@@ -204,38 +97,49 @@ def weighted_linear_cross_entropy(
     *,
     tp_group: ProcessGroup | None,
     sequence_parallel: bool,
-    chunk_size: int | None = None,
+    block_size: int | None = None,
     bias: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss_coefficient: float = 0.0,
     gradient_accumulation_fusion: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Losses of the tokens and their weighted sum, with the gradients taken in the forward pass.
+    """Return the losses of the tokens and their weighted sum.
 
-    As many products with the head as whole logits need, one less than `linear_cross_entropy`. It
-    holds the gradients of the hidden states and, in float32, of the weight until the backward
-    pass, which scales them in place and so can run once only. Under ``torch.no_grad`` it computes
-    no gradients.
+    This takes as many products with the head as whole logits do. The gradients of the hidden states
+    and, in float32, of the weight are held until the backward pass, which scales them in place and
+    so can run once only. Under ``torch.no_grad`` no gradients are computed.
 
     Args:
         hidden: ``[s, b, h]``, or ``[s/tp, b, h]`` under sequence parallelism.
-        weight: this rank's part of the head, ``[v/tp, h]``.
-        labels: ``[b, s]`` int64.
+        weight: this rank's part of the head, ``[v/tp, h]``; part r starts at token ``r * v/tp``.
+        labels: ``[b, s]`` int64. A label outside ``[0, v)`` gives the loss lse, so tokens that do
+            not count need ``ignore_index`` or a weight of 0.
         token_weights: ``[b, s]``, such as loss mask / tokens of the global batch.
-        tp_group, sequence_parallel, chunk_size, bias, ignore_index, label_smoothing,
-            z_loss_coefficient, gradient_accumulation_fusion: as in `linear_cross_entropy`.
+        tp_group: tensor-parallel ranks; None means this rank alone.
+        sequence_parallel: the hidden states are cut along the sequence.
+        block_size: C. The logits of a block take C * v/tp * 4 bytes, and half of that more in 16
+            bits. None takes an eighth of the tokens, 1024 at most: a 24th of the logits that eager
+            holds. On GPUs they take C * v/tp * 2 bytes in 16 bits, and None takes a quarter of the
+            tokens, the larger of 2 h and 4096 at most; see `vocabulary.fused_rows`.
+        bias: this rank's part of the head's bias, ``[v/tp]``, in the weight's type.
+        ignore_index: label of tokens with loss 0 and gradient exactly 0.
+        label_smoothing: share of the target that is spread over the whole vocabulary.
+        z_loss_coefficient: c in ``c * lse^2``, a part of each token's loss.
+        gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad``, where that
+            exists, and give autograd zeros; the mark on them tells megatron-core's hooks that it is
+            there.
 
     Returns:
-        losses ``[b, s]`` float32, outside the graph, and the sum of weights times losses, a
-        float32 scalar inside it.
+        losses ``[b, s]`` float32, outside the graph and the same on every tensor-parallel rank, and
+        the sum of weights times losses, a float32 scalar inside the graph.
 
     Raises:
-        ConfigError: as in `linear_cross_entropy`.
+        ConfigError: an option out of its range, or hidden states and weight of different types.
         DataError: labels or token weights whose shape does not fit.
     """
     head = Head(
-        chunk_size=chunk_size,
+        block_size=block_size,
         tp_group=tp_group,
         sequence_parallel=sequence_parallel,
         ignore_index=ignore_index,
@@ -250,9 +154,11 @@ def weighted_linear_cross_entropy(
             f"{tuple(labels.shape)}; pass one weight for each label."
         )
     if not torch.is_grad_enabled():
-        losses, _ = _losses(head, hidden, weight, labels, bias)
+        losses = hidden.new_empty(labels.numel(), dtype=torch.float32)
+        for block in logit_blocks(head, head.tokens(hidden), weight, labels, bias):
+            losses[block.span] = exponentiate(head, block)[0]
         return unflat(losses, labels), torch.dot(flat(token_weights).float(), losses)
-    result: tuple[Tensor, Tensor] = _WeightedLinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, labels, token_weights, head
     )
     return result

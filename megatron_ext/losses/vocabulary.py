@@ -1,15 +1,12 @@
-"""Logits of a chunk of tokens over a vocabulary that is cut over the tensor-parallel ranks.
+"""Arithmetic over a vocabulary that is cut over the tensor-parallel ranks, for a block of C tokens.
 
-The pieces that a loss of the user's own is made of, all differentiable. Values per token ``[C]``
-are the same on every tensor-parallel rank, values per entry ``[C, v/tp]`` are this rank's part;
-`sum` and `at` lead from parts to shared values, `spread` leads back.
+`VocabularyHead` holds the pieces that a user's own loss is made of, all differentiable. Values per
+token ``[C]`` are the same on every tensor-parallel rank, values per entry ``[C, v/tp]`` are this
+rank's part; `sum` and `at` lead from parts to shared values, `spread` leads back.
 
-The pointwise part of a chunk's cross-entropy on a GPU: its logits read twice, written once.
-
-`layers.compiled` makes one kernel of each of the two functions. They keep the logits in the type of
-the product, 16 bits, and compute in float32 registers what `chunked_logits` computes in a float32
-copy; the gradient takes the logits' place. Vocabulary-parallel ranks talk between the two.
-
+`statistics` and `to_gradient_` are the pointwise part of a block's cross-entropy on a GPU, one
+compiled kernel each. They keep the logits in the 16 bits of the product and compute in float32
+registers what `logit_blocks` computes in a float32 copy; the gradient takes the logits' place.
 Bytes that pass through memory, for N logits of 16 bits (N = tokens x v / tp), the products' own
 reads and writes left out:
 
@@ -20,14 +17,8 @@ reads and writes left out:
                             and its backward pass, which reads both of its inputs twice (16 + 20);
                             zeros for the gradient of the log-probabilities (4); and back (2)
 
-At 32,768 x 151,936 logits that is 30 GB against 240 GB, 7 ms against 55 ms at 4.3 TB/s, beside
-155 ms for the three products of 2 x 32,768 x 4096 x 151,936 operations at 790 TFLOP/s. The four
-chunks of 8192 tokens add 17 GB of the weight's gradient to the products and 4 GB for its scaling,
-at most 5 ms: 167 ms against 210 ms, by this arithmetic 0.80 of eager. Memory at the peak is that
-gradient, a chunk's logits and the gradient of the hidden states, 2.5 + 2.5 + 0.3 GB, against three
-float32 blocks of all logits, 60 GB: 0.09 of eager.
-
-How many tokens a chunk of the cross-entropy has by default.
+At 32,768 x 151,936 logits that is 30 GB against 240 GB, 7 ms against 55 ms at 4.3 TB/s, added to
+155 ms for the three products of 2 x 32,768 x 4096 x 151,936 operations at 790 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -52,7 +43,7 @@ class VocabularyHead:
 
     Attributes:
         weight: ``[v/tp, h]``; part r starts at token ``r * v/tp``.
-        tp_group: the ranks that hold the other parts; None means that this rank holds all.
+        tp_group: ranks that hold the other parts; None means that this rank holds all.
         bias: ``[v/tp]``, in the weight's type; None where the head has none.
     """
 
@@ -62,17 +53,17 @@ class VocabularyHead:
 
     @property
     def first(self) -> int:
-        """The first token of this rank's part."""
+        """Return the first token of this rank's part."""
         return 0 if self.tp_group is None else self.tp_group.rank() * self.weight.shape[0]
 
     @property
     def vocab_size(self) -> int:
-        """Of all parts, padding included."""
+        """Return the number of entries of all parts, padding included."""
         parts = 1 if self.tp_group is None else self.tp_group.size()
         return parts * self.weight.shape[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """This rank's logits ``[C, v/tp]`` float32 of ``[C, h]``."""
+        """Return this rank's logits ``[C, v/tp]`` float32 of ``[C, h]``."""
         logits = torch.mm(hidden, self.weight.t()).float()
         return logits if self.bias is None else logits + self.bias
 
@@ -81,18 +72,18 @@ class VocabularyHead:
         return self._over_parts(values.sum(dim=1))
 
     def logsumexp(self, logits: Tensor) -> Tensor:
-        """Logarithm of the sum of exponentials over the vocabulary: ``[C, v/tp]`` to ``[C]``."""
+        """Return the logarithm of the sum of exponentials: ``[C, v/tp]`` to ``[C]``."""
         highest = logits.detach().amax(dim=1, keepdim=True)
         if self._is_cut:
             torch.distributed.all_reduce(highest, op=ReduceOp.MAX, group=self.tp_group)
         return self.sum((logits - highest).exp()).log() + highest.squeeze(1)
 
     def log_softmax(self, logits: Tensor) -> Tensor:
-        """This rank's log-probabilities ``[C, v/tp]``."""
+        """Return this rank's log-probabilities ``[C, v/tp]``."""
         return logits - self.spread(self.logsumexp(logits)).unsqueeze(1)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Values that all ranks share, for use beside this rank's part of the vocabulary.
+        """Return values that all ranks share, to combine with this rank's part of the vocabulary.
 
         Their gradient is then summed over the parts; what stays shared must not be spread.
         """
@@ -102,7 +93,8 @@ class VocabularyHead:
         return spread
 
     def at(self, values: Tensor, ids: Tensor) -> Tensor:
-        """Values of given tokens: ``[C, v/tp]`` and ids ``[C]`` or ``[C, k]`` to the ids' shape.
+        """Return the values of given tokens: ``[C, v/tp]`` and ids ``[C]`` or ``[C, k]`` to the
+        ids' shape.
 
         An id outside of the vocabulary, such as an ignored label, gives 0.
         """
@@ -112,7 +104,7 @@ class VocabularyHead:
         return self._over_parts(picked).view(ids.shape)
 
     def log_prob(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """Log-probabilities of given tokens, shaped like ``ids``: ``[C]`` or ``[C, k]``."""
+        """Return log-probabilities of given tokens, shaped like ``ids``: ``[C]`` or ``[C, k]``."""
         total = self.logsumexp(logits)
         return self.at(logits, ids) - (total if ids.dim() == 1 else total.unsqueeze(1))
 
@@ -121,7 +113,7 @@ class VocabularyHead:
         return self.tp_group is not None and self.tp_group.size() > 1
 
     def _over_parts(self, partial: Tensor) -> Tensor:
-        """Sum over the ranks; the gradient of the sum is that of each part."""
+        """Sum over the ranks; the gradient of the sum is the gradient of each part."""
         if not self._is_cut:
             return partial
         summed: Tensor = reduce_from_tensor_model_parallel_region(
@@ -131,24 +123,24 @@ class VocabularyHead:
 
 
 class Statistics(NamedTuple):
-    """Of this rank's logits ``[C, v/tp]``, each ``[C, 1]`` float32."""
+    """Sums over this rank's logits ``[C, v/tp]``, each ``[C, 1]`` float32."""
 
     highest: Tensor
     at_label: Tensor
     total: Tensor
-    """Sum of the logits' exponentials after the highest is taken away."""
+    """Sum of the exponentials after the highest logit is subtracted."""
     plain: Tensor
     """Sum of the logits; zeros where it is not asked for."""
 
 
 @compiled
 def statistics(logits: Tensor, column: Tensor, sums_plain: bool) -> Statistics:
-    """What the loss needs to know of the logits.
+    """Return what the loss needs to know of the logits.
 
     Args:
         logits: ``[C, v/tp]``.
-        column: of each token's label, ``[C, 1]`` int64.
-        sums_plain: whether label smoothing wants their sum.
+        column: column of each token's label, ``[C, 1]`` int64.
+        sums_plain: whether label smoothing needs their sum.
     """
     exact = logits.float()
     highest = exact.amax(dim=1, keepdim=True)
@@ -180,15 +172,15 @@ MIN_FUSED_ROWS = 4096
 
 
 def default_rows(num_tokens: int) -> int:
-    """An eighth of the tokens: few beside eager, enough for efficient products on a CPU."""
+    """Return an eighth of the tokens: far below eager's memory, enough for fast products."""
     return min(-(-num_tokens // 8), MAX_ROWS)
 
 
 def fused_rows(num_tokens: int, hidden_size: int) -> int:
-    """On a GPU, where a chunk's logits stay in 16 bits; see `fused_softmax`.
+    """Return the tokens of a block on a GPU, where its logits stay in 16 bits.
 
-    Each chunk's part of the weight's gradient, 2 C h v operations, reads and writes that gradient,
-    8 h v bytes: C / 4 operations for a byte, of which an H200 does 200 in the time of one. At C =
-    2 h the chunk's logits take no more memory than that float32 gradient.
+    The weight's gradient of a block, 2 C h v operations, reads and writes 8 h v bytes: C / 4
+    operations for a byte, of which an H200 does 200 in the time of one. At C = 2 h the logits of a
+    block take no more memory than that float32 gradient.
     """
     return min(-(-num_tokens // 4), max(2 * hidden_size, MIN_FUSED_ROWS))

@@ -96,7 +96,7 @@ class ShardedEMA:
             parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
             self._parts = [_whole_part(parameter, parameter) for parameter in parameters]
         else:
-            self._parts = [x for part in parts_of(optimizer) for x in _parts_beside(part)]
+            self._parts = [x for part in parts_of(optimizer) for x in _parts_of(part)]
         self._batches = list(_in_batches(self._parts))
         self._swapped = False
         self.restart()
@@ -188,12 +188,12 @@ def _whole_part(parameter: Parameter, main: Tensor) -> _Part:
     return _Part(parameter, main, torch.empty_like(main, dtype=torch.float32, requires_grad=False))
 
 
-def _parts_beside(optimizer: Any) -> Iterator[_Part]:
+def _parts_of(optimizer: Any) -> Iterator[_Part]:
     """A part for each parameter of one optimizer, in an order that its replicas share."""
     if getattr(optimizer, "is_stub_optimizer", False):
         return
     if isinstance(optimizer, DistributedOptimizer):
-        yield from _shards_beside(optimizer)
+        yield from _shards_of(optimizer)
     elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
         models = [*optimizer.float16_groups, *optimizer.fp32_from_fp32_groups]
         mains = [*optimizer.fp32_from_float16_groups, *optimizer.fp32_from_fp32_groups]
@@ -204,7 +204,7 @@ def _parts_beside(optimizer: Any) -> Iterator[_Part]:
             yield _whole_part(parameter, parameter)
 
 
-def _shards_beside(optimizer: Any) -> Iterator[_Part]:
+def _shards_of(optimizer: Any) -> Iterator[_Part]:
     """Parameters lie in the buffers in the same order on all ranks, also those of other ranks."""
     models = [*optimizer.model_float16_groups, *optimizer.model_fp32_groups]
     mains = [*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups]

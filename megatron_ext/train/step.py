@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_ext.checkpoint.state import Companion
 from megatron_ext.data.batch import Batch
 from megatron_ext.data.step_loader import iterators_per_chunk
-from megatron_ext.layers.autograd import AuxiliaryScale
+from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
 from megatron_ext.layers.dropout import microbatch_masks
 from megatron_ext.layers.fp8.linear import AmaxHistories, KeptWeights
 from megatron_ext.losses.contract import LossFunction, StepCounts, checked

@@ -63,7 +63,7 @@ class Task:
             whole training step there, None on other stages and in evaluation. It may be None where
             a step runner of the task does without.
         auxiliary_losses: the model attaches losses of its own with
-            `layers.autograd.attach_microbatch_loss`.
+            `layers.auxiliary_loss.attach_microbatch_loss`.
         prepare_batches: ``(config, batches, context)`` to the batches, called on the last stage
             with all micro-batches of a step before its first forward pass.
         source: ``(run, dataset, tokenizer, consumed_samples, full_epoch)`` to the steps of a split.

@@ -21,7 +21,7 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.convert.lora import export_adapters
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.train.launch import fork_ranks
-from tests.models import plain
+from tests.layers import plain
 from tests.numerics.stock import LENGTH, VOCABULARY, gpt_config, whole_batch
 from tests.ranks import ranks
 from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows

@@ -16,7 +16,7 @@ from megatron_ext.layers import sdpa
 from megatron_ext.layers import sdpa as block_mask
 from megatron_ext.layers.attention import DotProductAttention
 from tests.gpu.runs import one_gpu
-from tests.models import plain
+from tests.layers import plain
 
 pytestmark = pytest.mark.gpu
 

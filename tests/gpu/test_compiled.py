@@ -10,9 +10,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_ext.layers import compiled as module
 from megatron_ext.layers.compiled import compiles
-from megatron_ext.layers.pointwise import activated, norm_beside
-from tests.models.pointwise_cases import CASES, Case, cast, run
-from tests.models.test_pointwise import HALF_FACTOR, error
+from megatron_ext.layers.pointwise import activated, norm_with_residual
+from tests.layers.pointwise_cases import CASES, Case, cast, run
+from tests.layers.test_pointwise import HALF_FACTOR, error
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +57,7 @@ def test_a_norm_and_an_activation_are_a_few_kernels() -> None:
     gain = torch.ones(1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def normed() -> None:
-        same, y = norm_beside(x, gain, None, ("RMSNorm", 1e-5, False))
+        same, y = norm_with_residual(x, gain, None, ("RMSNorm", 1e-5, False))
         torch.autograd.grad((same, y), (x, gain), (x.detach(), x.detach()))
 
     def gated() -> None:

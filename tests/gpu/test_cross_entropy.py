@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.cross_entropy import GPU_SIZE, WAYS, Inputs, Setting, make_inputs, one_pass
 from megatron_ext.layers.compiled import compiles
-from megatron_ext.losses.chunked_logits import adds_in_float32
+from megatron_ext.layers.weight_gradients import adds_in_float32
 from tests.gpu.runs import one_gpu
-from tests.losses.dense_cross_entropy import ALONE, Form, dense, leaves, per_token, weighted
+from tests.losses.dense_cross_entropy import ALONE, dense, leaves, weighted
 
 pytestmark = pytest.mark.gpu
 
@@ -19,9 +19,8 @@ BYTES_OF_EAGER = 70 * 2**30
 DEVICE = torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("form", [per_token, weighted])
 @pytest.mark.parametrize(("kind", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 6e-3)])
-def test_fused_chunks_equal_float64(form: Form, kind: torch.dtype, tolerance: float) -> None:
+def test_fused_blocks_equal_float64(kind: torch.dtype, tolerance: float) -> None:
     if not compiles(torch.zeros(1, device=DEVICE)):
         pytest.skip("Triton is not installed")
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -34,11 +33,10 @@ def test_fused_chunks_equal_float64(form: Form, kind: torch.dtype, tolerance: fl
         ),
         kind,
     )
-    truth = dense(values)
     options = {"label_smoothing": 0.1, "z_loss_coefficient": 1e-2}
     for given in ({}, options):
-        truth = dense(values, label_smoothing=0.1, z_loss=1e-2) if given else truth
-        found = form(leaves(values, kind), chunk_size=128, **given, **ALONE)
+        truth = dense(values, **given)
+        found = weighted(leaves(values, kind), block_size=128, **given, **ALONE)
         for one, true in zip(found, truth, strict=True):
             assert one is not None and true is not None
             assert float((one.double() - true).norm() / true.norm()) < tolerance

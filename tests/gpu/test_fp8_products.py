@@ -18,8 +18,8 @@ from megatron_ext.layers.fp8.matrices import (
     product,
     quantize_with,
 )
-from tests.models.fp8.test_passes import FUNCTIONS, matrix
-from tests.models.fp8.test_product import VIOLATIONS, matrices, operands, quantized
+from tests.layers.fp8.test_passes import FUNCTIONS, matrix
+from tests.layers.fp8.test_product import VIOLATIONS, matrices, operands, quantized
 
 pytestmark = pytest.mark.gpu
 

@@ -1,8 +1,8 @@
-"""Truth for chunked cross-entropy: torch's over whole logits in float64; and how to compare."""
+"""The truth for cross-entropy in blocks: torch's over whole logits in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,18 +11,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ext.losses.linear_cross_entropy import (
-    linear_cross_entropy,
-    weighted_linear_cross_entropy,
-)
+from megatron_ext.losses.linear_cross_entropy import weighted_linear_cross_entropy
 
 S, B, H, V = 24, 2, 16, 40
 TOLERANCE = 1e-5
-CHUNK_SIZES = (1, 7, 64, 1000)
+BLOCK_SIZES = (1, 7, 64, 1000)
 ALONE: dict[str, Any] = {"tp_group": None, "sequence_parallel": False}
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 Result = tuple[Tensor, Tensor | None, Tensor | None]
-Form = Callable[..., Result]
 
 
 def inputs(*, b: int = B) -> Inputs:
@@ -37,7 +33,9 @@ def inputs(*, b: int = B) -> Inputs:
     return hidden, weight, labels, weights
 
 
-def dense(values: Inputs, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Result:
+def dense(
+    values: Inputs, *, label_smoothing: float = 0.0, z_loss_coefficient: float = 0.0
+) -> Result:
     """Truth: whole logits in float64, torch's cross-entropy and its autograd."""
     hidden, weight, labels, weights = values
     hidden = hidden.detach().double().requires_grad_()
@@ -46,25 +44,13 @@ def dense(values: Inputs, *, label_smoothing: float = 0.0, z_loss: float = 0.0) 
     losses = F.cross_entropy(
         logits.transpose(1, 2), labels, reduction="none", label_smoothing=label_smoothing
     )
-    losses = losses + z_loss * logits.logsumexp(-1).square() * (labels != -100)
+    losses = losses + z_loss_coefficient * logits.logsumexp(-1).square() * (labels != -100)
     (losses * weights).sum().backward()
     return losses.detach(), hidden.grad, weight.grad
 
 
-def sum_of_losses(values: Inputs, **options: Any) -> Tensor:
-    losses = linear_cross_entropy(*values[:3], **options)
-    return (losses * values[3]).sum()
-
-
 def weighted_sum(values: Inputs, **options: Any) -> Tensor:
     return weighted_linear_cross_entropy(*values, **options)[1]
-
-
-def per_token(values: Inputs, *, scale: float = 1.0, **options: Any) -> Result:
-    hidden, weight, labels, weights = values
-    losses = linear_cross_entropy(hidden, weight, labels, **options)
-    ((losses * weights).sum() * scale).backward()
-    return losses.detach(), hidden.grad, weight.grad
 
 
 def weighted(values: Inputs, *, scale: float = 1.0, **options: Any) -> Result:

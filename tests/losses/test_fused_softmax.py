@@ -1,4 +1,4 @@
-"""The fused chunks of a GPU, computed on a CPU, against whole logits in float64."""
+"""The fused blocks of a GPU, computed on a CPU, against whole logits in float64."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from megatron_ext.layers.compiled import compiled_on_cpu
-from megatron_ext.losses import chunked_logits
-from megatron_ext.losses.chunked_logits import Head
+from megatron_ext.losses import logit_blocks
+from megatron_ext.losses.logit_blocks import Head
 from megatron_ext.losses.vocabulary import statistics, to_gradient_
 from tests.losses.dense_cross_entropy import (
     ALONE,
-    CHUNK_SIZES,
-    Form,
+    BLOCK_SIZES,
     Inputs,
     Result,
     assert_close,
@@ -24,27 +23,21 @@ from tests.losses.dense_cross_entropy import (
     error,
     inputs,
     leaves,
-    per_token,
     weighted,
 )
 from tests.losses.test_linear_cross_entropy import counted, rank_inputs
 from tests.ranks import ParallelContext, ranks
 
 C, V = 6, 33
-FORMS = pytest.mark.parametrize("form", [per_token, weighted])
 
 
-def as_on_a_gpu(form: Form, compiler: str = "eager") -> Form:
-    """The form on its fused path, through a backend of `torch.compile`."""
-
-    def on_a_gpu(*args: Any, **kwargs: Any) -> Result:
-        with compiled_on_cpu(compiler):
-            return form(*args, **kwargs)
-
-    return on_a_gpu
+def on_a_gpu(compiler: str, *args: Any, **kwargs: Any) -> Result:
+    """The loss on its fused path, through a backend of `torch.compile`."""
+    with compiled_on_cpu(compiler):
+        return weighted(*args, **kwargs)
 
 
-def chunk(kind: torch.dtype) -> tuple[Tensor, Tensor]:
+def block(kind: torch.dtype) -> tuple[Tensor, Tensor]:
     """Logits far from 0, and columns that reach both ends."""
     generator = torch.Generator().manual_seed(0)
     logits = 100 + 5 * torch.randn(C, V, generator=generator)
@@ -58,7 +51,7 @@ def chunk(kind: torch.dtype) -> tuple[Tensor, Tensor]:
     "compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )
 def test_both_functions_equal_float64(kind: torch.dtype, tolerance: float, compiler: str) -> None:
-    logits, column = chunk(kind)
+    logits, column = block(kind)
     truth = logits.double()
     with compiled_on_cpu(compiler):
         found = statistics(logits, column, True)
@@ -79,7 +72,7 @@ def test_both_functions_equal_float64(kind: torch.dtype, tolerance: float, compi
 
 @pytest.mark.slow
 def test_the_compiler_makes_no_tensor_as_large_as_the_logits() -> None:
-    logits, column = chunk(torch.bfloat16)
+    logits, column = block(torch.bfloat16)
     rows = [torch.zeros(C, 1) for _ in range(4)]
     for function, arguments in (
         (statistics, (logits, column, True)),
@@ -91,58 +84,41 @@ def test_the_compiler_makes_no_tensor_as_large_as_the_logits() -> None:
         assert f"empty_strided_cpu(({C}, {V})" not in code
 
 
-@FORMS
-@pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
-@pytest.mark.parametrize("given", [{}, {"label_smoothing": 0.3, "z_loss": 0.1}])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("given", [{}, {"label_smoothing": 0.3, "z_loss_coefficient": 0.1}])
 def test_equals_dense(
-    form: Form, chunk_size: int, given: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    block_size: int, given: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {name.replace("z_loss", "z_loss_coefficient"): x for name, x in given.items()}
-    monkeypatch.delattr(chunked_logits, "_sums")
-    found = as_on_a_gpu(form)(leaves(inputs()), chunk_size=chunk_size, **options, **ALONE)
+    monkeypatch.delattr(logit_blocks, "_sums")
+    found = on_a_gpu("eager", leaves(inputs()), block_size=block_size, **given, **ALONE)
     assert_close(found, dense(inputs(), **given))
 
 
-@FORMS
 @pytest.mark.parametrize(
     "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )
-def test_equals_dense_when_compiled(form: Form, compiler: str) -> None:
-    assert_close(
-        as_on_a_gpu(form, compiler)(leaves(inputs()), chunk_size=7, **ALONE), dense(inputs())
-    )
+def test_equals_dense_when_compiled(compiler: str) -> None:
+    assert_close(on_a_gpu(compiler, leaves(inputs()), block_size=7, **ALONE), dense(inputs()))
 
 
-@FORMS
 @ranks(tp=2)
 def test_equals_dense_on_two_ranks(
-    context: ParallelContext, form: Form, monkeypatch: pytest.MonkeyPatch
+    context: ParallelContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"tp_group": context.pgs.tp, "sequence_parallel": False}
     with counted(monkeypatch) as sizes:
-        found = as_on_a_gpu(form)(
+        found = on_a_gpu(
+            "eager",
             rank_inputs(context, False),
-            chunk_size=20,
+            block_size=20,
             label_smoothing=0.1,
             z_loss_coefficient=1e-2,
             **options,
         )
-    losses, of_hidden, of_weight = dense(inputs(), label_smoothing=0.1, z_loss=1e-2)
+    losses, of_hidden, of_weight = dense(inputs(), label_smoothing=0.1, z_loss_coefficient=1e-2)
     assert of_weight is not None
     assert_close(found, (losses, of_hidden, of_weight.chunk(2)[context.tp_rank]))
     assert sizes[:6] == [20, 60, 20, 60, 8, 24]
-
-
-@FORMS
-def test_ignored_tokens_are_exactly_zero(form: Form) -> None:
-    values = leaves(inputs())
-    losses, of_hidden, _ = as_on_a_gpu(form)(
-        values, chunk_size=7, label_smoothing=0.1, z_loss_coefficient=0.1, **ALONE
-    )
-    ignored = values[2] == -100
-    assert of_hidden is not None
-    assert torch.count_nonzero(losses[ignored]) == 0
-    assert torch.count_nonzero(of_hidden[ignored.t()]) == 0
 
 
 def larger() -> Inputs:
@@ -169,13 +145,12 @@ def eager(values: Inputs) -> Result:
     return losses.detach()[None], hidden.grad, weight.grad
 
 
-@FORMS
-def test_bfloat16_is_as_exact_as_whole_logits(form: Form) -> None:
-    found = as_on_a_gpu(form)(leaves(larger(), torch.bfloat16), chunk_size=64, **ALONE)
+def test_bfloat16_is_as_exact_as_whole_logits() -> None:
+    found = on_a_gpu("eager", leaves(larger(), torch.bfloat16), block_size=64, **ALONE)
     whole = eager(leaves(larger(), torch.bfloat16))
     truth = dense(leaves(larger(), torch.bfloat16))
     for one, other, true in zip(found, whole, truth, strict=True):
-        # The weighted form rounds a gradient once more when it scales it.
+        # The loss rounds a gradient once more when it scales it.
         assert distance(one, true) <= 1.5 * distance(other, true) < 6e-3
 
 
@@ -187,19 +162,16 @@ def adding(total: Tensor, one: Tensor, other: Tensor, **given: Any) -> Tensor:
     return total.copy_(product if given["beta"] == 0 else given["beta"] * total + product)
 
 
-@FORMS
 @pytest.mark.parametrize("into_main", [False, True])
-def test_products_are_added_up_in_float32(
-    form: Form, into_main: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chunked_logits, "adds_in_float32", lambda device, kind: True)
+def test_products_are_added_up_in_float32(into_main: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logit_blocks, "adds_in_float32", lambda device, kind: True)
     monkeypatch.setattr(torch, "addmm", adding)
     values = leaves(larger(), torch.bfloat16)
     weight = values[1]
     main = torch.ones_like(weight, dtype=torch.float32)
     weight.main_grad = main  # type: ignore[attr-defined]
-    call = as_on_a_gpu(form)
-    _, _, found = call(values, chunk_size=64, gradient_accumulation_fusion=into_main, **ALONE)
+    options = {"block_size": 64, "gradient_accumulation_fusion": into_main, **ALONE}
+    _, _, found = on_a_gpu("eager", values, **options)
     truth = dense(leaves(larger(), torch.bfloat16))[2]
     assert truth is not None
     assert distance(main - 1 if into_main else found, truth) < 6e-3
@@ -210,7 +182,7 @@ def test_products_are_added_up_in_float32(
     ("tokens", "hidden", "rows"),
     [(1, 4096, 1), (8192, 4096, 2048), (32768, 4096, 8192), (131072, 2048, 4096)],
 )
-def test_a_fused_chunk_weighs_no_more_than_the_weights_gradient(
+def test_a_fused_block_weighs_no_more_than_the_weights_gradient(
     tokens: int, hidden: int, rows: int
 ) -> None:
     assert Head(None, None, False).fused_rows(tokens, hidden) == rows

@@ -1,9 +1,9 @@
-"""Chunked vocabulary-parallel cross-entropy against torch's, in float64, over whole logits."""
+"""Cross-entropy of a vocabulary-parallel head in blocks, against torch's over whole logits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.losses.chunked_logits import Head
+from megatron_ext.layers.compiled import compiled_on_cpu
 from megatron_ext.losses.linear_cross_entropy import weighted_linear_cross_entropy
+from megatron_ext.losses.logit_blocks import Head
 from tests.losses.dense_cross_entropy import (
     ALONE,
-    CHUNK_SIZES,
+    BLOCK_SIZES,
     TOLERANCE,
     B,
-    Form,
     H,
     Inputs,
     S,
@@ -30,14 +30,10 @@ from tests.losses.dense_cross_entropy import (
     error,
     inputs,
     leaves,
-    per_token,
-    sum_of_losses,
     weighted,
     weighted_sum,
 )
 from tests.ranks import ParallelContext, ranks
-
-FORMS = pytest.mark.parametrize("form", [per_token, weighted])
 
 
 @contextmanager
@@ -55,7 +51,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield sizes
 
 
-def check_bias(form: Any, group: Any, **options: Any) -> None:
+def check_bias(group: Any, **options: Any) -> None:
     """Loss and gradients with a bias, against torch's over whole logits in float64."""
     hidden, weight, labels, weights = inputs()
     bias = torch.randn(V, generator=torch.Generator().manual_seed(2))
@@ -64,8 +60,8 @@ def check_bias(form: Any, group: Any, **options: Any) -> None:
         x.clone().requires_grad_()
         for x in (hidden, weight.chunk(size)[rank], bias.chunk(size)[rank])
     )
-    given = {"tp_group": group, "sequence_parallel": False, "chunk_size": 7, "bias": b, **options}
-    total = form((h, w, labels, weights), **given)
+    given = {"tp_group": group, "sequence_parallel": False, "block_size": 7, "bias": b, **options}
+    total = weighted_sum((h, w, labels, weights), **given)
     found = torch.autograd.grad(total, (h, w, b))
     h, w, b = (x.double().requires_grad_() for x in (hidden, weight, bias))
     logits = torch.einsum("sbh,vh->bsv", h, w) + b
@@ -82,16 +78,14 @@ def check_bias(form: Any, group: Any, **options: Any) -> None:
         assert error(mine, theirs) <= TOLERANCE
 
 
-@pytest.mark.parametrize("form", [sum_of_losses, weighted_sum])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_a_head_with_a_bias_equals_dense(form: Any, smoothing: float) -> None:
-    check_bias(form, None, label_smoothing=smoothing)
+def test_a_head_with_a_bias_equals_dense(smoothing: float) -> None:
+    check_bias(None, label_smoothing=smoothing)
 
 
-@pytest.mark.parametrize("form", [sum_of_losses, weighted_sum])
 @ranks(tp=2)
-def test_a_head_with_a_bias_equals_dense_on_two_ranks(context: ParallelContext, form: Any) -> None:
-    check_bias(form, context.pgs.tp)
+def test_a_head_with_a_bias_equals_dense_on_two_ranks(context: ParallelContext) -> None:
+    check_bias(context.pgs.tp)
 
 
 def test_a_bias_of_another_shape_is_refused() -> None:
@@ -100,32 +94,24 @@ def test_a_bias_of_another_shape_is_refused() -> None:
         weighted_sum((hidden, weight, labels, weights), bias=torch.zeros(3), **ALONE)
 
 
-@FORMS
-@pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
-def test_criterion_9_equals_dense(form: Form, chunk_size: int) -> None:
-    found = form(leaves(inputs()), chunk_size=chunk_size, **ALONE)
-    assert_close(found, dense(inputs()))
-
-
-@FORMS
+@pytest.mark.parametrize("block_size", [*BLOCK_SIZES, None])
 @pytest.mark.parametrize(
-    "given", [{"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"label_smoothing": 0.3, "z_loss": 0.1}]
+    "given",
+    [
+        {},
+        {"label_smoothing": 0.1},
+        {"z_loss_coefficient": 1e-2},
+        {"label_smoothing": 0.3, "z_loss_coefficient": 0.1},
+    ],
 )
-def test_smoothing_and_z_loss_equal_dense(form: Form, given: dict[str, float]) -> None:
-    truth = dense(inputs(), **given)
-    given = {name.replace("z_loss", "z_loss_coefficient"): value for name, value in given.items()}
-    assert_close(form(leaves(inputs()), chunk_size=7, **given, **ALONE), truth)
-
-
-@FORMS
-def test_default_chunks_equal_dense(form: Form) -> None:
-    assert_close(form(leaves(inputs()), **ALONE), dense(inputs()))
+def test_equals_dense(block_size: int | None, given: dict[str, float]) -> None:
+    found = weighted(leaves(inputs()), block_size=block_size, **given, **ALONE)
+    assert_close(found, dense(inputs(), **given))
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (9, 2), (4096, 512), (100_000, 1024)])
-def test_a_default_chunk_is_an_eighth_of_the_tokens(tokens: int, rows: int) -> None:
-    head = Head(None, None, False, -100, 0.0, 0.0, False)
-    assert head.rows(tokens) == rows
+def test_a_default_block_is_an_eighth_of_the_tokens(tokens: int, rows: int) -> None:
+    assert Head(None, None, False).rows(tokens) == rows
 
 
 def rank_inputs(context: ParallelContext, sequence_parallel: bool) -> Inputs:
@@ -135,47 +121,43 @@ def rank_inputs(context: ParallelContext, sequence_parallel: bool) -> Inputs:
     return leaves((hidden, weight.chunk(2)[context.tp_rank], labels, weights))
 
 
-@FORMS
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @ranks(tp=2)
-def test_criterion_9_equals_dense_on_two_ranks(
-    context: ParallelContext, form: Form, sequence_parallel: bool
-) -> None:
-    for chunk_size in CHUNK_SIZES:
-        for given in ({}, {"label_smoothing": 0.1, "z_loss": 1e-2}):
+def test_equals_dense_on_two_ranks(context: ParallelContext, sequence_parallel: bool) -> None:
+    for block_size in BLOCK_SIZES:
+        for given in ({}, {"label_smoothing": 0.1, "z_loss_coefficient": 1e-2}):
             losses, of_hidden, of_weight = dense(inputs(), **given)
             assert of_hidden is not None and of_weight is not None
             if sequence_parallel:
                 of_hidden = of_hidden.chunk(2)[context.tp_rank]
-            found = form(
+            found = weighted(
                 rank_inputs(context, sequence_parallel),
-                chunk_size=chunk_size,
+                block_size=block_size,
                 tp_group=context.pgs.tp,
                 sequence_parallel=sequence_parallel,
-                label_smoothing=given.get("label_smoothing", 0.0),
-                z_loss_coefficient=given.get("z_loss", 0.0),
+                **given,
             )
             assert_close(found, (losses, of_hidden, of_weight.chunk(2)[context.tp_rank]))
 
 
-@FORMS
 @ranks(tp=2)
-def test_two_collectives_per_chunk(
-    context: ParallelContext, form: Form, monkeypatch: pytest.MonkeyPatch
+def test_two_collectives_per_block(
+    context: ParallelContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = rank_inputs(context, False)
     with counted(monkeypatch) as sizes:
-        form(values, chunk_size=20, tp_group=context.pgs.tp, sequence_parallel=False)
+        weighted(values, block_size=20, tp_group=context.pgs.tp, sequence_parallel=False)
     of_hidden = S * B * H
     assert sizes == [20, 40, 20, 40, 8, 16, of_hidden]
 
 
-@FORMS
-def test_criterion_9_ignored_tokens_are_exactly_zero(form: Form) -> None:
+@pytest.mark.parametrize("on_a_gpu", [False, True])
+def test_ignored_tokens_are_exactly_zero(on_a_gpu: bool) -> None:
     values = leaves(inputs())
-    losses, of_hidden, _ = form(
-        values, chunk_size=7, label_smoothing=0.1, z_loss_coefficient=0.1, **ALONE
-    )
+    with compiled_on_cpu("eager") if on_a_gpu else nullcontext():
+        losses, of_hidden, _ = weighted(
+            values, block_size=7, label_smoothing=0.1, z_loss_coefficient=0.1, **ALONE
+        )
     ignored = values[2] == -100
     assert of_hidden is not None
     assert torch.count_nonzero(losses[ignored]) == 0
@@ -183,49 +165,45 @@ def test_criterion_9_ignored_tokens_are_exactly_zero(form: Form) -> None:
     assert torch.count_nonzero(of_hidden.sum(-1)[~ignored.t()]) == (~ignored).sum() - 1
 
 
-@FORMS
 @pytest.mark.parametrize("weight", [0.0, 1.0])
-def test_all_masked_is_zero_and_connected(form: Form, weight: float) -> None:
+def test_all_masked_is_zero_and_connected(weight: float) -> None:
     hidden, head, labels, weights = leaves(inputs())
     values = (hidden, head, torch.full_like(labels, -100), torch.full_like(weights, weight))
-    found = form(values, chunk_size=7, label_smoothing=0.1, **ALONE)
+    found = weighted(values, block_size=7, label_smoothing=0.1, **ALONE)
     for tensor in found:
         assert tensor is not None and torch.count_nonzero(tensor) == 0
 
 
-@FORMS
-def test_criterion_10_frozen_head_takes_no_weight_gradient(form: Form) -> None:
+def test_frozen_head_takes_no_weight_gradient() -> None:
     truth = dense(inputs())
     peaks = []
     for frozen in (False, True):
         values = leaves(inputs())
         values[1].requires_grad_(not frozen)
         with Watch() as watch:
-            losses, of_hidden, of_weight = form(values, chunk_size=1, **ALONE)
+            losses, of_hidden, of_weight = weighted(values, block_size=1, **ALONE)
         peaks.append(watch.peak)
         assert error(losses, truth[0]) <= TOLERANCE and error(of_hidden, truth[1]) <= TOLERANCE
     assert of_weight is None
     assert peaks[0] - peaks[1] >= V * H * 4
 
 
-@FORMS
-def test_frozen_trunk_still_trains_the_head(form: Form) -> None:
+def test_frozen_trunk_still_trains_the_head() -> None:
     values = leaves(inputs())
     values[0].requires_grad_(False)
-    _, of_hidden, of_weight = form(values, chunk_size=7, **ALONE)
+    _, of_hidden, of_weight = weighted(values, block_size=7, **ALONE)
     assert of_hidden is None
     assert error(of_weight, dense(inputs())[2]) <= TOLERANCE
 
 
-@FORMS
 @pytest.mark.parametrize(("kind", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-def test_main_grad_accumulates(form: Form, kind: torch.dtype, tolerance: float) -> None:
+def test_main_grad_accumulates(kind: torch.dtype, tolerance: float) -> None:
     values = leaves(inputs())
     buffer = torch.zeros(V, H, dtype=kind)
     values[1].main_grad = buffer  # type: ignore[attr-defined]
     for _ in range(2):
-        _, _, of_weight = form(
-            values, chunk_size=7, gradient_accumulation_fusion=True, scale=3.0, **ALONE
+        _, _, of_weight = weighted(
+            values, block_size=7, gradient_accumulation_fusion=True, scale=3.0, **ALONE
         )
         assert of_weight is not None
         assert not of_weight.any()
@@ -234,25 +212,21 @@ def test_main_grad_accumulates(form: Form, kind: torch.dtype, tolerance: float) 
     assert error(buffer, 6 * truth) <= tolerance
 
 
-@FORMS
-def test_main_grad_is_left_alone_unless_asked(form: Form) -> None:
+def test_main_grad_is_left_alone_unless_asked() -> None:
     values = leaves(inputs())
     values[1].main_grad = torch.zeros(V, H)  # type: ignore[attr-defined]
-    _, _, of_weight = form(values, chunk_size=7, **ALONE)
+    _, _, of_weight = weighted(values, block_size=7, **ALONE)
     assert error(of_weight, dense(inputs())[2]) <= TOLERANCE
     assert torch.count_nonzero(values[1].main_grad) == 0  # type: ignore[attr-defined]
 
 
-@FORMS
 @pytest.mark.parametrize(
     ("kind", "tolerance"),
     [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)],
 )
-def test_criterion_10_loss_scale_leaves_gradients(
-    form: Form, kind: torch.dtype, tolerance: float
-) -> None:
-    plain = form(leaves(inputs(), kind), chunk_size=7, **ALONE)
-    scaled = form(leaves(inputs(), kind), chunk_size=7, scale=1024.0, **ALONE)
+def test_loss_scale_leaves_gradients(kind: torch.dtype, tolerance: float) -> None:
+    plain = weighted(leaves(inputs(), kind), block_size=7, **ALONE)
+    scaled = weighted(leaves(inputs(), kind), block_size=7, scale=1024.0, **ALONE)
     for one, other in zip(plain[1:], scaled[1:], strict=True):
         assert one is not None and other is not None and one.dtype == kind
         assert error(other.double() / 1024, one.double()) <= tolerance
@@ -261,20 +235,20 @@ def test_criterion_10_loss_scale_leaves_gradients(
 def test_small_token_weights_survive_float16() -> None:
     hidden, weight, labels, weights = inputs()
     tiny = (hidden, weight, labels, weights * 1e-9)
-    found = weighted(leaves(tiny, torch.float16), chunk_size=7, scale=1e9, **ALONE)
+    found = weighted(leaves(tiny, torch.float16), block_size=7, scale=1e9, **ALONE)
     assert error(found[1], dense(inputs())[1]) <= 1e-2
     assert error(found[2], dense(inputs())[2]) <= 1e-2
 
 
-def weight_error(form: Form, values: Inputs, num_chunks: int, into_main: bool) -> float:
+def weight_error(values: Inputs, num_blocks: int, into_main: bool) -> float:
     """Relative error (root mean square) of a bfloat16 head's gradient."""
     hidden, weight, labels, weights = leaves(values, torch.bfloat16)
     truth = dense((hidden, weight, labels, weights))[2]
     if into_main:
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
-    _, _, found = form(
+    _, _, found = weighted(
         (hidden, weight, labels, weights),
-        chunk_size=labels.numel() // num_chunks,
+        block_size=labels.numel() // num_blocks,
         gradient_accumulation_fusion=into_main,
         **ALONE,
     )
@@ -283,44 +257,30 @@ def weight_error(form: Form, values: Inputs, num_chunks: int, into_main: bool) -
     return float((found.double() - truth).norm() / truth.norm())
 
 
-@FORMS
 @pytest.mark.parametrize("into_main", [False, True])
-def test_criterion_9_error_of_bfloat16_heads_does_not_grow_with_chunks(
-    form: Form, into_main: bool
-) -> None:
+def test_error_of_bfloat16_heads_does_not_grow_with_blocks(into_main: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(512, 1, 32, generator=generator)
     weight = torch.randn(64, 32, generator=generator) * 0.1
     labels = torch.randint(0, 64, (1, 512), generator=generator)
     values = (hidden, weight, labels, torch.rand(1, 512, generator=generator) + 0.5)
-    whole, *cut = (weight_error(form, values, n, into_main) for n in (1, 8, 128))
+    whole, *cut = (weight_error(values, n, into_main) for n in (1, 8, 128))
     assert whole < 4e-3
     assert [0.9 * whole <= found <= 1.1 * whole for found in cut] == [True, True]
 
 
-@pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
-def test_forms_equal_each_other(chunk_size: int) -> None:
-    options = {"chunk_size": chunk_size, "label_smoothing": 0.1, "z_loss_coefficient": 1e-3}
-    one = per_token(leaves(inputs()), **options, **ALONE)
-    other = weighted(leaves(inputs()), **options, **ALONE)
-    for found, truth in zip(one, other, strict=True):
-        assert truth is not None and error(found, truth.double()) <= 1e-6
-
-
-@FORMS
-def test_criterion_10_loss_equals_eager_in_float32(form: Form) -> None:
+def test_loss_equals_eager_in_float32() -> None:
     hidden, weight, labels, _ = inputs()
     logits = torch.einsum("sbh,vh->bvs", hidden, weight)
     eager = F.cross_entropy(logits, labels, reduction="none")
-    losses, _, _ = form(leaves(inputs()), chunk_size=7, **ALONE)
+    losses, _, _ = weighted(leaves(inputs()), block_size=7, **ALONE)
     assert error(losses, eager.double()) <= 1e-6
 
 
-@FORMS
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_criterion_9_memory_is_bounded_and_nothing_waits(form: Form, kind: torch.dtype) -> None:
+def test_memory_is_bounded_and_nothing_waits(kind: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    vocabulary, tokens, chunk_size = 4096, 128, 16
+    vocabulary, tokens, block_size = 4096, 128, 16
     values = leaves(
         (
             torch.randn(tokens, 1, H, generator=generator),
@@ -331,10 +291,9 @@ def test_criterion_9_memory_is_bounded_and_nothing_waits(form: Form, kind: torch
         kind,
     )
     values[1].requires_grad_(False)
-    sums = {per_token: sum_of_losses, weighted: weighted_sum}
     with Watch() as watch:
-        sums[form](values, chunk_size=chunk_size, **ALONE).backward()
-    one_block = chunk_size * vocabulary * 4
+        weighted_sum(values, block_size=block_size, **ALONE).backward()
+    one_block = block_size * vocabulary * 4
     allowed = 1.1 if kind == torch.float32 else 1.6
     assert one_block <= watch.peak <= allowed * one_block
     assert not watch.called & {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal"}
@@ -342,7 +301,7 @@ def test_criterion_9_memory_is_bounded_and_nothing_waits(form: Form, kind: torch
 
 
 def test_second_backward_pass_is_refused() -> None:
-    _, total = weighted_linear_cross_entropy(*leaves(inputs()), chunk_size=7, **ALONE)
+    _, total = weighted_linear_cross_entropy(*leaves(inputs()), block_size=7, **ALONE)
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="compute the loss again"):
         total.backward()
@@ -351,40 +310,37 @@ def test_second_backward_pass_is_refused() -> None:
 def test_no_gradient_is_taken_under_no_grad() -> None:
     values = leaves(inputs())
     with torch.no_grad(), Watch() as watch:
-        losses, total = weighted_linear_cross_entropy(*values, chunk_size=1, **ALONE)
+        losses, total = weighted_linear_cross_entropy(*values, block_size=1, **ALONE)
     assert watch.peak < V * H * 4
     assert error(losses, dense(inputs())[0]) <= TOLERANCE
     torch.testing.assert_close(total, (values[3] * losses).sum())
 
 
-@FORMS
-def test_sharp_logits_stay_finite(form: Form) -> None:
+def test_sharp_logits_stay_finite() -> None:
     hidden, weight, labels, weights = inputs()
     sharp = (hidden * 1000, weight, labels, weights)
-    assert_close(form(leaves(sharp), chunk_size=7, **ALONE), dense(sharp))
+    assert_close(weighted(leaves(sharp), block_size=7, **ALONE), dense(sharp))
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"chunk_size": 0}, r"`chunk_size` \(0\) must be at least 1 token"),
+        ({"block_size": 0}, r"`block_size` \(0\) must be at least 1 token"),
         ({"label_smoothing": 1.0}, r"`label_smoothing` \(1.0\) must be in \[0, 1\)"),
         ({"z_loss_coefficient": -1.0}, r"`z_loss_coefficient` \(-1.0\) must be 0 or more"),
     ],
 )
-@FORMS
-def test_options_out_of_range_are_refused(form: Form, given: dict[str, Any], message: str) -> None:
+def test_options_out_of_range_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        form(leaves(inputs()), **given, **ALONE)
+        weighted(leaves(inputs()), **given, **ALONE)
 
 
-@FORMS
-def test_tensors_that_do_not_fit_are_refused(form: Form) -> None:
+def test_tensors_that_do_not_fit_are_refused() -> None:
     hidden, weight, labels, weights = leaves(inputs())
     with pytest.raises(ConfigError, match="hidden states are torch.bfloat16 and the head weight"):
-        form((hidden.bfloat16(), weight, labels, weights), **ALONE)
+        weighted((hidden.bfloat16(), weight, labels, weights), **ALONE)
     with pytest.raises(DataError, match=r"labels have shape \(24, 2\), .* \[b, s\] = \(2, 24\)"):
-        form((hidden, weight, labels.t(), weights), **ALONE)
+        weighted((hidden, weight, labels.t(), weights), **ALONE)
 
 
 def test_token_weights_that_do_not_fit_are_refused() -> None:

@@ -22,7 +22,7 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.data.gpt import build_gpt_datasets
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.train.task import Task
-from tests.models import plain
+from tests.layers import plain
 
 LENGTH, SEQUENCES, VOCABULARY = 32, 4, 96
 

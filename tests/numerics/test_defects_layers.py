@@ -13,7 +13,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.pointwise import Norm
 from megatron_ext.parallel.context import ParallelContext
-from tests.models.test_layers import check_block
+from tests.layers.test_layers import check_block
 from tests.ranks import ranks
 
 

@@ -25,16 +25,16 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from megatron_ext.layers import specs as layers
-from megatron_ext.layers.autograd import AuxiliaryScale
+from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
 from megatron_ext.layers.moe import Router, mark_experts
 from megatron_ext.layers.specs import has_transformer_engine
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.losses.contract import StepCounts
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.step import gpt_forward_step
-from tests.models import plain
-from tests.models.test_layers import local_part
-from tests.models.test_moe import E, H, S, config, plain_auxiliary
+from tests.layers import plain
+from tests.layers.test_layers import local_part
+from tests.layers.test_moe import E, H, S, config, plain_auxiliary
 from tests.numerics.stock import gpt_chunk, gpt_config, whole_batch
 from tests.ranks import ranks
 from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import (
@@ -21,12 +21,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.device.streams import HostCopy
-from megatron_ext.layers.autograd import handed_over
 from megatron_ext.layers.fp8.matrices import Quantized, product
 from megatron_ext.layers.fp8.scaling import DelayedScaling, Role, Scaling
-
-if TYPE_CHECKING:
-    from megatron_ext.layers.linear import DeferredWeightGradients
+from megatron_ext.layers.weight_gradients import DeferredWeightGradients, gradient_placeholder
 
 
 @dataclass(frozen=True)
@@ -180,7 +177,7 @@ def _given(compute: Callable[[torch.dtype], Tensor], call: Fp8Call) -> Tensor | 
     if main_grad is None or not adds:
         return compute(dtype)
     main_grad.add_(compute(dtype))
-    return handed_over(weight)
+    return gradient_placeholder(weight)
 
 
 class KeptWeights:

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock as Core
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.layers.autograd import attach
+from megatron_ext.layers.auxiliary_loss import attach
 from megatron_ext.layers.dropout import HiddenDropout
 from megatron_ext.layers.linear import OutputLayer
 from megatron_ext.layers.mtp import MTPTargets, OutputHead

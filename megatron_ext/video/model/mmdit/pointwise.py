@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.layers.compiled import Beside, compiled
+from megatron_ext.layers.compiled import FusedResidual, compiled
 from megatron_ext.layers.pointwise import NormSpec as Norm
 from megatron_ext.layers.pointwise import norm
 from megatron_ext.video.model.modulation import modulated
@@ -81,7 +81,7 @@ def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor]:
     return (modulated(x, shift, scale),)
 
 
-modulated_beside = Beside(_modulated)
+modulated_beside = FusedResidual(_modulated)
 """``[s, b, h]`` and it `modulated`."""
 
 
@@ -97,7 +97,7 @@ def _modulated_streams(
     return modulated(txt, txt_shift, txt_scale), modulated(img, img_shift, img_scale)
 
 
-modulated_streams_beside = Beside(_modulated_streams)
+modulated_streams_beside = FusedResidual(_modulated_streams)
 """``[s, b, h]``, its text `modulated`, and its image."""
 
 

@@ -27,7 +27,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.layers.compiled import Beside, compiled
+from megatron_ext.layers.compiled import FusedResidual, compiled
 from megatron_ext.layers.pointwise import NormSpec as Norm
 from megatron_ext.layers.pointwise import norm
 from megatron_ext.video.model.linear import mark_replicated
@@ -188,7 +188,7 @@ def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor]:
     return (modulated_frames(x, shift, scale),)
 
 
-modulated_beside = Beside(_modulated)
+modulated_beside = FusedResidual(_modulated)
 """``[s, b, h]`` and its `modulated_frames`."""
 
 

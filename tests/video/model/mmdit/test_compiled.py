@@ -6,7 +6,7 @@ import pytest
 
 from megatron_ext.layers.compiled import compiled_on_cpu
 from megatron_ext.parallel.context import ParallelContext
-from tests.models.test_compiled_layers import called, holders
+from tests.layers.test_compiled_layers import called, holders
 from tests.ranks import ranks
 from tests.video.model.mmdit.problem import (
     Problem,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.losses.chunked_loss import TokenLosses, chunked_loss
+from megatron_ext.losses.blockwise_loss import TokenLosses, blockwise_loss
 from megatron_ext.losses.vocabulary import VocabularyHead
 from megatron_ext.parallel.context import ParallelContext
 from tests.ranks import ranks
@@ -87,7 +87,7 @@ def close(found: Tensor, want: Tensor) -> bool:
 
 
 def check(
-    loss: TokenLosses, name: str, chunk_size: int | None, group: ProcessGroup | None, *, sp: bool
+    loss: TokenLosses, name: str, block_size: int | None, group: ProcessGroup | None, *, sp: bool
 ) -> None:
     hidden, weight, weights, inputs = values()
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
@@ -95,8 +95,8 @@ def check(
         hidden = hidden.chunk(size)[rank]
     h = hidden.clone().requires_grad_()
     w = weight.chunk(size)[rank].clone().requires_grad_()
-    losses, total, _ = chunked_loss(
-        loss, h, w, weights, inputs, tp_group=group, sequence_parallel=sp, chunk_size=chunk_size
+    losses, total, _ = blockwise_loss(
+        loss, h, w, weights, inputs, tp_group=group, sequence_parallel=sp, block_size=block_size
     )
     want, of_hidden, of_weight = truth(name)
     assert close(total, want) and close((losses * weights).sum(), want)
@@ -106,9 +106,9 @@ def check(
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-@pytest.mark.parametrize("chunk_size", [1, 7, None, 1000])
-def test_equals_dense(name: str, chunk_size: int | None) -> None:
-    check(FORMULAS[name][0], name, chunk_size, None, sp=False)
+@pytest.mark.parametrize("block_size", [1, 7, None, 1000])
+def test_equals_dense(name: str, block_size: int | None) -> None:
+    check(FORMULAS[name][0], name, block_size, None, sp=False)
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -136,7 +136,7 @@ def check_bias_and_extra_values(group: ProcessGroup | None) -> None:
         return losses, {"entropy": entropy(hidden, head, inputs), "twice": 2 * losses}
 
     h, w, b = leaves
-    losses, total, extra = chunked_loss(
+    losses, total, extra = blockwise_loss(
         with_extra,
         h,
         w,
@@ -144,7 +144,7 @@ def check_bias_and_extra_values(group: ProcessGroup | None) -> None:
         inputs,
         tp_group=group,
         sequence_parallel=False,
-        chunk_size=5,
+        block_size=5,
         bias=b,
         extra_names=("twice", "entropy"),
     )
@@ -190,7 +190,7 @@ def test_further_values_must_be_those_that_were_named() -> None:
             return losses, {name: given[kind] for name, kind in returned.items()}
 
         with pytest.raises(ConfigError, match=message):
-            chunked_loss(
+            blockwise_loss(
                 loss,
                 hidden,
                 weight,
@@ -206,10 +206,10 @@ def test_frozen_parts_take_no_gradient() -> None:
     hidden, weight, weights, inputs = values()
     alone = {"tp_group": None, "sequence_parallel": False}
     h = hidden.requires_grad_()
-    _, total, _ = chunked_loss(focal, h, weight, weights, inputs, **alone)  # type: ignore[arg-type]
+    _, total, _ = blockwise_loss(focal, h, weight, weights, inputs, **alone)  # type: ignore[arg-type]
     assert close(torch.autograd.grad(total, h)[0], truth("focal")[1])
     with torch.no_grad():
-        _, total, _ = chunked_loss(focal, h, weight, weights, inputs, **alone)  # type: ignore[arg-type]
+        _, total, _ = blockwise_loss(focal, h, weight, weights, inputs, **alone)  # type: ignore[arg-type]
     assert not total.requires_grad and close(total, truth("focal")[0])
 
 
@@ -220,19 +220,23 @@ def test_a_loss_of_a_wrong_shape_is_refused() -> None:
         return focal(hidden, head, inputs).mean()
 
     with pytest.raises(ConfigError, match=r"returned shape \(\) for a chunk of 3 tokens"):
-        chunked_loss(mean, hidden, weight, weights, inputs, tp_group=None, sequence_parallel=False)
+        blockwise_loss(
+            mean, hidden, weight, weights, inputs, tp_group=None, sequence_parallel=False
+        )
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:
     hidden, weight, weights, inputs = values()
     inputs["ids"] = inputs["ids"].transpose(0, 1)
     with pytest.raises(DataError, match=r"loss input `ids` has shape \(12, 2, 3\)"):
-        chunked_loss(focal, hidden, weight, weights, inputs, tp_group=None, sequence_parallel=False)
+        blockwise_loss(
+            focal, hidden, weight, weights, inputs, tp_group=None, sequence_parallel=False
+        )
 
 
 def test_a_second_backward_pass_is_refused() -> None:
     hidden, weight, weights, inputs = values()
-    _, total, _ = chunked_loss(
+    _, total, _ = blockwise_loss(
         focal,
         hidden.requires_grad_(),
         weight,

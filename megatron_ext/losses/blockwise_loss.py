@@ -1,8 +1,8 @@
-"""Any per-token loss on hidden states and head weight, chunk by chunk, gradients taken at once.
+"""Any per-token loss on hidden states and head weight, block by block, gradients taken at once.
 
-The same bargain as `losses.linear_cross_entropy`, for a loss that is written as a plain function
-of a chunk: the graph of one chunk is alive at a time, its gradients are taken in the forward pass,
-that of the weight is summed in float32, and the backward pass scales what is there.
+This is `losses.linear_cross_entropy` for a loss that is written as a plain function of a block: the
+graph of one block is alive at a time, its gradients are taken in the forward pass, that of the
+weight is summed in float32, and the backward pass scales what is there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.losses.chunked_logits import Gradients, Head, flat, relative, unflat
+from megatron_ext.losses.logit_blocks import Gradients, Head, flat, relative, unflat
 from megatron_ext.losses.vocabulary import VocabularyHead
 
 Inputs = Mapping[str, Tensor]
@@ -26,7 +26,7 @@ TokenLosses = Callable[[Tensor, VocabularyHead, Inputs], Tensor | tuple[Tensor, 
 
 @dataclass(frozen=True)
 class _Work:
-    """What the chunks of one micro-batch have in common; inputs and weights are flattened."""
+    """What the blocks of one micro-batch have in common; inputs and weights are flattened."""
 
     loss: TokenLosses
     head: Head
@@ -39,17 +39,19 @@ class _Work:
     extra_names: Sequence[str]
 
     def losses(self) -> list[Tensor]:
-        """Losses of all tokens ``[s * b]``, then each extra value; gradients are left behind."""
+        """Return the losses of all tokens ``[s * b]``, then each extra value; keep the
+        gradients.
+        """
         count = self.tokens.shape[0]
         rows = self.head.rows(count)
         values = [self.token_weights.new_empty(count) for _ in range(1 + len(self.extra_names))]
         for start in range(0, count, rows):
             span = slice(start, min(start + rows, count))
-            for whole, part in zip(values, self._chunk(span), strict=True):
+            for whole, part in zip(values, self._block(span), strict=True):
                 whole[span] = part
         return values
 
-    def _chunk(self, span: slice) -> list[Tensor]:
+    def _block(self, span: slice) -> list[Tensor]:
         of_hidden, of_weight, of_bias = (
             self.gradients.hidden,
             self.gradients.weight,
@@ -107,7 +109,7 @@ def _check_extra(extra: Extra, names: Sequence[str], weights: Tensor) -> None:
             )
 
 
-class _ChunkedLoss(torch.autograd.Function):
+class _BlockwiseLoss(torch.autograd.Function):
     """Losses of the tokens, outside the graph, and their weighted sum, inside it."""
 
     @staticmethod
@@ -142,7 +144,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return of_hidden, of_weight, of_bias, None, None, None
 
 
-def chunked_loss(
+def blockwise_loss(
     loss: TokenLosses,
     hidden: Tensor,
     weight: Tensor,
@@ -151,34 +153,34 @@ def chunked_loss(
     *,
     tp_group: ProcessGroup | None,
     sequence_parallel: bool,
-    chunk_size: int | None = None,
+    block_size: int | None = None,
     bias: Tensor | None = None,
     extra_names: Sequence[str] = (),
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Losses of the tokens and their weighted sum, for a loss written for a chunk of C tokens.
+    """Return losses of the tokens and their weighted sum, for a loss of a block of C tokens.
 
     Args:
-        loss: from hidden states ``[C, h]``, the head and the inputs of the chunk to losses ``[C]``,
-            or to a pair of these and a dictionary of further values ``[C]`` by name.
-            It is called once for each chunk, with gradients enabled. On the tensor-parallel ranks
-            the gradients of the hidden states are summed, so what a loss adds that does not go
-            through the head's methods must be divided by their number.
+        loss: maps hidden states ``[C, h]``, the head and the inputs of a block to losses ``[C]``,
+            or to a pair of these and a dictionary of further values ``[C]`` by name. It is called
+            once for each block, with gradients enabled. On the tensor-parallel ranks the gradients
+            of the hidden states are summed, so what a loss adds that does not go through the head's
+            methods must be divided by their number.
         hidden: ``[s, b, h]``, or ``[s/tp, b, h]`` under sequence parallelism.
         weight: this rank's part of the head, ``[v/tp, h]``.
-        weights: of the tokens, ``[b, s]``.
-        inputs: by name, ``[b, s, ...]`` cut into ``[C, ...]``, or a scalar that every chunk gets.
-        tp_group, sequence_parallel, chunk_size, bias: as in `linear_cross_entropy`.
-        extra_names: names of the further values, all of which each chunk must give.
+        weights: weights of the tokens, ``[b, s]``.
+        inputs: by name, ``[b, s, ...]`` cut into ``[C, ...]``, or a scalar that every block gets.
+        tp_group, sequence_parallel, block_size, bias: as in `weighted_linear_cross_entropy`.
+        extra_names: names of the further values, all of which each block must give.
 
     Returns:
-        losses ``[b, s]`` float32, outside the graph and 0 where the weight is 0; the sum of
-        weights times losses, a float32 scalar inside it; and the further values, like the losses.
+        losses ``[b, s]`` float32, outside the graph and 0 where the weight is 0; the sum of weights
+        times losses, a float32 scalar inside it; and the further values, like the losses.
 
     Raises:
         ConfigError: losses or further values of a wrong shape or name.
         DataError: inputs or weights whose shape does not fit the hidden states.
     """
-    head = Head(chunk_size, tp_group, sequence_parallel)
+    head = Head(block_size, tp_group, sequence_parallel)
     head.check(hidden, weight, weights, bias)
     for name, value in inputs.items():
         if value.dim() > 0 and value.shape[:2] != weights.shape:
@@ -204,7 +206,7 @@ def chunked_loss(
             loss, head, tokens, weight, bias, token_weights, flattened, gradients, extra_names
         )
 
-    total, losses, *extra = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+    total, losses, *extra = _BlockwiseLoss.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, weights, work, torch.is_grad_enabled()
     )
     return losses, total, dict(zip(extra_names, extra, strict=True))

@@ -17,8 +17,8 @@ from megatron_ext.layers.context_parallel import (
     to_sequence_order,
 )
 from megatron_ext.parallel.context import ParallelContext
-from tests.models import plain
-from tests.models.test_attention import ENDS, build, config
+from tests.layers import plain
+from tests.layers.test_attention import ENDS, build, config
 from tests.ranks import ranks
 
 S, B, N, D = 16, 2, 8, 4

@@ -17,7 +17,7 @@ from megatron_ext.layers.dropout import microbatch_masks
 from megatron_ext.layers.specs import layer_spec
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext, seed_everything
-from tests.models.test_layers import check_block
+from tests.layers.test_layers import check_block
 from tests.ranks import ranks
 
 S, B, H, HEADS = 8, 2, 16, 4

@@ -34,7 +34,7 @@ from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
 from pretrain_gpt import GPT
-from tests.models.plain import PlainBlock, causal
+from tests.layers.plain import PlainBlock, causal
 from tests.ranks import run_on_ranks
 from tests.training_runs import mock_data
 

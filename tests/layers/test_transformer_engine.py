@@ -1,6 +1,6 @@
 """Transformer Engine's layers through the real path, by a stand-in that records what it is asked.
 
-The runs are those of `tests.models.te_runs`, in one process of their own, with ``tests/fake_te``
+The runs are those of `tests.layers.te_runs`, in one process of their own, with ``tests/fake_te``
 on its path.
 """
 
@@ -43,7 +43,7 @@ def runs(*names: str) -> Seen:
     path = os.pathsep.join([str(STAND_IN), str(ROOT)])
     environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.models.te_runs", *names],
+        [sys.executable, "-m", "tests.layers.te_runs", *names],
         env=environ,
         cwd=ROOT,
         capture_output=True,

@@ -20,7 +20,7 @@ from megatron_ext.layers.fp8.matrices import (
     product,
     scale_for,
 )
-from tests.models.fp8.bounds import error_of_product
+from tests.layers.fp8.bounds import error_of_product
 
 ONE = torch.ones(())
 

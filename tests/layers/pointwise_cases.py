@@ -88,9 +88,11 @@ def _norms() -> Iterator[Case]:
             spec = (kind, 1e-5, zero_centered)
             arguments = [t(S, B, H), t(H), bias, spec]
             yield Case(f"{kind} {zero_centered}", pointwise.normed, arguments)
-            yield Case(f"{kind} beside {zero_centered}", pointwise.norm_beside, arguments)
+            yield Case(
+                f"{kind} with residual {zero_centered}", pointwise.norm_with_residual, arguments
+            )
     frozen = [t(S, B, H), t(H, trains=False), None, RMS]
-    yield Case("frozen norm beside", pointwise.norm_beside, frozen)
+    yield Case("frozen norm with residual", pointwise.norm_with_residual, frozen)
 
 
 def _residuals() -> Iterator[Case]:

@@ -1,6 +1,6 @@
 """Runs with the stand-in of Transformer Engine, in a process of their own: a program of the tests.
 
-``python -m tests.models.te_runs names...`` with ``tests/fake_te`` on the path trains each named
+``python -m tests.layers.te_runs names...`` with ``tests/fake_te`` on the path trains each named
 run of `RUNS` for a few steps, and prints as lines of JSON what it reported and what the stand-in
 was asked for. The configuration is that of a GPU, the ranks run on the CPU.
 """

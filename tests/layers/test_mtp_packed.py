@@ -26,7 +26,7 @@ from megatron_ext.layers.mtp import MTPTargets
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
 from pretrain_gpt import GPT
-from tests.models.plain import zigzag
+from tests.layers.plain import zigzag
 from tests.ranks import ranks
 from tests.training_runs import TINY, mock_data
 

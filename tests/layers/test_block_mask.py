@@ -16,9 +16,9 @@ from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.context_parallel import chunks_of, to_rank_order
 from megatron_ext.layers.sdpa import Span
 from megatron_ext.parallel.context import ParallelContext
+from tests.layers import plain
+from tests.layers.test_attention import build, config
 from tests.losses.dense_cross_entropy import Watch
-from tests.models import plain
-from tests.models.test_attention import build, config
 from tests.ranks import ranks
 
 S, B, N, G, D = 300, 2, 4, 2, 16

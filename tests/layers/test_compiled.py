@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_ext.layers import compiled as module
 from megatron_ext.layers.compiled import (
-    Beside,
+    FusedResidual,
     compile_nothing,
     compiled,
     compiled_on_cpu,
@@ -62,7 +62,7 @@ def test_nothing_is_compiled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", refuse)
     x = torch.ones(3, 2, 4, requires_grad=True)
     assert torch.equal(doubled()(x), 2 * x)
-    same, _ = Beside(lambda y: (y.sin(),))(x)
+    same, _ = FusedResidual(lambda y: (y.sin(),))(x)
     assert same is x
 
 
@@ -172,7 +172,7 @@ def test_gradients_of_both_uses_are_added() -> None:
     def function(x: Tensor, weight: Tensor, power: float) -> tuple[Tensor, Tensor]:
         return (x * weight) ** power, x.cos()
 
-    pair = Beside(function)
+    pair = FusedResidual(function)
     x = torch.rand(3, 2, 4, dtype=torch.float64, requires_grad=True)
     weight = torch.rand(4, dtype=torch.float64, requires_grad=True)
 

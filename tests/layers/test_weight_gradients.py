@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.config.parser import parse_args
-from megatron_ext.layers.autograd import add_product, handed_over
 from megatron_ext.layers.transformer_config import adds_in_place
+from megatron_ext.layers.weight_gradients import add_product, gradient_placeholder
 from megatron_ext.train.run import Run
 from tests.ranks import ParallelContext, ranks
 from tests.runs_from_inside import build
@@ -52,10 +52,10 @@ def test_a_gpu_never_rounds_the_sum_to_16_bits() -> None:
 
 def test_autograd_gets_something_that_hooks_need_not_add() -> None:
     weight = torch.nn.Parameter(torch.ones(3, 2))
-    assert handed_over(weight).shape == weight.shape
+    assert gradient_placeholder(weight).shape == weight.shape
     assert weight.grad_added_to_main_grad  # type: ignore[attr-defined]
     weight.zero_out_wgrad = True  # type: ignore[attr-defined]
-    assert not handed_over(weight).any()
+    assert not gradient_placeholder(weight).any()
 
 
 def _gradients(run: Run, batches: list, *, in_place: bool) -> dict[str, Tensor]:  # type: ignore[type-arg]

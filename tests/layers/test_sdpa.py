@@ -18,8 +18,8 @@ from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.model.attention import _attend as joint_attention
 from megatron_ext.video.model.wan.attention import AttentionPlan, FrameAttention
-from tests.models import plain
-from tests.models.test_attention import build, config
+from tests.layers import plain
+from tests.layers.test_attention import build, config
 from tests.ranks import ranks
 
 S, B, N, G, D = 12, 2, 4, 2, 8

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_ext.config.parser import parse_args
 from megatron_ext.device import select
 from megatron_ext.inspect.parity import GradientRecorder, read_gradients
-from megatron_ext.layers.autograd import attach, attach_microbatch_loss
+from megatron_ext.layers.auxiliary_loss import attach, attach_microbatch_loss
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.text.model.gpt import GPTModel, build_gpt_chunk
 from megatron_ext.train.launch import fork_ranks

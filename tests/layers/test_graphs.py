@@ -17,8 +17,8 @@ from megatron_ext.layers.graphs import ChunkGraphs, arguments_of
 from megatron_ext.layers.specs import layer_spec
 from megatron_ext.parallel.context import ParallelContext
 from tests.graph_stand_in import Capture, CpuGraph, graphs_on_a_cpu
-from tests.models import plain
-from tests.models.test_layers import HEADS, LAYERS, B, H, S, config
+from tests.layers import plain
+from tests.layers.test_layers import HEADS, LAYERS, B, H, S, config
 from tests.ranks import ranks
 
 SLOTS = 2
@@ -241,7 +241,7 @@ def test_products_that_add_to_the_gradient_buffer(context: ParallelContext) -> N
     same(*found)
     assert all(gradient.any() for gradient in found[0])
     # Of the layers of all slots those of a shape share what autograd is given.
-    assert len(graphs.handed_over) == len({p.shape for p in block.parameters()})
+    assert len(graphs.gradient_placeholder) == len({p.shape for p in block.parameters()})
     assert len({p.grad.data_ptr() for p in linears if p.grad is not None}) < len(linears)
 
 

@@ -18,7 +18,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.specs import torch_layer_spec
 from megatron_ext.parallel.context import ParallelContext, seed_everything
-from tests.models import plain
+from tests.layers import plain
 from tests.ranks import ranks
 
 S, B, N, D = 16, 2, 4, 8

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from megatron_ext.layers import pointwise
 from megatron_ext.layers.compiled import compiled_on_cpu
-from tests.models.pointwise_cases import CASES, Case, cast, run
+from tests.layers.pointwise_cases import CASES, Case, cast, run
 
 EXACT = 1e-12
 HALF_FACTOR = 1.5
 """What rounding in half precision may be, as a multiple of the uncompiled function's."""
 
 
-NAMES = ("RMSNorm beside False", "add and norm bias", "heads with RMSNorm", "joint heads")
+NAMES = ("RMSNorm with residual False", "add and norm bias", "heads with RMSNorm", "joint heads")
 QUICK = [case for case in CASES if case.name in NAMES]
 BY_KERNELS = [
     *QUICK,

@@ -27,7 +27,7 @@ from megatron_ext.layers.specs import (
     mtp_block_spec,
 )
 from megatron_ext.parallel.context import ParallelContext, seed_everything
-from tests.models import plain
+from tests.layers import plain
 from tests.ranks import ranks
 
 S, B, H, LAYERS, HEADS, GROUPS, FFN = 8, 2, 16, 2, 4, 2, 24

@@ -14,14 +14,11 @@ from megatron_ext.layers.fp8 import linear
 from megatron_ext.layers.fp8.linear import Fp8Call, fp8_linear
 from megatron_ext.layers.fp8.matrices import Quantized, arguments, product
 from megatron_ext.layers.fp8.scaling import RECIPES, Parts, Role, Scaling
-from megatron_ext.layers.linear import (
-    ColumnParallelLinear,
-    DeferredWeightGradients,
-    RowParallelLinear,
-)
-from tests.models import plain
-from tests.models.fp8.bounds import error_of_product
-from tests.models.fp8.test_product import torch_takes
+from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_ext.layers.weight_gradients import DeferredWeightGradients
+from tests.layers import plain
+from tests.layers.fp8.bounds import error_of_product
+from tests.layers.fp8.test_product import torch_takes
 from tests.ranks import ParallelContext, ranks
 
 S, B, IN, OUT = 16, 2, 32, 64

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_ext.layers.fp8.linear import Fp8Call, KeptWeights, fp8_linear
 from megatron_ext.layers.fp8.scaling import RECIPES, Role
-from tests.models.fp8.test_linear import scaling_of, tensors, whole_layer
+from tests.layers.fp8.test_linear import scaling_of, tensors, whole_layer
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

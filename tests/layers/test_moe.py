@@ -13,13 +13,13 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
-from megatron_ext.layers.autograd import AuxiliaryScale
+from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
 from megatron_ext.layers.moe import Router
 from megatron_ext.layers.specs import layer_spec
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext
-from tests.models import plain
-from tests.models.test_layers import local_part, near
+from tests.layers import plain
+from tests.layers.test_layers import local_part, near
 from tests.ranks import ranks
 
 S, B, H, E, TOPK, FFN, SHARED = 8, 2, 16, 4, 2, 24, 8
