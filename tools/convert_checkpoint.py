@@ -36,11 +36,11 @@ from megatron_ext.errors import end_on_interrupt, run_program
 if __name__ == "__main__":
     end_on_interrupt()
 
+from megatron_ext.checkpoint.conversion import PRECISIONS
 from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.config.flags import COUNT, NATURAL, SIZE
 from megatron_ext.errors import CheckpointError, MegatronExtError
 from megatron_ext.text.convert.huggingface import Export, Import, export_model, import_model
-from megatron_ext.text.convert.names import PRECISIONS
 from megatron_ext.train.main import silence_known_warnings
 from megatron_ext.video.convert.export import NETWORKS, WanExport, export_wan, is_streaming
 from megatron_ext.video.convert.names import Naming

@@ -24,19 +24,21 @@ from megatron_ext.errors import end_on_interrupt, run_program
 if __name__ == "__main__":
     end_on_interrupt()
 
+from megatron_ext.checkpoint.lora import Network, export_adapters, merge_checkpoint
+from megatron_ext.checkpoint.state import CRITIC
 from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.config.flags import NATURAL
 from megatron_ext.config.run import RunConfig
-from megatron_ext.device import Device, select
-from megatron_ext.errors import MegatronExtError
-from megatron_ext.text.convert.lora import (
-    NETWORKS,
-    check_network,
-    export_adapters,
-    merge_checkpoint,
-)
+from megatron_ext.device import select
+from megatron_ext.errors import CheckpointError, MegatronExtError
+from megatron_ext.text.convert.names import llama_adapters
+from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.train.main import silence_known_warnings
+from megatron_ext.video.convert.export import is_streaming
+from megatron_ext.video.convert.names import wan_adapters
 from megatron_ext.video.streaming.networks import network_of
+
+NETWORKS = ("generator", CRITIC)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,40 +72,58 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
-    device = select()
-    silence_known_warnings(device.kind)
+    silence_known_warnings(select().kind)
     try:
-        if args.command == "merge":
-            print(_merge(args, device))
-            return 0
-        left_out = export_adapters(
-            args.load,
-            args.output,
-            step=args.ckpt_step,
-            base_model=args.base_model,
-            network=args.network,
-        )
+        _merge(args) if args.command == "merge" else _export(args)
     except MegatronExtError as error:
         for sentence in error.messages:
             print(f"error: {sentence}", file=sys.stderr)
         return 1
-    for name in left_out:
-        print(f"> `{name}` has no place in a Hugging Face model and was left out")
-    print(args.output)
     return 0
 
 
-def _merge(args: argparse.Namespace, device: Device) -> Path:
-    run = RunConfig.from_dict(read_run_config(args.load, args.ckpt_step))
-    check_network(run, args.load, args.network)
-    return merge_checkpoint(
-        args.load,
-        args.save,
-        device,
-        step=args.ckpt_step,
-        network=network_of(run, args.network),
-        base=args.pretrained_checkpoint,
+def _merge(args: argparse.Namespace) -> None:
+    run, streams = _saved_run(args)
+    network = network_of(args.network) if streams else Network(build_gpt_chunk)
+    base = args.pretrained_checkpoint
+    print(
+        merge_checkpoint(
+            run, network, args.load, args.save, select(), step=args.ckpt_step, base=base
+        )
     )
+
+
+def _export(args: argparse.Namespace) -> None:
+    run, streams = _saved_run(args)
+    if streams:
+        size = run.streaming.critic_size if args.network == CRITIC else None
+        layers = wan_adapters(run.streaming.sizes(size).head_dim)
+    else:
+        layers = llama_adapters(run, args.load)
+    left_out = export_adapters(
+        run,
+        args.load,
+        args.output,
+        layers,
+        section=CRITIC if args.network == CRITIC else None,
+        step=args.ckpt_step,
+        base_model=args.base_model,
+    )
+    for name in left_out:
+        print(f"> `{name}` has no place in a Hugging Face model and was left out")
+    print(args.output)
+
+
+def _saved_run(args: argparse.Namespace) -> tuple[RunConfig, bool]:
+    """Return the run that saved, and whether it is a streaming one with several networks."""
+    stored = read_run_config(args.load, args.ckpt_step)
+    streams = is_streaming(stored)
+    if args.network is not None and not streams:
+        raise CheckpointError(
+            f"`--network` ({args.network}) is for runs of `pretrain_video.py --task streaming`, "
+            f"but `--load` ({args.load}) holds one model; leave it out."
+        )
+    return RunConfig.from_dict(stored), streams
 
 
 if __name__ == "__main__":

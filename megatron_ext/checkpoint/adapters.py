@@ -20,9 +20,9 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from megatron_ext.checkpoint.averages import PREFIX, holds_averages
 from megatron_ext.checkpoint.compatibility import LENIENT, is_new_branch
 from megatron_ext.checkpoint.files import MANIFEST, describe_file, standing_folder_of
-from megatron_ext.checkpoint.optimizer_state import PREFIX, holds_averages
 from megatron_ext.checkpoint.state import Chunks, apply_state, chunk_keys, sharded_state
 from megatron_ext.checkpoint.storage import read_state, verify
 from megatron_ext.checkpoint.stored import Found, choose, find
@@ -194,7 +194,12 @@ class FrozenBase:
         """
         if config.lora.lora_rank is None or not config.video.streams:
             return None
-        return cls(None, f"seed {config.training.seed}")
+        return cls.drawn(config.training.seed)
+
+    @classmethod
+    def drawn(cls, seed: int) -> FrozenBase:
+        """Return the random weights that a run draws from its seed."""
+        return cls(None, f"seed {seed}")
 
     @classmethod
     def recorded(cls, state: Mapping[str, Any]) -> FrozenBase | None:

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_ext.checkpoint.optimizer_state import PREFIX
+from megatron_ext.checkpoint.averages import PREFIX
 from megatron_ext.checkpoint.state import CRITIC, SHARDING
 from megatron_ext.checkpoint.unpickling import stored_entries
 from megatron_ext.errors import CheckpointError

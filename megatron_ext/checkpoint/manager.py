@@ -24,6 +24,16 @@ from megatron_ext.checkpoint.adapters import (
     put_back_base,
     refuse_adapters_alone,
 )
+from megatron_ext.checkpoint.averages import (
+    EMA,
+    PREFIX,
+    averages_to_load,
+    averages_to_save,
+    goes_on_averaging,
+    holds_averages,
+    load_averages,
+    take_named,
+)
 from megatron_ext.checkpoint.changes import check_changes
 from megatron_ext.checkpoint.compatibility import (
     check_model,
@@ -32,18 +42,7 @@ from megatron_ext.checkpoint.compatibility import (
     weights_in,
 )
 from megatron_ext.checkpoint.files import folder_of
-from megatron_ext.checkpoint.optimizer_state import (
-    EMA,
-    PREFIX,
-    averages_to_load,
-    averages_to_save,
-    goes_on_averaging,
-    has_main_weights,
-    holds_averages,
-    is_distributed,
-    load_averages,
-    take_named,
-)
+from megatron_ext.checkpoint.optimizer_state import has_main_weights, is_distributed
 from megatron_ext.checkpoint.publish import (
     BEST_TRACKER,
     BestCheckpoint,

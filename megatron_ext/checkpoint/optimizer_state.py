@@ -7,35 +7,22 @@ with another kind of expert parallelism saved: experts have an optimizer of thei
 ranks share them out.
 Where a pipeline stage has no experts, this optimizer has no parameters there, so that it cannot be
 saved, or is saved without the count of its updates.
-
-Averaged weights in a checkpoint: whole fp32 tensors ``ema.<name>``, cut as the weights are.
-
-So they load in any layout, and tools read them as they read weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
-from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
-from torch import Tensor
-from torch.nn import Parameter
 
-from megatron_ext.checkpoint.unpickling import stored_entries
 from megatron_ext.errors import CheckpointError
 from megatron_ext.optim.builder import start_state
-from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.optim.update import parts_of
-from megatron_ext.parallel.collectives import together
 
 KIND_OF_GROUP = ("wd_mult", "lr_mult", "is_decoupled_lr")
 """What tells the groups of parameters of an optimizer apart, but for whether they are experts."""
@@ -264,86 +251,3 @@ def _load_part(part: Any, state: dict[str, Any]) -> None:
     load(state.get("param_state", {}))
     for parameter, step in steps.items():
         inner[parameter]["step"] = step.clone()
-
-
-EMA = "ema"
-PREFIX = f"{EMA}."
-
-
-def holds_averages(path: Path) -> bool:
-    """Whether a checkpoint holds averaged weights."""
-    stored = stored_entries(path)
-    return any(name.startswith(PREFIX) for name in stored)
-
-
-def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> bool:
-    """Whether a run takes the averages of a checkpoint; all ranks call this together.
-
-    Args:
-        path: the checkpoint.
-        ema: of the run, None where it keeps no averages.
-        notes: gets a sentence where only one of the two has averages.
-    """
-    there = together(lambda: holds_averages(path), f"{path} cannot be read")[0]
-    if ema is not None and not there:
-        notes.append(f"{path} holds no averaged weights, so they start from the loaded ones.")
-    if ema is None and there:
-        notes.append(
-            f"{path} holds averaged weights, which a run without `--ema-decay` leaves out."
-        )
-    return there and ema is not None
-
-
-def take_named(
-    path: Path, state: dict[str, Any], chunks: Iterable[str], prefixes: Sequence[str]
-) -> None:
-    """Ask a checkpoint for weights by other names, where it has them.
-
-    Args:
-        path: the checkpoint.
-        state: sharded state of the run, changed in place.
-        chunks: keys of the model chunks in it.
-        prefixes: of the names, such as `PREFIX` for averaged weights; the first that fits is taken.
-    """
-    stored = stored_entries(path)
-    for chunk in chunks:
-        sharded, _ = extract_sharded_tensors_and_factories(state[chunk])
-        for entry in nested_values(sharded):
-            names = (f"{prefix}{entry.key}" for prefix in prefixes)
-            entry.key = next((name for name in names if name in stored), entry.key)
-
-
-def averages_to_save(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]:
-    """Sharded state with the averages, in the host's memory; all ranks call this together.
-
-    Args:
-        ema: the averages.
-        weights: sharded state of the model chunks.
-    """
-    return _cut_like(weights, ((parameter, average.cpu()) for parameter, average in ema.gathered()))
-
-
-def averages_to_load(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]:
-    """Sharded state to be filled with averages.
-
-    Rows of a vocabulary that the checkpoint lacks, since it was padded for another layout, keep the
-    model's values, as they do in the weights.
-    """
-    values = (p.detach().to("cpu", torch.float32, copy=True) for p in ema.parameters)
-    return _cut_like(weights, zip(ema.parameters, values, strict=True))
-
-
-def load_averages(ema: ShardedEMA, loaded: dict[str, Tensor]) -> None:
-    """Take what was read into the state of `averages_to_load`."""
-    ema.load([loaded[key] for key in sorted(loaded, key=int)])
-
-
-def _cut_like(
-    weights: dict[str, Any], averages: Iterable[tuple[Parameter, Tensor]]
-) -> dict[str, Any]:
-    sharded, _ = extract_sharded_tensors_and_factories(weights)
-    entries = {id(entry.data): entry for entry in nested_values(sharded)}
-    return {
-        str(index): make_sharded_optimizer_tensor(entries[id(parameter)], average, prefix=EMA)
-        for index, (parameter, average) in enumerate(averages)
-    }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,6 @@ from tqdm import tqdm
 
 from megatron_ext.checkpoint.files import is_plain_name, make_durable, sync_folder
 from megatron_ext.errors import CheckpointError
-from megatron_ext.text.convert.names import VOCABULARY, RowShape, to_hf
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Names of safetensors, and torch's."""
@@ -180,7 +179,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-COMPANIONS = (
+TOKENIZER_FILES = (
     "tokenizer*",
     "*.model",
     "vocab*",
@@ -193,67 +192,50 @@ COMPANIONS = (
 """Files beside the weights that belong to the tokenizer or to generation."""
 
 
-class Writable(Protocol):
-    """Tensors to write.
-
-    Attributes:
-        described: all of them, on the meta device.
-    """
-
-    described: dict[str, Tensor]
-
-    def some(self, names: list[str]) -> dict[str, Tensor]:
-        """Some tensors, each in memory of its own, as safetensors wants them."""
-
-
-class Exported:
-    """Our parameters as tensors of transformers, made when they are asked for.
+class Converted:
+    """Our parameters as tensors of another model, converted when a file of them is written.
 
     Args:
-        parameters: full, by our names.
-        shape: of the attention.
-        vocab_size: rows of the vocabulary without padding.
+        shapes: our names to whole shapes.
+        read: returns some of our parameters by name, whole.
+        convert: splits one of our parameters, given its name, into the other model's tensors.
         dtype: of the tensors to give.
+
+    Attributes:
+        described: all tensors on the meta device, by their names.
     """
 
     def __init__(
         self,
-        parameters: Mapping[str, Tensor],
-        shape: RowShape,
-        *,
-        vocab_size: int,
+        shapes: Mapping[str, Sequence[int]],
+        read: Callable[[Iterable[str]], dict[str, Tensor]],
+        convert: Callable[[str, Tensor], dict[str, Tensor]],
         dtype: torch.dtype,
     ) -> None:
-        self._parameters = parameters
-        self._shape = shape
-        self._vocab_size = vocab_size
-        self._dtype = dtype
+        self._read, self._convert, self._dtype = read, convert, dtype
         self._owner: dict[str, str] = {}
         self.described: dict[str, Tensor] = {}
-        for ours, parameter in parameters.items():
-            for theirs, tensor in self._of(ours, parameter.detach().to("meta")).items():
-                self._owner[theirs] = ours
-                self.described[theirs] = tensor
+        for ours, shape in shapes.items():
+            parts = convert(ours, torch.empty(tuple(shape), dtype=dtype, device="meta"))
+            self.described |= parts
+            self._owner |= dict.fromkeys(parts, ours)
 
-    def _of(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
-        parts = to_hf(name, parameter, self._shape)
-        return {
-            theirs: (part[: self._vocab_size] if theirs in VOCABULARY else part).to(self._dtype)
-            for theirs, part in parts.items()
-        }
-
-    def some(self, names: list[str]) -> dict[str, Tensor]:
-        """Some tensors, each in memory of its own, as safetensors wants them."""
-        found: dict[str, Tensor] = {}
-        for ours in dict.fromkeys(self._owner[name] for name in names):
-            parts = self._of(ours, self._parameters[ours].detach())
-            found.update({n: p.clone().contiguous() for n, p in parts.items() if n in names})
+    def some(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return some tensors, each in memory of its own, as safetensors wants them."""
+        asked, found = set(names), dict[str, Tensor]()
+        ours = self._read({self._owner[name] for name in asked})
+        while ours:
+            # What was read makes place for what is written.
+            name, parameter = ours.popitem()
+            for theirs, part in self._convert(name, parameter).items():
+                if theirs in asked:
+                    found[theirs] = part.to(self._dtype, copy=True).contiguous()
         return found
 
 
 def write_folder(
     target: Path,
-    tensors: Writable,
+    tensors: Converted,
     config: Mapping[str, Any],
     *,
     like: Path | None,
@@ -277,7 +259,7 @@ def write_folder(
         _write_weights(folder, tensors, max_shard_size, stem)
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
-        for path in companions(like) if like is not None else []:
+        for path in tokenizer_files(like) if like is not None else []:
             shutil.copyfile(path, folder / path.name)
         for path in folder.iterdir():
             make_durable(path)
@@ -318,7 +300,7 @@ def _aside(target: Path) -> Iterator[Path]:
         ) from error
 
 
-def _write_weights(folder: Path, tensors: Writable, max_shard_size: int | str, stem: str) -> None:
+def _write_weights(folder: Path, tensors: Converted, max_shard_size: int | str, stem: str) -> None:
     from huggingface_hub import split_torch_state_dict_into_shards
 
     plan = split_torch_state_dict_into_shards(
@@ -329,12 +311,14 @@ def _write_weights(folder: Path, tensors: Writable, max_shard_size: int | str, s
     files = plan.filename_to_tensors.items()
     for file, names in tqdm(files, "Exporting", unit="file", delay=1.0, leave=False, disable=None):
         # transformers refuses files that do not say which framework wrote them.
-        save_file(tensors.some(list(names)), folder / file, metadata={"format": "pt"})
+        save_file(tensors.some(names), folder / file, metadata={"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / index_of(stem)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def companions(folder: Path) -> list[Path]:
-    """Files of the tokenizer and of generation in a folder, sorted."""
-    return sorted({path for form in COMPANIONS for path in folder.glob(form) if path.is_file()})
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of the tokenizer and of generation in a folder, sorted."""
+    return sorted(
+        {path for form in TOKENIZER_FILES for path in folder.glob(form) if path.is_file()}
+    )

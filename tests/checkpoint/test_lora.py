@@ -11,6 +11,7 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_ext.checkpoint.lora import export_adapters
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.config.run import RunConfig
@@ -18,7 +19,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.convert.lora import export_adapters
+from megatron_ext.text.convert.names import llama_adapters
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.train.launch import fork_ranks
 from tests.layers import plain
@@ -177,6 +178,10 @@ def save(run: RunConfig, context: ParallelContext, chunk: MegatronModule, folder
     )  # fmt: skip
 
 
+def export(run: RunConfig, root: Path, output: Path, **options: Any) -> list[str]:
+    return export_adapters(run, root, output, llama_adapters(run, root), **options)
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("rslora", [[], ["--lora-rslora"]])
 @ranks(tp=2)
@@ -195,25 +200,26 @@ def test_peft_gives_the_same_logits(
         ours = chunk(batch.tokens, batch.position_ids, None)
         base = llama(batch.tokens).logits
         output = tmp_path / f"adapter{context.rank}"
-        assert export_adapters(tmp_path / "run", output, base_model="tiny") == []
+        assert export(run, tmp_path / "run", output, base_model="tiny") == []
         theirs = peft.PeftModel.from_pretrained(llama, output).eval()(batch.tokens).logits
     assert (theirs - base).norm() > 0.1 * base.norm()
     want = theirs.chunk(2, dim=-1)[context.tp_rank]
     assert (ours - want).abs().max() <= 1e-5 * want.abs().max()
     with pytest.raises(CheckpointError, match=r"`--output` \(.*\) is not empty; give a new folder"):
-        export_adapters(tmp_path / "run", output)
+        export(run, tmp_path / "run", output)
 
 
 @ranks()
 def test_adapters_without_a_place_in_peft_are_named(
-    context: ParallelContext, tmp_path: Path
+    context: ParallelContext, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     safetensors = pytest.importorskip("safetensors")
     run = gpt_config(*LORA, "--mtp-num-layers", "1")
     save(run, context, llama_like(run, context, {}), tmp_path / "run")
-    with pytest.raises(CheckpointError, match=r"`--network` \(critic\) is for runs of"):
-        export_adapters(tmp_path / "run", tmp_path / "adapter", network="critic")
-    left_out = export_adapters(tmp_path / "run", tmp_path / "adapter")
+    words = ["--load", str(tmp_path / "run"), "--output", str(tmp_path / "adapter")]
+    assert main(["export", *words, "--network", "critic"]) == 1
+    assert "`--network` (critic) is for runs of" in capsys.readouterr().err
+    left_out = export(run, tmp_path / "run", tmp_path / "adapter")
     assert len(left_out) == 8 and all(name.startswith("mtp.") for name in left_out)
     with safetensors.safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
         assert len(file.keys()) == 2 * 7 * 2
@@ -233,5 +239,5 @@ def test_what_cannot_be_exported_is_a_sentence(
     run = gpt_config(*words)
     save(run, context, llama_like(run, context, {}), tmp_path / "run")
     with pytest.raises(CheckpointError, match=message):
-        export_adapters(tmp_path / "run", tmp_path / "adapter")
+        export(run, tmp_path / "run", tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()

@@ -6,12 +6,12 @@ RotaryEmbedding of megatron-core.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.checkpoint.conversion import read_settings
 from megatron_ext.config.flags import flags_of
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.errors import CheckpointError
@@ -46,25 +46,6 @@ class HuggingFaceModel:
     raw: dict[str, Any]
     fields: dict[str, Any]
     vocab_size: int
-
-
-def read_settings(path: Path, advice: str) -> dict[str, Any]:
-    """The content of a model's config.json.
-
-    Args:
-        path: of the file.
-        advice: what to do where it cannot be read.
-
-    Raises:
-        CheckpointError: there is none, or none that holds names and values.
-    """
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); {advice}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} must hold names and values; give another folder.")
-    return raw
 
 
 def read_model(folder: Path) -> HuggingFaceModel:

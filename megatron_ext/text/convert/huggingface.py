@@ -1,14 +1,12 @@
-"""A checkpoint of ours as a Hugging Face model.
+"""Converts Hugging Face models to checkpoints of ours, and back.
 
-One copy of the weights is in memory, and the tensors of one file beside it.
-
-A Hugging Face model as a checkpoint of ours.
-
-One copy of the weights is in memory, and one parameter's tensors beside it.
+One copy of the weights is in memory, and beside it the tensors of one file or of one parameter.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,15 +16,21 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from tqdm import tqdm
 
-from megatron_ext.checkpoint.files import published, standing_folder_of
+from megatron_ext.checkpoint.averages import PREFIX, holds_averages
+from megatron_ext.checkpoint.conversion import (
+    PRECISIONS,
+    one_rank,
+    only_dtype,
+    refuse_checkpoints,
+    save_imported,
+)
+from megatron_ext.checkpoint.files import standing_folder_of
 from megatron_ext.checkpoint.manager import CheckpointManager
-from megatron_ext.checkpoint.optimizer_state import PREFIX, holds_averages
 from megatron_ext.checkpoint.safetensors_files import (
-    Exported,
+    Converted,
     TensorFolder,
-    TensorSource,
     check_target,
-    companions,
+    tokenizer_files,
     torch_dtype,
     write_folder,
 )
@@ -35,9 +39,10 @@ from megatron_ext.checkpoint.unpickling import stored_entries
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
+from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.fp8.scaling import HISTORY
 from megatron_ext.layers.initialization import shards_of
-from megatron_ext.layers.transformer_config import params_dtype
+from megatron_ext.layers.transformer_config import build_transformer_config, params_dtype
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.convert.config import (
@@ -50,19 +55,19 @@ from megatron_ext.text.convert.config import (
 from megatron_ext.text.convert.names import (
     EMBEDDING,
     HEAD,
-    NO_TRAINING,
-    ORIGIN,
-    ORIGIN_CONFIG,
-    PRECISIONS,
     VOCABULARY,
     RowShape,
-    build_bare,
     from_hf,
     hf_names,
-    one_rank,
     row_shape,
+    to_hf,
 )
+from megatron_ext.text.model.gpt import build_gpt_chunk
 
+NO_TRAINING = "--micro-batch-size 1 --skip-train".split()
+"""Flags that no configuration goes without."""
+ORIGIN, ORIGIN_CONFIG = "huggingface", "huggingface_config"
+"""Where a stored run configuration keeps the config.json that was imported."""
 _NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", PREFIX)
 
 
@@ -114,14 +119,13 @@ def export_model(order: Export) -> list[str]:
         dtype=str(dtype).removeprefix("torch."),
         like=like,
     )
-    with one_rank(config) as context:
+    with one_rank(config.training.seed) as context:
         chunk = build_bare(config, context)
         _check_nothing_is_lost(order, chunk)
         weights = _load(order, config, context, chunk)
-        exported = Exported(weights, row_shape(config), vocab_size=vocab_size, dtype=dtype)
         write_folder(
             order.target,
-            exported,
+            converted(weights, row_shape(config), vocab_size=vocab_size, dtype=dtype),
             content,
             like=order.like,
             max_shard_size=order.max_shard_size,
@@ -137,7 +141,35 @@ def _load(
     manager = CheckpointManager(config.checkpoint, context)
     manager.load(model=[chunk], optimizer=None, scheduler=None, ema=ema)
     averages = {} if ema is None else dict(ema.gathered())
-    return {name: averages.get(weight, weight) for name, weight in chunk.named_parameters()}
+    parameters = chunk.named_parameters()
+    return {name: averages.get(weight, weight).detach() for name, weight in parameters}
+
+
+def build_bare(config: RunConfig, context: ParallelContext) -> Any:
+    """Build the whole model on one rank on the CPU, in the run's dtype, with arbitrary weights."""
+    model = dataclasses.replace(
+        config.model, use_cpu_initialization=True, perform_initialization=False
+    )
+    config = dataclasses.replace(config, model=model)
+    transformer_config = build_transformer_config(config)
+    (chunk,) = build_chunks(build_gpt_chunk, config, transformer_config, context)
+    return chunk.to(params_dtype(config))
+
+
+def converted(
+    weights: dict[str, Tensor], shape: RowShape, *, vocab_size: int, dtype: torch.dtype
+) -> Converted:
+    """Return our whole parameters as tensors of transformers, without padding of the vocabulary."""
+
+    def read(names: Iterable[str]) -> dict[str, Tensor]:
+        return {name: weights[name] for name in names}
+
+    def convert(name: str, parameter: Tensor) -> dict[str, Tensor]:
+        parts = to_hf(name, parameter, shape)
+        return {n: part[:vocab_size] if n in VOCABULARY else part for n, part in parts.items()}
+
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    return Converted(shapes, read, convert, dtype)
 
 
 def _stored_run(order: Export, stored: dict[str, Any]) -> RunConfig:
@@ -233,24 +265,17 @@ def import_model(order: Import) -> list[str]:
             written.
     """
     model = read_model(order.source)
-    if published(order.save):
-        raise CheckpointError(f"`--save` ({order.save}) holds checkpoints; give a new folder.")
+    refuse_checkpoints(order.save)
     with TensorFolder(order.source) as tensors:
         dtype = order.dtype or only_dtype(tensors)
         words = _words(model, order, dtype)
         keeping = ["--save", str(order.save), "--no-save-optim", "--no-save-rng"]
         config = parse_args([*words, *NO_TRAINING, *keeping], world_size=1, device="cpu").config
-        with one_rank(config) as context:
+        with one_rank(config.training.seed) as context:
             chunk = build_bare(config, context)
             fill(chunk, tensors, row_shape(config), vocab_size=model.vocab_size)
-            CheckpointManager(config.checkpoint, context).save(
-                0,
-                model=[chunk],
-                optimizer=None,
-                scheduler=None,
-                progress={"iteration": 0, "consumed_train_samples": 0},
-                run_config={**config.to_dict(), ORIGIN: {ORIGIN_CONFIG: model.raw}},
-            )
+            origin = {ORIGIN: {ORIGIN_CONFIG: model.raw}}
+            save_imported(chunk, config.checkpoint, context, {**config.to_dict(), **origin})
     return words
 
 
@@ -268,25 +293,10 @@ def _words(model: HuggingFaceModel, order: Import, dtype: str) -> list[str]:
         "padded_vocab_size": -(-model.vocab_size // unit) * unit,
     }
     words = [*words_of(fields), *PRECISIONS[dtype]]
-    if any(path.name.startswith("tokenizer") for path in companions(order.source)):
+    if any(path.name.startswith("tokenizer") for path in tokenizer_files(order.source)):
         folder = str(order.source.resolve())
         words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
     return words
-
-
-def only_dtype(tensors: TensorSource) -> str:
-    """The dtype of all tensors, such as ``"bfloat16"``.
-
-    Raises:
-        CheckpointError: there are several, so that one would have to be rounded or widened.
-    """
-    found = sorted(set(tensors.dtypes().values()))
-    if len(found) != 1:
-        raise CheckpointError(
-            f"{tensors.folder} holds tensors in {' and '.join(found) or 'no dtype'}, but a "
-            "checkpoint has one dtype; give it as `--dtype`."
-        )
-    return found[0]
 
 
 def fill(chunk: Any, tensors: TensorFolder, shape: RowShape, *, vocab_size: int) -> None:

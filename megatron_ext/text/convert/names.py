@@ -4,31 +4,22 @@ Two of our weights are fused. ``linear_qkv`` holds, for each query group, the ro
 query heads, then of its key, then of its value: ``[g, n/g + 2, d, h]`` seen as ``[rows, h]``
 (Megatron's order). ``linear_fc1`` of a gated MLP holds the rows of the gate, then those of the
 other projection: ``[2 * ffn, h]``.
-
-Our model on a single rank on the CPU, for tools that read or write its weights.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megatron_ext.checkpoint.lora import Part, PeftLayers
 from megatron_ext.config.run import RunConfig
-from megatron_ext.device import select
 from megatron_ext.errors import CheckpointError
-from megatron_ext.layers.chunks import build_chunks
-from megatron_ext.layers.transformer_config import build_transformer_config, params_dtype
-from megatron_ext.parallel.context import ParallelContext, init_groups, seed_everything
-from megatron_ext.parallel.grid import Layout
-from megatron_ext.text.model.gpt import build_gpt_chunk
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATED = ("mlp.gate_proj", "mlp.up_proj")
@@ -196,14 +187,6 @@ def from_hf(name: str, theirs: Mapping[str, Tensor], shape: RowShape) -> Tensor:
     return join_rows(name, {module: theirs[full] for module, full in names.items()}, shape)
 
 
-PRECISIONS = {"float32": [], "bfloat16": ["--bf16"], "float16": ["--fp16"]}
-"""Flags of each dtype."""
-NO_TRAINING = "--micro-batch-size 1 --skip-train".split()
-"""Flags that no configuration goes without."""
-ORIGIN, ORIGIN_CONFIG = "huggingface", "huggingface_config"
-"""Where a stored run configuration keeps the config.json that was imported."""
-
-
 def row_shape(config: RunConfig) -> RowShape:
     """The order of fused rows in a run's full weights."""
     model = config.model
@@ -212,34 +195,48 @@ def row_shape(config: RunConfig) -> RowShape:
     return RowShape(heads, model.num_query_groups or heads, channels)
 
 
-@contextmanager
-def one_rank(config: RunConfig) -> Iterator[ParallelContext]:
-    """The groups of a single rank, taken down at the end.
+_ADAPTER = re.compile(
+    r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?:self_attention|mlp)\."
+    r"(?P<linear>linear_\w+)\.lora\.(?P<matrix>[ab])$"
+)
+
+
+def llama_adapters(config: RunConfig, root: Path) -> PeftLayers:
+    """Return the layers of transformers' Llama that the adapters of a run belong to.
+
+    Args:
+        config: the run that saved.
+        root: ``--load``, for messages.
+    """
+    return PeftLayers(
+        _ADAPTER,
+        partial(_llama_parts, config=config, root=root),
+        lambda path: path.rpartition(".")[2],
+        "CAUSAL_LM",
+    )
+
+
+def _llama_parts(name: str, matrix: Tensor, config: RunConfig, root: Path) -> Iterator[Part]:
+    """Yield the matrices of Llama's layers; see `PeftLayers.parts`.
 
     Raises:
-        CheckpointError: several ranks were started.
+        CheckpointError: a layer of an MLP without ``--swiglu``.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) != 1:
+    match = _ADAPTER.match(name)
+    assert match is not None
+    linear, kind = match["linear"], match["matrix"].upper()
+    if linear.startswith("linear_fc") and not config.model.swiglu:
         raise CheckpointError(
-            f"Models are converted on one rank, but {os.environ['WORLD_SIZE']} were started; start "
-            "the tool without torchrun."
+            f"`--load` ({root}) has adapters on an MLP without `--swiglu`, for which peft's models "
+            "have no gate_proj and up_proj; merge them with `tools/lora.py merge` instead."
         )
-    device = select("gloo")
-    device.activate(0)
-    context = init_groups(Layout(1), device)
-    try:
-        seed_everything(context, config.training.seed)
-        yield context
-    finally:
-        context.destroy()
-
-
-def build_bare(config: RunConfig, context: ParallelContext) -> Any:
-    """The whole model on one rank on the CPU, in the run's dtype, with arbitrary weights."""
-    model = dataclasses.replace(
-        config.model, use_cpu_initialization=True, perform_initialization=False
-    )
-    config = dataclasses.replace(config, model=model)
-    core = build_transformer_config(config)
-    (chunk,) = build_chunks(build_gpt_chunk, config, core, context)
-    return chunk.to(params_dtype(config))
+    stacked = match["layer"] is None
+    first = 0 if stacked else int(match["layer"])
+    for layer, values in enumerate(matrix if stacked else matrix[None], first):
+        if kind == "B":
+            parts = split_rows(linear, values, row_shape(config))
+        else:
+            # safetensors refuses tensors that share memory.
+            parts = {twin: values.clone() for twin in modules_of(linear)}
+        for twin, part in parts.items():
+            yield f"model.layers.{layer}.{twin}", kind, part

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.checkpoint.conversion import read_settings
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.text.convert.config import read_settings
 from megatron_ext.video.config.mmdit import EPSILON, TIMESTEP_WIDTH
 from megatron_ext.video.config.wan import SIZES, VideoDiTSizes
 from megatron_ext.video.convert.names import Naming, wan_names

@@ -5,7 +5,7 @@ Tensors are read from the checkpoint as they are written: in memory are those of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_ext.checkpoint.files import checksum_fault, read_manifest, standing_folder_of
-from megatron_ext.checkpoint.optimizer_state import PREFIX
-from megatron_ext.checkpoint.safetensors_files import check_target, torch_dtype, write_folder
-from megatron_ext.checkpoint.stored import choose, read_run_config, refusal
+from megatron_ext.checkpoint.averages import PREFIX
+from megatron_ext.checkpoint.conversion import verified_folder
+from megatron_ext.checkpoint.safetensors_files import (
+    Converted,
+    check_target,
+    torch_dtype,
+    write_folder,
+)
+from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.checkpoint.unpickling import read_tensors, stored_entries
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
@@ -79,10 +84,10 @@ def export_wan(order: WanExport) -> None:
         )
     check_target(order.target)
     sizes = run.streaming.sizes(run.streaming.critic_size if order.network == "critic" else None)
-    path = _verified(order)
+    path = verified_folder(order.load, order.step)
     dtype = torch_dtype(order.dtype) if order.dtype else params_dtype(run)
     prefix = PREFIX if order.ema else NETWORKS[order.network]
-    weights = StoredWeights(path, sizes, prefix=prefix, naming=order.naming, dtype=dtype)
+    weights = stored_weights(path, sizes, prefix=prefix, naming=order.naming, dtype=dtype)
     write_folder(
         order.target,
         weights,
@@ -93,103 +98,53 @@ def export_wan(order: WanExport) -> None:
     )
 
 
-def _verified(order: WanExport) -> Path:
-    """The folder of the iteration, whose files are as they were written.
-
-    Raises:
-        CheckpointError: a missing or damaged checkpoint.
-    """
-    iteration = choose(order.load, order.step)
-    assert iteration is not None
-    path = standing_folder_of(order.load, iteration)
-    files = read_manifest(path) or {}
-    fault = checksum_fault(path, files, files)
-    if fault is not None:
-        raise CheckpointError(refusal(order.load, iteration, fault))
-    return path
-
-
-class StoredWeights:
-    """Wan's tensors of a network in a checkpoint, read when they are asked for.
+def stored_weights(
+    path: Path, sizes: VideoDiTSizes, *, prefix: str, naming: Naming, dtype: torch.dtype
+) -> Converted:
+    """Return a network in a checkpoint as Wan's tensors, read when they are written.
 
     Args:
         path: folder of the iteration.
-        sizes: of the network.
-        prefix: of the network's names in the checkpoint.
-        naming: of the tensors to give.
-        dtype: of the tensors to give.
-
-    Attributes:
-        described: all tensors on the meta device, by Wan's names.
+        prefix: begins the network's names in the checkpoint.
 
     Raises:
-        CheckpointError: weights that are missing, of another shape, or without place in Wan.
+        CheckpointError: weights that are missing, have another shape, or have no place in Wan.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        sizes: VideoDiTSizes,
-        *,
-        prefix: str,
-        naming: Naming,
-        dtype: torch.dtype,
-    ) -> None:
-        self._path, self._sizes, self._prefix = path, sizes, prefix
-        self._naming, self._dtype = naming, dtype
-        self._stored = self._checked()
-        self._owner: dict[str, str] = {}
-        self.described: dict[str, Tensor] = {}
-        for ours, stored in self._stored.items():
-            parts = self._of(ours, torch.empty(stored.size, dtype=dtype, device="meta"))
-            self.described |= parts
-            self._owner |= dict.fromkeys(parts, ours)
+    def read(names: Iterable[str]) -> dict[str, Tensor]:
+        state = read_tensors(path, [prefix + name for name in names])
+        return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
-    def _checked(self) -> dict[str, TensorStorageMetadata]:
-        """What the checkpoint holds of each parameter, by our names without the prefix."""
-        metadata = stored_entries(self._path)
-        held = {
-            name.removeprefix(self._prefix): entry
-            for name, entry in metadata.items()
-            if isinstance(entry, TensorStorageMetadata) and name.startswith(self._prefix)
-        }
-        wanted = shapes(self._sizes)
-        for name, shape in wanted.items():
-            if name not in held:
-                raise CheckpointError(
-                    f"{self._path} holds no `{self._prefix}{name}`; only a training run "
-                    "saves a critic, and averages only with `--ema-decay`."
-                )
-            if tuple(held[name].size) != shape:
-                raise CheckpointError(
-                    f"{self._path} holds `{self._prefix}{name}` with shape "
-                    f"{list(held[name].size)}, but its configuration implies {list(shape)}; "
-                    "export another checkpoint."
-                )
-        extra = [n for n in held if n.startswith(_PARTS) and n not in wanted]
-        if extra:
+    def convert(name: str, parameter: Tensor) -> dict[str, Tensor]:
+        parts = to_wan(name, parameter, sizes)
+        return dict(zip(wan_names(name, naming), parts, strict=True))
+
+    _check_stored(path, sizes, prefix)
+    return Converted(shapes(sizes), read, convert, dtype)
+
+
+def _check_stored(path: Path, sizes: VideoDiTSizes, prefix: str) -> None:
+    """Check that a checkpoint holds the parameters of a network, all of them and no others."""
+    held = {
+        name.removeprefix(prefix): tuple(entry.size)
+        for name, entry in stored_entries(path).items()
+        if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
+    }
+    needed = shapes(sizes)
+    for name, shape in needed.items():
+        if name not in held:
             raise CheckpointError(
-                f"{self._path} holds `{self._prefix}{min(extra)}`, which Wan 2.1 does not have; "
-                "export a checkpoint of the plain model, adapters merged."
+                f"{path} holds no `{prefix}{name}`; only a training run saves a critic, and "
+                "averages only with `--ema-decay`."
             )
-        return {name: held[name] for name in wanted}
-
-    def _of(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
-        parts = to_wan(name, parameter, self._sizes)
-        return dict(zip(wan_names(name, self._naming), parts, strict=True))
-
-    def some(self, names: list[str]) -> dict[str, Tensor]:
-        """Some tensors, each in memory of its own, as safetensors wants them."""
-        wanted, found = set(names), dict[str, Tensor]()
-        stored = self._read({self._owner[name] for name in names})
-        while stored:
-            # So that what was read makes place for what is written.
-            ours, parameter = stored.popitem()
-            for theirs, part in self._of(ours, parameter).items():
-                if theirs in wanted:
-                    found[theirs] = part.to(self._dtype, copy=True).contiguous()
-        return found
-
-    def _read(self, ours: set[str]) -> dict[str, Tensor]:
-        state = read_tensors(self._path, [self._prefix + name for name in ours])
-        return {name.removeprefix(self._prefix): tensor for name, tensor in state.items()}
+        if held[name] != shape:
+            raise CheckpointError(
+                f"{path} holds `{prefix}{name}` with shape {list(held[name])}, but its "
+                f"configuration implies {list(shape)}; export another checkpoint."
+            )
+    extra = [name for name in held if name.startswith(_PARTS) and name not in needed]
+    if extra:
+        raise CheckpointError(
+            f"{path} holds `{prefix}{min(extra)}`, which Wan 2.1 does not have; export a "
+            "checkpoint of the plain model, adapters merged."
+        )

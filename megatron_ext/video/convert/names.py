@@ -9,8 +9,6 @@ Sources: ``wan/modules/model.py`` of the original repository (Wan-Video/Wan2.1) 
   convolves: ``[h, c, 1, p, p]``.
 - The head gives the numbers of a patch in that order too, where Wan has row, column, channel.
 - Tables of modulation have no leading axis: ``[6, h]`` where Wan has ``[1, 6, h]``.
-
-Adapters of the video DiT under the names of diffusers' WanTransformer3DModel.
 """
 
 from __future__ import annotations
@@ -18,10 +16,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from megatron_ext.checkpoint.lora import Part, PeftLayers
 from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH
 from megatron_ext.video.config.wan import VideoDiTSizes
 
@@ -172,28 +172,36 @@ def to_wan(name: str, tensor: Tensor, sizes: VideoDiTSizes) -> tuple[Tensor, ...
     return (tensor,)
 
 
-NAME = re.compile(
+_ADAPTER = re.compile(
     r"(?:critic\.)?"
     rf"(?P<layer>blocks\.\d+\.(?:{'|'.join(map(re.escape, BLOCK_LINEARS))}))"
     r"\.lora\.(?P<matrix>[ab])$"
 )
 
 
-def wan_parts(name: str, matrix: Tensor, head_dim: int) -> Iterator[tuple[str, str, Tensor]]:
-    """One of our matrices as those of Wan's layers.
+def wan_adapters(head_dim: int) -> PeftLayers:
+    """Return the layers of diffusers' WanTransformer3DModel that adapters belong to.
+
+    Its ``load_lora_adapter`` finds scale and layers in the file by ``prefix="base_model.model"``.
+
+    Args:
+        head_dim: size of a head d.
+    """
+    # A layer is called alike in all blocks, such as ``attn1.to_q``.
+    parts = partial(_wan_parts, head_dim=head_dim)
+    return PeftLayers(_ADAPTER, parts, lambda path: path.split(".", 2)[2], None)
+
+
+def _wan_parts(name: str, matrix: Tensor, head_dim: int) -> Iterator[Part]:
+    """Yield the matrices of Wan's layers; see `PeftLayers.parts`.
 
     The rows of a fused layer go through its projections head by head, ``[n, p, d]``: the rows of B
     are dealt to Wan's layers, which all get the same A.
 
     Args:
-        name: that `NAME` matches.
         matrix: whole, ``[r, in]`` or ``[out, r]``.
-        head_dim: d.
-
-    Returns:
-        Path of the layer, ``A`` or ``B``, and its values.
     """
-    match = NAME.match(name)
+    match = _ADAPTER.match(name)
     assert match is not None
     weights = wan_names(f"{match['layer']}.weight", Naming.DIFFUSERS)
     layers = [weight.removesuffix(".weight") for weight in weights]
@@ -206,8 +214,3 @@ def wan_parts(name: str, matrix: Tensor, head_dim: int) -> Iterator[tuple[str, s
         values = [matrix.clone() for _ in layers]
     for layer, part in zip(layers, values, strict=True):
         yield layer, kind, part
-
-
-def wan_target(path: str) -> str:
-    """What peft is to call a layer in all blocks, such as ``attn1.to_q``."""
-    return path.split(".", 2)[2]

@@ -20,8 +20,13 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_ext.checkpoint.files import published
-from megatron_ext.checkpoint.manager import CheckpointManager
+from megatron_ext.checkpoint.conversion import (
+    PRECISIONS,
+    one_rank,
+    only_dtype,
+    refuse_checkpoints,
+    save_imported,
+)
 from megatron_ext.checkpoint.safetensors_files import (
     DTYPES,
     TensorFolder,
@@ -34,8 +39,6 @@ from megatron_ext.config.precision import PrecisionConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.convert.huggingface import only_dtype
-from megatron_ext.text.convert.names import PRECISIONS, one_rank
 from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.config.wan import VideoDiTSizes
 from megatron_ext.video.convert.config import (
@@ -227,25 +230,17 @@ def import_wan(order: WanImport) -> tuple[str, str]:
         CheckpointError: a model that cannot be converted, or a folder that cannot be read or
             written.
     """
-    if published(order.save):
-        raise CheckpointError(f"`--save` ({order.save}) holds checkpoints; give a new folder.")
+    refuse_checkpoints(order.save)
     with open_wan(order.source, order.entry) as (model, tensors):
         check_tensors(model.sizes, model.naming, tensors)
         # Also where a dtype is asked for: numbers of a quantized model mean nothing without scales.
         tensors.dtypes()
         dtype = order.dtype or only_dtype(tensors)
         config = run_config(model, dtype, order.save)
-        with one_rank(config) as context:
+        with one_rank(config.training.seed) as context:
             chunk = build_bare(model.sizes, dtype, context)
             fill(chunk, model.naming, tensors)
-            CheckpointManager(config.checkpoint, context).save(
-                0,
-                model=[chunk],
-                optimizer=None,
-                scheduler=None,
-                progress={"iteration": 0, "consumed_train_samples": 0},
-                run_config=config.to_dict(),
-            )
+            save_imported(chunk, config.checkpoint, context, config.to_dict())
     return model.size, dtype
 
 

@@ -18,6 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext.checkpoint.adapters import FrozenBase
+from megatron_ext.checkpoint.lora import Network
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.state import CRITIC
 from megatron_ext.config.checkpoint import CheckpointConfig
@@ -25,7 +26,6 @@ from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer, build_scheduler
 from megatron_ext.optim.update import UpdateResult, update_parameters
-from megatron_ext.text.convert.lora import GPT, Network
 from megatron_ext.video.model.wan.attention import FrameWindow
 from megatron_ext.video.model.wan.model import VideoDiT, build_video_dit_chunk
 from megatron_ext.video.streaming.configuration import network_options, window_of
@@ -180,15 +180,8 @@ def load_weights(
         print("\n".join(f"> {note}" for note in loaded.notes), end="\n" * bool(loaded.notes))
 
 
-def network_of(run: RunConfig, name: str | None) -> Network:
-    """What a checkpoint's run trained.
-
-    Args:
-        run: that saved it.
-        name: generator or critic of a streaming run; None for the generator, or the only one.
-    """
-    if not run.video.streams:
-        return GPT
+def network_of(name: str | None) -> Network:
+    """Return what `checkpoint.lora` needs to know of the critic, or by default of the generator."""
     return _CRITIC if name == CRITIC else Network(build_generator_chunk)
 
 

@@ -11,14 +11,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megatron_ext.checkpoint.conversion import one_rank
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.convert import huggingface as exporting
-from megatron_ext.text.convert.huggingface import Export, Import, export_model, import_model
-from megatron_ext.text.convert.names import build_bare, one_rank
+from megatron_ext.text.convert.huggingface import (
+    Export,
+    Import,
+    build_bare,
+    export_model,
+    import_model,
+)
 from tests.checkpoint.huggingface.models import (
     MODELS,
     check_logits,
@@ -259,7 +265,7 @@ def save_with_one_more(root: Path, target: Path) -> Path:
     stored = read_run_config(root)
     words += "--finetune --micro-batch-size 1 --skip-train".split()
     config = parse_args(words, world_size=1, device="cpu", checkpoint_config=stored).config
-    with one_rank(config) as context:
+    with one_rank(config.training.seed) as context:
         chunk = build_bare(config, context)
         chunk.output_layer.register_parameter("adapter", torch.nn.Parameter(torch.ones(3)))
         return CheckpointManager(config.checkpoint, context).save(
