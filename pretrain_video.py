@@ -22,7 +22,7 @@ from megatron_ext.train.task import Task
 from megatron_ext.video.config.rules import STREAMING_DEFAULTS, VIDEO_DEFAULTS, VIDEO_DIT_DEFAULTS
 from megatron_ext.video.data.setup import build_video_datasets, planned_clips, prepare_video
 from megatron_ext.video.data.step_loader import video_source, video_step_stats
-from megatron_ext.video.sampling.samples import sample_while_training
+from megatron_ext.video.sampling.samples import SampleWhileTraining
 from megatron_ext.video.step import (
     boundary_shape,
     build_dit_chunk,
@@ -40,7 +40,7 @@ FLOW = Task(
     boundary_shape=boundary_shape,
     source=video_source,
     step_stats=video_step_stats,
-    after_step=sample_while_training,
+    callbacks=(SampleWhileTraining,),
     sample_name="videos",
     perplexity=False,
     preflight=prepare_video,

@@ -10,7 +10,7 @@ from megatron_ext.config.parser import parse_args
 from megatron_ext.data.batch import Batch
 from megatron_ext.device import select
 from megatron_ext.parallel.context import ParallelContext, seed_everything
-from megatron_ext.train.loop import advance, average
+from megatron_ext.train.callbacks.averaging import WeightAverage
 from megatron_ext.train.metrics import IntervalMetrics
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
@@ -27,14 +27,14 @@ def build(flags: Sequence[str], context: ParallelContext) -> Run:
     return build_run(config, GPT, context, torch.device(kind), tokenizer)
 
 
-def one_step(run: Run, window: IntervalMetrics, batches: list[Batch] | None = None) -> None:
+def one_step(run: Run, metrics: IntervalMetrics, batches: list[Batch] | None = None) -> None:
     """A step as the loop takes it, with batches that may have been read before."""
     number = run.batch_size.num_microbatches
-    size = run.task.step_stats(run, number)
+    stats = run.task.step_stats(run, number)
     if batches is None:
         batches = run.train_source.next_step(number)
     samples = run.batch_size.global_batch_size
     result = run.runner.train(batches, number, run.progress.consumed_train_samples, samples)
-    advance(run, size)
-    window.add(result, size)
-    average(run, result.model_update)
+    run.progress.advance(stats, None)
+    metrics.add(result, stats)
+    WeightAverage(run).after_update(result)

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_ext.config.flags import changed
 from megatron_ext.errors import ConfigError
+from megatron_ext.train.batch_size import StepStats
 from megatron_ext.train.main import main
-from megatron_ext.train.metrics import StepStats
 from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH, MMDiTSizes
 from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from megatron_ext.video.data.step_loader import video_step_stats

@@ -1,13 +1,10 @@
-"""Micro-batches per step: constant, or growing with the consumed samples.
-
-How far a run has come; saved with every checkpoint.
-"""
+"""How many samples a step and a run take, and how far a run has come."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.core.num_microbatches_calculator import (
     ConstantNumMicroBatchesCalculator,
@@ -15,17 +12,16 @@ from megatron.core.num_microbatches_calculator import (
 )
 
 from megatron_ext.checkpoint.publish import BestCheckpoint
+from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import parse_batch_schedule
 from megatron_ext.errors import ConfigError
 
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-
 
 class _Steps:
-    """A list of batch sizes, each from a number of consumed tokens on.
+    """A list of batch sizes, each of which begins at a number of consumed tokens.
 
-    megatron-core has this calculator from 0.17 on; its names are used, so that it can take over.
+    megatron-core has this calculator from 0.17 on. The names are megatron-core's, so that its
+    calculator can take over.
     """
 
     def __init__(self, steps: list[tuple[int, int]], seq_length: int, multiple: int) -> None:
@@ -42,12 +38,7 @@ class _Steps:
 
 
 class BatchSize:
-    """The batch size of the current step.
-
-    Attributes:
-        num_microbatches: micro-batches of each data-parallel rank.
-        global_batch_size: samples of the step on all ranks.
-    """
+    """The batch size of the current step: constant, or growing with the consumed samples."""
 
     def __init__(self, config: RunConfig, data_parallel_size: int) -> None:
         training = config.training
@@ -80,10 +71,10 @@ class BatchSize:
             )
 
     def update(self, consumed_samples: int) -> bool:
-        """Follow the ramp-up; returns whether the number of micro-batches changed.
+        """Follow the ramp-up, and return whether the number of micro-batches has changed.
 
         Raises:
-            ConfigError: a batch size of the ramp-up that the ranks cannot share out.
+            ConfigError: the ranks cannot share out a batch size of the ramp-up.
         """
         before = self.num_microbatches
         self._calculator.update(consumed_samples, consistency_check=False)
@@ -98,20 +89,22 @@ class BatchSize:
         return self.num_microbatches != before
 
     def is_final(self, consumed_samples: int) -> bool:
-        """Whether the batch size changes no more."""
+        """Return whether the batch size changes no more."""
         return consumed_samples > self._ramp_end
 
     @property
     def num_microbatches(self) -> int:
+        """Return the number of micro-batches of each data-parallel rank."""
         return int(self._calculator.num_micro_batches)
 
     @property
     def global_batch_size(self) -> int:
+        """Return the samples of the step on all ranks."""
         return int(self._calculator.current_running_global_batch_size)
 
 
 def number_of_iterations(config: RunConfig, data_parallel_size: int) -> int:
-    """Training iterations, also where the length is given in samples."""
+    """Return the training iterations of a run, also where its length is given in samples."""
     training = config.training
     if training.train_samples is None:
         return training.train_iters or 0
@@ -126,22 +119,51 @@ def number_of_iterations(config: RunConfig, data_parallel_size: int) -> int:
     return iterations + (training.train_samples - consumed) // size.global_batch_size
 
 
+def split_sizes(config: RunConfig, num_iterations: int) -> list[int | None]:
+    """Return the samples to draw from train, valid and test; None means one epoch."""
+    training = config.training
+    batch = training.global_batch_size
+    assert batch is not None
+    train = training.train_samples or num_iterations * batch
+    test = training.eval_iters * batch
+    if training.full_validation:
+        return [train, None, test]
+    rounds = 1 if training.skip_train else num_iterations // training.eval_interval + 1
+    return [train, rounds * training.eval_iters * batch, test]
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """The amount of work in a training step, on all ranks together.
+
+    Attributes:
+        samples: samples that the step consumes.
+        tokens: positions that it computes.
+        flops: floating-point operations of the model, forward and backward.
+    """
+
+    samples: int
+    tokens: int
+    flops: float
+
+
 @dataclass
 class Progress:
-    """Counters of a run.
+    """Counters of a run, which are saved with every checkpoint.
 
     Attributes:
         iteration: training steps done, skipped ones included.
         consumed_train_samples: training samples used by all ranks together.
-        consumed_valid_samples: validation samples used likewise.
+        consumed_valid_samples: validation samples used by all ranks together.
         epoch: passes through the training data so far, with the part of the last one; None where
             the data has no epochs.
         skipped_iterations: steps without an update because of a non-finite gradient.
         nan_iterations: skipped steps whose loss was not finite either.
-        floating_point_operations: of the model, forward and backward, on all ranks.
-        best_checkpoints: of the lowest validation loss, lowest first (``--keep-best``).
-        lowest_loss: validation loss that an early stop compares with; None before the first.
-        stale_evaluations: evaluations since then (``--early-stop-patience``).
+        floating_point_operations: work of the model so far, forward and backward, on all ranks.
+        best_checkpoints: checkpoints of the lowest validation losses, lowest first
+            (``--keep-best``).
+        lowest_loss: validation loss that early stopping compares with; None before the first.
+        stale_evaluations: evaluations since the lowest loss (``--early-stop-patience``).
         data_plan: identity of the plan of the training data, where it has one.
     """
 
@@ -157,12 +179,21 @@ class Progress:
     stale_evaluations: int = 0
     data_plan: str = ""
 
+    def advance(self, stats: StepStats, steps_per_epoch: int | None) -> None:
+        """Count a step, applied or not."""
+        self.iteration += 1
+        self.consumed_train_samples += stats.samples
+        self.floating_point_operations += stats.flops
+        if steps_per_epoch is not None:
+            self.epoch = self.iteration / steps_per_epoch
+
     def to_dict(self) -> dict[str, Any]:
+        """Return the counters as plain values, as checkpoints hold them."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Progress:
-        """Read back what `to_dict` gave; counters of newer versions are left out."""
+        """Read back the values of `to_dict`; counters of newer versions are left out."""
         names = {field.name for field in fields(cls)}
         known = {name: value for name, value in values.items() if name in names}
         best = [BestCheckpoint(**entry) for entry in known.pop("best_checkpoints", [])]

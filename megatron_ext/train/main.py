@@ -26,8 +26,9 @@ from megatron_ext.parallel.context import embedding_ranks, init_groups, mtp_rank
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.planning.checks import check_core, check_host_memory
 from megatron_ext.planning.report import print_plan
+from megatron_ext.train.callbacks.evaluation import evaluate_at_end
 from megatron_ext.train.launch import EXIT_CODE_USER_ERROR, launch
-from megatron_ext.train.loop import evaluate_at_end, train
+from megatron_ext.train.loop import train
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.reporting.build import build_reporters
 from megatron_ext.train.setup import build_run

@@ -1,55 +1,23 @@
-"""What happened since the last report, gathered without waiting for the device each step.
-
-Global L2 norm of the parameters (--log-params-norm).
-
-Which implementations a run uses, in one line: layers, attention, optimizer, 8-bit recipe.
-"""
+"""The metrics of the steps since the last report, gathered without waiting for the device."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
-from megatron_ext.config.te_versions import found_version
-from megatron_ext.config.transformer_engine import TE_IMPL
+from megatron_ext.train.batch_size import StepStats
 from megatron_ext.train.reporting.records import IterationRecord
+from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-    from megatron_ext.parallel.context import ParallelContext
-    from megatron_ext.train.run import Run
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """What a training step amounts to on all ranks together.
-
-    Attributes:
-        samples: consumed.
-        tokens: positions computed.
-        flops: floating-point operations of the model, forward and backward.
-    """
-
-    samples: int
-    tokens: int
-    flops: float
 
 
 class IntervalMetrics:
-    """Sums the steps between two reports."""
+    """Sums of the steps between two reports."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -64,14 +32,14 @@ class IntervalMetrics:
         self._last_samples = 0
         self._start = time.perf_counter()
 
-    def add(self, result: StepResult, size: StepStats) -> None:
-        """One more step."""
+    def add(self, result: StepResult, stats: StepStats) -> None:
+        """Add a step."""
         self._count_last()
-        self._last, self._last_samples = result, size.samples
+        self._last, self._last_samples = result, stats.samples
         self._steps += 1
-        self._samples += size.samples
-        self._tokens += size.tokens
-        self._flops += size.flops
+        self._samples += stats.samples
+        self._tokens += stats.tokens
+        self._flops += stats.flops
         for name, loss in result.losses.items():
             counted = torch.stack([loss, (result.counts[name] > 0).to(loss)])
             counted = torch.where(result.update.flag, counted, 0.0)
@@ -83,13 +51,13 @@ class IntervalMetrics:
     def settle(self) -> None:
         """Count the last step, and let the learning rate follow it.
 
-        The host then waits for the last update. Before progress is saved or reported.
+        The host waits for the last update, so this is done before progress is saved or reported.
         """
         self._run.runner.settle()
         self._count_last()
 
     def _count_last(self) -> None:
-        """Count and announce the last step if it was skipped; see whether its loss was finite."""
+        """Count and announce the last step if it was skipped, and whether its loss was finite."""
         unsettled, self._unsettled = self._unsettled, None
         if unsettled is None or unsettled[1].update.applied:
             return
@@ -105,17 +73,22 @@ class IntervalMetrics:
         )
 
     def pause(self, seconds: float) -> None:
-        """Time that went into something else than steps."""
+        """Leave out a time that went into something other than steps."""
         self._pause += seconds
 
-    def report(self, *, keep: bool = False) -> None:
-        """Report the steps since the last report.
+    def report_if_due(self) -> None:
+        """Report every ``--log-interval`` steps, and after the first step of a run.
 
-        Args:
-            keep: do not start anew. Megatron-LM reports the first step of a run at once and lets
-                it count again in the first full interval; so that our lines are its lines, a run
-                that starts at iteration 0 does the same.
+        Megatron-LM lets the first step, which it reports at once, count again in the first full
+        interval. Our lines are its lines, so a run that starts at iteration 0 does the same.
         """
+        if self._run.progress.iteration == 1:
+            self.report(keep=True)
+        elif self._run.progress.iteration % self._run.config.logging.log_interval == 0:
+            self.report()
+
+    def report(self, *, keep: bool = False) -> None:
+        """Report the steps since the last report, and start anew unless the sums are kept."""
         self.settle()
         run, last = self._run, self._last
         assert last is not None and run.optimizer is not None
@@ -156,10 +129,10 @@ class IntervalMetrics:
             self._reset()
 
     def _means(self) -> dict[str, float]:
-        """Mean of each loss over the steps that had any of its targets.
+        """Return the mean of each loss over the steps that had targets of this loss.
 
-        One of which no step had any is left out, such as the loss of a condition mode that was not
-        drawn; but for the first, the loss of the run, which is then 0.
+        A loss that had no target in any step, such as that of a condition mode that was not drawn,
+        is left out. The first loss, which is the loss of the run, always stays, and is then 0.
         """
         totals = {name: total.tolist() for name, total in self._losses.items()}
         first = next(iter(totals), None)
@@ -171,7 +144,7 @@ class IntervalMetrics:
 
 
 def _gpu_memory(device: torch.device) -> dict[str, float]:
-    """Bytes that tensors hold and that the allocator keeps, where there is a GPU."""
+    """Return the bytes that tensors hold and that the allocator keeps, where there is a GPU."""
     if device.type != "cuda":
         return {}
     return {
@@ -181,74 +154,5 @@ def _gpu_memory(device: torch.device) -> dict[str, float]:
 
 
 def _in_single_precision(value: float) -> float:
-    """As Megatron-LM prints it: its learning rate goes through a float32 tensor."""
+    """Round as Megatron-LM does, whose learning rate goes through a float32 tensor."""
     return float(np.float32(value))
-
-
-@torch.no_grad()
-def params_norm(chunks: list[DistributedDataParallel], context: ParallelContext) -> float:
-    """Each parameter counted once, whatever the layout; all ranks call this together."""
-    device = next(chunks[0].parameters()).device
-    dense = torch.zeros((), dtype=torch.float64, device=device)
-    experts = torch.zeros_like(dense)
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            if not param_is_not_tensor_parallel_duplicate(parameter):
-                continue
-            square = parameter.double().square().sum()
-            if not getattr(parameter, "allreduce", True):
-                experts += square
-            elif param_is_not_shared(parameter):
-                dense += square
-    torch.distributed.all_reduce(dense, group=context.pgs.mp)
-    torch.distributed.all_reduce(experts, group=context.pgs.tp_ep_pp)
-    return float((dense + experts).sqrt())
-
-
-OURS = __name__.split(".")[0]
-
-
-def implementation_line(config: RunConfig, optimizer: MegatronOptimizer | None) -> str:
-    """For the start of a run; the optimizer is that which was really built."""
-    return "; ".join(
-        (
-            f"layers: {_layers(config)}",
-            f"attention: {_attention(config)}",
-            f"optimizer: {_optimizer(optimizer)}",
-            f"fp8: {_fp8(config)}",
-        )
-    )
-
-
-def _layers(config: RunConfig) -> str:
-    if config.model.transformer_impl == TE_IMPL:
-        return f"Transformer Engine {found_version() or 'of an unknown version'}"
-    return f"torch {importlib.metadata.version('torch')}"
-
-
-def _attention(config: RunConfig) -> str:
-    if config.model.transformer_impl == TE_IMPL:
-        return f"Transformer Engine ({config.model.attention_backend})"
-    return "torch SDPA"
-
-
-def _optimizer(optimizer: MegatronOptimizer | None) -> str:
-    """The class that computes, and its package; a subclass of ours adds no arithmetic."""
-    if optimizer is None:
-        return "none"
-    parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
-    inner = next((part.optimizer for part in parts if part.optimizer is not None), None)
-    if inner is None:
-        return "none on this rank"
-    roots = {kind: kind.__module__.split(".")[0] for kind in type(inner).__mro__}
-    kind, root = next((kind, root) for kind, root in roots.items() if root != OURS)
-    fused = " fused" if any(group.get("fused") for group in inner.param_groups) else ""
-    return f"{root} {kind.__name__}{fused}"
-
-
-def _fp8(config: RunConfig) -> str:
-    fp8 = config.fp8
-    if fp8.fp8_format is None:
-        return "none"
-    weights = ", weights kept in 8 bits" if fp8.fp8_param_gather else ""
-    return f"{fp8.fp8_format} by the {fp8.fp8_recipe} recipe{weights}"

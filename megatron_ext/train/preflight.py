@@ -21,8 +21,7 @@ from megatron_ext.text.data.gpt import (
     mock_validation_samples,
 )
 from megatron_ext.text.tokenizers import build_tokenizer
-from megatron_ext.train.batch_size import number_of_iterations
-from megatron_ext.train.setup import split_sizes
+from megatron_ext.train.batch_size import number_of_iterations, split_sizes
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig

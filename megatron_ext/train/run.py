@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -12,20 +11,17 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_ext.checkpoint.manager import CheckpointManager
+from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import BatchSource
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.optim.update import ParameterGather
+from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.batch_size import BatchSize, Progress
-from megatron_ext.train.callbacks.stopping import StopRequests
-from megatron_ext.train.evaluate import agreed_length
-from megatron_ext.train.metrics import params_norm
 from megatron_ext.train.reporting.build import Reporters
 from megatron_ext.train.step import StepRunner
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-    from megatron_ext.parallel.context import ParallelContext
-    from megatron_ext.train.task import Task
+from megatron_ext.train.stop_requests import StopRequests
+from megatron_ext.train.task import Task
+from megatron_ext.train.totals import params_norm
 
 
 @dataclass
@@ -57,43 +53,50 @@ class Run:
 
     @property
     def evaluates(self) -> bool:
-        """Whether validation is asked for."""
+        """Return whether validation is asked for."""
         return self.config.training.evaluates
 
     @property
     def evaluation_batch_size(self) -> int:
-        """Samples of one evaluation step: the full global batch, whatever the ramp-up says."""
+        """Return the samples of one evaluation step: the global batch at the end of a ramp-up."""
         return self.config.training.batch_sizes[1]
 
     @property
     def evaluation_microbatches(self) -> int:
+        """Return the micro-batches of one evaluation step on each data-parallel rank."""
         micro_batch_size, _ = self.config.training.batch_sizes
         share = micro_batch_size * self.context.layout.data_parallel_size
         return self.evaluation_batch_size // share
 
     def rows_of(self, num_microbatches: int) -> int:
-        """Sequences of a step on all ranks."""
+        """Return the number of sequences in a step on all ranks."""
         replicas = self.context.layout.data_parallel_size
         return num_microbatches * self.config.training.batch_sizes[0] * replicas
 
     def evaluation_samples(self, source: BatchSource) -> int:
-        """Samples of one evaluation of a split, whole steps where it has a plan of its own."""
+        """Return the samples of one evaluation of a split; all ranks call this together.
+
+        A source with a plan of its own is evaluated in whole steps.
+        """
         if source.plan is not None:
             return source.plan.steps_per_epoch * self.evaluation_batch_size
         if source.whole_epochs:
-            return agreed_length(source, self.device)
+            # Only some of the ranks open the split and know its length.
+            count = torch.tensor(source.num_samples or 0, device=self.device)
+            torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX)
+            return int(count)
         return self.config.training.eval_iters * self.evaluation_batch_size
 
     def params_norm(self) -> float:
-        """Global L2 norm of the parameters; all ranks call this together."""
+        """Return the global L2 norm of the parameters; all ranks call this together."""
         with self.parameter_gather.paused():
             return params_norm(self.chunks, self.context)
 
-    def save(self, outdone: Collection[int] = ()) -> None:
+    def save(self, superseded: Collection[int] = ()) -> None:
         """Save a checkpoint, where a folder is given.
 
         Args:
-            outdone: iterations of checkpoints that may go, see `CheckpointManager.save`.
+            superseded: iterations of checkpoints that may go, see `CheckpointManager.save`.
         """
         if self.config.checkpoint.save is None or self.optimizer is None:
             return
@@ -108,5 +111,5 @@ class Run:
                 ema=self.ema,
                 companion=self.runner.companion,
                 best=self.progress.best_checkpoints,
-                outdone=outdone,
+                outdone=superseded,
             )

@@ -24,11 +24,11 @@ from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.optim.update import ParameterGather
 from megatron_ext.text.cost import flops_per_sample, peak_flops
 from megatron_ext.text.data.gpt import Datasets
-from megatron_ext.train.batch_size import BatchSize, Progress, number_of_iterations
-from megatron_ext.train.callbacks.stopping import StopRequests
-from megatron_ext.train.metrics import implementation_line
+from megatron_ext.train.batch_size import BatchSize, Progress, number_of_iterations, split_sizes
+from megatron_ext.train.reporting.start import implementation_line
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepRunner
+from megatron_ext.train.stop_requests import StopRequests
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
@@ -83,7 +83,7 @@ def build_run(
         checkpoints=checkpoints,
         progress=_progress_after(loaded, context),
         ema=ema,
-        stop_requests=StopRequests(config, started),
+        stop_requests=StopRequests(config.training, started),
         flops_per_sample=flops_per_sample(config),
         peak_flops=peak_flops(
             torch.cuda.get_device_name(device) if device.type == "cuda" else None
@@ -141,19 +141,6 @@ def _parameter_gather(
     gather = ParameterGather(chunks, core, overlap=overlap)
     gather.switch_off(gather=False)
     return gather
-
-
-def split_sizes(config: RunConfig, num_iterations: int) -> list[int | None]:
-    """Samples to draw from train, valid and test; None means one epoch."""
-    training = config.training
-    batch = training.global_batch_size
-    assert batch is not None
-    train = training.train_samples or num_iterations * batch
-    test = training.eval_iters * batch
-    if training.full_validation:
-        return [train, None, test]
-    rounds = 1 if training.skip_train else num_iterations // training.eval_interval + 1
-    return [train, rounds * training.eval_iters * batch, test]
 
 
 def attach_data(run: Run, task: Task, tokenizer: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""One training or evaluation step: batches in, losses and an update out."""
+"""One training or evaluation step: it takes batches, and gives losses and an update."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
@@ -17,6 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext.checkpoint.state import Companion
+from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
 from megatron_ext.data.step_loader import iterators_per_chunk
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
@@ -24,28 +25,24 @@ from megatron_ext.layers.dropout import microbatch_masks
 from megatron_ext.layers.fp8.linear import AmaxHistories, KeptWeights
 from megatron_ext.losses.contract import LossFunction, StepCounts, checked
 from megatron_ext.optim.update import UpdateResult, update_parameters
+from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.graphs import step_graphs
 from megatron_ext.schedules.runtime import ForwardStep, PipelineEngine
-from megatron_ext.train.callbacks.invariants import check_zeroed
+from megatron_ext.train.task import Task
 from megatron_ext.train.totals import count_targets, mean_of, reduce_reports, take_auxiliary_losses
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-    from megatron_ext.parallel.context import ParallelContext
-    from megatron_ext.train.task import Task
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a training step did.
+    """The losses of a training step, and the update that it made.
 
     Attributes:
         losses: mean of each reported loss over the step's targets; empty but on the last stage.
-        counts: sum of the targets' weights of each.
-        update: see `UpdateResult`.
-        model_update: that of the model of the run, whose average follows it; None where a step
-            trained other networks only.
-        flops: floating-point operations on all ranks, where they are known after the step only.
+        counts: sum of the weights of the targets of each loss.
+        update: whether and how the step changed parameters.
+        model_update: update of the run's model, which its moving average follows; None where the
+            step trained other networks only.
+        flops: floating-point operations on all ranks, where only the step itself can count them.
     """
 
     losses: dict[str, Tensor]
@@ -60,10 +57,9 @@ class StepRunner:
 
     Attributes:
         engine: runs the pipeline; None where megatron-core's own schedule does.
-        observer: called with all gradients in place, before the update; every data-parallel rank
-            then holds whole gradients.
-        check_zeroed_at: the coming iteration, if it is to be checked that no gradient is left
-            over; else None.
+        observer: called before the update, when every data-parallel rank holds whole gradients.
+        check_zeroed: called with the chunks after their gradients have been set to zero; None
+            where nothing is to be checked.
         companion: what a checkpoint holds besides the model of the run; None for nothing.
     """
 
@@ -91,8 +87,9 @@ class StepRunner:
         self._has_auxiliary_losses = (
             transformer_config.num_moe_experts is not None or task.auxiliary_losses
         )
-        self._amax_histories = AmaxHistories(chunks)
-        self._fp8_weights = KeptWeights(chunks)
+        in_8_bits = config.fp8.fp8_format is not None
+        self._amax_histories = AmaxHistories(chunks) if in_8_bits else None
+        self._weights_kept = KeptWeights(chunks).kept if in_8_bits else nullcontext
         schedule = config.parallel.pipeline_schedule or ""
         self.engine: PipelineEngine | None = None
         if not schedule.startswith("core-"):
@@ -103,21 +100,22 @@ class StepRunner:
             )
         self._unsettled: list[tuple[UpdateResult, OptimizerParamScheduler, int]] = []
         self.observer: Callable[[], None] | None = None
-        self.check_zeroed_at: int | None = None
+        self.check_zeroed: Callable[[list[DistributedDataParallel]], None] | None = None
         if optimizer is not None:
             self._connect(transformer_config, optimizer)
 
     @property
     def trained_chunks(self) -> list[DistributedDataParallel]:
-        """All that is trained, whose replicas must stay equal."""
+        """Return all chunks that are trained, whose replicas must stay equal."""
         return self.chunks
 
     def model_steps(self, steps: int) -> int:
-        """How many of the first steps of a run train its model: all of them."""
+        """Return how many of the first steps of a run train its model: here all of them."""
         return steps
 
-    def _connect(self, core: TransformerConfig, optimizer: MegatronOptimizer) -> None:
+    def _connect(self, transformer_config: TransformerConfig, optimizer: MegatronOptimizer) -> None:
         """Tell megatron-core's schedule how to scale, overlap and finalize gradients."""
+        core = transformer_config
         core.grad_scale_func = optimizer.scale_loss
         core.finalize_model_grads_func = finalize_model_grads
         flags = self.config.optimizer
@@ -140,16 +138,16 @@ class StepRunner:
         """Run the schedule over the micro-batches of one step.
 
         Args:
-            batches: None on stages that read no data.
+            batches: micro-batches; None on stages that read no data.
             num_microbatches: number of micro-batches on each data-parallel rank.
-            forward_only: no gradients.
-            consumed_samples: samples of all training steps before; they number the samples of
-                this one for ``--deterministic-dropout``.
-            collect_non_loss_data: see `Task.process_non_loss_data`.
+            forward_only: compute no gradients.
+            consumed_samples: samples of all earlier training steps, by which the samples of this
+                step are numbered for ``--deterministic-dropout``.
+            collect_non_loss_data: return the data of `Task.process_non_loss_data`, not reports.
 
         Returns:
-            One report, or the data that is collected, for each micro-batch on the last stage, else
-            nothing.
+            One report, or one piece of collected data, for each micro-batch on the last stage;
+            nothing on the other stages.
         """
         prepare = self.task.prepare_batches
         if prepare is not None and batches is not None and self.context.is_last_stage:
@@ -186,7 +184,10 @@ class StepRunner:
     def _masks(
         self, consumed_samples: int
     ) -> Callable[[torch.nn.Module], AbstractContextManager[None]]:
-        """What a forward pass of a chunk runs in; each chunk sees the micro-batches in order."""
+        """Return the context that a forward pass of a chunk runs in, for the dropout masks.
+
+        Each chunk sees the micro-batches in order, so that its calls can be counted.
+        """
         if not self.config.model.deterministic_dropout:
             return lambda chunk: nullcontext()
         seen: Counter[torch.nn.Module] = Counter()
@@ -200,7 +201,7 @@ class StepRunner:
         return masks
 
     def _shape(self, batches: Sequence[Any] | None) -> Sequence[int]:
-        """Of what passes between stages on this rank, ``[s, b, h]``."""
+        """Return the shape ``[s, b, h]`` of the tensor that this rank sends to the next stage."""
         if self.task.boundary_shape is not None:
             assert batches is not None
             return self.task.boundary_shape(batches, self.chunks[0])
@@ -219,7 +220,7 @@ class StepRunner:
         forward_only: bool,
         collect_non_loss_data: bool,
     ) -> list[Any]:
-        """megatron-core's own function, the oracle of our schedules."""
+        """Run megatron-core's own schedule, which ours are compared with."""
         several = len(self.chunks) > 1
         reports: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -259,29 +260,30 @@ class StepRunner:
         consumed_samples: int,
         num_samples: int,
     ) -> StepResult:
-        """One training step: gradients over the global batch, then one update.
+        """Compute the gradients over a global batch, and update the parameters once.
 
         Args:
-            batches: None on stages that read no data.
+            batches: micro-batches; None on stages that read no data.
             num_microbatches: number of micro-batches on each data-parallel rank.
-            consumed_samples: samples of all training steps before.
-            num_samples: samples of this one, by which the schedule of the learning rate moves on.
+            consumed_samples: samples of all earlier training steps.
+            num_samples: samples of this step, by which the schedule of the learning rate moves on.
         """
         assert self.optimizer is not None and self.scheduler is not None
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        if self.check_zeroed_at is not None:
-            check_zeroed(self.chunks, self.check_zeroed_at)
-        with self._fp8_weights.kept():
+        if self.check_zeroed is not None:
+            self.check_zeroed(self.chunks)
+        with self._weights_kept():
             reports = self.forward_backward(
                 batches, num_microbatches, forward_only=False, consumed_samples=consumed_samples
             )
         if self.observer is not None:
             self.observer()
-        self._amax_histories.advance()
+        if self._amax_histories is not None:
+            self._amax_histories.advance()
         self._give_memory_back(2)
-        # The update before is over, while the passes of this step still wait for the device.
+        # The previous update is over, while the passes of this step still wait for the device.
         self.settle()
         update = update_parameters(self.optimizer, self.config.optimizer.clip_grad)
         self._give_memory_back(1)
@@ -300,18 +302,18 @@ class StepRunner:
     def _follow(
         self, update: UpdateResult, scheduler: OptimizerParamScheduler, num_samples: int
     ) -> None:
-        """Let a learning rate follow an update: at once where the host knows it, or later."""
+        """Let a learning rate follow an update: at once where the host knows of it, or later."""
         self._unsettled.append((update, scheduler, num_samples))
         if update.known:
             self.settle()
 
     @property
     def settled(self) -> bool:
-        """Whether the learning rates have followed the last update."""
+        """Return whether the learning rates have followed the last update."""
         return not self._unsettled
 
     def settle(self) -> None:
-        """Let the learning rates follow the applied updates; waits for the last one, no longer."""
+        """Let the learning rates follow the applied updates, and wait for the last of these."""
         while self._unsettled:
             update, scheduler, num_samples = self._unsettled.pop(0)
             if update.applied:
@@ -327,5 +329,5 @@ _NO_BATCH = Batch(*(None,) * 4)  # type: ignore[arg-type]
 
 
 def _one_or_list(items: list[Any]) -> Any:
-    """megatron-core takes the bare item where there is one chunk."""
+    """Return the bare item where there is one, as megatron-core wants it for a single chunk."""
     return items[0] if len(items) == 1 else items

@@ -17,6 +17,7 @@ from megatron_ext.losses.contract import LossFunction, StepCounts
 from megatron_ext.text.data.blend import text_source, text_step_stats
 from megatron_ext.text.data.gpt import Datasets, build_gpt_datasets
 from megatron_ext.text.step import gpt_forward_step
+from megatron_ext.train.batch_size import StepStats
 from megatron_ext.train.preflight import check_gpt_data
 
 if TYPE_CHECKING:
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from megatron_ext.data.loader import BatchSource
     from megatron_ext.parallel.context import ParallelContext
     from megatron_ext.text.tokenizers.base import Tokenizer
-    from megatron_ext.train.metrics import StepStats
-    from megatron_ext.train.run import Run
-    from megatron_ext.train.step import StepRunner
     from megatron_ext.video.cost.clip import Clip
 
 DatasetsProvider = Callable[
@@ -38,8 +36,9 @@ ForwardStep = Callable[
     ["RunConfig", Any, torch.nn.Module, "StepCounts | None"], tuple[Tensor, LossFunction]
 ]
 PrepareBatches = Callable[["RunConfig", Sequence[Batch], "ParallelContext"], Sequence[Batch]]
-SourceProvider = Callable[["Run", Any, "Tokenizer", int, bool], "BatchSource"]
-StepRunnerProvider = Callable[..., "StepRunner"]
+# A run knows its task; so that no file imports in a circle, its type is `Any` here.
+Run = Any
+SourceProvider = Callable[[Run, Any, "Tokenizer", int, bool], "BatchSource"]
 BoundaryShape = Callable[[Sequence[Any], torch.nn.Module], Sequence[int]]
 ProcessNonLossData = Callable[[Any, int, Any], None]
 
@@ -70,8 +69,8 @@ class Task:
         step_stats: ``(run, num_microbatches)`` to what the coming step of training does.
         boundary_shape: ``(batches, chunk)`` to the shape ``[s, b, h]`` of what passes between
             pipeline stages in a step, where the flags do not decide it.
-        after_step: ``(run)``, called when training begins, to what is called on all ranks after
-            each of its steps; None where there is nothing to do.
+        callbacks: ``(run)`` to a `callbacks.callback.Callback`, each called when training begins,
+            to do things between the steps; usually subclasses of it.
         sample_name: what a sample is called in the log, whose rate is then shown.
         perplexity: the loss named "lm loss" is a cross-entropy, and evaluation reports its
             exponential too.
@@ -99,11 +98,11 @@ class Task:
     source: SourceProvider = text_source
     step_stats: Callable[[Run, int], StepStats] = text_step_stats
     boundary_shape: BoundaryShape | None = None
-    after_step: Callable[[Run], Callable[[], None] | None] | None = None
+    callbacks: Sequence[Callable[[Run], Any]] = ()
     sample_name: str | None = None
     perplexity: bool = True
     preflight: Preflight = check_gpt_data
-    step_runner: StepRunnerProvider | None = None
+    step_runner: Callable[..., Any] | None = None
     clips: Callable[[RunConfig], Sequence[Clip]] | None = None
     sections: tuple[type, ...] = ()
     takes_step_flags: bool | None = None

@@ -1,14 +1,13 @@
-"""Counts and losses of a step, summed over its micro-batches and the ranks that share them.
-
-The auxiliary losses of the routers, as one number each for the log.
-"""
+"""Numbers of a step that are summed over ranks: targets, losses, norm of the parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.transformer.moe.moe_utils import (
     clear_aux_losses_tracker,
     get_moe_layer_wise_logging_tracker,
@@ -19,13 +18,11 @@ from megatron_ext.data.batch import Batch
 from megatron_ext.layers.specs import expert_pattern
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.losses.contract import Report, StepCounts
-
-if TYPE_CHECKING:
-    from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.context import ParallelContext
 
 
 def count_targets(batches: Sequence[Batch], context: ParallelContext) -> StepCounts:
-    """Targets of the step over all micro-batches, data- and context-parallel ranks."""
+    """Count the targets of a step over all micro-batches, data- and context-parallel ranks."""
     sums = torch.stack(
         [
             torch.stack(
@@ -54,7 +51,7 @@ def reduce_reports(reports: Sequence[Report], context: ParallelContext) -> dict[
 
 
 def mean_of(entry: Tensor) -> Tensor:
-    """Divide ``[sum, count]``; nothing counted gives 0."""
+    """Divide the sum by the count of ``[sum, count]``; a count of 0 gives 0."""
     return torch.where(entry[1] > 0, entry[0] / entry[1].clamp(min=1e-30), 0.0)
 
 
@@ -63,11 +60,11 @@ NAMES = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
-"""``--moe-router-load-balancing-type`` to the name that Megatron-LM logs."""
+"""Maps ``--moe-router-load-balancing-type`` to the name that Megatron-LM logs."""
 
 
 def logged_names(config: StepTransformerConfig) -> list[str]:
-    """Names of the losses that this configuration's routers keep."""
+    """Return the names of the losses that the routers of this configuration keep."""
     kinds = config.moe_router_load_balancing_type
     given = [kinds] if isinstance(kinds, str) else kinds
     names = [NAMES[kind] for kind in given if kind in NAMES]
@@ -77,9 +74,9 @@ def logged_names(config: StepTransformerConfig) -> list[str]:
 def take_auxiliary_losses(
     config: StepTransformerConfig, context: ParallelContext, num_microbatches: int
 ) -> dict[str, torch.Tensor]:
-    """Mean of each auxiliary loss over layers and micro-batches; all ranks call this together.
+    """Return the mean of each auxiliary loss over layers and micro-batches.
 
-    megatron-core's own reduction needs every pipeline stage to hold experts, and a collective that
+    All ranks call this together. megatron-core's own reduction needs every pipeline stage to hold experts, and a collective that
     Gloo does not have. A load-balancing loss is kept in parts on the tensor- and context-parallel
     ranks, the global one also on the replicas; the parts add up. A z-loss is whole on each rank.
     """
@@ -101,3 +98,26 @@ def take_auxiliary_losses(
         name: total / (copies.get(name, replicas) * max(1, layers) * num_microbatches)
         for name, total in zip(names, totals.unbind(0), strict=True)
     }
+
+
+@torch.no_grad()
+def params_norm(chunks: list[DistributedDataParallel], context: ParallelContext) -> float:
+    """Return the global L2 norm of the parameters; all ranks call this together.
+
+    Each parameter counts once, whatever the layout.
+    """
+    device = next(chunks[0].parameters()).device
+    dense = torch.zeros((), dtype=torch.float64, device=device)
+    experts = torch.zeros_like(dense)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            if not param_is_not_tensor_parallel_duplicate(parameter):
+                continue
+            square = parameter.double().square().sum()
+            if not getattr(parameter, "allreduce", True):
+                experts += square
+            elif param_is_not_shared(parameter):
+                dense += square
+    torch.distributed.all_reduce(dense, group=context.pgs.mp)
+    torch.distributed.all_reduce(experts, group=context.pgs.tp_ep_pp)
+    return float((dense + experts).sqrt())

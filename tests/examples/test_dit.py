@@ -10,7 +10,7 @@ import pytest
 
 from examples.custom_model.dit import TASK
 from megatron_ext.errors import ConfigError
-from megatron_ext.train.run import Run
+from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from tests.examples.latents import make_latents
 from tests.training_runs import train_on_ranks, training_rows
@@ -78,19 +78,18 @@ def test_a_stopped_run_goes_on(latents: Path, of_one_rank: list[Any], tmp_path: 
 def test_every_weight_is_trained_in_bf16(
     latents: Path, of_one_rank: list[Any], tmp_path: Path
 ) -> None:
-    def watch(run: Run) -> Any:
-        named = dict(run.chunks[0].named_parameters())
-        initial = {name: parameter.detach().clone() for name, parameter in named.items()}
+    class Watch(Callback):
+        def on_train_start(self) -> None:
+            self.named = dict(self.run.chunks[0].named_parameters())
+            self.initial = {name: p.detach().clone() for name, p in self.named.items()}
 
-        def after_step() -> None:
-            if run.progress.iteration == STEPS:
-                still = [name for name, p in named.items() if p.equal(initial[name])]
-                assert not still, still
-                (tmp_path / "watched").touch()
+        def on_train_end(self) -> None:
+            still = [name for name, p in self.named.items() if p.equal(self.initial[name])]
+            assert self.run.progress.iteration == STEPS and not still, still
+            (tmp_path / "watched").touch()
 
-        return after_step
-
-    rows = run(latents, tmp_path, "--bf16", task=dataclasses.replace(TASK, after_step=watch))
+    task = dataclasses.replace(TASK, callbacks=(Watch,))
+    rows = run(latents, tmp_path, "--bf16", task=task)
     assert (tmp_path / "watched").exists()
     assert [row["loss"] for row in rows] == pytest.approx(
         [row["loss"] for row in of_one_rank], rel=2e-2

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megatron_ext.config.run import RunConfig
-from megatron_ext.train.metrics import implementation_line
+from megatron_ext.train.reporting.start import implementation_line
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_IN = ROOT / "tests" / "fake_te"

@@ -34,11 +34,11 @@ class Capped(TokenLoss["CappedConfig"]):
     def build(self, batches, context):
         counts = torch.zeros(self.config.vocab_size)
         for batch in batches:
-            counts += batch.labels[batch.loss_mask > 0].bincount(minlength=self.config.vocab_size)
+            counts += batch.labels[batch.loss_weights > 0].bincount(minlength=self.config.vocab_size)
         torch.distributed.all_reduce(counts, group=context.pgs.dp_cp)
         rare = 1 / counts.clamp(min=1).sqrt()
         return [
-            LossInputs(b.loss_mask * rare[b.labels], {"labels": b.labels}) for b in batches
+            LossInputs(b.loss_weights * rare[b.labels], {"labels": b.labels}) for b in batches
         ]
 
     def token_losses(self, hidden, head, inputs):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_ext.train.run import Run
+from megatron_ext.train.callbacks.callback import Callback
 from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.setup import null_text_of
 from megatron_ext.video.sampling.flow import GuidanceConfig, SamplingConfig, initial_noise, sample
@@ -27,16 +26,14 @@ FLAGS = (
 SHAPE, SEED = (4, 3, 8, 8), 7
 
 
-def sample_at_end(run: Run) -> Callable[[], None]:
-    """After the last step, sample the clip's caption with the weights of that step."""
-    config, one = run.config, clip(SHORT, 0)
-    assert run.runner.engine is not None and config.checkpoint.save is not None
-    velocity = ParallelVelocity(run.runner.engine, run.chunks, run.context, patch_size=2)
-    null, saved = null_text_of(config), Path(config.checkpoint.save) / "sampled.pt"
+class SampleAtEnd(Callback):
+    """Samples the clip's caption with the weights of the last step."""
 
-    def after_step() -> None:
-        if run.progress.iteration < run.num_iterations:
-            return
+    def on_train_end(self) -> None:
+        run, config, one = self.run, self.run.config, clip(SHORT, 0)
+        assert run.runner.engine is not None and config.checkpoint.save is not None
+        velocity = ParallelVelocity(run.runner.engine, run.chunks, run.context, patch_size=2)
+        null = null_text_of(config)
         sampled = sample(
             velocity.of_shape(SHAPE[1:]),
             Text(one.text[None], one.pooled[None]),
@@ -46,9 +43,7 @@ def sample_at_end(run: Run) -> Callable[[], None]:
             flow=config.flow,
             sampling=SamplingConfig(20, GuidanceConfig(text_scale=1.0, image_scale=1.0)),
         )
-        torch.save(sampled[0], saved)
-
-    return after_step
+        torch.save(sampled[0], Path(config.checkpoint.save) / "sampled.pt")
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
@@ -58,7 +53,7 @@ def correlation(a: Tensor, b: Tensor) -> float:
 def test_criterion_14_a_fixed_clip_is_learned_and_sampled(tmp_path: Path) -> None:
     """The clip eight times in each step, with other noise each time."""
     data = write_clips(tmp_path / "clips", {SHORT: 8}, distinct=1)
-    task = dataclasses.replace(FLOW, after_step=sample_at_end)
+    task = dataclasses.replace(FLOW, callbacks=(SampleAtEnd,))
     losses = [row["loss"] for row in steps(data, tmp_path / "run", FLAGS, task=task)]
     assert losses[-1] <= 0.2 * losses[0]
     sampled, wanted = torch.load(tmp_path / "run" / "sampled.pt"), clip(SHORT, 0).latents

@@ -29,8 +29,7 @@ from megatron_ext.inspect.preview.rows import Provenance, Row, Step
 from megatron_ext.parallel.context import ParallelContext, init_groups
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.sft.dataset import SftDataset
-from megatron_ext.train.batch_size import BatchSize, number_of_iterations
-from megatron_ext.train.setup import split_sizes
+from megatron_ext.train.batch_size import BatchSize, number_of_iterations, split_sizes
 from megatron_ext.train.totals import count_targets
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron_ext.data.loader import BatchSource, build_source
 from megatron_ext.errors import DataError
-from megatron_ext.train.metrics import StepStats
+from megatron_ext.train.batch_size import StepStats
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig

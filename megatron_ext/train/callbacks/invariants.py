@@ -1,9 +1,9 @@
-"""Cross-rank invariants, checked with --check-invariants: what must be equal or zero, is."""
+"""Checks that ranks hold equal values, and no old gradients (``--check-invariants``)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -13,9 +13,8 @@ from torch.distributed import ProcessGroup
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.layers.fp8.scaling import DelayedScaling
 from megatron_ext.layers.moe import expert_parameters
-
-if TYPE_CHECKING:
-    from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.train.callbacks.callback import Callback, due
 
 Named = Sequence[tuple[str, Tensor]]
 
@@ -26,10 +25,27 @@ class InvariantError(MegatronExtError):
     """Ranks that must hold the same values hold different ones, or a gradient is stale."""
 
 
+class Invariants(Callback):
+    """Checks every ``--check-invariants`` steps that replicas agree and gradients start at zero."""
+
+    def before_step(self) -> None:
+        """Let the step check that its gradients start at zero, where its end is checked too."""
+        coming = self.run.progress.iteration + 1
+        checks = due(coming, self.run.config.training.check_invariants)
+        self.run.runner.check_zeroed = partial(check_zeroed, iteration=coming) if checks else None
+
+    def after_step(self) -> None:
+        """Compare what ranks must share."""
+        run = self.run
+        if due(run.progress.iteration, run.config.training.check_invariants):
+            with run.parameter_gather.paused():
+                check_replicas(run.runner.trained_chunks, run.context, run.progress.iteration)
+
+
 def named_parameters(
     chunks: Sequence[DistributedDataParallel],
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """Trainable parameters of all chunks; a second chunk's names begin with its index."""
+    """Return the trainable parameters of all chunks; of several, names begin with the index."""
     several = len(chunks) > 1
     return [
         (f"chunk {index}: {name}" if several else name, parameter)
@@ -50,7 +66,7 @@ def check_replicas(
     lies.
 
     Raises:
-        InvariantError: with the parameter or history and the ranks that differ.
+        InvariantError: names the parameter or history, and the ranks that differ.
     """
     named = named_parameters(chunks)
     of_experts = {id(p) for chunk in chunks for p in expert_parameters(chunk)}
@@ -70,7 +86,7 @@ def check_replicas(
 
 
 def _check_histories(chunks: Sequence[DistributedDataParallel], iteration: int) -> None:
-    """Of the delayed recipe; those of experts lie on other ranks than the others."""
+    """Compare the histories of the delayed recipe; those of experts lie on ranks of their own."""
     found = [
         (f"{name}.amax_history", module)
         for chunk in chunks
@@ -87,10 +103,10 @@ def _check_histories(chunks: Sequence[DistributedDataParallel], iteration: int) 
 
 
 def check_zeroed(chunks: Sequence[DistributedDataParallel], iteration: int) -> None:
-    """Before a step no gradient is left over from the one before.
+    """Check before a step that no gradient is left over from the step before.
 
     Raises:
-        InvariantError: with the parameter.
+        InvariantError: names the parameter.
     """
     for name, parameter in named_parameters(chunks):
         buffer = getattr(parameter, "main_grad", None)
@@ -104,7 +120,7 @@ def check_zeroed(chunks: Sequence[DistributedDataParallel], iteration: int) -> N
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """Two order-sensitive sums of a tensor's bits, ``[2]`` int64."""
+    """Return two sums of a tensor's bits that depend on their order, ``[2]`` int64."""
     bits = tensor.detach().contiguous().view(torch.uint8).reshape(-1).to(torch.int64)
     weights = torch.arange(1, bits.numel() + 1, device=bits.device) % 65521
     return torch.stack([bits.sum(), (bits * weights).sum()])
@@ -119,6 +135,7 @@ def _check_equal(
     kind: str = "parameter",
     cause: str = _NOT_REDUCED,
 ) -> None:
+    """Compare digests of tensors over a group, and name the first tensor that differs."""
     if not named or group.size() == 1:
         return
     digests = torch.stack([_digest(tensor) for _, tensor in named])

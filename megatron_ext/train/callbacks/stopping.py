@@ -1,69 +1,25 @@
-"""Reasons to stop early: a signal, or the time limit. All ranks decide alike."""
+"""Regular checkpoints, and the ends of a run that the flags or the user ask for."""
 
 from __future__ import annotations
 
-import signal
-import time
-from types import FrameType
-from typing import TYPE_CHECKING
+from megatron_ext.train.callbacks.callback import Callback, Decision, due
+from megatron_ext.train.stop_requests import EXIT_CODE_SIGNAL
 
-import torch
-
-from megatron_ext.device.streams import HostCopy, sent
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-
-EXIT_CODE_SIGNAL = 143
-"""Exit code of a run that saved and stopped because of the exit signal (128 + SIGTERM)."""
+EXIT_INTERVAL = "exit interval"
+"""The reason of a run that ends by ``--exit-interval``; any other reason is told instead of it."""
 
 
-class StopRequests:
-    """Watches the exit signal and the clock.
+class StopConditions(Callback):
+    """Saves every ``--save-interval`` steps, and ends a run by signal, time or interval."""
 
-    Args:
-        config: ``--exit-signal-handler`` and ``--exit-duration-in-mins`` switch the watches on.
-        started: `time.time` of the start of the run.
-    """
-
-    def __init__(self, config: RunConfig, started: float) -> None:
-        training = config.training
-        self._limit_s = None
-        if training.exit_duration_in_mins is not None:
-            self._limit_s = training.exit_duration_in_mins * 60.0
-        self._started = started
-        self._signalled = False
-        self._before: HostCopy | None = None
-        self._watch_signal = training.exit_signal_handler
-        if self._watch_signal:
-            signal.signal(training.exit_signal_number, self._on_signal)
-
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self._signalled = True
-
-    def check(self, device: torch.device, *, late: bool | None = None) -> str | None:
-        """Why all ranks should stop now: ``"signal"``, ``"duration"`` or None.
-
-        Costs one small all-reduce where a watch is on, nothing otherwise.
-
-        Args:
-            device: of the ranks' groups.
-            late: give the answer to the check before, which is there by now, so that a GPU is not
-                waited for; by default on a GPU.
-        """
-        if not self._watch_signal and self._limit_s is None:
-            return None
-        over = self._limit_s is not None and time.time() - self._started > self._limit_s
-        flags = sent(torch.tensor([self._signalled, over], dtype=torch.int32), device)
-        torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
-        answer: HostCopy | None = HostCopy(flags)
-        if late is None:
-            late = device.type == "cuda"
-        if late:
-            answer, self._before = self._before, answer
-        if answer is None:
-            return None
-        signalled, over_anywhere = answer.read()
-        if signalled:
-            return "signal"
-        return "duration" if over_anywhere else None
+    def decide(self, decision: Decision) -> None:
+        """Look at the interval flags, the exit signal and the clock."""
+        run, config = self.run, self.run.config
+        iteration = run.progress.iteration
+        request = run.stop_requests.check(run.device)
+        if request is not None:
+            decision.stop = request
+            decision.exit_code = EXIT_CODE_SIGNAL if request == "signal" else 0
+        elif due(iteration, config.training.exit_interval):
+            decision.stop = decision.stop or EXIT_INTERVAL
+        decision.save |= due(iteration, config.checkpoint.save_interval)

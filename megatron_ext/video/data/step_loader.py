@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Sampler
 from megatron_ext.data.loader import BatchSource
 from megatron_ext.device.streams import sent
 from megatron_ext.errors import loader_ends_with_parent
-from megatron_ext.train.metrics import StepStats
+from megatron_ext.train.batch_size import StepStats
 from megatron_ext.video.cost.flops import flops_of_clip, flops_of_frames
 from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.dataset import VideoBatch, VideoClips, collate

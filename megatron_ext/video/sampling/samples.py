@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.parallel.collectives import on_reporting_rank
+from megatron_ext.train.callbacks.callback import Callback, due
+from megatron_ext.train.run import Run
 from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.setup import manifest_of, null_text_of
 from megatron_ext.video.microbatch import patch_size_of
@@ -27,8 +28,6 @@ from megatron_ext.video.sampling.velocity import ParallelVelocity, VideoDiTVeloc
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from megatron_ext.train.run import Run
 
 
 def velocity_of(run: Run) -> ParallelVelocity:
@@ -122,16 +121,18 @@ class ClipSampler:
         on_reporting_rank(write, f"Writing clips into {folder}", run.context)
 
 
-def sample_while_training(run: Run) -> Callable[[], None] | None:
-    """Sample after each multiple of ``--sample-interval``; see `Task.after_step`."""
-    sample = run.config.sample
-    if sample.sample_interval is None:
-        return None
-    interval, sampler = sample.sample_interval, ClipSampler(run)
-    root = Path(sample.sample_dir or Path(run.config.checkpoint.save or ".") / "samples")
+class SampleWhileTraining(Callback):
+    """Samples clips after each multiple of ``--sample-interval``."""
 
-    def after_step() -> None:
-        if run.progress.iteration % interval == 0:
-            sampler(root / f"iter_{run.progress.iteration:07}")
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        sample = run.config.sample
+        self._interval = sample.sample_interval
+        self._sampler = None if self._interval is None else ClipSampler(run)
+        self._root = Path(sample.sample_dir or Path(run.config.checkpoint.save or ".") / "samples")
 
-    return after_step
+    def after_step(self) -> None:
+        """Sample where the interval says so."""
+        iteration = self.run.progress.iteration
+        if self._sampler is not None and due(iteration, self._interval):
+            self._sampler(self._root / f"iter_{iteration:07}")

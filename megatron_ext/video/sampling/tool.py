@@ -132,7 +132,7 @@ def sample_video(task: TaskOrChoice, argv: Sequence[str]) -> int:
 
     def sampling(config: RunConfig) -> Task:
         return dataclasses.replace(
-            choose(task, config), preflight=prepare_sampling, datasets=no_datasets, after_step=None
+            choose(task, config), preflight=prepare_sampling, datasets=no_datasets, callbacks=()
         )
 
     return main(sampling, argv, defaults=defaults, work=sample_at_once)

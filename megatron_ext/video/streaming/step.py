@@ -21,7 +21,6 @@ from torch import Tensor
 from megatron_ext.losses.contract import Report
 from megatron_ext.optim.update import UpdateResult
 from megatron_ext.planning.flops import FORWARD_AND_BACKWARD
-from megatron_ext.train.callbacks.invariants import check_zeroed
 from megatron_ext.train.step import StepResult, StepRunner
 from megatron_ext.train.totals import mean_of, reduce_reports
 from megatron_ext.video.cost.flops import flops_of_pass
@@ -209,8 +208,8 @@ class StreamingRunner(StepRunner):
         trained = {kind: network for kind, network in networks.items() if kind in kinds}
         for network in trained.values():
             network.zero_grad()
-            if self.check_zeroed_at is not None:
-                check_zeroed(network.chunks, self.check_zeroed_at)
+            if self.check_zeroed is not None:
+                self.check_zeroed(network.chunks)
         done = [self._pass(kind, num_microbatches) for kind in kinds]
         reports = {kind: [x for one in done if one.kind == kind for x in one.reports]
                    for kind in trained}  # fmt: skip

@@ -5,12 +5,13 @@ Long videos that a streaming run samples now and then, without any effect on its
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.data.loader import BatchSource
-from megatron_ext.train.metrics import StepStats
+from megatron_ext.train.batch_size import StepStats
+from megatron_ext.train.callbacks.callback import Callback, due
+from megatron_ext.train.run import Run
 from megatron_ext.train.task import Task, no_datasets
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.sampling.films import NotFiniteError
@@ -23,32 +24,35 @@ from megatron_ext.video.streaming.step import StreamingRunner
 
 if TYPE_CHECKING:
     from megatron_ext.text.tokenizers.base import Tokenizer
-    from megatron_ext.train.run import Run
 
 
-def view_while_training(run: Run) -> Callable[[], None] | None:
-    """Sample after each multiple of ``--sample-interval``; see `Task.after_step`."""
-    sample, runner = run.config.sample, run.runner
-    if sample.sample_interval is None:
-        return None
-    assert isinstance(runner, StreamingRunner)
-    prompts = runner.sequence.prompts
-    assert isinstance(prompts, FilePrompts)
-    maker = FilmMaker(
-        run,
-        prompts.encode,
-        # A VAE is large; that of the first frames will do.
-        lambda: prompts.codec or build_codec(run.config.codec, run.device),
-    )
-    interval = sample.sample_interval
-    root = Path(sample.sample_dir or Path(run.config.checkpoint.save or ".") / "samples")
+class SampleWhileTraining(Callback):
+    """Samples long videos after each multiple of ``--sample-interval``."""
 
-    def after_step() -> None:
-        if run.progress.iteration % interval == 0:
-            with runner.work.paused():
-                _view(run, maker, root / f"iter_{run.progress.iteration:07}")
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        sample = run.config.sample
+        self._interval = sample.sample_interval
+        self._root = Path(sample.sample_dir or Path(run.config.checkpoint.save or ".") / "samples")
+        if self._interval is None:
+            return
+        assert isinstance(run.runner, StreamingRunner)
+        self._work = run.runner.work
+        prompts = run.runner.sequence.prompts
+        assert isinstance(prompts, FilePrompts)
+        self._maker = FilmMaker(
+            run,
+            prompts.encode,
+            # A VAE is large; the one that encodes first frames will do.
+            lambda: prompts.codec or build_codec(run.config.codec, run.device),
+        )
 
-    return after_step
+    def after_step(self) -> None:
+        """Sample where the interval says so."""
+        iteration = self.run.progress.iteration
+        if due(iteration, self._interval):
+            with self._work.paused():
+                _view(self.run, self._maker, self._root / f"iter_{iteration:07}")
 
 
 def _view(run: Run, maker: FilmMaker, folder: Path) -> None:
@@ -90,7 +94,7 @@ STREAMING = Task(
     model_chunk=build_generator_chunk,
     source=no_batches,
     step_stats=streaming_step_stats,
-    after_step=view_while_training,
+    callbacks=(SampleWhileTraining,),
     sample_name="chunks",
     perplexity=False,
     preflight=prepare_streaming,

@@ -173,6 +173,6 @@ def sample_streaming(argv: Sequence[str]) -> int:
         print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
         return EXIT_CODE_USER_ERROR
     sampling = dataclasses.replace(
-        STREAMING, preflight=prepare_sampling, after_step=None, step_runner=None
+        STREAMING, preflight=prepare_sampling, callbacks=(), step_runner=None
     )
     return main(sampling, argv, defaults=defaults, work=sample_at_once)
