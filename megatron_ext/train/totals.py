@@ -76,9 +76,10 @@ def take_auxiliary_losses(
 ) -> dict[str, torch.Tensor]:
     """Return the mean of each auxiliary loss over layers and micro-batches.
 
-    All ranks call this together. megatron-core's own reduction needs every pipeline stage to hold experts, and a collective that
-    Gloo does not have. A load-balancing loss is kept in parts on the tensor- and context-parallel
-    ranks, the global one also on the replicas; the parts add up. A z-loss is whole on each rank.
+    All ranks call this together. megatron-core's own reduction needs experts on every pipeline
+    stage, and a collective that Gloo does not have. A load-balancing loss is kept in parts on the
+    tensor- and context-parallel ranks, the global one also on the replicas; the parts add up. A
+    z-loss is whole on each rank.
     """
     tracker = get_moe_layer_wise_logging_tracker()
     names = logged_names(config)

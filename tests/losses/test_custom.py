@@ -34,7 +34,8 @@ class Capped(TokenLoss["CappedConfig"]):
     def build(self, batches, context):
         counts = torch.zeros(self.config.vocab_size)
         for batch in batches:
-            counts += batch.labels[batch.loss_weights > 0].bincount(minlength=self.config.vocab_size)
+            counted = batch.labels[batch.loss_weights > 0]
+            counts += counted.bincount(minlength=self.config.vocab_size)
         torch.distributed.all_reduce(counts, group=context.pgs.dp_cp)
         rare = 1 / counts.clamp(min=1).sqrt()
         return [

@@ -114,9 +114,8 @@ class EarlyStopping(Callback):
             text = f"best validation loss so far at iteration {new.iteration}: {loss:.6E}"
             self.run.reporters.say(text)
         # With --save-retain-interval each checkpoint goes when the next is saved; its turn is past.
-        superseded = (
-            e for e in dropped if not e.regular or config.save_retain_interval is not None
-        )
+        retains = config.save_retain_interval is not None
+        superseded = [entry for entry in dropped if retains or not entry.regular]
         decision.superseded = tuple(entry.iteration for entry in superseded)
         return True
 

@@ -1,4 +1,4 @@
-"""Evaluation: the mean loss over a split, the same on every layout, between steps and at the end."""
+"""Evaluation between steps and at the end: the mean loss of a split, equal on every layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Some steps under torch's profiler (``--profile``), as a trace for chrome://tracing or Perfetto."""
+"""A trace of some steps by torch's profiler (``--profile``), for chrome://tracing or Perfetto."""
 
 from __future__ import annotations
 

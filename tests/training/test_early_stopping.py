@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ext.checkpoint.files import published
 from megatron_ext.checkpoint.publish import BEST_TRACKER, BestCheckpoint, doomed, with_candidate
-from megatron_ext.train import loop
+from megatron_ext.train.callbacks import evaluation
 from megatron_ext.train.callbacks.early_stopping import mean_validation_loss
 from tests.training.test_criteria import LAYOUTS, NULL, documents, without
 from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
@@ -26,7 +26,7 @@ def script(monkeypatch: pytest.MonkeyPatch, losses: Sequence[float]) -> None:
         loss = next(coming)
         return ({"lm loss": loss} if runner.context.is_last_stage else {}), None
 
-    monkeypatch.setattr(loop, "evaluate", evaluate)
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
 
 
 def train(save: Path, words: str, layout: str = "one", data: Sequence[str] | None = None) -> Rows:
