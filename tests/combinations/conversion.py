@@ -1,4 +1,4 @@
-"""Conversion: public weights are imported, loaded in a layout, exported, and are the same bits."""
+"""Round trips: public weights are imported, loaded in a layout and exported as the same bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from tests.combinations import layouts
-from tests.combinations.execute import ROOT, Ended, execute, side_by_side, workplace
+from tests.combinations.execute import ROOT, Ended, execute, judge_all, work_directory
 from tests.combinations.layouts import Layout
 
 MODELS = ("llama", "llama 3.1 tied", "mistral without groups", "qwen2 tied", "qwen3")
@@ -21,14 +21,14 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Case:
-    """A round trip.
+    """One round trip.
 
     Attributes:
         model: name of a tiny model.
         stored: type of the public weights.
         imported: ``--dtype`` of the import, None for the source's.
         pad: flags about the vocabulary.
-        layout: of the run that goes through between.
+        layout: layout of the run between import and export.
         run: flags of that run.
         shards: ``--max-shard-size`` of the export.
     """
@@ -60,13 +60,13 @@ def draw(dice: random.Random) -> Case:
 
 
 def judge(case: Case, data: Path, limit: float) -> tuple[str, str]:
-    """What came out: "equal", "refused" or a failure, with the commands."""
+    """Return "equal", "refused" or the kind of failure, with the commands that were run."""
     from megatron_ext.train.main import main as train
     from pretrain_gpt import task_of
     from tests.checkpoint.huggingface.models import make
 
     commands: list[str] = []
-    with workplace(data) as folder:
+    with work_directory(data) as folder:
 
         def tool(name: str, words: str) -> Ended:
             commands.append(f"python tools/convert_checkpoint.py {words}")
@@ -108,7 +108,7 @@ def _ended(ended: Ended, commands: list[str]) -> tuple[str, str]:
 
 
 def _difference(folder: Path, case: Case) -> str | None:
-    """The first tensor that has not come back, in the narrowest type that it passed through."""
+    """Name the first tensor that has changed, in the narrowest type that it passed through."""
     before, after = _tensors(folder / "hf"), _tensors(folder / "back")
     if before.keys() != after.keys():
         return f"names differ: {sorted(before.keys() ^ after.keys())}"
@@ -134,14 +134,4 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def search(arguments: argparse.Namespace, data: Path) -> int:
     """Draw round trips, judge them, and print what fails."""
-    dice, counts = random.Random(arguments.seed), dict[str, int]()
-    cases = [draw(dice) for _ in range(arguments.cases or 100)]
-    work = ((judge, (case, data, arguments.limit)) for case in cases)
-    for number, (kind, text) in enumerate(side_by_side(work, arguments.jobs)):
-        counts[kind] = counts.get(kind, 0) + 1
-        if kind not in ("equal", "refused"):
-            print(f"FAILED: {kind}\n{text}\n", flush=True)
-        elif arguments.verbose:
-            print(f"{number}: {kind} {text}", flush=True)
-    print(f"\n{counts}")
-    return int(bool(counts.keys() - {"equal", "refused"}))
+    return judge_all(draw, judge, arguments, data)

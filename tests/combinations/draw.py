@@ -20,11 +20,11 @@ class Case:
     """One combination.
 
     Attributes:
-        number: of the draw.
+        number: its place in the draw.
         kind: name of the program.
         options: texts of the options.
-        layout: of the run.
-        judges: names of what is compared beside that the run trains; see `judge.py`.
+        layout: layout of the run.
+        judges: names of further comparisons, see `judge.py`.
         other: layout that the checkpoint is continued in.
     """
 
@@ -37,11 +37,11 @@ class Case:
 
     @property
     def program(self) -> Program:
-        """The program that is run."""
+        """Return the program that is run."""
         return PROGRAMS[self.kind]
 
     def words(self, data: str, layout: Layout | None = None) -> list[str]:
-        """The command line, in the case's own layout or another one; the model stays the same."""
+        """Return the command line in its own layout or another; the model stays the same."""
         options = [words_of(text, data) for text in self.options]
         base, model = words_of(self.program.base, data), self.layout.model.split()
         # The layout's model comes before the options: an option about layers is what is tried.
@@ -50,12 +50,12 @@ class Case:
 
 @dataclass
 class Draws:
-    """Draws cases of a program.
+    """Draws the cases of a program.
 
     Attributes:
-        program: whose flags are combined.
+        program: the program whose flags are combined.
         dice: decides everything.
-        max_ranks: of a layout.
+        max_ranks: most ranks of a layout.
         seen: pairs that an earlier case had.
     """
 
@@ -65,7 +65,7 @@ class Draws:
     seen: set[tuple[str, str]] = field(default_factory=set)
 
     def case(self, number: int) -> Case:
-        """The next case: six options that bring new pairs, or two to five at random."""
+        """Draw the next case: six options that bring new pairs, or two to five at random."""
         dice = self.dice
         wide = dice.random() < 0.6
         first = dice.choice(self._pool())
@@ -114,7 +114,7 @@ class Draws:
         return ONE
 
     def _pool(self) -> Sequence[Option]:
-        """Options of the program's own sections three times out of four."""
+        """Return the options of the program's own sections three times out of four, else all."""
         options = self.program.options
         own = [option for option in options if option.section in self.program.sections]
         return own if self.dice.random() < 0.75 else options
@@ -125,7 +125,7 @@ class Draws:
 
 
 def has(words: Sequence[str], *fields: str) -> bool:
-    """Whether the words set one of these fields, and not to its negative."""
+    """Return whether the words set one of these fields, and not to its negative."""
     settings = settings_of(words)
     return any(settings.get(name, (False, ()))[0] for name in fields)
 
@@ -133,14 +133,14 @@ def has(words: Sequence[str], *fields: str) -> bool:
 def cases_of(
     kind: str, seed: int, count: int, judged: Mapping[str, int], max_ranks: int = 8
 ) -> list[Case]:
-    """All cases of a search, each with what it is compared with.
+    """Draw all cases of a search, each with its comparisons.
 
     Args:
         kind: name of the program.
         seed: decides everything.
-        count: of cases.
-        judged: how many of them are compared, by the judge's name; see `judge.py`.
-        max_ranks: of a layout.
+        count: number of cases.
+        judged: number of cases for each comparison, by its name in `judge.py`.
+        max_ranks: most ranks of a layout.
     """
     dice = random.Random(seed)
     draws = Draws(PROGRAMS[kind], dice, max_ranks=max_ranks)

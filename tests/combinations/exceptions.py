@@ -1,4 +1,4 @@
-"""Where documentation says that runs differ, and by how much they may differ elsewhere."""
+"""Differences between runs that the documentation allows, and how large rounding may be."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _balances(*names: str) -> _Rule:
 
 
 def _masks(settings: Settings) -> bool:
-    """Whether some targets weigh nothing."""
+    """Return whether some targets weigh nothing."""
     return any(_on(x)(settings) for x in ("eod_mask_loss", "mtp_num_layers", "ignore_index", "sft"))
 
 
@@ -71,7 +71,7 @@ RESUME_DIFFERS: tuple[tuple[str, _Rule], ...] = (
 
 
 def reason_layouts_differ(words: Sequence[str], layouts: Sequence[Layout]) -> str | None:
-    """What the documentation says about these flags in several layouts, None if they agree."""
+    """Return why these flags may train differently in these layouts; None if they must agree."""
     if all(layout == layouts[0] for layout in layouts):
         return None
     settings = settings_of(words)
@@ -79,7 +79,7 @@ def reason_layouts_differ(words: Sequence[str], layouts: Sequence[Layout]) -> st
 
 
 def reason_starts_differ(words: Sequence[str], layouts: Sequence[Layout]) -> str | None:
-    """What the documentation says about initial weights in several layouts, None if they agree."""
+    """Return why initial weights may differ in these layouts; None if they must agree."""
     draws = _on("use_cpu_initialization")(settings_of(words))
     if not draws or all(layout == layouts[0] for layout in layouts):
         return None
@@ -87,27 +87,27 @@ def reason_starts_differ(words: Sequence[str], layouts: Sequence[Layout]) -> str
 
 
 def reason_resume_differs(words: Sequence[str]) -> str | None:
-    """What the documentation says about these flags on resume, None if no bit may differ."""
+    """Return why a resume with these flags may change bits; None if none may change."""
     settings = settings_of(words)
     return next((text for text, rule in RESUME_DIFFERS if rule(settings)), None)
 
 
 def reason_replicas_differ(kind: str, layouts: Sequence[Layout]) -> str | None:
-    """What the documentation says about the samples of replicas, None if they are the same."""
+    """Return why replicas may draw other samples; None if they must be the same."""
     if kind == "streaming" and len({layout.replicas for layout in layouts}) > 1:
         return "each replica has sequences of its own"
     return None
 
 
 def tolerance_of(words: Sequence[str], key: str, steps: int) -> float:
-    """Largest relative difference of a logged value between layouts.
+    """Return the largest relative difference of a logged value between layouts.
 
     In fp32 the first step is compared to 1e-6. Each update multiplies what rounding has left, since
     Adam divides a small gradient by its own size; a norm sums squares of small numbers.
 
     Args:
-        words: of the run.
-        key: what is logged.
+        words: the command line.
+        key: name of the value.
         steps: updates since the runs were the same.
     """
     settings = settings_of(words)

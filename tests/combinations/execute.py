@@ -1,4 +1,4 @@
-"""Running one program in a process of its own, forked after one import of torch and megatron.
+"""Runs one program in a process of its own, forked after one import of torch and megatron.
 
 The process leads a group, works in a folder of its own, and keeps its temporary files there, so
 that what it leaves behind is seen: processes, and files.
@@ -6,9 +6,11 @@ that what it leaves behind is seen: processes, and files.
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import sys
@@ -28,7 +30,7 @@ from megatron_ext.train.reporting.files import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTED = "> the resolved configuration"
-"""What a program prints right before its ranks start."""
+"""The line that a program prints right before its ranks start."""
 BUSY = 20.0
 """Seconds of computing after which a process of a tiny run counts as hanging, however late its wall
 clock is on a busy machine."""
@@ -41,11 +43,11 @@ class Ended:
     """How a program ended.
 
     Attributes:
-        code: exit code; None of a program that was stopped after its time.
+        code: exit code; None for a program that was stopped after its time.
         seconds: wall clock.
-        out, err: what it printed.
+        out, err: its output and its errors.
         left: sentences about processes and files that it left behind.
-        rows: of ``metrics.jsonl``.
+        rows: the rows of ``metrics.jsonl``.
     """
 
     code: int | None
@@ -57,7 +59,7 @@ class Ended:
 
     @property
     def started(self) -> bool:
-        """Whether ranks were started."""
+        """Return whether ranks were started."""
         return STARTED in self.out
 
 
@@ -77,8 +79,8 @@ def load() -> None:
 
 
 @contextmanager
-def workplace(data: Path) -> Any:
-    """A folder for one case, beside the inputs, removed with all that is in it."""
+def work_directory(data: Path) -> Any:
+    """Make a work directory for one case beside the inputs, and remove it at the end."""
     folder = Path(tempfile.mkdtemp(prefix="case_", dir=data))
     try:
         (folder / "examples").symlink_to(ROOT / "examples")
@@ -108,6 +110,33 @@ def side_by_side(
             yield future.result()
 
 
+def judge_all(
+    draw: Callable[[random.Random], Any],
+    judge: Callable[[Any, Path, float], tuple[str, str]],
+    arguments: argparse.Namespace,
+    data: Path,
+) -> int:
+    """Draw cases, judge each, and print the failures; return the exit code.
+
+    Args:
+        draw: makes a case.
+        judge: gives its kind, "equal", "refused" or that of a failure, and a text.
+        arguments: with ``seed``, ``cases``, ``jobs``, ``limit`` and ``verbose``.
+        data: folder of the inputs.
+    """
+    dice, counts = random.Random(arguments.seed), dict[str, int]()
+    cases = [draw(dice) for _ in range(arguments.cases or 100)]
+    work = ((judge, (case, data, arguments.limit)) for case in cases)
+    for number, (kind, text) in enumerate(side_by_side(work, arguments.jobs)):
+        counts[kind] = counts.get(kind, 0) + 1
+        if kind not in ("equal", "refused"):
+            print(f"FAILED: {kind}\n{text}\n", flush=True)
+        elif arguments.verbose:
+            print(f"{number}: {kind} {text}", flush=True)
+    print(f"\n{counts}")
+    return int(bool(counts.keys() - {"equal", "refused"}))
+
+
 def execute(
     main: Callable[[], int],
     folder: Path,
@@ -121,8 +150,8 @@ def execute(
 
     Args:
         main: the program; its return value is the exit code.
-        folder: to work in.
-        name: of the run, for its files in the folder; ``metrics.jsonl`` is read from there.
+        folder: work directory.
+        name: name of the run, for its files in the folder; ``metrics.jsonl`` is read from there.
         limit: seconds after which it counts as hanging.
         pictures: draw ``loss.png``, a third of the time of a short run.
         stdin: a file to read as standard input; None is an empty one.
@@ -158,7 +187,7 @@ def execute(
 def _child(
     main: Callable[[], int], folder: Path, temporary: Path, streams: Sequence[Path], pictures: bool
 ) -> None:
-    """Be the program; never returns."""
+    """Run the program in this process; never return."""
     code = 99
     try:
         os.setsid()
@@ -195,7 +224,7 @@ def _stream(number: int) -> IO[str]:
 
 
 def _wait(pid: int, end: float) -> int | None:
-    """The exit code, or None of a process that is not done in time."""
+    """Return the exit code, or None if the process is not done in time."""
     pause, look = 0.005, time.monotonic() + 10
     while time.monotonic() < end:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -234,7 +263,7 @@ def _end_group(pid: int, *, ended: bool) -> list[str]:
 
 
 def _lives(group: int) -> bool:
-    """Whether the group has a process that is more than an entry of one that has ended."""
+    """Return whether the group has a process that has not ended."""
     return _signal(group, 0) and any(state != "Z" for _, state, _ in _members(group))
 
 

@@ -1,4 +1,4 @@
-"""Every layout of experts against one rank: losses, norms, and the gradient of each parameter."""
+"""Compares every layout of experts with one rank: losses, norms, and each parameter's gradient."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import random
 import shlex
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 from megatron_ext.device import select
@@ -18,7 +19,7 @@ from megatron_ext.inspect.parity import (
     parse_layout,
     record,
 )
-from tests.combinations.execute import execute, workplace
+from tests.combinations.execute import execute, work_directory
 
 STEPS = 2
 SIZES = (1, 2, 4, 8)
@@ -42,21 +43,11 @@ KINDS = {
 
 def layouts(max_ranks: int) -> Iterator[str]:
     """Yield the names of all layouts of experts up to a number of ranks."""
-    for ranks in SIZES:
-        if ranks > max_ranks:
-            return
-        for tp in SIZES:
-            for cp in SIZES:
-                for pp in SIZES[:3]:
-                    if ranks % (tp * cp * pp):
-                        continue
-                    stage = ranks // pp
-                    for ep in SIZES:
-                        for etp in SIZES:
-                            if stage % (ep * etp) == 0:
-                                dp = stage // (tp * cp)
-                                sp = "sp" if tp > 1 else ""
-                                yield f"tp{tp}{sp}etp{etp}ep{ep}cp{cp}pp{pp}dp{dp}"
+    for ranks in (size for size in SIZES if size <= max_ranks):
+        for tp, cp, pp, ep, etp in product(SIZES, SIZES, SIZES[:3], SIZES, SIZES):
+            if ranks % (tp * cp * pp) == 0 and ranks // pp % (ep * etp) == 0:
+                sp = "sp" if tp > 1 else ""
+                yield f"tp{tp}{sp}etp{etp}ep{ep}cp{cp}pp{pp}dp{ranks // (tp * cp * pp)}"
 
 
 def check(layout: NamedLayout, words: list[str], truth: Recording, folder: Path) -> Parity:
@@ -82,7 +73,7 @@ def search(arguments: argparse.Namespace, data: Path) -> int:
         if not mine:
             continue
         words = f"{MODEL} {KINDS[kind]}".split()
-        with workplace(data) as folder:
+        with work_directory(data) as folder:
             truth = record(_task(), words, parse_layout("dp1"), STEPS, folder / "one", select())
             for number, name in enumerate(mine):
                 verdict = _in_a_process(name, words, truth, folder, number, arguments.limit)
@@ -126,5 +117,5 @@ def _sentence(parity: Parity) -> str:
 
 
 def command(name: str, words: list[str]) -> str:
-    """What shows the same by the tool of users."""
+    """Return the command by which a user sees the same."""
     return f"python tools/parity.py --steps {STEPS} --layouts {name} -- {shlex.join(words)}"

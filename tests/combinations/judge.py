@@ -1,4 +1,4 @@
-"""What a combination must do: train, resume to the same bits, load elsewhere, or be refused."""
+"""Judges a case: it must train, or be refused, and then resume and agree with other layouts."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ CHANCE_ZEROS = 10
 
 @dataclass
 class Verdict:
-    """What came out.
+    """The result of a case.
 
     Attributes:
-        kind: "trained", "refused", or that of a failure.
+        kind: "trained", "refused", or the kind of failure.
         text: last lines of the output of a failure, or what differs; the sentence of a refusal.
         commands: one for each program that was run.
-        excused: judges that were left out, with the reason from the documentation.
-        compared: judges that were passed.
-        largest: the largest relative difference of a loss that a judge passed in fp32.
+        excused: comparisons that were left out, with the reason from the documentation.
+        compared: comparisons that were passed.
+        largest: the largest relative difference of a loss in fp32, by comparison.
         seconds: wall clock.
     """
 
@@ -61,23 +61,23 @@ class Verdict:
 
     @property
     def signature(self) -> tuple[str, str]:
-        """The same for failures of one cause, as far as their last line tells."""
+        """Return what failures of one cause share, as far as their last line tells."""
         last = self.text.strip().splitlines()[-1:] or [""]
         return self.kind, re.sub(r"[\d.e+-]+|0x\w+", "#", last[0])[:160]
 
 
 class _Failed(Exception):
-    """A judge's finding: its kind and its text."""
+    """A failure: its kind and its text."""
 
 
 @dataclass
 class Bench:
-    """Where the runs of one case take place.
+    """The place where the runs of one case happen.
 
     Attributes:
-        case: what is run.
+        case: the case.
         data: folder of the inputs.
-        folder: to work in.
+        folder: work directory.
         limit: seconds after which a run counts as hanging.
     """
 
@@ -103,11 +103,11 @@ class Bench:
         )  # fmt: skip
 
     def trained(self, ended: Ended, *, goes_on: bool = False) -> bool:
-        """Whether the run trained; False if it was refused as it should be.
+        """Return whether the run trained; False if it was refused as it should be.
 
         Args:
             ended: the run.
-            goes_on: from a checkpoint, behind which no step may be left.
+            goes_on: it continues a checkpoint, after which no step may be left.
 
         Raises:
             _Failed: it did neither.
@@ -145,7 +145,7 @@ def judge(case: Case, data: Path, folder: Path, limit: float = 30.0) -> Verdict:
 
 
 def check_sentences(ended: Ended) -> None:
-    """A refusal is one sentence for each error, and nothing else."""
+    """Check that a refusal is one sentence for each error, and nothing else."""
     lines = [x for x in ended.err.strip().splitlines() if not x.startswith(("WARNING:", "> "))]
     if "Traceback" in ended.err:
         raise _Failed("traceback", tail(ended))
@@ -157,7 +157,7 @@ def check_sentences(ended: Ended) -> None:
 
 
 def check_end(ended: Ended) -> None:
-    """The end of a run that has started must be 0."""
+    """Check that a run that has started ended with 0."""
     if ended.code is None:
         raise _Failed("hang", stacks(ended))
     if "Traceback" in ended.err:
@@ -171,7 +171,7 @@ def check_end(ended: Ended) -> None:
 
 
 def check_finite(row: dict[str, Any]) -> None:
-    """Losses and norms are numbers, but where fp16 skips a step."""
+    """Check that losses and norms are numbers, except where fp16 skips a step."""
     if row.get("skipped_iterations"):
         return
     for name, value in row.items():
@@ -181,21 +181,21 @@ def check_finite(row: dict[str, Any]) -> None:
 
 
 def tail(ended: Ended, lines: int = 12) -> str:
-    """The last lines that say something; the exception's own line comes last."""
+    """Return the last lines that say something; the exception's own line comes last."""
     text = [x for x in ended.err.splitlines() if x.strip() and "Warning" not in x]
     errors = [x for x in text if re.match(r"^(\[rank \d+\] )?[\w.]*(Error|Exception|Exit)\b", x)]
     return "\n".join([*text[-lines:], *errors[:1]])
 
 
 def stacks(ended: Ended) -> str:
-    """Where each process was when it was stopped."""
+    """Return where each process was when it was stopped."""
     blocks = re.split(r"(?:Current thread|Thread) 0x\w+ \(most recent call first\):", ended.err)
     found = {"\n".join(block.strip().splitlines()[:5]) for block in blocks[1:]}
     return "\n--\n".join(sorted(found)) + "\nhang"
 
 
 def steps(ended: Ended) -> list[dict[str, Any]]:
-    """The rows of the training steps."""
+    """Return the rows of the training steps."""
     return [row for row in ended.rows if row["kind"] == "train"]
 
 
@@ -207,18 +207,18 @@ def _trains(words: Sequence[str]) -> bool:
 
 
 def logged(row: dict[str, Any]) -> dict[str, Any]:
-    """What a step logs that the clock does not decide."""
+    """Return the values of a step that do not depend on the clock."""
     return {k: v for k, v in row.items() if not any(word in k for word in NOT_IN_LOGS)}
 
 
 def goes_on(bench: Bench, step: int) -> list[str]:
-    """Flags that continue the first run; of two modes the one that takes a step."""
+    """Return flags that continue the first run from a step."""
     mode = "resume_mode" in settings_of(bench.case.words(str(bench.data)))
     return [*["--resume-mode", "path"] * mode, "--load", "a", "--ckpt-step", str(step)]
 
 
 def _resume(bench: Bench, first: Ended) -> None:
-    """Continue from the middle; the rows and the last checkpoint must not differ in a bit."""
+    """Continue from the middle; neither the rows nor the last checkpoint may differ in a bit."""
     at = bench.case.program.saved_at
     if not (bench.folder / "a" / f"iter_{at:07d}").is_dir():
         bench.verdict.excused["resume"] = "the flags keep no checkpoint of that step"
@@ -266,7 +266,7 @@ def _relayout(bench: Bench, first: Ended) -> None:
 
 
 def _one_rank(bench: Bench, first: Ended) -> None:
-    """The same run on one rank."""
+    """Train the same on one rank."""
     if bench.case.layout.ranks == 1:
         return
     words = bench.case.words(str(bench.data))
@@ -297,7 +297,7 @@ _JUDGES: dict[str, Callable[[Bench, Ended], None]] = {
 
 
 def _vocabularies_differ(bench: Bench, name: str, a: Ended, b: Ended) -> bool:
-    """Whether two layouts pad the vocabulary to two sizes, which the judge then excuses."""
+    """Excuse the comparison if two layouts pad the vocabulary to two sizes."""
     sizes = [re.findall(r"padded_vocab_size: (\d+)", x.out)[:1] for x in (a, b)]
     if sizes[0] != sizes[1]:
         bench.verdict.excused[name] = "the padding of the vocabulary takes part in the softmax"
@@ -305,7 +305,7 @@ def _vocabularies_differ(bench: Bench, name: str, a: Ended, b: Ended) -> bool:
 
 
 def _close(bench: Bench, name: str, got: dict[int, Any], wanted: dict[int, Any]) -> None:
-    """Losses and gradient norms agree to the tolerance of their precision and step."""
+    """Check that losses and gradient norms agree to the tolerance of their precision and step."""
     if got.keys() != wanted.keys():
         raise _Failed(f"{name} differs", f"steps {sorted(got)} instead of {sorted(wanted)}")
     words = bench.case.words(str(bench.data))
@@ -342,7 +342,7 @@ def _first_difference(got: dict[int, Any], wanted: dict[int, Any]) -> str:
 
 
 def differing_tensors(a: Path, b: Path) -> list[str]:
-    """Names of tensors that two checkpoints do not share, or share with other bits."""
+    """Return names of tensors that only one of two checkpoints has, or that differ in bits."""
     mine, theirs = _tensors(a), _tensors(b)
     names = sorted(mine.keys() | theirs.keys())
     return [
@@ -371,7 +371,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def shown(case: Case, words: Sequence[str]) -> str:
-    """The command as a user would type it in the repository's root."""
+    """Return the command as a user would type it in the repository's root."""
     import shlex
 
     return f"python {case.program.script} {shlex.join(words)}"

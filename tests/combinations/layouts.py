@@ -15,10 +15,10 @@ VPP = "--num-virtual-stages-per-pipeline-rank"
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks share a model.
+    """The way in which ranks share a model.
 
     Attributes:
-        ranks: that it takes.
+        ranks: number of ranks.
         pieces: flags that belong together, one text each.
         model: flags that a run on one rank must share, to be the same run.
     """
@@ -29,12 +29,12 @@ class Layout:
 
     @property
     def words(self) -> list[str]:
-        """Its flags, without those of the model."""
+        """Return its flags, without those of the model."""
         return [*" ".join(self.pieces).split(), "--nproc-per-node", str(self.ranks)]
 
     @property
     def replicas(self) -> int:
-        """Its data-parallel size."""
+        """Return its data-parallel size."""
         sizes = [p.split()[p.split().index(k) + 1] for p in self.pieces for k in _DENSE if k in p]
         return self.ranks // math.prod(int(size) for size in sizes)
 
@@ -166,4 +166,4 @@ SIMPLE = (
     Layout(2, (f"{TP} 2", "--sequence-parallel", f"{ETP} 1")),
     Layout(2, (f"{TP} 2", "--sequence-parallel", f"{EP} 2", f"{ETP} 1")),
 )
-"""What a failure is tried on first, the simplest layout first."""
+"""Layouts on which a failure is tried first, the simplest one first."""

@@ -1,4 +1,4 @@
-"""What may vary in a run: an option for each value of each flag, read from the flags."""
+"""Options that may vary in a run: one for each value of each flag, read from the flags."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Option:
 
     Attributes:
         text: the flags, as on a command line, with ``{data}`` for the folder of inputs.
-        section: of the flag that the option is about; "whole" of flags usually given together.
+        section: section of its main flag; "whole" for flags that are usually given together.
     """
 
     text: str
@@ -28,11 +28,11 @@ class Option:
 
     @functools.cached_property
     def settings(self) -> Settings:
-        """What it sets."""
+        """Return the fields that it sets."""
         return settings_of(words_of(self.text, "{data}"))
 
     def agrees_with(self, settings: Settings) -> bool:
-        """Whether no field is set to two values."""
+        """Return whether no field is set to two values."""
         return all(settings.get(name, value) == value for name, value in self.settings.items())
 
 
@@ -46,7 +46,7 @@ _INSTEAD = {"train_samples": "train_iters", "train_epochs": "train_iters"}
 
 
 def settings_of(words: Sequence[str]) -> Settings:
-    """What the words of a command line set, the last word on each field."""
+    """Return the fields that a command line sets; the last word on a field wins."""
     found: Settings = {}
     name, values = "", []
     for word in [*words, "--"]:
@@ -61,7 +61,7 @@ def settings_of(words: Sequence[str]) -> Settings:
 
 
 def joined(parts: Iterable[Sequence[str]]) -> list[str]:
-    """One command line from several, of which a later one wins over an earlier one."""
+    """Join command lines to one, in which a later one wins over an earlier one."""
     last: dict[str, list[str]] = {}
     for words in parts:
         group: list[str] = []
@@ -77,12 +77,12 @@ def joined(parts: Iterable[Sequence[str]]) -> list[str]:
 
 
 def name_of(flag: Flag) -> str:
-    """The name by which the tables know a flag: its field, dashed."""
+    """Return the name by which the tables know a flag: its field, dashed."""
     return flag.field.replace("_", "-")
 
 
 def values_of(flag: Flag) -> list[str] | None:
-    """The flag with each of its values; None where nothing says what they are."""
+    """Return the flag with each of its values; None where nothing says what they are."""
     name = name_of(flag)
     first = flag.positive[0]
     if flag.type is bool:
@@ -96,7 +96,7 @@ def values_of(flag: Flag) -> list[str] | None:
 
 @functools.cache
 def options_of(sections: tuple[str, ...]) -> tuple[Option, ...]:
-    """Every option of these sections, and of "whole" the flags that are usually given together."""
+    """Return every option of these sections, and the flags that are usually given together."""
     found = {}
     for flag in all_flags():
         name = name_of(flag)

@@ -1,4 +1,4 @@
-"""Preprocessing: whatever the flags of a run are, its files are those of one plain process."""
+"""Checks that preprocessing writes the files of one plain process, whatever its flags are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from tests.combinations.execute import Ended, execute, side_by_side, workplace
+from tests.combinations.execute import Ended, execute, judge_all, work_directory
 
 CONTENT = """
 --append-eod
@@ -44,7 +44,7 @@ CONTENT = """
 --sft-chat-template {data}/chatml_generation.jinja
 --padded-vocab-size 128
 """
-"""What decides the files."""
+"""Flags that decide the files."""
 
 HOW = """
 --workers 2
@@ -60,7 +60,7 @@ HOW = """
 --part-megabytes 0.01
 --part-megabytes 1000
 """
-"""What must not change them."""
+"""Flags that must not change the files."""
 
 FORMS = ("plain", "gzip", "zstd", "several", "glob", "stdin", "parquet", "no last newline")
 USUAL = "--tokenizer-type SentencePieceTokenizer --tokenizer-model {data}/sentencepiece.model"
@@ -76,7 +76,7 @@ class Case:
 
     @property
     def source(self) -> str:
-        """Name of the input among the files of `inputs.py`."""
+        """Return the name of the input among the files of `inputs.py`."""
         words = " ".join(self.content)
         if "--sft" not in words:
             return "documents"
@@ -84,7 +84,7 @@ class Case:
         return next((name for kind, name in kinds.items() if kind in words), "chats")
 
     def words(self, data: Path, how: Iterable[str]) -> list[str]:
-        """Flags without input and output; the usual tokenizer where none is drawn."""
+        """Return flags without input and output; the usual tokenizer where none is drawn."""
         parts = [*self.content, *how]
         if not any("--tokenizer-type" in part for part in parts):
             parts.insert(0, USUAL)
@@ -92,7 +92,7 @@ class Case:
 
 
 def lines(text: str) -> list[str]:
-    """The lines of a table."""
+    """Return the lines of a table."""
     return [line for line in text.replace("\\\n", "").splitlines() if line]
 
 
@@ -111,7 +111,7 @@ def draw(dice: random.Random) -> Case:
 
 
 def given(source: Path, form: str, folder: Path) -> list[str]:
-    """The input in a form, as words of the command line."""
+    """Write the input in a form, and return its words of the command line."""
     text = source.read_bytes()
     rows = text.splitlines(keepends=True)
     if form == "gzip":
@@ -154,9 +154,9 @@ def run(words: list[str], folder: Path, name: str, limit: float) -> Ended:
 
 
 def judge(case: Case, data: Path, limit: float) -> tuple[str, str]:
-    """What came out: "equal", "refused" or a failure, and the command or what differs."""
+    """Return "equal", "refused" or the kind of failure, and the command or what differs."""
     source = data / f"{case.source}.jsonl"
-    with workplace(data) as folder:
+    with work_directory(data) as folder:
         inputs = given(source, case.form, folder)
         mine = [*case.words(data, case.how), "--input", *inputs, "--output-prefix", "mine"]
         engine = [] if case.source != "documents" else ["--engine native"]
@@ -198,7 +198,7 @@ def _problem(ended: Ended) -> str | None:
 
 
 def _difference(folder: Path, *, sequential: bool) -> str | None:
-    """How the files of the two runs differ; documents that are dealt out may change places."""
+    """Describe how the files differ; documents that are dealt out may change places."""
     pairs = {
         kind: {Path(x).name.removeprefix(kind) for x in glob.glob(f"{folder}/{kind}_*.*")}
         for kind in ("mine", "plain")
@@ -227,14 +227,4 @@ def _documents(prefix: Path) -> list[bytes]:
 
 def search(arguments: argparse.Namespace, data: Path) -> int:
     """Draw cases, judge them, and print what fails."""
-    dice, counts = random.Random(arguments.seed), dict[str, int]()
-    cases = [draw(dice) for _ in range(arguments.cases or 100)]
-    work = ((judge, (case, data, arguments.limit)) for case in cases)
-    for number, (kind, text) in enumerate(side_by_side(work, arguments.jobs)):
-        counts[kind] = counts.get(kind, 0) + 1
-        if kind not in ("equal", "refused"):
-            print(f"FAILED: {kind}\n{text}\n", flush=True)
-        elif arguments.verbose:
-            print(f"{number}: {kind} {text}", flush=True)
-    print(f"\n{counts}")
-    return int(bool(counts.keys() - {"equal", "refused"}))
+    return judge_all(draw, judge, arguments, data)

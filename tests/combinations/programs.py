@@ -1,4 +1,4 @@
-"""The programs whose flags are combined: what a run starts from, and which options it may take."""
+"""The programs whose flags are combined: the smallest run of each, and the options it may take."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Program:
     """One kind of run.
 
     Attributes:
-        name: as ``--kind`` names it.
-        script: that a user would start.
+        name: its name in ``--kind``.
+        script: the script that a user would start.
         base: flags of the smallest run; ``{data}`` is the folder of inputs.
-        main: what the script does, from the words to the exit code.
-        sections: whose flags are its own, drawn more often than those of ``others``.
+        main: the script as a function, from the words to the exit code.
+        sections: its own sections, whose flags are drawn more often than those of ``others``.
         others: sections whose flags it takes as well.
         layout: draws a layout; its second argument says whether experts are drawn.
         iterations, saved_at: length of a run, and the step that it is continued from.
@@ -47,7 +47,7 @@ class Program:
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """Everything that may be combined."""
+        """Return everything that may be combined."""
         return options_of((*self.sections, *self.others))
 
 
@@ -64,7 +64,7 @@ def _video(words: list[str]) -> int:
 
 
 def joined_text(*texts: str) -> str:
-    """One text of flags, of which a later one wins."""
+    """Join flags to one text, in which a later one wins."""
     return " ".join(joined([text.split() for text in texts]))
 
 
@@ -100,7 +100,7 @@ SFT = Program(
 
 
 def _flow_layout(dice: random.Random, experts: bool) -> Layout:
-    """Blocks are dealt to stages by their cost, so that only few flags share them out."""
+    """Draw a layout; blocks are dealt to stages by cost, so that only few flags share them out."""
     return _without_experts(layouts.draw(dice, limits=(2, 2, 2), stages=("plain", "vpp", "zb-h1")))
 
 
@@ -109,7 +109,7 @@ def _streaming_layout(dice: random.Random, experts: bool) -> Layout:
 
 
 def _without_experts(layout: Layout) -> Layout:
-    """The layout of a video model, whose layers its size decides."""
+    """Return the layout of a video model, whose layers its size decides."""
     return dataclasses.replace(layout, model="")
 
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.combinations import conversion, experts, inputs, preprocess
 from tests.combinations.draw import Case, cases_of
-from tests.combinations.execute import load, side_by_side, workplace
+from tests.combinations.execute import load, side_by_side, work_directory
 from tests.combinations.judge import Verdict, judge
 from tests.combinations.layouts import Layout
 from tests.combinations.programs import PROGRAMS
@@ -42,7 +42,13 @@ OTHERS = {
 
 @dataclasses.dataclass
 class Result:
-    """What came out of one draw: its verdicts, the last one of what was left to run."""
+    """The result of one draw.
+
+    Attributes:
+        case: the case, without the options that were dropped.
+        verdicts: one for each set of options that was tried; the last one counts.
+        shrunk: the smallest case that fails alike.
+    """
 
     case: Case
     verdicts: list[Verdict]
@@ -57,11 +63,11 @@ def settle(
     *,
     shrinks: bool = True,
 ) -> Result:
-    """Judge a case; of one that is refused, drop an option after the other until it trains."""
+    """Judge a case; if it is refused, drop one option after the other until it trains."""
     dice = random.Random(case.number)
     verdicts = []
     while True:
-        with workplace(data) as folder:
+        with work_directory(data) as folder:
             verdict = judge(case, data, folder, limit)
         verdicts.append(verdict)
         if verdict.failed:
@@ -78,14 +84,14 @@ def settle(
 
 
 def blamed(case: Case, sentences: str) -> list[str]:
-    """The options that a refusal names the most flags of."""
+    """Return the options of which a refusal names the most flags."""
     named = set(re.findall(r"--[\w-]+", sentences))
     hits = {text: len(named & set(text.split())) for text in case.options}
     return [text for text in case.options if hits[text] == max(hits.values())]
 
 
 def is_known(case: Case, verdict: Verdict, known: list[dict[str, object]]) -> bool:
-    """Whether an earlier failure of the same kind needs no more than what this case has."""
+    """Return whether a known failure of the same kind needs no more than what this case has."""
     return any(
         entry["signature"] == list(verdict.signature) and set(entry["options"]) <= set(case.options)  # type: ignore[call-overload]
         for entry in known
@@ -129,7 +135,7 @@ def search(cases: list[Case], arguments: argparse.Namespace) -> int:
 def count(
     result: Result, counts: Counter[str], known: list[dict[str, object]]
 ) -> dict[str, object] | None:
-    """Count the verdicts of a case; of a failure return what is known of it."""
+    """Count the verdicts of a case, and return the record of a failure that is new."""
     for verdict in result.verdicts:
         counts[verdict.kind if not verdict.failed else f"failed: {verdict.kind}"] += 1
         counts.update(f"compared: {name}" for name in verdict.compared)
@@ -155,7 +161,7 @@ def count(
 
 
 def line_of(result: Result) -> str:
-    """A case on one line."""
+    """Describe a case on one line."""
     refusals = "".join(f"\n    {x.text}" for x in result.verdicts if x.kind == "refused")
     last = result.verdicts[-1]
     passed = ", ".join(last.compared)
@@ -173,7 +179,7 @@ def report(entry: dict[str, object]) -> None:
 
 
 def print_table(counts: Counter[str], largest: dict[str, float], done: int, seconds: float) -> None:
-    """What came out, counted."""
+    """Print the counts."""
     print(f"\n{done} cases in {seconds:.0f} s")
     for name, size in largest.items():
         print(f"{name}: losses in fp32 differ by {size:.1e} at most")
@@ -182,12 +188,12 @@ def print_table(counts: Counter[str], largest: dict[str, float], done: int, seco
 
 
 def replay_text(case: Case) -> str:
-    """A case as one word of a command line."""
+    """Write a case as one word of a command line."""
     return json.dumps(dataclasses.asdict(case))
 
 
 def replayed(text: str) -> Case:
-    """The case of `replay_text`."""
+    """Read the case of `replay_text`."""
     entry = json.loads(text)
     for name in ("layout", "other"):
         if entry[name] is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.combinations.draw import Case
-from tests.combinations.execute import workplace
+from tests.combinations.execute import work_directory
 from tests.combinations.judge import Verdict, judge
 from tests.combinations.layouts import ONE, SIMPLE, Layout
 
@@ -22,7 +22,7 @@ class Shrinking:
     """The smallest case so far that fails alike.
 
     Attributes:
-        best, verdict: that case, and what is wrong with it.
+        best, verdict: that case, and its failure.
         data: folder of the inputs.
         limit: seconds after which a run counts as hanging.
         end: time after which nothing more is tried.
@@ -38,7 +38,7 @@ class Shrinking:
         """Take a smaller case, if it fails alike."""
         if time.monotonic() > self.end:
             return False
-        with workplace(self.data) as folder:
+        with work_directory(self.data) as folder:
             found = judge(smaller, self.data, folder, self.limit)
         alike = found.signature == self.verdict.signature or (
             found.kind == self.verdict.kind and "differs" in found.kind
@@ -88,7 +88,7 @@ class Shrinking:
 def shrink(
     case: Case, verdict: Verdict, data: Path, limit: float, seconds: float = 240
 ) -> tuple[Case, Verdict]:
-    """The smallest case found within some seconds that fails alike, and its verdict."""
+    """Return the smallest case found in time that fails alike, and its verdict."""
     limit = min(limit, HANG) if verdict.kind == "hang" else limit
     judges = tuple(name for name in case.judges if verdict.kind.startswith(name))
     if not judges and len(verdict.commands) > 1:
@@ -104,7 +104,7 @@ def shrink(
 
 
 def _simpler(case: Case, layout: Layout) -> Iterator[Layout]:
-    """Layouts of fewer ranks or flags, the simplest first."""
+    """Yield layouts of fewer ranks or flags, the simplest first."""
     model = layout.model.replace("--num-experts 4", "").strip()
     experts = "--num-experts 4" if model != layout.model else ""
     for simple in SIMPLE:
@@ -118,7 +118,7 @@ def _simpler(case: Case, layout: Layout) -> Iterator[Layout]:
 
 
 def _groups(text: str) -> Sequence[str]:
-    """The flags of an option, each with its values; none of an option that is one flag."""
+    """Return the flags of an option, each with its values; nothing for a single flag."""
     groups: list[list[str]] = []
     for word in text.split():
         if word.startswith("--"):

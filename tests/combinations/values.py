@@ -1,9 +1,4 @@
-"""What each flag may be set to in a search, beside what its type and choices say already.
-
-Booleans and choices need no entry: `options.py` takes both signs and every choice. ``{data}``
-stands for the folder of `inputs.py`. A line of a table is ``flag: values``, values divided by
-``|``.
-"""
+"""Values that a search gives each flag, beside those that its type and choices say."""
 
 from __future__ import annotations
 
@@ -381,10 +376,10 @@ WHOLES = {
 
 
 def whole(name: str) -> list[str]:
-    """Flags of a program that are usually given together."""
+    """Return flags of a program that are usually given together."""
     return [line for line in WHOLES[name].replace("\\\n", "").strip().splitlines() if line]
 
 
 def words_of(text: str, data: str) -> list[str]:
-    """The words of a text, with the folder of the inputs in its place."""
+    """Return the words of a text, with the folder of the inputs in its place."""
     return [word.format(data=data) for word in shlex.split(text)]

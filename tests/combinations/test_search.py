@@ -1,0 +1,107 @@
+"""Combinations of a fixed seed train or are refused, resume, and agree with other layouts.
+
+Each number of a seed is a test of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+
+import pytest
+
+from tests.combinations import conversion, experts, inputs, preprocess
+from tests.combinations.draw import Case, cases_of
+from tests.combinations.execute import load
+from tests.combinations.run import Result, replay_text, settle
+
+SEED = 15
+LIMIT = 60.0
+"""Seconds after which a run counts as hanging where other tests run beside it."""
+
+
+@functools.cache
+def _cases(kind: str, seed: int, count: int, judges: tuple[str, ...]) -> list[Case]:
+    return cases_of(kind, seed, count, dict.fromkeys(judges, count), max_ranks=4)
+
+
+def numbers(
+    kind: str, count: int, *judges: str, slow: int = 0, seed: int = SEED
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Parametrize a test with so many cases of a seed, and ``slow`` more that are slow."""
+    everything = _cases(kind, seed, count + slow, judges)
+    marked = [
+        pytest.param(
+            case, id=f"{kind}-{case.number}", marks=[pytest.mark.slow] * (case.number >= count)
+        )
+        for case in everything
+    ]
+    return pytest.mark.parametrize("case", marked)
+
+
+def passes(case: Case) -> None:
+    """Fail with the command of a case that fails."""
+    load()
+    result: Result = settle(case, inputs.make(), LIMIT, [], shrinks=False)
+    last = result.verdicts[-1]
+    if last.failed:
+        commands = "\n".join(last.commands)
+        replay = f"python tests/combinations/run.py --replay '{replay_text(result.case)}'"
+        pytest.fail(f"{last.kind}\n{commands}\n{last.text}\n{replay}", pytrace=False)
+
+
+@numbers("gpt", 45, slow=200)
+def test_a_combination_trains_or_is_refused(case: Case) -> None:
+    passes(case)
+
+
+@numbers("gpt", 15, "one rank", slow=60, seed=16)
+def test_a_layout_trains_as_one_rank_does(case: Case) -> None:
+    passes(case)
+
+
+@numbers("gpt", 18, "resume", slow=60)
+def test_a_run_resumes_to_the_same_bits(case: Case) -> None:
+    passes(case)
+
+
+@numbers("gpt", 10, "relayout", slow=40, seed=17)
+def test_a_run_goes_on_in_another_layout(case: Case) -> None:
+    passes(case)
+
+
+@numbers("sft", 14, "resume", slow=40)
+def test_fine_tuning(case: Case) -> None:
+    passes(case)
+
+
+@numbers("flow", 10, "resume", slow=40)
+def test_video_flow(case: Case) -> None:
+    passes(case)
+
+
+@numbers("streaming", 8, "resume", slow=30)
+def test_streaming(case: Case) -> None:
+    passes(case)
+
+
+@pytest.mark.parametrize(
+    ("search", "cases"),
+    [
+        pytest.param(preprocess.search, 16, id="preprocess"),
+        pytest.param(conversion.search, 4, id="conversion"),
+        pytest.param(experts.search, 12, id="experts"),
+        pytest.param(preprocess.search, 60, id="more preprocess", marks=pytest.mark.slow),
+        pytest.param(conversion.search, 20, id="more conversion", marks=pytest.mark.slow),
+        pytest.param(experts.search, None, id="every layout of experts", marks=pytest.mark.slow),
+    ],
+)
+def test_a_search_finds_no_failure(
+    search: Callable[..., int], cases: int | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    load()
+    arguments = argparse.Namespace(
+        seed=SEED, cases=cases, jobs=1, limit=LIMIT, verbose=False, max_ranks=4
+    )
+    assert search(arguments, inputs.make()) == 0, capfd.readouterr().out
