@@ -45,8 +45,8 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.planning.flops import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
 from megatron_ext.video.config.mmdit import SIZES, MMDiTSizes
 from megatron_ext.video.model.mmdit.blocks import DoubleBlock, SingleBlock
-from megatron_ext.video.model.mmdit.inputs import MMDiTOptions
-from megatron_ext.video.model.mmdit.pointwise import rotary_table
+from megatron_ext.video.model.mmdit.options import MMDiTOptions
+from megatron_ext.video.model.rotary import rotary_table
 from megatron_ext.video.model.tokens import LocalTokens, TokenRange
 
 BLOCKS = {"double": DoubleBlock, "single": SingleBlock}

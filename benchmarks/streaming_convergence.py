@@ -45,8 +45,8 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.wan import VideoDiTSizes
 from megatron_ext.video.model.wan.attention import FrameWindow
 from megatron_ext.video.model.wan.cache import KVCache
-from megatron_ext.video.model.wan.inputs import VideoDiTOptions
 from megatron_ext.video.model.wan.model import VideoDiT
+from megatron_ext.video.model.wan.options import VideoDiTOptions
 from megatron_ext.video.model.wan.recache import recache
 from megatron_ext.video.streaming.loss import DMDConfig
 from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedule

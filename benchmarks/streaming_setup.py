@@ -21,8 +21,8 @@ from megatron_ext.parallel.context import ParallelContext, init_groups, seed_eve
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.train.main import silence_known_warnings
 from megatron_ext.video.config.wan import VideoDiTSizes
-from megatron_ext.video.model.wan.inputs import VideoDiTOptions
-from megatron_ext.video.model.wan.model import VideoDiT, build_video_dit_chunk
+from megatron_ext.video.model.wan.model import VideoDiT
+from megatron_ext.video.model.wan.options import VideoDiTOptions
 
 RESULTS = Path(__file__).parent / "results"
 SEED = 1234
@@ -55,7 +55,7 @@ def build_network(
     """A video DiT in float32, its weights drawn with a standard deviation."""
     config = StepTransformerConfig(**sizes.transformer_fields(), init_method_std=deviation)
     mark_methods(config)
-    network = build_video_dit_chunk(sizes, options, config, context)
+    network = VideoDiT.build(sizes, options, config, context)
     initialize_by_name([network], config, seed)
     unmark_methods(config)
     return network

@@ -32,9 +32,10 @@ from megatron_ext.train.main import main
 from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH, MMDiTSizes
 from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from megatron_ext.video.data.step_loader import video_step_stats
-from megatron_ext.video.model.mmdit.inputs import stage_blocks
-from megatron_ext.video.model.mmdit.pointwise import rotary_table, rotate
-from megatron_ext.video.model.modulation import modulated, start_at_zero, timestep_sinusoid
+from megatron_ext.video.model.mmdit.inputs import timestep_sinusoid
+from megatron_ext.video.model.mmdit.options import stage_blocks
+from megatron_ext.video.model.modulation import modulated, start_at_zero
+from megatron_ext.video.model.rotary import rotary_table, rotate
 from pretrain_video import FLOW
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Flow matching on latent videos: timesteps, what is noised, what is learned, and the loss.
+"""Flow matching on latent videos: timesteps, paths from data to noise, velocities, and the loss.
 
 Rectified flow (arXiv:2209.03003, arXiv:2210.02747) with the logit-normal timesteps and the shift
 of arXiv:2403.03206, the latter as Open-Sora 2.0 (arXiv:2503.09642) makes it grow with the size and
@@ -27,22 +27,23 @@ from megatron_ext.video.config.run import MODES, FlowConfig
 from megatron_ext.video.model.tokens import LatentShape, tokens_per_frame
 
 _REDUCTIONS = {"per_token": "token", "per_sample": "sample"}
+
+
 QUARTERS = ("t_q1", "t_q2", "t_q3", "t_q4")
 """Names in the log of the quarters of [0, 1]; clips of all sizes share them, whatever the shift."""
 
 
 def shift_factor(config: FlowConfig, shape: LatentShape, patch_size: int) -> float:
-    """The shift a of the times of clips of a size, in training and in sampling.
+    """Return the shift a for the times of clips of a size, in training and in sampling.
 
     It follows the tokens of a latent frame, whatever the patch size.
 
     Args:
-        config: see `FlowConfig`.
         shape: (t, h, w) of the latents.
         patch_size: p.
 
     Raises:
-        DataError: latents that patches do not fill.
+        DataError: patches do not fill the latents.
     """
     if config.flow_shift is not None:
         return config.flow_shift
@@ -60,12 +61,11 @@ def shift(times: Tensor, factor: float) -> Tensor:
 
 
 def timesteps(config: FlowConfig, normals: Tensor, factor: float) -> Tensor:
-    """Training times of samples.
+    """Return training times of samples.
 
     Args:
-        config: see `FlowConfig`.
         normals: u, standard normal, ``[b]`` or of any other shape.
-        factor: of `shift_factor`.
+        factor: what `shift_factor` gives.
 
     Returns:
         t in [0, 1], float32 in the shape of ``normals``.
@@ -75,12 +75,12 @@ def timesteps(config: FlowConfig, normals: Tensor, factor: float) -> Tensor:
 
 
 def noised(x0: Tensor, x1: Tensor, times: Tensor, sigma_min: float) -> tuple[Tensor, Tensor]:
-    """Points of the paths between data and noise, and their velocities.
+    """Return points on the paths between data and noise, and their velocities.
 
     Args:
         x0: data, ``[b, ...]``.
-        x1: noise, of the same shape.
-        times: ``[b]``; or of the frames of ``[b, c, t, h, w]``, ``[b, t]``.
+        x1: noise, in the shape of ``x0``.
+        times: ``[b]``; or for the frames of ``[b, c, t, h, w]``, ``[b, t]``.
         sigma_min: see `FlowConfig`.
 
     Returns:
@@ -95,7 +95,7 @@ def noised(x0: Tensor, x1: Tensor, times: Tensor, sigma_min: float) -> tuple[Ten
 
 
 def token_weights(mask: Tensor, normalization: str) -> Tensor:
-    """Weights of the tokens of whole clips in the loss, to be cut over context-parallel ranks.
+    """Return the weights of the tokens of whole clips in the loss.
 
     Args:
         mask: 1 where a token counts, ``[b, n]`` float32.
@@ -108,7 +108,7 @@ def token_weights(mask: Tensor, normalization: str) -> Tensor:
 
 
 def token_losses(prediction: Tensor, velocity: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Mean squared error of each token.
+    """Return the mean squared error of each token.
 
     Args:
         prediction: ``[b, n, d]`` in any float type.
@@ -120,7 +120,7 @@ def token_losses(prediction: Tensor, velocity: Tensor, weights: Tensor | None = 
         ``[b, n]`` float32.
 
     Raises:
-        ConfigError: a prediction of another shape.
+        ConfigError: the prediction has another shape.
     """
     if prediction.shape != velocity.shape:
         raise ConfigError(
@@ -135,13 +135,14 @@ def token_losses(prediction: Tensor, velocity: Tensor, weights: Tensor | None = 
 
 @dataclass(frozen=True)
 class FlowTargets:
-    """What the loss needs of one micro-batch on one rank; n is its part of the image tokens.
+    """Targets of one micro-batch on one rank, for the loss; n is the rank's part of the image
+    tokens.
 
     Attributes:
         velocity: v of the tokens, ``[b, n, d]`` float32.
-        weights: of `token_weights`, ``[b, n]`` float32.
-        times: t, ``[b]``, or of each token ``[b, n]``.
-        modes: indices into `video.data.conditions.MODES`, ``[b]``.
+        weights: result of `token_weights`, ``[b, n]`` float32.
+        times: t, ``[b]``, or for each token ``[b, n]``.
+        modes: indices into `MODES`, ``[b]``.
         usual_weight: see `losses.contract.share_of_step`; text goes with the first of the
             context-parallel ranks, so that they hold unequal numbers of image tokens.
     """
@@ -160,11 +161,10 @@ def flow_matching_loss(
     share: Tensor | float = 1.0,
     reported_modes: Sequence[str] = ("t2v",),
 ) -> tuple[Tensor, Tensor, Report]:
-    """Weighted sum of the tokens' losses, number of tokens that count, and what to log.
+    """Return the weighted sum of the tokens' losses, the number of counted tokens, and what to log.
 
     Args:
         prediction: velocity of the image tokens, ``[b, n, d]``.
-        targets: see `FlowTargets`.
         share: see `losses.contract.share_of_step`.
         reported_modes: condition modes that get an entry in the log; the same on all ranks and in
             all micro-batches.
@@ -189,6 +189,39 @@ def flow_matching_loss(
 
 
 def _grouped(sums: Tensor, groups: Tensor, numbers: Sequence[int]) -> list[Tensor]:
-    """Sums ``[k, 2]`` of samples or tokens, added up for each number of a group, ``[2]`` each."""
+    """Return sums ``[k, 2]`` of samples or tokens, added up by group number, ``[2]`` each."""
     of_groups = groups.to(sums.device)
     return [torch.where((of_groups == i)[:, None], sums, 0.0).sum(dim=0) for i in numbers]
+
+
+def x0_from_flow(x_t: Tensor, flow: Tensor, sigma: Tensor) -> Tensor:
+    """Return clean latents, ``x_t - sigma * v``, for the flow ``v = noise - x0`` of a Wan network.
+
+    The path is ``x_t = (1 - sigma) * x0 + sigma * noise``. Computed in float64, since x0 is a
+    difference of numbers of like size.
+
+    Args:
+        x_t: ``[b, t, c, h, w]``.
+        flow: prediction of the network, in the shape of ``x_t``.
+        sigma: noise of each sample ``[b]`` or of each frame ``[b, t]``.
+
+    Returns:
+        A tensor in the shape and type of ``x_t``.
+    """
+    x0 = x_t.double() - spread(sigma, x_t) * flow.double()
+    return x0.to(x_t.dtype)
+
+
+def flow_from_x0(x_t: Tensor, x0: Tensor, sigma: Tensor) -> Tensor:
+    """Return the flow that leads to clean latents, ``(x_t - x0) / sigma``; see `x0_from_flow`.
+
+    Sigma must not be 0, where there is no noise that tells the flow.
+    """
+    flow = (x_t.double() - x0.double()) / spread(sigma, x_t)
+    return flow.to(x_t.dtype)
+
+
+def spread(sigma: Tensor, x: Tensor) -> Tensor:
+    """Return sigma of shape ``[]``, ``[b]`` or ``[b, t]`` in float64, to broadcast over ``x``."""
+    sigma = sigma.to(x.device, torch.float64)
+    return sigma.view(*sigma.shape, *[1] * (x.dim() - sigma.dim()))

@@ -24,11 +24,11 @@ from megatron_ext.video.data.dataset import VideoBatch
 from megatron_ext.video.data.randomness import Randomness, draw_normals
 from megatron_ext.video.loss import FlowTargets, flow_matching_loss
 from megatron_ext.video.microbatch import FlowBatchBuilder, FlowMicrobatch, sharing_ranks
-from megatron_ext.video.model.mmdit.inputs import MMDiTOptions
-from megatron_ext.video.model.mmdit.model import MMDiT, build_mmdit_chunk
+from megatron_ext.video.model.mmdit.model import MMDiT
+from megatron_ext.video.model.mmdit.options import MMDiTOptions
 from megatron_ext.video.model.tokens import grid, pack
-from megatron_ext.video.model.wan.inputs import VideoDiTOptions, stage_blocks
-from megatron_ext.video.model.wan.model import VideoDiT, build_video_dit_chunk
+from megatron_ext.video.model.wan.model import VideoDiT
+from megatron_ext.video.model.wan.options import VideoDiTOptions, stage_blocks
 from megatron_ext.video.streaming.configuration import window_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def build_video_chunk(
         cp_comm_type=config.parallel.cp_comm_type[0],
         double_block_cost=mmdit.double_block_cost,
     )
-    return build_mmdit_chunk(sizes, options, transformer_config, context, vp_stage=vp_stage)
+    return MMDiT.build(sizes, options, transformer_config, context, vp_stage=vp_stage)
 
 
 def flow_forward_step(
@@ -127,7 +127,7 @@ def build_dit_chunk(
     vp_stage: int | None = None,
 ) -> VideoDiT:
     """One pipeline chunk of the video DiT of a run; see `Task.model_chunk`."""
-    return build_video_dit_chunk(
+    return VideoDiT.build(
         config.video_dit.sizes, dit_options(config), transformer_config, context, vp_stage=vp_stage
     )
 

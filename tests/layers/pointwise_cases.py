@@ -134,9 +134,9 @@ def _mmdit() -> Iterator[Case]:
     txt, img = t(TEXT, B, H), t(S - TEXT, B, H)
     table = t(S, B, 1, D // 2, trains=False), t(S, B, 1, D // 2, trains=False)
     yield Case("modulated", modulation.modulated_alone, [x, v, v])
-    yield Case("modulated beside", mmdit.modulated_beside, [x, v, v])
+    yield Case("modulated beside", mmdit.residual_and_modulated, [x, v, v])
     streams = [x, TEXT, v, v, v, v]
-    yield Case("modulated streams", mmdit.modulated_streams_beside, streams)
+    yield Case("modulated streams", mmdit.residual_and_modulated_streams, streams)
     yield Case("add gated", mmdit.add_gated, [x, x, x, h, v])
     yield Case("add gated sum", mmdit.add_gated, [x, x, None, h, v])
     added = [x, txt, img, h, h, v, v]
@@ -155,7 +155,7 @@ def _mmdit() -> Iterator[Case]:
 def _video() -> Iterator[Case]:
     x, v, h = t(S, B, H), t(FRAMES, 1, B, H), t(H)
     yield Case("frames", video_modulation.modulated_frames_alone, [x, v, v])
-    yield Case("frames beside", video.modulated_beside, [x, v, v])
+    yield Case("frames beside", video.residual_and_modulated, [x, v, v])
     yield Case("gated", video.gated, [x, x, h, v])
     yield Case("gated and normed", video.gated_and_normed, [x, x, h, v, h, h, LAYER])
     yield Case("added and modulated", video.added_and_modulated, [x, x, h, v, v])

@@ -11,7 +11,7 @@ import torch
 
 from megatron_ext.train.run import Run
 from megatron_ext.video.data.randomness import draw_noise
-from megatron_ext.video.model.modulation import timestep_sinusoid
+from megatron_ext.video.model.mmdit.inputs import timestep_sinusoid
 from megatron_ext.video.model.tokens import pack
 from tests.video.clips import SHORT, steps, write_clips
 

@@ -49,8 +49,8 @@ from megatron_ext.video.convert.config import (
     understand_shapes,
 )
 from megatron_ext.video.convert.names import Naming, from_wan, shapes, to_wan, wan_names
-from megatron_ext.video.model.wan.inputs import VideoDiTOptions
-from megatron_ext.video.model.wan.model import VideoDiT, build_video_dit_chunk
+from megatron_ext.video.model.wan.model import VideoDiT
+from megatron_ext.video.model.wan.options import VideoDiTOptions
 from megatron_ext.video.streaming.config import StreamingConfig
 
 STEM = "diffusion_pytorch_model"
@@ -267,7 +267,7 @@ def build_bare(sizes: VideoDiTSizes, dtype: str, context: ParallelContext) -> Vi
         use_cpu_initialization=True,
         perform_initialization=False,
     )
-    chunk: VideoDiT = build_video_dit_chunk(sizes, VideoDiTOptions(), config, context)
+    chunk: VideoDiT = VideoDiT.build(sizes, VideoDiTOptions(), config, context)
     chunk.to(torch_dtype(dtype))
     return chunk
 

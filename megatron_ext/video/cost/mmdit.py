@@ -32,7 +32,7 @@ from megatron_ext.video.cost.clip import (
     saved_in_8_bits,
 )
 from megatron_ext.video.cost.flops import flops_of_clip
-from megatron_ext.video.model.mmdit.inputs import stage_blocks
+from megatron_ext.video.model.mmdit.options import stage_blocks
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig

@@ -30,7 +30,7 @@ from megatron_ext.video.cost.clip import (
 )
 from megatron_ext.video.cost.flops import flops_of_sample
 from megatron_ext.video.model.wan.attention import AttentionPlan, FrameWindow
-from megatron_ext.video.model.wan.inputs import stage_blocks
+from megatron_ext.video.model.wan.options import stage_blocks
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig

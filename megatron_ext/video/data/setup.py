@@ -25,7 +25,7 @@ from megatron_ext.video.data.manifest import VideoPreprocessOptions, read_manife
 from megatron_ext.video.data.sampler import BucketSteps, Geometry, VideoPlan
 from megatron_ext.video.data.shards import read_null
 from megatron_ext.video.microbatch import patch_size_of, sequence_multiple, with_widths
-from megatron_ext.video.model.mmdit.inputs import stage_blocks
+from megatron_ext.video.model.mmdit.options import stage_blocks
 from megatron_ext.video.model.tokens import grid
 from megatron_ext.video.sampling.generate import check_sampling
 from megatron_ext.video.step import check_clips, check_dit

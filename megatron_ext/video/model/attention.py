@@ -1,7 +1,7 @@
 """Joint bidirectional attention of [text; image], under tensor and context parallelism.
 
-Context-parallel ranks hold equal contiguous chunks of the sequence, in the order of the ranks: no
-query is masked, so chunks cost the same without the zig-zag that causal attention needs.
+Context-parallel ranks hold equal contiguous slices of the sequence, in the order of the ranks: no
+query is masked, so slices cost the same without the zig-zag that causal attention needs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ QKV = tuple[Tensor, Tensor, Tensor]
 class QKNorm(MegatronModule):  # type: ignore[misc]
     """RMSNorm of the queries and keys of each head, with scales that the heads share.
 
-    The names of the parameters tell megatron-core's ``finalize_model_grads`` to sum their
-    gradients over the tensor-parallel ranks, with and without sequence parallelism (for
-    ``qk_layernorm``): each rank sees all tokens of its chunk, but only its own heads.
+    The names of the parameters tell megatron-core's ``finalize_model_grads`` to sum their gradients
+    over the tensor-parallel ranks, with and without sequence parallelism (for ``qk_layernorm``):
+    each rank sees all tokens of its slice, but only its own heads.
     """
 
     def __init__(self, config: TransformerConfig, tp_group: ProcessGroup) -> None:
@@ -38,26 +38,25 @@ class QKNorm(MegatronModule):  # type: ignore[misc]
 
     @property
     def weights(self) -> tuple[Tensor, Tensor]:
-        """Scales of queries and keys, ``[d]`` each; `pointwise.heads` norms with them."""
+        """Return the scales of queries and keys, ``[d]`` each, for `pointwise.heads`."""
         return weights_of(self.q_layernorm)[0], weights_of(self.k_layernorm)[0]
 
     @property
     def spec(self) -> Norm:
-        """What norms they are."""
+        """Return what kind of norms they are."""
         return spec_of(self.q_layernorm)
 
 
 class JointAttention:
-    """Attention over the whole sequence from this rank's chunk and heads.
+    """Attention from this rank's slice and heads to the whole sequence.
 
     Args:
-        config: of the run.
         tp_group: ranks among which the heads are dealt.
         cp_group: ranks among which the sequence is cut.
         cp_comm_type: see `MMDiTOptions`.
 
     Raises:
-        ConfigError: heads that cannot be dealt out as asked.
+        ConfigError: the heads cannot be dealt out as asked.
     """
 
     def __init__(
@@ -86,8 +85,8 @@ class JointAttention:
         """Attend.
 
         Args:
-            qkv: queries and keys, rotated, and values of this rank's chunk, each
-                ``[s/c, b, n, d]``.
+            qkv: queries and keys, rotated, and values of this rank's slice, each ``[s/c, b, n,
+                d]``.
 
         Returns:
             ``[s/c, b, n * d]``.
@@ -107,13 +106,13 @@ class JointAttention:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """``softmax(q k / sqrt(d)) v`` of ``[s, b, n, d]`` queries and all keys and values."""
+    """Return ``softmax(q k / sqrt(d)) v`` of ``[s, b, n, d]`` queries and all keys and values."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     return sdpa.attend(q, k, v).permute(2, 0, 1, 3)
 
 
 def heads_to_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Trade heads for sequence (Ulysses, arXiv:2309.14509), the chunks in the order of the ranks.
+    """Trade heads for sequence (Ulysses, arXiv:2309.14509), the slices in the order of the ranks.
 
     Args:
         x: ``[s/c, b, n, ...]``, n divisible by the number of ranks c.
@@ -127,5 +126,5 @@ def heads_to_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def sequence_to_heads(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The inverse of `heads_to_sequence`: ``[s, b, n/c, ...]`` to ``[s/c, b, n, ...]``."""
+    """Invert `heads_to_sequence`: ``[s, b, n/c, ...]`` to ``[s/c, b, n, ...]``."""
     return torch.cat(all_to_all(group, x.contiguous()).chunk(group.size()), dim=2)

@@ -1,16 +1,15 @@
-"""Linear layers that leave the communication to the block around them.
+"""Linear layers of the video networks, and where a block enters and leaves the parallel region.
 
-A block has two streams, or two branches, on one joint sequence. With a gather and a reduction in
-each of its layers, as in megatron-core's, it would communicate two to four times as often, and
-under sequence parallelism each stream's tokens would have to divide by the ranks. Here the block
-enters the tensor-parallel region once for both (`enter`) and leaves it once (`leave`); its layers
-only multiply. The price: under sequence parallelism the gathered input of a half block is kept for
-the backward pass where core gathers it again; recomputed blocks do not keep it.
+A block of an MMDiT has two streams, or two branches, on one joint sequence. With a gather and a
+reduction in each of its layers, as in megatron-core's, it would communicate two to four times as
+often, and under sequence parallelism each stream's tokens would have to divide by the ranks. Such a
+block enters the tensor-parallel region once for both (`enter`) and leaves it once (`leave`); its
+layers, `ColumnPiece` and `RowPiece`, only multiply. The price: under sequence parallelism the
+gathered input of a half block is kept for the backward pass, where megatron-core gathers it again;
+recomputed blocks do not keep it.
 
-megatron-core's parallel linear layers as the blocks use them.
-
-Each communicates for itself, unlike those of `mmdit.linear`, since each half of a block enters the
-tensor-parallel region once anyway; so they take adapters (`layers.lora`).
+Each half of a block of Wan enters the region once anyway, so that its layers (`column`, `row`)
+communicate for themselves and take adapters (`layers.lora`).
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def enter(x: Tensor, config: TransformerConfig, tp_group: ProcessGroup) -> Tenso
 
 
 def leave(partial_sums: Tensor, config: TransformerConfig, tp_group: ProcessGroup) -> Tensor:
-    """Sum what the tensor-parallel ranks computed; the inverse of `enter` in shapes."""
+    """Sum the partial results of the tensor-parallel ranks, and invert the shapes of `enter`."""
     if config.sequence_parallel:
         scattered: Tensor = reduce_scatter_to_sequence_parallel_region(partial_sums, group=tp_group)
         return scattered
@@ -62,22 +61,27 @@ def leave(partial_sums: Tensor, config: TransformerConfig, tp_group: ProcessGrou
     return total
 
 
-def library_default(config: TransformerConfig, fan_in: int) -> Initialize:
-    """How torch.nn.Linear fills weight and bias: uniform within 1 / sqrt(fan_in).
+def uniform(config: TransformerConfig, bound: float) -> Initialize:
+    """Return what fills a parameter uniformly within ``bound``.
 
-    Marks the parameter, to be filled by name, where the configuration's methods do so.
+    It marks the parameter, to be filled by name, where the configuration's methods do so.
     """
-    bound = 1 / math.sqrt(fan_in)
     method = partial(torch.nn.init.uniform_, a=-bound, b=bound)
     if isinstance(config.init_method, Marked):
         return Marked(method, config.init_method.marks)
     return method
 
 
-def mark_replicated(module: torch.nn.Module, config: TransformerConfig) -> None:
-    """Mark parameters that every tensor-parallel rank holds.
+def library_default(config: TransformerConfig, fan_in: int) -> Initialize:
+    """Return what fills weight and bias as torch.nn.Linear does: within ``1 / sqrt(fan_in)``."""
+    return uniform(config, 1 / math.sqrt(fan_in))
 
-    Under sequence parallelism each rank sees some of the tokens, and core sums the gradients.
+
+def mark_replicated(module: torch.nn.Module, config: TransformerConfig) -> None:
+    """Mark the parameters of a module as held by every tensor-parallel rank.
+
+    Under sequence parallelism each rank sees some of the tokens, and megatron-core sums the
+    gradients.
     """
     for parameter in module.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -92,16 +96,14 @@ def _refuse_adapter(layer: Any) -> None:
 
 
 class ColumnPiece(ColumnParallelLinear):
-    """``[s, b, in]`` to this rank's ``[s, b, out / tp]``, without communication.
+    """A layer from ``[s, b, in]`` to this rank's ``[s, b, out / tp]``, without communication.
 
     The bias is left to the function that comes next.
 
     Args:
         inputs: width of the input.
         outputs: width of the output over all ranks.
-        config: of the run.
         tp_group: ranks that share the outputs.
-        bias: add a bias.
     """
 
     def __init__(
@@ -129,22 +131,20 @@ class ColumnPiece(ColumnParallelLinear):
             method(self.bias)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``[s, b, in]`` to ``[s, b, out / tp]``, and the bias."""
+        """Return ``[s, b, out / tp]`` for ``[s, b, in]``, and the bias."""
         _refuse_adapter(self)
         return super().forward(input_)
 
 
 class RowPiece(RowParallelLinear):
-    """This rank's ``[s, b, in / tp]`` to its part of a sum ``[s, b, out]``.
+    """A layer from this rank's ``[s, b, in / tp]`` to its part of a sum ``[s, b, out]``.
 
     The bias, None for all but one of the pieces of a sum, is to be added after `leave`.
 
     Args:
         inputs: width of the input over all ranks.
         outputs: width of the output.
-        config: of the run.
         tp_group: ranks that share the inputs.
-        bias: hold a bias.
         fan_in: inputs of the whole sum, if this is a piece of it.
     """
 
@@ -173,7 +173,7 @@ class RowPiece(RowParallelLinear):
             method(self.bias)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Any]:
-        """``[s, b, in / tp]`` to the part of the sum, and the bias."""
+        """Return this rank's part of the sum for ``[s, b, in / tp]``, and the bias."""
         _refuse_adapter(self)
         output = self._forward_impl(
             input=input_,
@@ -189,16 +189,11 @@ class RowPiece(RowParallelLinear):
 
 
 def xavier(config: TransformerConfig, inputs: int, outputs: int) -> Initialize:
-    """Uniform within ``sqrt(6 / (inputs + outputs))`` (Glorot & Bengio 2010), biases zero.
+    """Return what fills a weight within ``sqrt(6 / (inputs + outputs))`` (Glorot & Bengio 2010).
 
-    Given the widths of one projection, for a weight that holds several. Marks the parameter, to be
-    filled by name, where the configuration's methods do so.
+    The widths are those of one projection, also for a weight that holds several.
     """
-    bound = math.sqrt(6 / (inputs + outputs))
-    method = partial(torch.nn.init.uniform_, a=-bound, b=bound)
-    if isinstance(config.init_method, Marked):
-        return Marked(method, config.init_method.marks)
-    return method
+    return uniform(config, math.sqrt(6 / (inputs + outputs)))
 
 
 def column(
@@ -209,9 +204,9 @@ def column(
     *,
     projections: int = 1,
 ) -> ColumnParallelLinear:
-    """``[s, b, inputs]`` to this rank's ``[s, b, projections * outputs / tp]``, and the bias.
+    """Build a layer from ``[s, b, inputs]`` to this rank's ``[s, b, projections * outputs / tp]``.
 
-    The biases of all of these layers are left to the function that comes next.
+    It returns its bias beside its output, as `row` does, for the function that comes next to add.
     """
     return ColumnParallelLinear(
         inputs,
@@ -233,7 +228,7 @@ def column_of_whole(
     *,
     projections: int = 1,
 ) -> ColumnParallelLinear:
-    """As `column`, of an input that every rank holds whole, also under sequence parallelism."""
+    """Build a `column` for an input that every rank holds whole, with sequence parallelism too."""
     layer = column(config, tp_group, inputs, outputs, projections=projections)
     layer.sequence_parallel = False
     layer.allreduce_dgrad = tp_group.size() > 1
@@ -243,7 +238,7 @@ def column_of_whole(
 def row(
     config: TransformerConfig, tp_group: ProcessGroup, inputs: int, outputs: int
 ) -> RowParallelLinear:
-    """This rank's ``[s, b, inputs / tp]`` to ``[s, b, outputs]``, and the bias."""
+    """Build a layer from this rank's ``[s, b, inputs / tp]`` to ``[s, b, outputs]`` and a bias."""
     return RowParallelLinear(
         inputs,
         outputs,

@@ -1,17 +1,13 @@
-"""Latent videos as sequences of tokens, and back (Open-Sora 2.0, arXiv:2503.09642).
+"""Latent videos as sequences of tokens, and the parts of them that ranks hold.
 
-A token is a patch of p x p latent pixels of one latent frame. Tokens go through the frames first,
-then the rows, then the columns of the patches; the features of a token go through the channels
-first, then the rows, then the columns of its patch: feature = c * p * p + row * p + column.
+A token is a patch of p x p latent pixels of one latent frame (Open-Sora 2.0, arXiv:2503.09642).
+Tokens go through the frames first, then the rows, then the columns of the patches; the features of
+a token go through the channels first, then the rows, then the columns of its patch: feature =
+c * p * p + row * p + column.
 
-Which tokens of the joint sequence [text; image] a rank holds.
-
-Which tokens of every frame a rank holds.
-
-Every token of a frame block has the same key set, so contiguous parts of each frame cost all ranks
-the same. Context-parallel ranks share out the tokens of every frame; under sequence parallelism the
-tensor-parallel ranks share out each frame's part once more, so that the modulation of a frame
-broadcasts over what a rank holds of it.
+An MMDiT cuts the joint sequence [text; image] into contiguous parts (`TokenRange`). A Wan network
+cuts every frame (`FrameTokens`): the modulation of a frame then broadcasts over the tokens of it
+that a rank holds.
 """
 
 from __future__ import annotations
@@ -28,10 +24,10 @@ LatentShape = tuple[int, int, int]
 
 
 def grid(shape: LatentShape, patch_size: int) -> LatentShape:
-    """Frames, rows and columns of the tokens of a latent video.
+    """Return frames, rows and columns of the tokens of a latent video.
 
     Raises:
-        DataError: a height or width that patches do not fill.
+        DataError: patches do not fill the height or the width.
     """
     frames, height, width = shape
     if patch_size < 1 or height % patch_size or width % patch_size:
@@ -43,23 +39,23 @@ def grid(shape: LatentShape, patch_size: int) -> LatentShape:
 
 
 def tokens_per_frame(shape: LatentShape, patch_size: int) -> int:
-    """Number of tokens of one latent frame."""
+    """Return the number of tokens of one latent frame."""
     _, rows, columns = grid(shape, patch_size)
     return rows * columns
 
 
 def token_width(channels: int, patch_size: int) -> int:
-    """Features of a token, c * p * p."""
+    """Return the features of a token, c * p * p."""
     return channels * patch_size**2
 
 
 def condition_width(channels: int, patch_size: int) -> int:
-    """Features of a token of the image condition, which has a mask before its channels."""
+    """Return the features of a token of the image condition, whose mask precedes its channels."""
     return token_width(channels + 1, patch_size)
 
 
 def pack(latents: Tensor, patch_size: int) -> Tensor:
-    """Latents ``[b, c, t, h, w]`` as tokens ``[b, n, c*p*p]``.
+    """Return latents ``[b, c, t, h, w]`` as tokens ``[b, n, c*p*p]``.
 
     Raises:
         DataError: see `grid`.
@@ -71,15 +67,15 @@ def pack(latents: Tensor, patch_size: int) -> Tensor:
 
 
 def unpack(tokens: Tensor, shape: LatentShape, patch_size: int) -> Tensor:
-    """The inverse of `pack`: tokens ``[b, n, c*p*p]`` as latents ``[b, c, t, h, w]``.
+    """Return tokens ``[b, n, c*p*p]`` of a whole video as latents ``[b, c, t, h, w]``; inverts
+    `pack`.
 
     Args:
-        tokens: of the whole video.
         shape: (t, h, w) of the latents.
         patch_size: p.
 
     Raises:
-        DataError: tokens that are not those of such latents.
+        DataError: the tokens are not those of such latents.
     """
     t, rows, columns = grid(shape, patch_size)
     b, n, width = tokens.shape
@@ -94,7 +90,7 @@ def unpack(tokens: Tensor, shape: LatentShape, patch_size: int) -> Tensor:
 
 
 def position_ids(shape: LatentShape, patch_size: int, device: torch.device | None = None) -> Tensor:
-    """Frame, row and column of each token, ``[n, 3]`` int64, in the order of `pack`.
+    """Return frame, row and column of each token, ``[n, 3]`` int64, in the order of `pack`.
 
     Raises:
         DataError: see `grid`.
@@ -123,11 +119,11 @@ class TokenRange:
 
     @classmethod
     def whole(cls, num_text: int, num_image: int) -> TokenRange:
-        """The whole sequence."""
+        """Return the range of the whole sequence."""
         return cls(num_text, num_image, 0, num_text + num_image)
 
     def part(self, index: int, size: int) -> TokenRange:
-        """Part ``index`` of ``size`` equal contiguous ones.
+        """Return part ``index`` of ``size`` equal contiguous ones.
 
         Raises:
             DataError: the range cannot be cut so.
@@ -148,17 +144,17 @@ class TokenRange:
 
     @property
     def text(self) -> slice:
-        """Where the range's text tokens stand among all text tokens."""
+        """Return where the range's text tokens stand among all text tokens."""
         return slice(min(self.start, self.num_text), min(self.end, self.num_text))
 
     @property
     def image(self) -> slice:
-        """Where the range's image tokens stand among all image tokens."""
+        """Return where the range's image tokens stand among all image tokens."""
         return slice(max(self.start - self.num_text, 0), max(self.end - self.num_text, 0))
 
     @property
     def local_text(self) -> int:
-        """Number of text tokens in the range, before its image tokens."""
+        """Return the number of text tokens in the range, before its image tokens."""
         return self.text.stop - self.text.start  # type: ignore[no-any-return]
 
 
@@ -167,28 +163,32 @@ class LocalTokens:
     """Both ranges that a rank works on.
 
     Attributes:
-        chunk: what the context-parallel rank holds; its attention and MLPs see all of it.
-        part: what this tensor-parallel rank keeps between them, a part of the chunk with sequence
-            parallelism, else the chunk.
+        cp_slice: tokens of the context-parallel rank; its attention and MLPs see all of them.
+        part: what this tensor-parallel rank keeps between them, a part of the slice with sequence
+            parallelism, else the slice.
     """
 
-    chunk: TokenRange
+    cp_slice: TokenRange
     part: TokenRange
 
 
 @dataclass(frozen=True)
 class FrameTokens:
-    """The tokens of a stretch of frames, and this rank's part of each.
+    """The tokens of consecutive frames, and this rank's part of each frame.
+
+    Context-parallel ranks share out the tokens of every frame; under sequence parallelism the
+    tensor-parallel ranks share out each frame's part once more. Every token of a frame block sees
+    the same keys, so that contiguous parts cost all ranks the same.
 
     Attributes:
         first_frame: absolute number of the first frame.
         num_frames: t.
-        rows, columns: of the tokens of a frame.
+        rows, columns: rows and columns of the tokens of a frame.
         cp_rank, cp_size: context parallelism.
         tp_rank, tp_size: tensor parallelism where it shares out the sequence, else 0 and 1.
 
     Raises:
-        DataError: tokens of a frame that cannot be shared out equally.
+        DataError: the tokens of a frame cannot be shared out equally.
     """
 
     first_frame: int
@@ -211,29 +211,29 @@ class FrameTokens:
 
     @property
     def per_frame(self) -> int:
-        """Tokens of a frame, N."""
+        """Return the tokens of a frame, N."""
         return self.rows * self.columns
 
     @property
-    def chunk(self) -> slice:
-        """This context-parallel rank's tokens of every frame."""
+    def cp_slice(self) -> slice:
+        """Return this context-parallel rank's tokens of every frame."""
         size = self.per_frame // self.cp_size
         return slice(self.cp_rank * size, (self.cp_rank + 1) * size)
 
     @property
     def held(self) -> slice:
-        """The tokens of every frame that this rank keeps between the parallel layers."""
+        """Return the tokens of every frame that this rank keeps between the parallel layers."""
         size = self.per_frame // self.cp_size // self.tp_size
-        start = self.chunk.start + self.tp_rank * size
+        start = self.cp_slice.start + self.tp_rank * size
         return slice(start, start + size)
 
 
 def frames_first(x: Tensor, num_parts: int, num_frames: int) -> Tensor:
-    """Parts of ranks, one behind the other, as frames.
+    """Return the parts of several ranks, one behind the other, as frames.
 
     Args:
         x: ``[parts * t * n, ...]``, n tokens of each frame on each of the ranks.
-        num_parts: ranks.
+        num_parts: number of ranks.
         num_frames: t.
 
     Returns:
@@ -244,14 +244,14 @@ def frames_first(x: Tensor, num_parts: int, num_frames: int) -> Tensor:
 
 
 def parts_first(x: Tensor, num_parts: int) -> Tensor:
-    """The inverse of `frames_first`: ``[t, parts * n, ...]`` to ``[parts * t * n, ...]``."""
+    """Invert `frames_first`: ``[t, parts * n, ...]`` to ``[parts * t * n, ...]``."""
     parts = torch.unflatten(x, 1, (num_parts, -1)).transpose(0, 1)
     return parts.flatten(0, 2)
 
 
 def positions(tokens: FrameTokens, device: torch.device) -> Tensor:
-    """Absolute frame, row and column of the chunk's tokens, ``[t, n, 3]`` int64."""
+    """Return absolute frame, row and column of the rank's slice of tokens, ``[t, n, 3]`` int64."""
     sizes = (tokens.num_frames, tokens.rows, tokens.columns)
     frames, rows, columns = (torch.arange(size, device=device) for size in sizes)
     grid = torch.cartesian_prod(frames + tokens.first_frame, rows, columns)
-    return grid.view(tokens.num_frames, tokens.per_frame, 3)[:, tokens.chunk]
+    return grid.view(tokens.num_frames, tokens.per_frame, 3)[:, tokens.cp_slice]

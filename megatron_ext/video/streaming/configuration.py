@@ -17,7 +17,7 @@ from megatron_ext.video.config.encoding import CodecConfig
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.text_encoders import width_of
 from megatron_ext.video.model.wan.attention import FrameWindow
-from megatron_ext.video.model.wan.inputs import VideoDiTOptions
+from megatron_ext.video.model.wan.options import VideoDiTOptions
 from megatron_ext.video.sampling.films import (
     LongRequest,
     Switch,

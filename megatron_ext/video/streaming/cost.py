@@ -21,7 +21,7 @@ from megatron_ext.planning.parameters import Weight, distinct
 from megatron_ext.video.cost.clip import Clip
 from megatron_ext.video.cost.wan import DiTNetwork, dit_weights
 from megatron_ext.video.model.wan.attention import AttentionPlan, FrameWindow
-from megatron_ext.video.model.wan.inputs import stage_blocks
+from megatron_ext.video.model.wan.options import stage_blocks
 from megatron_ext.video.streaming.teacher_config import TeacherSizes, teacher_sizes
 
 if TYPE_CHECKING:

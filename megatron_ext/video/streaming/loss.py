@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.contract import Report, number_of_targets, pair
-from megatron_ext.video.model.wan.recache import spread
+from megatron_ext.video.loss import spread
 from megatron_ext.video.streaming.config import DENOISING_LOSSES, DISTRIBUTION_LOSSES
 
 

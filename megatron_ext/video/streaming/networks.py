@@ -27,7 +27,7 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer, build_scheduler
 from megatron_ext.optim.update import UpdateResult, update_parameters
 from megatron_ext.video.model.wan.attention import FrameWindow
-from megatron_ext.video.model.wan.model import VideoDiT, build_video_dit_chunk
+from megatron_ext.video.model.wan.model import VideoDiT
 from megatron_ext.video.streaming.configuration import network_options, window_of
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def build_network(
     """One network; the model itself knows by ``context`` that it has but one stage."""
     options = network_options(config, window)
     sizes = config.streaming.sizes(size)
-    return build_video_dit_chunk(sizes, options, transformer_config, context, vp_stage=vp_stage)
+    return VideoDiT.build(sizes, options, transformer_config, context, vp_stage=vp_stage)
 
 
 def build_critic(

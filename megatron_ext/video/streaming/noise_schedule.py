@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.loss import shift
-from megatron_ext.video.model.wan.recache import spread
+from megatron_ext.video.loss import shift, spread
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.model.wan.recache import x0_from_flow
+from megatron_ext.video.loss import x0_from_flow
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule, mixed
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.losses.contract import Report
-from megatron_ext.video.model.wan.recache import x0_from_flow
+from megatron_ext.video.loss import x0_from_flow
 from megatron_ext.video.streaming import options as draws
 from megatron_ext.video.streaming.loss import (
     DMDConfig,

@@ -19,8 +19,8 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.wan import SIZES, VideoDiTSizes
 from megatron_ext.video.convert.export import WanExport, export_wan
 from megatron_ext.video.convert.wan import WanImport, import_wan
-from megatron_ext.video.model.wan.inputs import VideoDiTOptions
-from megatron_ext.video.model.wan.model import VideoDiT, build_video_dit_chunk
+from megatron_ext.video.model.wan.model import VideoDiT
+from megatron_ext.video.model.wan.options import VideoDiTOptions
 from tests.checkpoint.huggingface.models import in_child
 
 STEM = "diffusion_pytorch_model"
@@ -164,7 +164,7 @@ def bare(
         context_parallel_size=layout.context_parallel_size,
         sequence_parallel=sequence_parallel,
     )
-    return build_video_dit_chunk(sizes, VideoDiTOptions(), config, context)
+    return VideoDiT.build(sizes, VideoDiTOptions(), config, context)
 
 
 def load_ours(context: ParallelContext, root: Path, **how: bool) -> VideoDiT:

@@ -16,7 +16,7 @@ from megatron_ext.video.config.mmdit import SIZES
 from megatron_ext.video.config.run import FlowConfig
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.text_encoders import build_text_encoder
-from megatron_ext.video.model.mmdit.inputs import MMDiTOptions
+from megatron_ext.video.model.mmdit.options import MMDiTOptions
 from megatron_ext.video.sampling.flow import GuidanceConfig, SamplingConfig
 from megatron_ext.video.sampling.requests import ClipRequest, SampleShape
 from megatron_ext.video.sampling.velocity import ParallelVelocity, forward_engine

@@ -18,7 +18,7 @@ from megatron_ext.parallel.grid import Layout
 from megatron_ext.video.config.mmdit import SIZES
 from megatron_ext.video.data.clips import Clip, decode
 from megatron_ext.video.data.conditions import Text, condition
-from megatron_ext.video.model.mmdit.inputs import MMDiTOptions
+from megatron_ext.video.model.mmdit.options import MMDiTOptions
 from megatron_ext.video.model.tokens import pack, position_ids, unpack
 from megatron_ext.video.sampling.flow import (
     GuidanceConfig,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.video.model.wan.recache import flow_from_x0
+from megatron_ext.video.loss import flow_from_x0
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
 
 

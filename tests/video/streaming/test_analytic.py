@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.video.model.wan.recache import x0_from_flow
+from megatron_ext.video.loss import x0_from_flow
 from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedule
 from tests.video.streaming.analytic import MixtureTeacher, sliced_wasserstein
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.model.wan.recache import flow_from_x0, x0_from_flow
+from megatron_ext.video.loss import flow_from_x0, x0_from_flow
 from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedule, mixed
 
 SCHEDULE = NoiseSchedule(NoiseConfig())

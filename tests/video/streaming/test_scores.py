@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.video.model.wan.recache import x0_from_flow
+from megatron_ext.video.loss import x0_from_flow
 from megatron_ext.video.streaming.loss import DMDConfig, dmd_direction, dmd_loss
 from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedule
 from megatron_ext.video.streaming.rollout import StreamChunk

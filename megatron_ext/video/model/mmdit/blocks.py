@@ -1,8 +1,7 @@
-"""The double-stream block: weights of their own for text and image, one joint attention.
+"""The blocks of an MMDiT: double-stream, single-stream, and the last layer.
 
-The single-stream block: attention and MLP side by side on the joint sequence.
-
-From hidden states to the velocity of each token.
+A double block has weights of their own for text and image, and one joint attention. A single block
+runs attention and MLP side by side on the joint sequence.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from megatron_ext.layers.pointwise import activated
 from megatron_ext.video.config.mmdit import MMDiTSizes
 from megatron_ext.video.model.attention import JointAttention, QKNorm
 from megatron_ext.video.model.linear import ColumnPiece, RowPiece, enter, leave, mark_replicated
-from megatron_ext.video.model.mmdit.inputs import MMDiTOptions
+from megatron_ext.video.model.mmdit.options import MMDiTOptions
 from megatron_ext.video.model.mmdit.pointwise import (
     add_and_modulate_streams,
     add_gated,
     add_streams,
     heads,
     joint_heads,
-    modulated_beside,
-    modulated_streams_beside,
+    residual_and_modulated,
+    residual_and_modulated_streams,
 )
 from megatron_ext.video.model.modulation import Modulation, modulated_alone, start_at_zero
 from megatron_ext.video.model.tokens import LocalTokens, TokenRange
@@ -58,14 +57,14 @@ class Stream(MegatronModule):  # type: ignore[misc]
         self.linear_fc2 = RowPiece(m, h, config, tp)
 
     def mlp(self, x: Tensor) -> tuple[Tensor, Any]:
-        """``[s, b, h]`` to this rank's part of the sum, and its bias."""
+        """Return this rank's part of the sum for ``[s, b, h]``, and its bias."""
         narrow = activated(*self.linear_fc1(x), None, "gelu_tanh", False)
         out: tuple[Tensor, Any] = self.linear_fc2(narrow)
         return out
 
 
 class DoubleBlock(MegatronModule):  # type: ignore[misc]
-    """Attention and an MLP, each added to the stream that it came from, through a gate."""
+    """Attention and an MLP, each added through a gate to the stream that it came from."""
 
     def __init__(
         self,
@@ -87,17 +86,17 @@ class DoubleBlock(MegatronModule):  # type: ignore[misc]
             hidden: what this rank holds of [text; image], ``[s, b, h]``; s/tp with sequence
                 parallelism.
             vec: ``[b, h]``.
-            table: rotary table of the context-parallel rank's chunk.
+            table: rotary table of the context-parallel rank's slice.
             tokens: which tokens these are.
 
         Returns:
-            As ``hidden``.
+            A tensor in the shape of ``hidden``.
         """
         txt, img = (stream.modulation.parts(vec) for stream in (self.txt, self.img))
-        hidden, *normed = modulated_streams_beside(
+        hidden, *normed = residual_and_modulated_streams(
             hidden, tokens.part.local_text, *txt[:2], *img[:2]
         )
-        attended = _split(self._attend(self._enter(normed, tokens), table), tokens.chunk)
+        attended = _split(self._attend(self._enter(normed, tokens), table), tokens.cp_slice)
         outputs = self._leave([s.linear_proj(x) for s, x in self._pairs(attended)], tokens)
         hidden, *normed = add_and_modulate_streams(
             hidden, *outputs, txt[2], img[2], *txt[3:5], *img[3:5]
@@ -107,18 +106,18 @@ class DoubleBlock(MegatronModule):  # type: ignore[misc]
         return add_streams(hidden, *outputs, txt[5], img[5])
 
     def _pairs(self, streams: Sequence[Tensor]) -> Iterable[tuple[Stream, Tensor]]:
-        """Each stream's layers and tokens."""
+        """Return each stream's layers with its tokens."""
         return zip((self.txt, self.img), streams, strict=True)
 
     def _enter(self, streams: Sequence[Tensor], tokens: LocalTokens) -> Sequence[Tensor]:
-        """Both streams, for all tensor-parallel ranks to see, by one collective."""
+        """Give both streams to every tensor-parallel rank, by one collective."""
         if self.tp_group.size() == 1:
             return streams
         joint = enter(torch.cat(tuple(streams)), self.config, self.tp_group)
-        return _split(joint, tokens.chunk)
+        return _split(joint, tokens.cp_slice)
 
     def _attend(self, streams: Sequence[Tensor], table: Table) -> Tensor:
-        """Attention of the streams' heads; twice ``[s, b, h]`` to ``[s, b, h/tp]``."""
+        """Return the attention of the streams' heads: twice ``[s, b, h]`` to ``[s, b, h/tp]``."""
         txt, img = (stream.linear_qkv(x) for stream, x in self._pairs(streams))
         weights = (*self.img.norm.weights, *self.txt.norm.weights)
         return self.attention(joint_heads(*img, *txt, *weights, *table, self.img.norm.spec))
@@ -126,7 +125,7 @@ class DoubleBlock(MegatronModule):  # type: ignore[misc]
     def _leave(
         self, partial_sums: Sequence[tuple[Tensor, Any]], tokens: LocalTokens
     ) -> tuple[Tensor, ...]:
-        """The streams' outputs, summed over the tensor-parallel ranks, then their biases."""
+        """Return the streams' outputs, summed over the tensor-parallel ranks, then their biases."""
         (txt, txt_bias), (img, img_bias) = partial_sums
         if self.tp_group.size() > 1:
             total = leave(torch.cat((txt, img)), self.config, self.tp_group)
@@ -135,12 +134,12 @@ class DoubleBlock(MegatronModule):  # type: ignore[misc]
 
 
 def _split(joint: Tensor, held: TokenRange) -> Sequence[Tensor]:
-    """Text and image of ``[s, b, h]``; either may be empty."""
+    """Return text and image of ``[s, b, h]``; either may be empty."""
     return torch.split(joint, [held.local_text, joint.size(0) - held.local_text])
 
 
 class SingleBlock(MegatronModule):  # type: ignore[misc]
-    """``x + gate * W2 [attention; gelu(mlp)]``, both from ``W1`` of one modulated norm.
+    """``x + gate * W2 [attention; gelu(mlp)]``, where one modulated norm and W1 give both.
 
     FLUX's W1 ``[3h + m, h]`` and W2 ``[h, h + m]`` are two pieces each, since a rank's part is not
     one contiguous part: by heads for the attention, by width for the MLP. W1 is ``linear_qkv`` and
@@ -168,9 +167,9 @@ class SingleBlock(MegatronModule):  # type: ignore[misc]
     def forward(
         self, hidden: Tensor, vec: Tensor, table: tuple[Tensor, Tensor], tokens: LocalTokens
     ) -> Tensor:
-        """Run the block; see `DoubleBlock.forward`. All tokens are treated alike."""
+        """Run the block on all tokens alike; `DoubleBlock.forward` explains the arguments."""
         shift, scale, gate = self.modulation.parts(vec)
-        hidden, normed = modulated_beside(hidden, shift, scale)
+        hidden, normed = residual_and_modulated(hidden, shift, scale)
         joint = enter(normed, self.config, self.tp_group)
         attended = self.attention(
             heads(*self.linear_qkv(joint), *self.norm.weights, *table, self.norm.spec)
@@ -184,7 +183,7 @@ class SingleBlock(MegatronModule):  # type: ignore[misc]
 
 
 class FinalLayer(MegatronModule):  # type: ignore[misc]
-    """A modulated norm and a linear layer, ``[s, b, h]`` to ``[s, b, C * p * p]``."""
+    """A modulated norm and a linear layer, from ``[s, b, h]`` to ``[s, b, C * p * p]``."""
 
     def __init__(
         self,
@@ -202,6 +201,6 @@ class FinalLayer(MegatronModule):  # type: ignore[misc]
         mark_replicated(self, config)
 
     def forward(self, hidden: Tensor, vec: Tensor) -> Tensor:
-        """``[s, b, h]`` and ``[b, h]`` to ``[s, b, C * p * p]``."""
+        """Return ``[s, b, C * p * p]`` for ``[s, b, h]`` and vec ``[b, h]``."""
         shift, scale = self.modulation.parts(vec)
         return self.linear(modulated_alone(hidden, shift, scale))  # type: ignore[no-any-return]

@@ -1,22 +1,22 @@
-"""What a forward pass takes, checked: nothing is swallowed, nothing is guessed.
-
-How an MMDiT of given sizes is initialized, recomputed and cut.
-
-Blocks of both kinds, dealt to pipeline stages by cost.
-"""
+"""The inputs of an MMDiT: what they must be, and how the first stage embeds them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any
 
 import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.layers.attention import GATHER
-from megatron_ext.video.config.mmdit import MMDiTSizes
+from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH, MMDiTSizes
+from megatron_ext.video.model.linear import mark_replicated
+from megatron_ext.video.model.modulation import VectorEmbedder, mark_new_branch, start_at_zero
+from megatron_ext.video.model.tokens import TokenRange
 
 SWITCHES = {"guidance": "guidance_embed", "cond": "cond_embed"}
 """Inputs that a model takes only if it was built for them."""
@@ -25,16 +25,16 @@ SWITCHES = {"guidance": "guidance_embed", "cond": "cond_embed"}
 def check_inputs(
     sizes: MMDiTSizes, given: Mapping[str, Tensor | None], *, is_first_stage: bool
 ) -> None:
-    """Compare inputs with the sizes and with each other.
+    """Check the inputs of `MMDiT.forward` against the sizes and each other.
 
     Args:
-        sizes: of the model.
-        given: all inputs of `MMDiT.forward` by name.
-        is_first_stage: all but the ids may be None on the stages after it.
+        given: all inputs by name.
+        is_first_stage: later stages may get None for all but the ids.
 
     Raises:
-        ConfigError: an optional input that the model does not take, or one that is missing.
-        DataError: a missing input, or one whose shape or dtype does not fit.
+        ConfigError: the model does not take an optional input that is given, or needs a missing
+            one.
+        DataError: an input is missing, or its shape or type does not fit.
     """
     for name, switch in SWITCHES.items():
         _check_optional(name, given[name], switch, getattr(sizes, switch), is_first_stage)
@@ -98,96 +98,71 @@ def _check_precision(given: Mapping[str, Tensor | None]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class MMDiTOptions:
-    """What changes no shape of a parameter.
-
-    Attributes:
-        adaln_zero: modulations and the last layer start at zero (DiT, arXiv:2212.09748), so that
-            every block begins as the identity and the model predicts zero. For training from
-            scratch; Open-Sora starts from the weights of FLUX instead.
-        recompute_double_blocks: the first so many double blocks of the model keep only their
-            inputs, and are run again in the backward pass; more than there are means all.
-        recompute_single_blocks: the same of single blocks.
-        cp_comm_type: how context-parallel ranks attend to the whole sequence: ``all_gather`` (or
-            ``p2p``) collects keys and values, ``a2a`` trades heads for sequence.
-        double_block_cost: time of a double block over that of a single one, by which blocks are
-            dealt to pipeline stages. Both multiply every token by 12 h^2 weights (mlp_ratio 4) and
-            attend alike, so it is 1; measure it, or take 2.4, the ratio of their parameters, to
-            balance memory.
-
-    Raises:
-        ConfigError: a value out of its range.
-    """
-
-    adaln_zero: bool = False
-    recompute_double_blocks: int = 0
-    recompute_single_blocks: int = 0
-    cp_comm_type: str = "all_gather"
-    double_block_cost: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("recompute_double_blocks", "recompute_single_blocks"):
-            if getattr(self, name) < 0:
-                raise ConfigError(
-                    f"`{name}` ({getattr(self, name)}) must be 0 or more; 0 recomputes nothing."
-                )
-        if self.cp_comm_type not in (*GATHER, "a2a"):
-            raise ConfigError(
-                f"`cp_comm_type` ({self.cp_comm_type}) must be p2p, all_gather or a2a."
-            )
-        if not 0 < self.double_block_cost < float("inf"):
-            raise ConfigError(
-                f"`double_block_cost` ({self.double_block_cost}) must be a positive number; 1 if "
-                "it was not measured."
-            )
+MAX_PERIOD = 10_000.0
 
 
-def stage_blocks(sizes: MMDiTSizes, num_stages: int, double_block_cost: float) -> list[range]:
-    """The blocks of each stage.
+TIME_FACTOR = 1000.0
+
+
+def timestep_sinusoid(u: Tensor) -> Tensor:
+    """Return the sinusoid of ``1000 u`` in float32: 128 cosines, then the sines of the same angles.
+
+    The frequencies are ``exp(-ln(10000) j / 128)``. A timestep must come in float32: rounded to
+    bfloat16 before, 1000 u would have steps of 4 between 512 and 1024.
 
     Args:
-        sizes: of the model.
-        num_stages: pipeline stages, virtual ones included.
-        double_block_cost: time of a double block over that of a single one.
+        u: ``[b]``, timesteps from 0 to 1 or guidance strengths.
 
     Returns:
-        For each stage a range over all blocks, double blocks first.
-
-    Raises:
-        ConfigError: fewer blocks than stages.
+        ``[b, 256]``.
     """
-    if num_stages > sizes.num_blocks:
-        raise ConfigError(
-            f"the pipeline has {num_stages} stages, but the model only {sizes.num_blocks} blocks "
-            f"({sizes.num_double_blocks} double, {sizes.num_single_blocks} single); use a smaller "
-            "`--pipeline-model-parallel-size`."
-        )
-    costs = [double_block_cost] * sizes.num_double_blocks + [1.0] * sizes.num_single_blocks
-    return list(_deal(tuple(costs), num_stages))
+    half = TIMESTEP_WIDTH // 2
+    steps = torch.arange(half, dtype=torch.float32, device=u.device)
+    frequencies = torch.exp(-math.log(MAX_PERIOD) * steps / half)
+    angles = (TIME_FACTOR * u.float())[:, None] * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
-@lru_cache(maxsize=16)
-def _deal(costs: tuple[float, ...], num_stages: int) -> tuple[range, ...]:
-    """Contiguous parts, none empty, whose largest cost is smallest, and as even as can be then.
+class Embedding(MegatronModule):  # type: ignore[misc]
+    """The layers by which the first stage embeds tokens, timestep, pooled text and guidance.
 
-    Dynamic programming over the number of blocks dealt: ``best[i]`` is the (largest cost, sum of
-    squares) of the best way to deal the first i blocks, with its ends of stages.
+    The branch of the condition starts at zero, so that it changes nothing when it is added to a
+    model trained without.
     """
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
-    for stage in range(1, num_stages + 1):
-        last_end = len(costs) - (num_stages - stage)
-        longer: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for end in range(stage, last_end + 1):
-            longer[end] = min(
-                (max(largest, cost), squares + cost**2, (*ends, end))
-                for start, (largest, squares, ends) in best.items()
-                if start < end
-                for cost in (sums[end] - sums[start],)
-            )
-        best = longer
-    ends = best[len(costs)][2]
-    return tuple(range(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True))
+
+    def __init__(
+        self, config: TransformerConfig, sizes: MMDiTSizes, tp_group: ProcessGroup
+    ) -> None:
+        super().__init__(config=config)
+        self.tp_group = tp_group
+        h = sizes.hidden_size
+        self.img_in = torch.nn.Linear(sizes.token_width, h)
+        self.txt_in = torch.nn.Linear(sizes.text_width, h)
+        self.time_in = VectorEmbedder(TIMESTEP_WIDTH, h)
+        self.pooled_in = VectorEmbedder(sizes.pooled_width, h)
+        self.guidance_in = VectorEmbedder(TIMESTEP_WIDTH, h) if sizes.guidance_embed else None
+        self.cond_in = torch.nn.Linear(sizes.cond_width, h) if sizes.cond_embed else None
+        if self.cond_in is not None:
+            start_at_zero(self.cond_in)
+            mark_new_branch(self.cond_in)
+        mark_replicated(self, config)
+
+    def forward(self, given: Mapping[str, Any], held: TokenRange) -> tuple[Tensor, Tensor]:
+        """Embed the tokens that this rank holds, and the vector that modulates every block.
+
+        Args:
+            given: inputs of `MMDiT.forward` by name, checked.
+            held: which of the tokens to embed.
+
+        Returns:
+            Text before image tokens, ``[s, b, h]``, and vec, ``[b, h]``.
+        """
+        dtype = self.img_in.weight.dtype
+        image = self.img_in(given["img"][:, held.image].to(dtype))
+        if self.cond_in is not None:
+            image = image + self.cond_in(given["cond"][:, held.image].to(dtype))
+        text = self.txt_in(given["txt"][:, held.text].to(dtype))
+        vec = self.time_in(timestep_sinusoid(given["timesteps"])) + self.pooled_in(given["y_vec"])
+        if self.guidance_in is not None:
+            vec = vec + self.guidance_in(timestep_sinusoid(given["guidance"]))
+        return torch.cat((text, image), dim=1).transpose(0, 1), vec

@@ -1,4 +1,4 @@
-"""MMDiT: one pipeline chunk of it.
+"""One pipeline chunk of an MMDiT.
 
 Every block of every stage needs ``vec``, the embedding of timestep and pooled text. It travels as
 one more row of the hidden tensor, ``[s + 1, b, h]``: its gradient then flows back to the embedders
@@ -8,60 +8,28 @@ gradient summed over the stages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.mmdit import MMDiTSizes
+from megatron_ext.video.model.chunk import Blocks, VideoChunk
 from megatron_ext.video.model.mmdit.blocks import DoubleBlock, FinalLayer, SingleBlock
-from megatron_ext.video.model.mmdit.inputs import MMDiTOptions, check_inputs, stage_blocks
-from megatron_ext.video.model.mmdit.pointwise import rotary_table
-from megatron_ext.video.model.modulation import Embedding
+from megatron_ext.video.model.mmdit.inputs import Embedding, check_inputs
+from megatron_ext.video.model.mmdit.options import MMDiTOptions, stage_blocks
+from megatron_ext.video.model.rotary import rotary_table
 from megatron_ext.video.model.tokens import LocalTokens, TokenRange
 
-if TYPE_CHECKING:
-    from megatron_ext.parallel.context import ParallelContext
 
+class MMDiT(VideoChunk):
+    """One pipeline chunk of an MMDiT; the first holds the embedding, the last the final layer."""
 
-class Blocks(torch.nn.ModuleDict):
-    """Blocks by their number in the whole model, which names them in any layout."""
-
-    def sharded_state_dict(
-        self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        """The shards of all blocks."""
-        state: dict[str, Any] = {}
-        for number, block in self.items():
-            named: Any = block
-            state |= named.sharded_state_dict(f"{prefix}{number}.", sharded_offsets, metadata)
-        return state
-
-
-class MMDiT(MegatronModule):  # type: ignore[misc]
-    """One pipeline chunk.
-
-    Args:
-        config: with the fields of ``sizes.transformer_fields()``.
-        sizes: of the whole model.
-        options: see there.
-        groups: of this rank.
-        stage: of this chunk; the first holds the embedding, the last the final layer.
-        num_stages: pipeline stages, virtual ones included.
-
-    Raises:
-        ConfigError: a configuration that is not that of the sizes, or a layout that cannot hold
-            the model.
-    """
-
-    share_embeddings_and_output_weights = False
+    title = "MMDiT"
 
     def __init__(
         self,
@@ -73,12 +41,7 @@ class MMDiT(MegatronModule):  # type: ignore[misc]
         stage: int = 0,
         num_stages: int = 1,
     ) -> None:
-        super().__init__(config=config)
-        _check_config(config, sizes)
-        self.sizes, self.options, self.pg_collection = sizes, options, groups
-        self.tp_group, self.cp_group = groups.tp, groups.cp
-        self.pre_process, self.post_process = stage == 0, stage == num_stages - 1
-        self.entering: Tensor | None = None
+        super().__init__(config, sizes, options, groups, stage=stage, num_stages=num_stages)
         self.embedding = Embedding(config, sizes, groups.tp) if self.pre_process else None
         first_single = sizes.num_double_blocks
         self.double_blocks, self.single_blocks = Blocks(), Blocks()
@@ -92,32 +55,28 @@ class MMDiT(MegatronModule):  # type: ignore[misc]
             FinalLayer(config, sizes, options, groups.tp) if self.post_process else None
         )
 
-    def set_input_tensor(self, tensors: Tensor | Sequence[Tensor | None] | None) -> None:
-        """Take the hidden tensor of the stage before, ``[s + 1, b, h]``."""
-        self.entering = tensors if tensors is None or isinstance(tensors, Tensor) else tensors[0]
-
     def local_tokens(self, num_text: int, num_image: int) -> LocalTokens:
-        """Which tokens this rank works on.
+        """Return which tokens this rank works on.
 
         Raises:
-            DataError: a sequence that cannot be cut into equal parts.
+            DataError: the sequence cannot be cut into equal parts.
         """
         whole = TokenRange.whole(num_text, num_image)
-        chunk = whole.part(self.cp_group.rank(), self.cp_group.size())
+        cp_slice = whole.part(self.cp_group.rank(), self.cp_group.size())
         if not self.config.sequence_parallel:
-            return LocalTokens(chunk, chunk)
-        return LocalTokens(chunk, chunk.part(self.tp_group.rank(), self.tp_group.size()))
+            return LocalTokens(cp_slice, cp_slice)
+        return LocalTokens(cp_slice, cp_slice.part(self.tp_group.rank(), self.tp_group.size()))
 
     def image_tokens(self, num_text: int, num_image: int) -> slice:
-        """Which image tokens the velocity on this rank belongs to.
+        """Return the image tokens to which the velocity on this rank belongs.
 
         Targets and masks are to be cut alike, and the sum over tokens divided by the number of
         tokens of all ranks, for ranks may hold unequal numbers of them, or none.
         """
-        return self.local_tokens(num_text, num_image).chunk.image
+        return self.local_tokens(num_text, num_image).cp_slice.image
 
     def boundary_shape(self, num_text: int, num_image: int, micro_batch_size: int) -> list[int]:
-        """Shape of what passes between stages on this rank, ``[s + 1, b, h]``."""
+        """Return the shape of the tensor between stages on this rank, ``[s + 1, b, h]``."""
         held = self.local_tokens(num_text, num_image).part
         return [len(held) + 1, micro_batch_size, self.sizes.hidden_size]
 
@@ -153,8 +112,7 @@ class MMDiT(MegatronModule):  # type: ignore[misc]
             ``[b, local N, C * p * p]``; before it hidden states and vec, ``[s + 1, b, h]``.
 
         Raises:
-            ConfigError: an optional input that the model does not take, or one that is missing.
-            DataError: inputs whose shapes do not fit.
+            ConfigError, DataError: see `check_inputs`.
         """
         given = {
             "img_ids": img_ids,
@@ -169,16 +127,16 @@ class MMDiT(MegatronModule):  # type: ignore[misc]
         check_inputs(self.sizes, given, is_first_stage=self.pre_process)
         tokens = self.local_tokens(txt_ids.size(1), img_ids.size(1))
         hidden, vec = self._enter(given, tokens.part)
-        ids = torch.cat((txt_ids, img_ids), dim=1)[:, tokens.chunk.start : tokens.chunk.end]
+        ids = torch.cat((txt_ids, img_ids), dim=1)[:, tokens.cp_slice.start : tokens.cp_slice.end]
         sizes = self.sizes
         table = rotary_table(ids, sizes.axes_dim, sizes.head_dim, sizes.rope_theta)
         hidden = self._run_blocks(hidden, vec, table, tokens)
         if self.final_layer is None:
             return torch.cat((hidden, vec.unsqueeze(0)))
-        return self._velocity(self.final_layer(hidden, vec), tokens.chunk)
+        return self._velocity(self.final_layer(hidden, vec), tokens.cp_slice)
 
     def _enter(self, given: Mapping[str, Tensor | None], held: TokenRange) -> tuple[Tensor, Tensor]:
-        """Hidden states ``[s, b, h]`` and vec ``[b, h]``: embedded, or from the stage before."""
+        """Return ``[s, b, h]`` and vec ``[b, h]``: embedded, or as the stage before gives them."""
         if self.embedding is not None:
             return self.embedding(given, held)  # type: ignore[no-any-return]
         assert self.entering is not None
@@ -198,17 +156,17 @@ class MMDiT(MegatronModule):  # type: ignore[misc]
                     hidden = block(hidden, vec, table, tokens)
         return hidden
 
-    def _velocity(self, output: Tensor, chunk: TokenRange) -> Tensor:
-        """All of the chunk's image tokens on every tensor-parallel rank.
+    def _velocity(self, output: Tensor, cp_slice: TokenRange) -> Tensor:
+        """Return the velocity of the slice's image tokens, on every tensor-parallel rank.
 
         Text rows went through the final layer too: equal parts are gathered at once, and the
-        gradient of vec is, as in the blocks, that of the tokens that the rank holds.
+        gradient of vec comes, as in the blocks, from the tokens that the rank holds.
         """
         if self.config.sequence_parallel:
             output = gather_from_sequence_parallel_region(
                 output, tensor_parallel_output_grad=False, group=self.tp_group
             )
-        return output[chunk.local_text :].transpose(0, 1).contiguous()
+        return output[cp_slice.local_text :].transpose(0, 1).contiguous()
 
 
 def _recomputed(
@@ -225,40 +183,3 @@ def _recomputed(
 
     output: Tensor = tensor_parallel.checkpoint(run, False, hidden, vec, *table)
     return output
-
-
-def _check_config(config: TransformerConfig, sizes: MMDiTSizes) -> None:
-    for name, value in sizes.transformer_fields().items():
-        if getattr(config, name) != value:
-            raise ConfigError(
-                f"`{name}` ({getattr(config, name)}) must be {value} for this MMDiT; build the "
-                "configuration from `MMDiTSizes.transformer_fields()`."
-            )
-
-
-def build_mmdit_chunk(
-    sizes: MMDiTSizes,
-    options: MMDiTOptions,
-    transformer_config: TransformerConfig,
-    context: ParallelContext,
-    *,
-    vp_stage: int | None = None,
-) -> MMDiT:
-    """Build one chunk of this rank.
-
-    Args:
-        sizes: of the whole model.
-        options: see there.
-        transformer_config: with the fields of ``sizes.transformer_fields()``.
-        context: process groups of this rank.
-        vp_stage: index of the virtual chunk on this rank; None with one chunk.
-    """
-    placement = context.placement
-    return MMDiT(
-        transformer_config,
-        sizes,
-        options,
-        context.pgs,
-        stage=placement.stage_of(context.pp_rank, vp_stage or 0),
-        num_stages=placement.num_stages,
-    )

@@ -1,20 +1,14 @@
 """Self-attention of frame blocks over cached and new frames, under context parallelism.
 
-A block's key set is one for all of its queries, so that no mask is ever made: each block attends to
+All queries of a block have one set of keys, so that no mask is ever made: each block attends to
 the frames that it sees. Keys are rotated by their absolute frame before they are cached; their
 order does not matter.
-
-Which frames a frame sees: a local window and the first frames of the video (attention sinks).
-
-Keys and values of the text in every block, kept between passes without gradient.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -29,7 +23,7 @@ from megatron_ext.video.model.tokens import frames_first, parts_first
 
 @dataclass(frozen=True)
 class FrameWindow:
-    """Block-causal attention over latent frames.
+    """Block-causal attention over latent frames: a local window and attention sinks.
 
     Frames come in blocks that are denoised together. The queries of a block see the whole block,
     the sink frames, and the frames right before the block; nothing of a later block. This is the
@@ -41,7 +35,7 @@ class FrameWindow:
         sink: first frames of the video, S, which are always seen.
 
     Raises:
-        ConfigError: frames that do not fit together.
+        ConfigError: the numbers of frames do not fit together.
     """
 
     block: int = 3
@@ -61,16 +55,16 @@ class FrameWindow:
             )
 
     def visible(self, start: int) -> tuple[range, range]:
-        """Sink frames and local frames that the block from ``start`` on sees, both absolute."""
+        """Return the sink frames and the local frames that the block from ``start`` on sees."""
         end = start + self.block
         local_start = max(self.sink, end - (self.window - self.sink))
         return range(min(self.sink, end)), range(local_start, max(end, local_start))
 
     def blocks(self, first_frame: int, num_frames: int) -> Iterator[int]:
-        """First frames of the blocks of a stretch of frames.
+        """Return the first frames of the blocks of consecutive frames.
 
         Raises:
-            DataError: frames that are not whole blocks.
+            DataError: the frames are not whole blocks.
         """
         for name, value in (("first_frame", first_frame), ("num_frames", num_frames)):
             if value % self.block or value < 0:
@@ -81,13 +75,13 @@ class FrameWindow:
         return iter(range(first_frame, first_frame + num_frames, self.block))
 
     def capacity_for(self, chunk_frames: int) -> int:
-        """Frames that a cache must hold so that any block of the newest chunk can be run again.
+        """Return how many frames a cache needs so that any block of the newest chunk can run again.
 
         The first block of the chunk sees W - B frames before it; the chunk itself follows.
 
         Args:
-            chunk_frames: frames from the first block that may be run again to the newest frame;
-                one block if none is ever run again after the next was started.
+            chunk_frames: frames from the first block that may be run again to the newest frame; one
+                block if none is ever run again after the next was started.
         """
         return self.window + chunk_frames - self.block
 
@@ -97,11 +91,11 @@ KeyValue = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Which of the key frames each stretch of query frames attends to.
+    """The key frames to which each run of consecutive query frames attends.
 
     Attributes:
         past: absolute numbers of cached frames whose keys come before the new ones.
-        blocks: stretches of the new frames, each with stretches of the key frames.
+        blocks: slices of the new frames, each with slices of the key frames.
     """
 
     past: tuple[int, ...]
@@ -109,20 +103,19 @@ class AttentionPlan:
 
     @classmethod
     def bidirectional(cls, num_frames: int) -> AttentionPlan:
-        """All frames see each other."""
+        """Return the plan in which all frames see each other."""
         return cls((), ((slice(0, num_frames), (slice(0, num_frames),)),))
 
     @classmethod
     def causal(
         cls, window: FrameWindow, first_frame: int, num_frames: int, past: Sequence[int]
     ) -> AttentionPlan:
-        """What the window lets each block see of past and new frames.
+        """Return the plan of the past and new frames that the window lets each block see.
 
         Args:
-            window: see `FrameWindow`.
             first_frame: absolute number of the first new frame.
             num_frames: new frames, whole blocks.
-            past: absolute numbers of the frames before them that there are, ascending.
+            past: absolute numbers of the earlier frames that there are, ascending.
         """
         new = range(first_frame, first_frame + num_frames)
         position = {frame: index for index, frame in enumerate((*past, *new))}
@@ -135,7 +128,7 @@ class AttentionPlan:
 
 
 def _slices(indices: Iterable[int]) -> tuple[slice, ...]:
-    """Ascending indices as slices."""
+    """Return ascending indices as slices."""
     found: list[slice] = []
     for index in indices:
         if found and found[-1].stop == index:
@@ -159,7 +152,7 @@ class FrameAttention:
         self.trades_heads = trades_heads and cp_group.size() > 1
 
     def exchange(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """From ``[t, n, b, heads, d]`` as the layers give it to how it is cached and attended."""
+        """Turn ``[t, n, b, heads, d]`` of the layers into what is cached and attended to."""
         if not self.trades_heads:
             return query, key, value
         t, cp = query.size(0), self.cp_group.size()
@@ -175,7 +168,7 @@ class FrameAttention:
 
         Args:
             query: ``[t, n, b, heads, d]``, exchanged.
-            new: keys and values of the new frames, alike.
+            new: keys and values of the new frames, in the same shape.
             past: cached ones of each of ``plan.past``, ``[1, n, b, heads, d]``.
             plan: who sees whom.
 
@@ -191,7 +184,9 @@ class FrameAttention:
         return torch.unflatten(rows, 0, (query.size(0), -1))
 
     def _keys(self, new: KeyValue, past: Sequence[KeyValue]) -> KeyValue:
-        """All tokens of past and new frames, ``[f, n, b, heads, d]`` each."""
+        """Return keys and values of past and new frames from all ranks, ``[f, n, b, heads, d]``
+        each.
+        """
         collects = self.cp_group.size() > 1 and not self.trades_heads
         if not past:
             return self._collected(new) if collects else new
@@ -205,7 +200,7 @@ class FrameAttention:
         return self._collected(both) if collects else both
 
     def _collected(self, pair: KeyValue) -> KeyValue:
-        """All ranks' tokens of keys and values; gradients are summed back to their owners."""
+        """Collect keys and values from all ranks; gradients are summed back to their owners."""
         stacked = torch.stack(pair, dim=2).flatten(0, 1)
         gathered = gather_from_sequence_parallel_region(
             stacked, tensor_parallel_output_grad=True, group=self.cp_group
@@ -215,7 +210,7 @@ class FrameAttention:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Sequence[slice]) -> Tensor:
-    """``softmax(q k / sqrt(d)) v`` over the frames seen; ``[t, n, b, heads, d]``."""
+    """Return ``softmax(q k / sqrt(d)) v`` over the frames seen; ``[t, n, b, heads, d]``."""
     q, k, v = (
         x.permute(2, 3, 0, 1, 4).flatten(2, 3)
         for x in (query, _selected(key, seen), _selected(value, seen))
@@ -225,69 +220,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Sequence[slice]) ->
 
 
 def _selected(x: Tensor, seen: Sequence[slice]) -> Tensor:
-    """Some of the frames of ``[f, ...]``."""
+    """Return some of the frames of ``[f, ...]``."""
     if len(seen) == 1:
         # A slice of all would give its gradient a copy of its own.
         return x if seen[0] == slice(0, x.size(0)) else x[seen[0]]
     return torch.cat([x[part] for part in seen])
-
-
-class TextMemo:
-    """What the blocks make of one text; another text empties it.
-
-    Args:
-        num_blocks: transformer blocks.
-
-    Attributes:
-        text: a copy of the text, ``[b, l, text_width]``; None at first.
-        key_values: of each block, ``[l, b, n, d]`` each.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self.clear()
-
-    @property
-    def is_filled(self) -> bool:
-        """Every block has its keys and values."""
-        return len(self.key_values) == self.num_blocks
-
-    def clear(self) -> None:
-        """Forget the text, at a new sequence or when the weights have changed."""
-        self.text: Tensor | None = None
-        self.key_values: dict[int, KeyValue] = {}
-        self._source: tuple[weakref.ref[Tensor], int] | None = None
-
-    def begin(self, text: Tensor) -> bool:
-        """Whether it is filled for this text ``[b, l, text_width]``; begins anew if not."""
-        if self.is_filled and self._is_of(text):
-            return True
-        self.clear()
-        self.text = text.detach().clone()
-        self._source = weakref.ref(text), _version(text)
-        return False
-
-    def _is_of(self, text: Tensor) -> bool:
-        """The very tensor, unchanged, tells so without a look at its values on the device."""
-        if self._source is not None:
-            source, version = self._source
-            if source() is text and version == _version(text) >= 0:
-                return True
-        known = self.text
-        return (
-            known is not None and known.shape == text.shape and torch.equal(known, text.to(known))
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """What it holds; weights may have changed since it was made, so it is not made again."""
-        return {"text": self.text, "key_values": dict(self.key_values)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
-        self.clear()
-        self.text, self.key_values = state["text"], dict(state["key_values"])
-
-
-def _version(text: Tensor) -> int:
-    """Number of writes to a tensor; -1 for those that do not count them."""
-    return -1 if text.is_inference() else text._version

@@ -1,4 +1,4 @@
-"""The block of the video DiT: self-attention, attention to the text, feed-forward layers."""
+"""The block of a Wan network: self-attention, attention to the text, feed-forward layers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch import Tensor
 from megatron_ext.layers import sdpa
 from megatron_ext.layers.pointwise import LayerNorm, activated, spec_of, weights_of
 from megatron_ext.video.model.linear import column, column_of_whole, heads_of, mark_replicated, row
+from megatron_ext.video.model.rotary import Table
 from megatron_ext.video.model.tokens import parts_first
 from megatron_ext.video.model.wan.attention import AttentionPlan, FrameAttention, KeyValue
 from megatron_ext.video.model.wan.cache import CachePass
-from megatron_ext.video.model.wan.embedder import Conditioning, Table
-from megatron_ext.video.model.wan.inputs import VideoDiTOptions
+from megatron_ext.video.model.wan.inputs import Conditioning
+from megatron_ext.video.model.wan.options import VideoDiTOptions
 from megatron_ext.video.model.wan.pointwise import (
     FullWidthRMSNorm,
     ModulationTable,
@@ -25,27 +26,27 @@ from megatron_ext.video.model.wan.pointwise import (
     gated,
     gated_and_normed,
     heads,
-    modulated_beside,
+    residual_and_modulated,
     squares_of_heads,
     summed,
 )
 
 WithBias = tuple[Tensor, Tensor]
-"""What a linear layer gives, and the bias that is to be added to it."""
+"""The output of a linear layer, and the bias that is to be added to it."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What all blocks share in one forward pass.
+    """Everything that all blocks share in one forward pass.
 
     Attributes:
         num_frames: t.
         parts: tensor-parallel ranks that share out the sequence.
-        table: rotary table of the chunk's tokens.
+        table: rotary table of the slice's tokens.
         plan: which frames see which.
         cached: pass over the cache, None without one.
-        text: keys and values of the text by block, to read and to fill; None computes them, so
-            that they get gradients.
+        text: keys and values of the text by block, to read and to fill; None computes them, so that
+            they get gradients.
     """
 
     num_frames: int
@@ -57,7 +58,7 @@ class Run:
 
 
 class SelfAttention(MegatronModule):  # type: ignore[misc]
-    """Attention over the frames that the window, or the absence of one, lets each frame see."""
+    """Attention over the frames that the window, if there is one, lets each frame see."""
 
     def __init__(
         self, config: TransformerConfig, options: VideoDiTOptions, groups: ProcessGroupCollection
@@ -72,7 +73,7 @@ class SelfAttention(MegatronModule):  # type: ignore[misc]
         self.attention = FrameAttention(groups.cp, trades_heads=options.cp_comm_type == "a2a")
 
     def forward(self, x: Tensor, number: int, run: Run) -> WithBias:
-        """``[s, b, h]`` to the same and a bias to add, in block ``number`` of the model."""
+        """Return ``[s, b, h]`` and a bias to add for ``[s, b, h]``, in block ``number``."""
         fused, bias = self.linear_qkv(x)
         q, k, v = self.attention.exchange(*self._heads(fused, bias, run))
         past = run.cached.past_key_values(number) if run.cached is not None else ()
@@ -83,7 +84,7 @@ class SelfAttention(MegatronModule):  # type: ignore[misc]
         return out
 
     def _heads(self, fused: Tensor, bias: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the projection, ``[t, n, b, heads, d]`` each."""
+        """Return queries, keys and values of the projection, ``[t, n, b, heads, d]`` each."""
         config, total = self.config, None
         if self.tp_group.size() > 1:
             total = summed(squares_of_heads(fused, bias, config.kv_channels), self.tp_group)
@@ -115,7 +116,7 @@ class CrossAttention(MegatronModule):  # type: ignore[misc]
         self.linear_proj = row(config, tp, h, h)
 
     def forward(self, x: Tensor, text: Tensor, number: int, run: Run) -> WithBias:
-        """``[s, b, h]`` and text ``[l, b, h]`` to ``[s, b, h]`` and a bias, in block ``number``."""
+        """Return ``[s, b, h]`` and a bias to add for ``[s, b, h]`` and text ``[l, b, h]``."""
         projected, bias = self.linear_q(x)
         (query,) = heads_of(projected, 1, self.config.kv_channels)
         key, value = self._key_value(text, number, run.text)
@@ -125,7 +126,7 @@ class CrossAttention(MegatronModule):  # type: ignore[misc]
         return out
 
     def _key_value(self, text: Tensor, number: int, known: dict[int, KeyValue] | None) -> KeyValue:
-        """Of the text, ``[l, b, n, d]`` each."""
+        """Return keys and values of the text, ``[l, b, n, d]`` each."""
         if known is not None and number in known:
             return known[number]
         projected, bias = self.linear_kv(text)
@@ -140,10 +141,7 @@ class Block(MegatronModule):  # type: ignore[misc]
     """One block; its modulation differs from frame to frame.
 
     Args:
-        config: of the run.
-        options: see there.
-        groups: of this rank.
-        number: of the block in the whole model.
+        number: number of the block in the whole model.
     """
 
     def __init__(
@@ -165,19 +163,10 @@ class Block(MegatronModule):  # type: ignore[misc]
         self.linear_fc2 = row(config, tp, ffn, h)
 
     def forward(self, hidden: Tensor, given: Conditioning, run: Run) -> Tensor:
-        """Run the block.
-
-        Args:
-            hidden: what this rank holds of the frames' tokens, ``[s, b, h]``.
-            given: timesteps and text.
-            run: see there.
-
-        Returns:
-            As ``hidden``.
-        """
+        """Run the block on what this rank holds of the frames' tokens, ``[s, b, h]``."""
         parts = self.modulation(torch.unflatten(given.modulation, -1, (6, -1)))
         shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = parts
-        hidden, normed = modulated_beside(hidden, shift, scale)
+        hidden, normed = residual_and_modulated(hidden, shift, scale)
         attended = self.self_attention(normed, self.number, run)
         norm = self.cross_norm
         hidden, normed = gated_and_normed(hidden, *attended, gate, *weights_of(norm), spec_of(norm))

@@ -1,12 +1,13 @@
-"""Keys and values of the frames that later frames see, and those of the text.
+"""Keys and values that later passes read: those of earlier frames, and those of the text.
 
 The cache knows which absolute frame lies in which slot, so that nothing has to be shifted when it
-is full, no frame can be taken for another, and a slot that was never written is never read. What it
-holds never belongs to an autograd graph.
+is full, no frame can be taken for another, and a slot that was never written is never read. Its
+tensors never belong to an autograd graph.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +16,16 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
-from megatron_ext.video.model.wan.attention import FrameWindow, KeyValue, TextMemo
+from megatron_ext.video.model.wan.attention import FrameWindow, KeyValue
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a cache holds of each frame on this rank.
+    """The shape of what a cache holds of each frame on this rank.
 
     Attributes:
         num_blocks: transformer blocks, each with keys and values of its own.
-        tokens: of a frame.
+        tokens: tokens of a frame.
         batch: sequences.
         num_heads: attention heads.
         head_dim: features of a head.
@@ -38,27 +39,23 @@ class CacheShape:
 
 
 class KVCache:
-    """Cached frames of one sequence batch on one rank; build it by `VideoDiT.new_cache`.
+    """Cached frames of one sequence batch on one rank; `VideoDiT.new_cache` builds it.
 
     A full cache drops its oldest frames but for the sinks. A frame that it holds is overwritten in
     place, by a pass over that very frame and no other. It never holds a graph.
 
     Args:
-        window: of the model.
-        shape: of a frame.
         capacity_frames: frames that it holds.
         chunk_frames: see `FrameWindow.capacity_for`.
-        dtype: of keys and values.
-        device: where they lie.
 
     Attributes:
-        keys: of each block, ``[capacity, n, b, heads, d]``, rotated; by slot, see `slot_of`.
-        values: alike.
+        keys, values: for each block ``[capacity, n, b, heads, d]`` by slot (see `slot_of`), the
+            keys rotated.
         end: one past the newest frame ever written.
-        memo: of the text.
+        memo: keys and values of the text.
 
     Raises:
-        ConfigError: too small a capacity, with the number that is needed.
+        ConfigError: the capacity is too small; the message says what is needed.
     """
 
     def __init__(
@@ -97,10 +94,10 @@ class KVCache:
         self.memo.clear()
 
     def skip_to(self, frame: int) -> None:
-        """Go on at a later frame; the frames before it, but for the sinks, are seen by none.
+        """Go on at a later frame; no frame sees those before it, but for the sinks.
 
         Raises:
-            ConfigError: a frame before the newest.
+            ConfigError: the frame lies before the newest.
         """
         if frame < self.end:
             raise ConfigError(
@@ -112,11 +109,11 @@ class KVCache:
 
     @property
     def frames(self) -> tuple[int, ...]:
-        """Absolute numbers of the frames held, ascending."""
+        """Return the absolute numbers of the frames held, ascending."""
         return tuple(sorted(self._slots))
 
     def slot_of(self, frame: int) -> int:
-        """Where a held frame lies in `keys` and `values`."""
+        """Return where a held frame lies in `keys` and `values`."""
         return self._slots[frame]
 
     @property
@@ -131,15 +128,15 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of keys and values."""
+        """Return the memory of keys and values."""
         return sum(x.nbytes for x in (*self.keys, *self.values))
 
     def past_of(self, first_frame: int, num_frames: int) -> tuple[int, ...]:
-        """Held frames that new frames see, ascending.
+        """Return the held frames that new frames see, ascending.
 
         Raises:
-            DataError: frames that are no whole blocks, or that do not follow what was run.
-            ConfigError: a frame that was dropped, with the capacity that is needed.
+            DataError: the frames are no whole blocks, or do not follow what was run.
+            ConfigError: a frame was dropped; the message says which capacity is needed.
         """
         new = range(first_frame, first_frame + num_frames)
         if first_frame > self.end:
@@ -179,21 +176,20 @@ class KVCache:
         )
 
     def slices(self, block: int, frames: Iterable[int]) -> list[KeyValue]:
-        """Keys and values of held frames in a transformer block, views ``[1, n, b, heads, d]``."""
+        """Return a block's keys and values of held frames, as views ``[1, n, b, heads, d]``."""
         keys, values = self.keys[block], self.values[block]
         slots = [self._slots[f] for f in frames]
         return [(keys[s : s + 1], values[s : s + 1]) for s in slots]
 
     def stamps_of(self, frames: Iterable[int]) -> dict[int, int | None]:
-        """When each of the frames was last written; None if it is no longer held."""
+        """Return when each of the frames was last written; None if it is no longer held."""
         return {f: self._stamps[f] if f in self._slots else None for f in frames}
 
     def write(self, first_frame: int, new: Mapping[int, KeyValue]) -> None:
         """Take keys and values of new or of held frames, from all transformer blocks at once.
 
         Args:
-            first_frame: of them.
-            new: by transformer block, ``[t, n, b, heads, d]`` each.
+            new: ``[t, n, b, heads, d]`` each, by transformer block.
         """
         frames = range(first_frame, first_frame + new[0][0].size(0))
         self._make_room(frames)
@@ -219,7 +215,7 @@ class KVCache:
         self._slots |= {f: next(free) for f in kept if f not in self._slots}
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, on this rank; tensors are not copied."""
+        """Return all that this rank holds; tensors are not copied."""
         return {
             "keys": self.keys,
             "values": self.values,
@@ -233,7 +229,7 @@ class KVCache:
         """Take over what `state_dict` of a cache of the same shape gave.
 
         Raises:
-            CheckpointError: a cache of another shape.
+            CheckpointError: the state is of another shape.
         """
         pairs = list(zip(("keys", "values"), (self.keys, self.values), strict=True))
         for name, own in pairs:
@@ -256,9 +252,6 @@ class CachePass:
     recomputed in the backward pass, it reads the same frames and writes nothing.
 
     Args:
-        cache: to read from.
-        first_frame: of the new frames.
-        num_frames: of them.
         updates: write the new frames at the end.
 
     Attributes:
@@ -272,7 +265,7 @@ class CachePass:
         self._new: dict[int, KeyValue] = {}
 
     def past_key_values(self, block: int) -> list[KeyValue]:
-        """Cached keys and values of each of ``past``.
+        """Return cached keys and values of each of ``past``.
 
         Raises:
             ConfigError: the backward pass recomputes a block whose frames the cache has lost.
@@ -324,7 +317,7 @@ def _check_shapes(own: Sequence[Tensor], given: Sequence[Tensor]) -> None:
 
 
 def _ranges(frames: Sequence[int]) -> str:
-    """Ascending numbers in words, such as ``0-2, 9-14``."""
+    """Return ascending numbers in words, such as ``0-2, 9-14``."""
     parts: list[list[int]] = []
     for frame in frames:
         if parts and parts[-1][1] == frame - 1:
@@ -332,3 +325,64 @@ def _ranges(frames: Sequence[int]) -> str:
         else:
             parts.append([frame, frame])
     return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in parts) or "nothing"
+
+
+class TextMemo:
+    """Keys and values that the blocks made of one text; another text empties it.
+
+    Args:
+        num_blocks: transformer blocks.
+
+    Attributes:
+        text: a copy of the text, ``[b, l, text_width]``; None at first.
+        key_values: ``[l, b, n, d]`` each, by block.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.clear()
+
+    @property
+    def is_filled(self) -> bool:
+        """Return whether every block has its keys and values."""
+        return len(self.key_values) == self.num_blocks
+
+    def clear(self) -> None:
+        """Forget the text, at a new sequence or when the weights have changed."""
+        self.text: Tensor | None = None
+        self.key_values: dict[int, KeyValue] = {}
+        self._source: tuple[weakref.ref[Tensor], int] | None = None
+
+    def begin(self, text: Tensor) -> bool:
+        """Return whether it is filled for this text ``[b, l, text_width]``; begin anew if not."""
+        if self.is_filled and self._is_of(text):
+            return True
+        self.clear()
+        self.text = text.detach().clone()
+        self._source = weakref.ref(text), _version(text)
+        return False
+
+    def _is_of(self, text: Tensor) -> bool:
+        """Compare with the known text; the same unchanged tensor needs no look at its values."""
+        if self._source is not None:
+            source, version = self._source
+            if source() is text and version == _version(text) >= 0:
+                return True
+        known = self.text
+        return (
+            known is not None and known.shape == text.shape and torch.equal(known, text.to(known))
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it holds, which is stored: made again, it would follow changed weights."""
+        return {"text": self.text, "key_values": dict(self.key_values)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.clear()
+        self.text, self.key_values = state["text"], dict(state["key_values"])
+
+
+def _version(text: Tensor) -> int:
+    """Return the number of writes to a tensor; -1 for those that do not count them."""
+    return -1 if text.is_inference() else text._version

@@ -1,30 +1,29 @@
-"""What a forward pass takes, checked.
-
-How a video DiT of given sizes attends, starts, and is recomputed.
-
-Blocks dealt to pipeline stages, and layouts that cannot hold the model.
-"""
+"""The inputs of a Wan network: what they must be, and how the first stage embeds them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
+import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.layers.attention import GATHER
+from megatron_ext.errors import DataError
+from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH
 from megatron_ext.video.config.wan import VideoDiTSizes
-from megatron_ext.video.model.wan.attention import FrameWindow
+from megatron_ext.video.model.linear import mark_replicated
+from megatron_ext.video.model.modulation import VectorEmbedder
+from megatron_ext.video.model.tokens import FrameTokens, pack
 
 
 def check_inputs(sizes: VideoDiTSizes, x: Tensor, timesteps: Tensor, text: Tensor) -> None:
-    """Compare inputs with the sizes and with each other.
+    """Check the inputs of a forward pass against the sizes and each other.
 
     Raises:
-        DataError: one whose shape or dtype does not fit.
+        DataError: the shape or type of an input does not fit.
     """
     if x.dim() != 5 or x.size(2) != sizes.channels or 0 in x.shape:
         raise DataError(
@@ -48,77 +47,95 @@ def check_inputs(sizes: VideoDiTSizes, x: Tensor, timesteps: Tensor, text: Tenso
         )
 
 
-@dataclass(frozen=True)
-class VideoDiTOptions:
-    """What changes no shape of a parameter, so that weights fit with any of it.
+MAX_PERIOD = 10_000.0
+
+
+def timestep_sinusoid(timesteps: Tensor) -> Tensor:
+    """Return 128 cosines of ``t * 10000 ** (-j / 128)``, then the sines, in float64 as in Wan.
+
+    Args:
+        timesteps: ``[n]``, 0 to 1000.
+
+    Returns:
+        ``[n, 256]`` float64.
+    """
+    half = TIMESTEP_WIDTH // 2
+    exponents = torch.arange(half, dtype=torch.float64, device=timesteps.device) / half
+    angles = timesteps.double()[:, None] * MAX_PERIOD**-exponents
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+class Conditioning(NamedTuple):
+    """Timesteps and text as every block gets them.
 
     Attributes:
-        window: block-causal attention for the student, None for bidirectional attention of
-            critic and teacher.
-        zero_head: the last layer starts at zero, so that the model predicts zero.
-        recompute_blocks: the first so many blocks of the model keep only their inputs in passes
-            with gradient, and are run again in the backward pass; more than there are means all.
-        cp_comm_type: how context-parallel ranks attend to all tokens of the frames: ``all_gather``
-            (or ``p2p``) shares out the cache by tokens and collects keys and values in every pass,
-            ``a2a`` shares it out by heads and trades only those of the new frames.
-
-    Raises:
-        ConfigError: a value out of its range.
+        time: embedded timesteps, ``[f, b, h]``; f is 1 if all frames have one timestep.
+        modulation: projection of them, ``[f, b, 6h]``.
+        text: embedded text, ``[l, b, h]``; without tokens where the cache holds what the blocks
+            make of it.
     """
 
-    window: FrameWindow | None = None
-    zero_head: bool = True
-    recompute_blocks: int = 0
-    cp_comm_type: str = "all_gather"
+    time: Tensor
+    modulation: Tensor
+    text: Tensor
 
-    def __post_init__(self) -> None:
-        if self.recompute_blocks < 0:
-            raise ConfigError(
-                f"`recompute_blocks` ({self.recompute_blocks}) must be 0 or more; 0 recomputes "
-                "nothing."
-            )
-        if self.cp_comm_type not in (*GATHER, "a2a"):
-            raise ConfigError(
-                f"`cp_comm_type` ({self.cp_comm_type}) must be p2p, all_gather or a2a."
-            )
+    def rows(self) -> Tensor:
+        """Return them as rows of width h, ``[7 f + l, b, h]``, to travel with the hidden states."""
+        modulation = torch.unflatten(self.modulation, -1, (6, -1)).permute(0, 2, 1, 3).flatten(0, 1)
+        return torch.cat((self.time, modulation, self.text))
+
+    @classmethod
+    def from_rows(cls, rows: Tensor, num_times: int) -> Conditioning:
+        """Invert `rows`."""
+        time, modulation, text = rows.tensor_split((num_times, 7 * num_times))
+        parts = torch.unflatten(modulation, 0, (num_times, 6)).permute(0, 2, 1, 3).flatten(2)
+        return cls(time, parts, text)
 
 
-def stage_blocks(num_blocks: int, num_stages: int) -> list[range]:
-    """The blocks of each stage, whose numbers differ by one at most.
+class Embedder(MegatronModule):  # type: ignore[misc]
+    """The layers by which the first stage embeds latents, timesteps and text."""
 
-    Raises:
-        ConfigError: fewer blocks than stages.
-    """
-    if num_stages > num_blocks:
-        raise ConfigError(
-            f"the pipeline has {num_stages} stages, but the model only {num_blocks} blocks; use a "
-            "smaller `--pipeline-model-parallel-size`."
+    def __init__(
+        self, config: TransformerConfig, sizes: VideoDiTSizes, tp_group: ProcessGroup
+    ) -> None:
+        super().__init__(config=config)
+        self.tp_group = tp_group
+        h = sizes.hidden_size
+        self.patch_size = sizes.patch_size
+        self.patch_in = torch.nn.Linear(sizes.token_width, h)
+        self.text_in = torch.nn.Linear(sizes.text_width, h)
+        self.text_out = torch.nn.Linear(h, h)
+        self.time_in = VectorEmbedder(TIMESTEP_WIDTH, h)
+        self.time_projection = torch.nn.Linear(h, 6 * h)
+        for module in (self.patch_in, self.time_in, self.time_projection):
+            mark_replicated(module, config)
+
+    def tokens(self, x: Tensor, tokens: FrameTokens) -> Tensor:
+        """Embed the tokens that this rank holds.
+
+        Args:
+            x: whole latents, ``[b, t, c, h, w]``.
+            tokens: which of their tokens to embed.
+
+        Returns:
+            ``[s, b, h]``, the tokens of frame after frame.
+        """
+        packed = pack(x.transpose(1, 2), self.patch_size)
+        held = torch.unflatten(packed, 1, (tokens.num_frames, -1))[:, :, tokens.held].flatten(1, 2)
+        embedded: Tensor = self.patch_in(held.to(self.patch_in.weight.dtype))
+        return embedded.transpose(0, 1)
+
+    def conditioning(self, timesteps: Tensor, text: Tensor) -> Conditioning:
+        """Embed timesteps ``[b, f]`` and text ``[b, l, text_width]``, l possibly 0.
+
+        Every rank embeds the whole text and the timesteps. Under sequence parallelism the timesteps
+        get the gradient of the rank's tokens, the text that of all.
+        """
+        b, f = timesteps.shape
+        time: Tensor = (
+            self.time_in(timestep_sinusoid(timesteps.flatten())).view(b, f, -1).transpose(0, 1)
         )
-    ends = [stage * num_blocks // num_stages for stage in range(num_stages + 1)]
-    return [range(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True)]
-
-
-def check_layout(
-    config: TransformerConfig,
-    sizes: VideoDiTSizes,
-    options: VideoDiTOptions,
-    groups: ProcessGroupCollection,
-) -> None:
-    """Compare the configuration with the sizes, and the heads with the context-parallel ranks.
-
-    Raises:
-        ConfigError: see there.
-    """
-    for name, value in sizes.transformer_fields().items():
-        if getattr(config, name) != value:
-            raise ConfigError(
-                f"`{name}` ({getattr(config, name)}) must be {value} for this video DiT; build the "
-                "configuration from `VideoDiTSizes.transformer_fields()`."
-            )
-    tp, cp = groups.tp.size(), groups.cp.size()
-    if options.cp_comm_type == "a2a" and sizes.num_heads // tp % cp:
-        raise ConfigError(
-            f"`cp_comm_type` a2a needs the attention heads of a tensor-parallel rank "
-            f"({sizes.num_heads // tp}) to be divisible by `--context-parallel-size` ({cp}); use "
-            "all_gather."
+        words = F.gelu(self.text_in(text.to(self.text_in.weight.dtype)), approximate="tanh")
+        return Conditioning(
+            time, self.time_projection(F.silu(time)), self.text_out(words).transpose(0, 1)
         )

@@ -1,16 +1,11 @@
-"""The video DiT: one pipeline chunk of it, causal with a cache or bidirectional.
+"""One pipeline chunk of a Wan network, causal with a cache or bidirectional.
 
-What timesteps and text give all blocks travels between pipeline stages as more rows of the hidden
-tensor: its gradient then flows back to the embedders on the first stage by the pipeline's own
+Timesteps and text, which all blocks need, travel between pipeline stages as more rows of the hidden
+tensor: their gradient then flows back to the embedders on the first stage by the pipeline's own
 messages, so that no embedder is held twice.
-
-From hidden states to the flow of each token.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -22,24 +17,17 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.wan import VideoDiTSizes
+from megatron_ext.video.model.chunk import Blocks, VideoChunk
 from megatron_ext.video.model.linear import mark_replicated
-from megatron_ext.video.model.mmdit.model import Blocks
 from megatron_ext.video.model.modulation import start_at_zero
+from megatron_ext.video.model.rotary import frame_rotary_table
 from megatron_ext.video.model.tokens import FrameTokens, frames_first, grid, positions, unpack
 from megatron_ext.video.model.wan.attention import AttentionPlan
 from megatron_ext.video.model.wan.blocks import Block, Run, recomputed
 from megatron_ext.video.model.wan.cache import CachePass, CacheShape, KVCache
-from megatron_ext.video.model.wan.embedder import Conditioning, Embedder, rotary_table
-from megatron_ext.video.model.wan.inputs import (
-    VideoDiTOptions,
-    check_inputs,
-    check_layout,
-    stage_blocks,
-)
+from megatron_ext.video.model.wan.inputs import Conditioning, Embedder, check_inputs
+from megatron_ext.video.model.wan.options import VideoDiTOptions, check_heads, stage_blocks
 from megatron_ext.video.model.wan.pointwise import ModulationTable, modulated_frames_alone
-
-if TYPE_CHECKING:
-    from megatron_ext.parallel.context import ParallelContext
 
 
 class Head(MegatronModule):  # type: ignore[misc]
@@ -61,28 +49,21 @@ class Head(MegatronModule):  # type: ignore[misc]
         mark_replicated(self.linear, config)
 
     def forward(self, hidden: Tensor, time: Tensor) -> Tensor:
-        """``[s, b, h]`` and embedded timesteps ``[f, b, h]`` to ``[s, b, c * p * p]``."""
+        """Return ``[s, b, c * p * p]`` for ``[s, b, h]`` and embedded timesteps ``[f, b, h]``."""
         shift, scale = self.modulation(time.unsqueeze(2))
         return self.linear(modulated_frames_alone(hidden, shift, scale))  # type: ignore[no-any-return]
 
 
-class VideoDiT(MegatronModule):  # type: ignore[misc]
-    """One pipeline chunk.
+class VideoDiT(VideoChunk):
+    """One pipeline chunk of a Wan network; a window among its options makes it causal.
 
-    Args:
-        config: with the fields of ``sizes.transformer_fields()``.
-        sizes: of the whole model.
-        options: see there; its window makes the model causal.
-        groups: of this rank.
-        stage: of this chunk; the first holds the embedder, the last the head.
-        num_stages: pipeline stages, virtual ones included.
+    The first chunk holds the embedder, the last the head.
 
     Raises:
-        ConfigError: a configuration that is not that of the sizes, or a layout that cannot hold
-            the model.
+        ConfigError: the layout cannot hold the model.
     """
 
-    share_embeddings_and_output_weights = False
+    title = "video DiT"
 
     def __init__(
         self,
@@ -94,24 +75,16 @@ class VideoDiT(MegatronModule):  # type: ignore[misc]
         stage: int = 0,
         num_stages: int = 1,
     ) -> None:
-        super().__init__(config=config)
-        check_layout(config, sizes, options, groups)
-        self.sizes, self.options, self.pg_collection = sizes, options, groups
-        self.tp_group, self.cp_group, self.num_stages = groups.tp, groups.cp, num_stages
-        self.pre_process, self.post_process = stage == 0, stage == num_stages - 1
-        self.entering: Tensor | None = None
+        super().__init__(config, sizes, options, groups, stage=stage, num_stages=num_stages)
+        check_heads(sizes, options, groups)
         self.embedder = Embedder(config, sizes, groups.tp) if self.pre_process else None
         self.blocks = Blocks()
         for number in stage_blocks(sizes.num_blocks, num_stages)[stage]:
             self.blocks[str(number)] = Block(config, options, groups, number)
         self.head = Head(config, sizes, options, groups.tp) if self.post_process else None
 
-    def set_input_tensor(self, tensors: Tensor | Sequence[Tensor | None] | None) -> None:
-        """Take what the stage before gave, see `boundary_shape`."""
-        self.entering = tensors if tensors is None or isinstance(tensors, Tensor) else tensors[0]
-
     def boundary_shape(self, x: Tensor, timesteps: Tensor, text: Tensor) -> list[int]:
-        """Shape of what passes between stages on this rank for such inputs, ``[s + r, b, h]``.
+        """Return the shape of the tensor between stages for such inputs, ``[s + r, b, h]``.
 
         The last r = 7 f + l rows hold timesteps (f of them for each sample) and text (l tokens).
         """
@@ -129,19 +102,16 @@ class VideoDiT(MegatronModule):  # type: ignore[misc]
         chunk_frames: int | None = None,
         capacity_frames: int | None = None,
     ) -> KVCache:
-        """An empty cache for latents ``[b, t, c, height, width]``.
+        """Return an empty cache for latents ``[b, t, c, height, width]``.
 
         Args:
-            batch_size: b.
-            height: of the latents.
-            width: of the latents.
             chunk_frames: frames from the first block that may be run again (as in the second phase
                 of a rollout, or by recomputation) to the newest; None is one block, as in sampling.
             capacity_frames: frames that it holds; None is as few as the chunk needs.
 
         Raises:
-            ConfigError: a model that has no use for a cache, or too small a capacity, with the
-                number that is needed.
+            ConfigError: the model has no use for a cache, or the capacity is too small; the message
+                says what is needed.
         """
         window = self.options.window
         if window is None or self.num_stages > 1:
@@ -178,7 +148,7 @@ class VideoDiT(MegatronModule):  # type: ignore[misc]
 
         Args:
             x: noised latents, ``[b, t, c, h, w]``; of whole frame blocks if the model is causal.
-            timesteps: of each frame ``[b, t]`` or of each sample ``[b]``, float32, 0 to 1000.
+            timesteps: for each frame ``[b, t]`` or for each sample ``[b]``, float32, 0 to 1000.
             text: ``[b, l, text_width]``, padding zero.
             cache: frames before these; None lets these frames see only each other.
             first_frame: absolute number of the first frame.
@@ -187,12 +157,13 @@ class VideoDiT(MegatronModule):  # type: ignore[misc]
         Returns:
             On the last stage the flow ``noise - x0``, ``[b, t, c, h, w]`` on every rank; before it
             hidden states and what all blocks need, see `boundary_shape`. Over context-parallel
-            ranks the gradients of the losses are summed: each rank's loss counts, as those of
-            data-parallel ranks do. The gradient of ``x`` lies on the ranks that hold the tokens.
+            ranks the gradients
+            of the losses are summed: each rank's loss counts, as those of data-parallel ranks do.
+            The gradient of ``x`` lies on the ranks that hold the tokens.
 
         Raises:
-            ConfigError: a cache that does not fit the model or the order of the passes.
-            DataError: inputs whose shapes do not fit.
+            ConfigError: the cache does not fit the model or the order of the passes.
+            DataError: see `check_inputs`.
         """
         check_inputs(self.sizes, x, timesteps, text)
         tokens = self._tokens(x, first_frame)
@@ -203,7 +174,7 @@ class VideoDiT(MegatronModule):  # type: ignore[misc]
             known = cache.memo.key_values
         hidden, given = self._enter(x, _per_frame(timesteps), text, tokens)
         ids = positions(tokens, hidden.device)
-        table = rotary_table(ids, self.sizes.axes_dim, self.sizes.rope_theta, hidden.dtype)
+        table = frame_rotary_table(ids, self.sizes.axes_dim, self.sizes.rope_theta, hidden.dtype)
         plan = self._plan(first_frame, x.size(1), reading)
         hidden = self._run_blocks(
             hidden, given, Run(x.size(1), tokens.tp_size, table, plan, reading, known)
@@ -258,7 +229,7 @@ class VideoDiT(MegatronModule):  # type: ignore[misc]
     def _enter(
         self, x: Tensor, timesteps: Tensor, text: Tensor, tokens: FrameTokens
     ) -> tuple[Tensor, Conditioning]:
-        """Hidden states and conditioning: embedded, or from the stage before."""
+        """Return hidden states and conditioning: embedded, or from the stage before."""
         if self.embedder is not None:
             hidden = self.embedder.tokens(x, tokens)
             return hidden, self.embedder.conditioning(timesteps, text)
@@ -278,7 +249,7 @@ class VideoDiT(MegatronModule):  # type: ignore[misc]
         return hidden
 
     def _flow(self, output: Tensor, tokens: FrameTokens, x: Tensor) -> Tensor:
-        """All tokens on every rank, ``[s, b, c * p * p]`` to latents ``[b, t, c, h, w]``."""
+        """Return all tokens ``[s, b, c * p * p]`` as latents ``[b, t, c, h, w]``, on every rank."""
         if tokens.tp_size > 1:
             output = gather_from_sequence_parallel_region(
                 output, tensor_parallel_output_grad=False, group=self.tp_group
@@ -295,33 +266,5 @@ class VideoDiT(MegatronModule):  # type: ignore[misc]
 
 
 def _per_frame(timesteps: Tensor) -> Tensor:
-    """``[b]`` as ``[b, 1]``, one timestep for all frames; ``[b, t]`` as it is."""
+    """Return ``[b]`` as ``[b, 1]``, one timestep for all frames, and ``[b, t]`` as it is."""
     return timesteps.unsqueeze(1) if timesteps.dim() == 1 else timesteps
-
-
-def build_video_dit_chunk(
-    sizes: VideoDiTSizes,
-    options: VideoDiTOptions,
-    transformer_config: TransformerConfig,
-    context: ParallelContext,
-    *,
-    vp_stage: int | None = None,
-) -> VideoDiT:
-    """Build one chunk of this rank.
-
-    Args:
-        sizes: of the whole model.
-        options: see there.
-        transformer_config: with the fields of ``sizes.transformer_fields()``.
-        context: process groups of this rank.
-        vp_stage: index of the virtual chunk on this rank; None with one chunk.
-    """
-    placement = context.placement
-    return VideoDiT(
-        transformer_config,
-        sizes,
-        options,
-        context.pgs,
-        stage=placement.stage_of(context.pp_rank, vp_stage or 0),
-        num_stages=placement.num_stages,
-    )

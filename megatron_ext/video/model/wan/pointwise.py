@@ -1,14 +1,7 @@
-"""Shift, scale and gate of each frame: what its timestep gives, plus a learned table.
+"""The pointwise parts of a Wan network: modulation of each frame, norms, and the blocks' functions.
 
-RMSNorm of queries and keys over the full width of all heads, whose heads are dealt to ranks.
-
-``y = x / sqrt(mean(x^2) + eps) * weight`` with the mean over all h features (arXiv:1910.07467), so
-that its sum of squares is summed over the tensor-parallel ranks. The sum enters the outputs of all
-of them, so its gradient is summed as well.
-
-The pointwise parts of a video DiT's block as pure functions, each one graph where it compiles.
-
-See `layers.compiled` and `layers.compiled`.
+The functions are pure and compile to one graph each; `layers.compiled` says when. Modulation is
+what a frame's timestep gives, plus a learned table.
 """
 
 from __future__ import annotations
@@ -32,15 +25,14 @@ from megatron_ext.layers.pointwise import NormSpec as Norm
 from megatron_ext.layers.pointwise import norm
 from megatron_ext.video.model.linear import mark_replicated
 from megatron_ext.video.model.modulation import modulated
+from megatron_ext.video.model.rotary import rotate
 from megatron_ext.video.model.tokens import frames_first
-from megatron_ext.video.model.wan.embedder import rotate
 
 
 class ModulationTable(torch.nn.Module):
     """A learned ``[num_parts, h]``, added to the modulation that the timesteps give.
 
     Args:
-        config: of the run.
         num_parts: 6 for a block (shift, scale, gate of the attention, then of the feed-forward
             layers), 2 for the head.
     """
@@ -52,11 +44,11 @@ class ModulationTable(torch.nn.Module):
         mark_replicated(self, config)
 
     def reset_parameters(self) -> None:
-        """Normal with the standard deviation ``1 / sqrt(h)``."""
+        """Draw from a normal distribution of standard deviation ``1 / sqrt(h)``."""
         torch.nn.init.normal_(self.weight, std=self.weight.size(-1) ** -0.5)
 
     def forward(self, time: Tensor) -> tuple[Tensor, ...]:
-        """``[f, b, num_parts, h]`` or ``[f, b, 1, h]`` to ``num_parts`` tensors ``[f, 1, b, h]``.
+        """Return ``num_parts`` tensors ``[f, 1, b, h]`` for ``[f, b, num_parts or 1, h]``.
 
         f is 1 if all frames have one timestep, else the number of frames.
         """
@@ -64,12 +56,11 @@ class ModulationTable(torch.nn.Module):
 
 
 def modulated_frames(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """``(1 + scale) * LN(x) + shift`` of ``[s, b, h]``, s the tokens of frame after frame.
+    """Return ``(1 + scale) * LN(x) + shift`` for the tokens of frame after frame.
 
     Args:
         x: ``[s, b, h]``.
-        shift: ``[f, 1, b, h]``.
-        scale: ``[f, 1, b, h]``.
+        shift, scale: ``[f, 1, b, h]``.
     """
     return modulated(_frames(x, shift), shift, scale).flatten(0, 1)
 
@@ -78,20 +69,24 @@ modulated_frames_alone = compiled(modulated_frames)
 
 
 def add_gated(x: Tensor, output: Tensor, gate: Tensor) -> Tensor:
-    """``x + gate * output``, both ``[s, b, h]``, the gate ``[f, 1, b, h]``."""
+    """Return ``x + gate * output``, both ``[s, b, h]``, the gate ``[f, 1, b, h]``."""
     return x + (gate * _frames(output, gate)).flatten(0, 1)
 
 
 def _frames(x: Tensor, part: Tensor) -> Tensor:
-    """``[s, b, h]`` as ``[f, s / f, b, h]``."""
+    """Return ``[s, b, h]`` as ``[f, s / f, b, h]``."""
     return torch.unflatten(x, 0, (part.size(0), -1))
 
 
 class FullWidthRMSNorm(MegatronModule):  # type: ignore[misc]
-    """The scales of this rank's heads, ``[h / tp]``; cut, so their gradients need no reduction.
+    """RMSNorm of queries or keys over the full width of all heads, which are dealt to ranks.
+
+    ``y = x / sqrt(mean(x^2) + eps) * weight`` with the mean over all h features (arXiv:1910.07467),
+    so that its sum of squares is summed over the tensor-parallel ranks. The sum enters the outputs
+    of all of them, so its gradient is summed as well. Each rank holds the scales of its heads, ``[h
+    / tp]``, whose gradients need no reduction.
 
     Args:
-        config: of the run.
         tp_group: ranks among which the heads are dealt.
     """
 
@@ -103,15 +98,15 @@ class FullWidthRMSNorm(MegatronModule):  # type: ignore[misc]
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, x: Tensor | None, bias: Tensor | None = None) -> Tensor:
-        """Norm.
+        """Norm the heads of this rank.
 
         Args:
-            x: ``[s, b, n, d]`` of this rank's heads; None gives the scales, for functions that norm
-                by themselves, once data parallelism has gathered them.
-            bias: to be added to it before, ``[n * d]``.
+            x: ``[s, b, n, d]``; None gives the scales, for functions that norm by themselves, once
+                data parallelism has gathered them.
+            bias: ``[n * d]``, to be added to ``x`` first.
 
         Returns:
-            As ``x``.
+            A tensor in the shape of ``x``.
         """
         if x is None:
             return self.weight
@@ -127,7 +122,7 @@ class FullWidthRMSNorm(MegatronModule):  # type: ignore[misc]
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The shard of the scales."""
+        """Return the shard of the scales."""
         state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             {"weight": self.weight},
             prefix,
@@ -140,7 +135,7 @@ class FullWidthRMSNorm(MegatronModule):  # type: ignore[misc]
 
 
 def squares(x: Tensor) -> Tensor:
-    """Sums of squares of ``[..., n, d]`` in at least float32, ``[...]``."""
+    """Return sums of squares of ``[..., n, d]`` in at least float32, ``[...]``."""
     return x.to(_exact(x)).square().sum(dim=(-2, -1))
 
 
@@ -177,7 +172,7 @@ def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def summed(sums: Tensor, group: ProcessGroup) -> Tensor:
-    """Sums of squares over the ranks; they enter the outputs of all, and so do their gradients."""
+    """Sum over the ranks; the sums enter the outputs of all ranks, and so do their gradients."""
     total: Tensor = copy_to_tensor_model_parallel_region(
         reduce_from_tensor_model_parallel_region(sums, group=group), group=group
     )
@@ -188,13 +183,13 @@ def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor]:
     return (modulated_frames(x, shift, scale),)
 
 
-modulated_beside = FusedResidual(_modulated)
+residual_and_modulated = FusedResidual(_modulated)
 """``[s, b, h]`` and its `modulated_frames`."""
 
 
 @compiled
 def gated(x: Tensor, output: Tensor, bias: Tensor, gate: Tensor) -> Tensor:
-    """`add_gated` of ``output + bias``."""
+    """Return `add_gated` of ``output + bias``."""
     return add_gated(x, output + bias, gate)
 
 
@@ -208,7 +203,7 @@ def gated_and_normed(
     norm_bias: Tensor,
     spec: Norm,
 ) -> tuple[Tensor, Tensor]:
-    """`gated`, and the `norm` of what it gives."""
+    """Return `gated`, and the `norm` of it."""
     hidden = add_gated(x, output + bias, gate)
     return hidden, norm(hidden, weight, norm_bias, spec)
 
@@ -217,18 +212,17 @@ def gated_and_normed(
 def added_and_modulated(
     x: Tensor, output: Tensor, bias: Tensor, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``x + output + bias``, and its `modulated_frames`."""
+    """Return ``x + output + bias``, and its `modulated_frames`."""
     hidden = x + (output + bias)
     return hidden, modulated_frames(hidden, shift, scale)
 
 
 @compiled
 def squares_of_heads(qkv: Tensor, bias: Tensor, head_dim: int) -> Tensor:
-    """Sums of squares of this rank's queries and keys, ``[2, s, b]``.
+    """Return sums of squares of this rank's queries and keys, ``[2, s, b]``.
 
     Args:
-        qkv: ``[s, b, n * 3 * d]``.
-        bias: to be added to it.
+        qkv: ``[s, b, n * 3 * d]``, without its bias.
         head_dim: d.
     """
     heads = torch.unflatten(qkv + bias, -1, (-1, 3, head_dim))
@@ -248,21 +242,22 @@ def heads(
     num_parts: int,
     num_frames: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, normed and rotated, and values of one projection, frame after frame.
+    """Return queries and keys, normed and rotated, and values of one projection, frame after frame.
 
     Args:
         qkv: ``[parts * t * m, b, n * 3 * d]``, for each head its query, key and value.
-        bias: of the projection, to be added here.
-        total: sums of squares over all ranks, see `squares_of_heads`; None: this one has all.
-        q_weight, k_weight: of the norms, this rank's ``[n * d]``.
-        cos, sin: see `rope.rotary_table`.
+        bias: bias of the projection, to be added here.
+        total: sums of squares over all ranks, see `squares_of_heads`; None: this rank has all
+            heads.
+        q_weight, k_weight: scales of the norms, this rank's ``[n * d]``.
+        cos, sin: see `rotary.frame_rotary_table`.
         sizes: d, the width of all ranks' heads, and epsilon.
         num_parts: tensor-parallel ranks that share out the sequence.
         num_frames: t.
 
     Returns:
-        Three tensors ``[t, parts * m, b, n, d]``; the values are copied, see
-        `queries_keys_values`.
+        Three tensors ``[t, parts * m, b, n, d]``; the values are copied, since a compiled function
+        may return no view of its argument.
     """
     head_dim, width, eps = sizes
     query, key, value = torch.unflatten(qkv + bias, -1, (-1, 3, head_dim)).unbind(-2)

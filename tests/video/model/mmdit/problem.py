@@ -27,8 +27,8 @@ from megatron_ext.losses.contract import pair
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.runtime import PipelineEngine
 from megatron_ext.video.config.mmdit import SIZES, MMDiTSizes
-from megatron_ext.video.model.mmdit.inputs import MMDiTOptions
-from megatron_ext.video.model.mmdit.model import MMDiT, build_mmdit_chunk
+from megatron_ext.video.model.mmdit.model import MMDiT
+from megatron_ext.video.model.mmdit.options import MMDiTOptions
 from tests.video.model.mmdit.names import Tensors, to_parallel, to_plain
 from tests.video.model.mmdit.plain import PlainMMDiT
 
@@ -110,7 +110,7 @@ def build(problem: Problem, context: ParallelContext) -> tuple[Any, list[MMDiT]]
     chunks = []
     for index in range(num_chunks):
         stage = index if num_chunks > 1 else None
-        chunk = build_mmdit_chunk(problem.sizes, problem.options, config, context, vp_stage=stage)
+        chunk = MMDiT.build(problem.sizes, problem.options, config, context, vp_stage=stage)
         chunk.vp_stage = stage
         chunks.append(chunk)
     initialize_by_name(chunks, config, SEED)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_ext.video.model.modulation import timestep_sinusoid
+from megatron_ext.video.model.mmdit.inputs import timestep_sinusoid
 
 
 def test_cosines_come_before_sines() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.mmdit import SIZES
-from megatron_ext.video.model.mmdit.inputs import MMDiTOptions
 from megatron_ext.video.model.mmdit.model import MMDiT
+from megatron_ext.video.model.mmdit.options import MMDiTOptions
 from tests.ranks import ranks
 from tests.video.model.mmdit.problem import (
     I2V,

@@ -16,7 +16,7 @@ import torch
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Layout
-from megatron_ext.video.model.mmdit.inputs import MMDiTOptions
+from megatron_ext.video.model.mmdit.options import MMDiTOptions
 from tests.ranks import run_on_ranks
 from tests.video.model.mmdit.names import Tensors
 from tests.video.model.mmdit.problem import (

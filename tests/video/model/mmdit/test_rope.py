@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.model.mmdit.pointwise import rotary_table, rotate
+from megatron_ext.video.model.rotary import rotary_table, rotate
 from tests.video.model.mmdit import plain
 
 AXES, D, THETA = (4, 6, 6), 16, 10_000.0

@@ -10,7 +10,7 @@ import torch
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.mmdit import SIZES, MMDiTSizes
-from megatron_ext.video.model.mmdit.inputs import MMDiTOptions
+from megatron_ext.video.model.mmdit.options import MMDiTOptions
 from tests.video.model.mmdit.plain import PlainMMDiT
 
 

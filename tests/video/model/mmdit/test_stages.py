@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.mmdit import SIZES
-from megatron_ext.video.model.mmdit.inputs import stage_blocks
+from megatron_ext.video.model.mmdit.options import stage_blocks
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])

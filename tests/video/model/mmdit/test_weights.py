@@ -10,7 +10,7 @@ import torch
 from megatron.core import dist_checkpointing
 
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.model.mmdit.inputs import MMDiTOptions
+from megatron_ext.video.model.mmdit.options import MMDiTOptions
 from tests.ranks import run_on_ranks
 from tests.video.model.mmdit.problem import Problem, build, gathered_weights
 from tests.video.model.mmdit.test_parity import layout_of

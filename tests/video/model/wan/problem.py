@@ -21,8 +21,8 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.wan import SIZES, VideoDiTSizes
 from megatron_ext.video.model.wan.attention import FrameWindow
 from megatron_ext.video.model.wan.cache import KVCache
-from megatron_ext.video.model.wan.inputs import VideoDiTOptions
-from megatron_ext.video.model.wan.model import VideoDiT, build_video_dit_chunk
+from megatron_ext.video.model.wan.model import VideoDiT
+from megatron_ext.video.model.wan.options import VideoDiTOptions
 from tests.video.model.wan.names import Tensors, to_plain
 from tests.video.model.wan.plain import PlainVideoDiT, Rule
 
@@ -97,9 +97,7 @@ def build(problem: Problem, context: ParallelContext) -> tuple[Any, list[VideoDi
     chunks = []
     for index in range(num_chunks):
         stage = index if num_chunks > 1 else None
-        chunk = build_video_dit_chunk(
-            problem.sizes, problem.options, config, context, vp_stage=stage
-        )
+        chunk = VideoDiT.build(problem.sizes, problem.options, config, context, vp_stage=stage)
         chunk.vp_stage = stage
         chunks.append(chunk)
     initialize_by_name(chunks, config, SEED)

@@ -7,7 +7,7 @@ import torch
 
 from megatron_ext.layers.compiled import compiled_on_cpu
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.model.wan.inputs import VideoDiTOptions
+from megatron_ext.video.model.wan.options import VideoDiTOptions
 from tests.layers.test_compiled_layers import called, holders
 from tests.ranks import ranks
 from tests.video.model.wan.problem import BIDIRECTIONAL, CAUSAL, Problem, largest, one

@@ -11,10 +11,10 @@ import torch
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.wan import SIZES
+from megatron_ext.video.loss import flow_from_x0, x0_from_flow
 from megatron_ext.video.model.wan.attention import FrameWindow
-from megatron_ext.video.model.wan.inputs import VideoDiTOptions
 from megatron_ext.video.model.wan.model import VideoDiT
-from megatron_ext.video.model.wan.recache import flow_from_x0, x0_from_flow
+from megatron_ext.video.model.wan.options import VideoDiTOptions
 from tests.ranks import ranks
 from tests.video.model.wan.problem import (
     BIDIRECTIONAL,

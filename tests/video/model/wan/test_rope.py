@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.video.model.wan.embedder import rotary_table, rotate
+from megatron_ext.video.model.rotary import frame_rotary_table, rotate
 
 AXES = (8, 4, 4)
 
@@ -22,7 +22,7 @@ def test_trap_14_scores_depend_on_the_distance_of_frames_at_any_length() -> None
     q, k = torch.randn(2, 3, 1, 1, 1, sum(AXES), generator=torch.Generator().manual_seed(1))
     found = []
     for first in (0, 1000, 100_000):
-        table = rotary_table(positions(first), AXES, 10_000.0, torch.float32)
+        table = frame_rotary_table(positions(first), AXES, 10_000.0, torch.float32)
         turned = [rotate(x, table).flatten(1) for x in (q, k)]
         found.append(turned[0] @ turned[1].T)
     assert not torch.allclose(found[0], found[0].T)  # the distance matters at all

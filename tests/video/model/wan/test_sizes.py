@@ -10,7 +10,7 @@ import torch
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.wan import SIZES
-from megatron_ext.video.model.wan.inputs import VideoDiTOptions, stage_blocks
+from megatron_ext.video.model.wan.options import VideoDiTOptions, stage_blocks
 from tests.video.model.wan.plain import PlainVideoDiT
 
 

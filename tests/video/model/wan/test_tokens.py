@@ -17,7 +17,7 @@ def test_ranks_hold_every_token_of_every_frame_once() -> None:
         for token in range(24)[FrameTokens(6, 2, 4, 6, cp, 2, tp, 3).held]
     ]
     assert held == list(range(24))
-    assert FrameTokens(6, 2, 4, 6, 1, 2, 2, 3).chunk == slice(12, 24)
+    assert FrameTokens(6, 2, 4, 6, 1, 2, 2, 3).cp_slice == slice(12, 24)
 
 
 def test_frames_of_parts_and_back() -> None:

@@ -1,0 +1,119 @@
+"""The pipeline chunk of a video network: what its configuration must be, and what enters it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from typing_extensions import Self
+
+from megatron_ext.errors import ConfigError
+from megatron_ext.parallel.context import ParallelContext
+
+
+class Sizes(Protocol):
+    """The sizes of a network, which decide fields of megatron-core's configuration."""
+
+    def transformer_fields(self) -> dict[str, Any]:
+        """Return these fields by name."""
+        ...
+
+
+class Blocks(torch.nn.ModuleDict):
+    """Blocks by their number in the whole model, which names them in any layout."""
+
+    def sharded_state_dict(
+        self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Return the shards of all blocks."""
+        state: dict[str, Any] = {}
+        for number, block in self.items():
+            named: Any = block
+            state |= named.sharded_state_dict(f"{prefix}{number}.", sharded_offsets, metadata)
+        return state
+
+
+class VideoChunk(MegatronModule):  # type: ignore[misc]
+    """One pipeline chunk of a video network.
+
+    Args:
+        config: holds the fields of ``sizes.transformer_fields()``.
+        sizes: sizes of the whole model.
+        options: what changes no shape of a parameter.
+        stage: number of this chunk's stage.
+        num_stages: pipeline stages, virtual ones included.
+
+    Attributes:
+        pre_process: the chunk is the first and embeds the inputs.
+        post_process: the chunk is the last and predicts.
+        entering: the hidden tensor of the stage before.
+
+    Raises:
+        ConfigError: the configuration is not that of the sizes.
+    """
+
+    title: ClassVar[str]
+    """Name of the network in messages."""
+    share_embeddings_and_output_weights = False
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        sizes: Any,
+        options: Any,
+        groups: ProcessGroupCollection,
+        *,
+        stage: int = 0,
+        num_stages: int = 1,
+    ) -> None:
+        super().__init__(config=config)
+        self._check_config(config, sizes)
+        self.sizes, self.options, self.pg_collection = sizes, options, groups
+        self.tp_group, self.cp_group, self.num_stages = groups.tp, groups.cp, num_stages
+        self.pre_process, self.post_process = stage == 0, stage == num_stages - 1
+        self.entering: Tensor | None = None
+
+    @classmethod
+    def build(
+        cls,
+        sizes: Any,
+        options: Any,
+        transformer_config: TransformerConfig,
+        context: ParallelContext,
+        *,
+        vp_stage: int | None = None,
+    ) -> Self:
+        """Build one chunk of this rank.
+
+        Args:
+            sizes: sizes of the whole model.
+            options: what changes no shape of a parameter.
+            transformer_config: holds the fields of ``sizes.transformer_fields()``.
+            vp_stage: index of the virtual chunk on this rank; None with one chunk.
+        """
+        placement = context.placement
+        return cls(
+            transformer_config,
+            sizes,
+            options,
+            context.pgs,
+            stage=placement.stage_of(context.pp_rank, vp_stage or 0),
+            num_stages=placement.num_stages,
+        )
+
+    def set_input_tensor(self, tensors: Tensor | Sequence[Tensor | None] | None) -> None:
+        """Take the hidden tensor of the stage before; `boundary_shape` gives its shape."""
+        self.entering = tensors if tensors is None or isinstance(tensors, Tensor) else tensors[0]
+
+    def _check_config(self, config: TransformerConfig, sizes: Sizes) -> None:
+        for name, value in sizes.transformer_fields().items():
+            if getattr(config, name) != value:
+                raise ConfigError(
+                    f"`{name}` ({getattr(config, name)}) must be {value} for this {self.title}; "
+                    f"build the configuration from `{type(sizes).__name__}.transformer_fields()`."
+                )
