@@ -107,7 +107,7 @@ def graphs_on_a_cpu() -> Iterator[None]:
         mock.patch.object(torch.cuda.graphs, "graph_pool_handle", return_value=(0, 1)),
         mock.patch(
             "megatron_ext.schedules.graphs.records_graphs",
-            lambda config: config.cuda_graphs.cuda_graph_impl == "local",
+            lambda flags, device: flags.cuda_graph_impl == "local",
         ),
     ):
         yield

@@ -24,10 +24,10 @@ from torch.nn.attention.bias import causal_lower_right
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers import sdpa
 from megatron_ext.layers.context_parallel import (
-    chunks_of,
     gather_sequence,
     heads_to_sequence,
     sequence_to_heads,
+    slices_of,
 )
 from megatron_ext.layers.dropout import attention_dropout
 from megatron_ext.layers.sdpa import Span
@@ -140,7 +140,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         key, value = gather_sequence(torch.stack([key, value], dim=1), self.cp_group).unbind(1)
         length = query.size(0) // 2
         outputs = []
-        for part, chunk in enumerate(chunks_of(rank, size)):
+        for part, chunk in enumerate(slices_of(rank, size)):
             own = query[part * length : (part + 1) * length]
             first, end = chunk * length, (chunk + 1) * length
             if mask is not None:

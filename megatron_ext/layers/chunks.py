@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
@@ -11,16 +11,14 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule, float16_to_fp32
 
+from megatron_ext.config.run import RunConfig
 from megatron_ext.config.transformer_engine import TE_IMPL
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.fp8.attach import attach_fp8
 from megatron_ext.layers.initialization import initialize_by_name, mark_methods, unmark_methods
 from megatron_ext.layers.lora import attach_adapters
 from megatron_ext.layers.moe import mark_experts
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-    from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.context import ParallelContext
 
 ModelChunk = Callable[..., MegatronModule]
 
@@ -37,7 +35,7 @@ def build_chunks(
     Args:
         build: the task's model provider, called as ``build(config, transformer_config, context,
             pre_process=..., post_process=..., vp_stage=...)``.
-        vocab_size: entries of the tokenizer, before padding.
+        vocab_size: entries of the vocabulary, before padding.
     """
     if config.model.use_cpu_initialization:
         chunks = _build_all(build, config, transformer_config, context)
@@ -52,7 +50,14 @@ def build_chunks(
     if config.lora.lora_rank is not None:
         attach_adapters(chunks, config.lora, config.training.seed)
     if config.fp8.fp8_format is not None and config.model.transformer_impl != TE_IMPL:
-        attach_fp8(chunks, config, context.pgs)
+        attach_fp8(
+            chunks,
+            config.fp8,
+            context.pgs,
+            num_layers=config.model.num_layers,
+            on_gpu=config.device == "cuda",
+            varies=config.video.video,
+        )
     for chunk in chunks:
         mark_experts(chunk, context.pgs)
         for parameter in chunk.parameters():
@@ -80,16 +85,11 @@ def _build_all(
             post_process=position == placement.num_stages - 1,
             vp_stage=stage,
         )
-        check_chunk(chunk, tied_stages=_ties_stages(config))
+        tied = not config.model.untie_embeddings_and_output_weights
+        check_chunk(chunk, tied_stages=tied and config.parallel.pipeline_model_parallel_size > 1)
         chunk.vp_stage = stage
         chunks.append(chunk)
     return chunks
-
-
-def _ties_stages(config: RunConfig) -> bool:
-    """Whether the first and the last pipeline stage hold copies of one embedding."""
-    tied = not config.model.untie_embeddings_and_output_weights
-    return tied and config.parallel.pipeline_model_parallel_size > 1
 
 
 _TIED = (
@@ -116,7 +116,7 @@ def check_chunk(chunk: torch.nn.Module, *, tied_stages: bool) -> None:
         tied_stages: stages share an embedding, as the flags say.
 
     Raises:
-        ConfigError: with one sentence for each attribute that is missing.
+        ConfigError: one sentence for each attribute that is missing.
     """
     required = dict(_REQUIRED)
     if tied_stages:
@@ -131,13 +131,9 @@ def check_chunk(chunk: torch.nn.Module, *, tied_stages: bool) -> None:
         )
 
 
-def ddp_config(
+def _ddp_config(
     config: RunConfig, context: ParallelContext, num_parameters: int
 ) -> DistributedDataParallelConfig:
-    """megatron-core's DDP configuration of a run.
-
-    Gradients are not checked one by one for NaN here: the step looks at the global norm and skips.
-    """
     optimizer = config.optimizer
     bucket_size = optimizer.ddp_bucket_size
     if optimizer.ddp_num_buckets is not None:
@@ -150,6 +146,7 @@ def ddp_config(
         overlap_param_gather=optimizer.overlap_param_gather,
         align_param_gather=optimizer.overlap_param_gather and optimizer.align_param_gather,
         use_distributed_optimizer=optimizer.use_distributed_optimizer,
+        # The step looks at the global norm and skips.
         check_for_nan_in_grad=False,
         bucket_size=bucket_size if optimizer.overlap_grad_reduce else None,
         average_in_collective=optimizer.ddp_average_in_collective,
@@ -161,7 +158,7 @@ def ddp_config(
 class _In16Bits(Float16Module):  # type: ignore[misc]
     """megatron-core's wrapper, but the stage whose output becomes float32 is the model's last one.
 
-    megatron-core takes the last pipeline rank for it, which under ``zb-v`` holds others.
+    megatron-core takes the last pipeline rank for it, which under ``zb-v`` holds other stages.
     """
 
     def __init__(self, config: TransformerConfig, module: Any, *, is_last: bool) -> None:
@@ -195,11 +192,11 @@ def wrap_chunks(
         ]
     trained = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
     num_parameters = sum(parameter.numel() for parameter in trained)
-    core_config = ddp_config(config, context, num_parameters)
+    ddp_config = _ddp_config(config, context, num_parameters)
     ddp = [
         DistributedDataParallel(
             config=transformer_config,
-            ddp_config=core_config,
+            ddp_config=ddp_config,
             module=chunk,
             # Later chunks overlap with computation anyway.
             disable_bucketing=index > 0,

@@ -1,19 +1,14 @@
 """`torch.compile` of the pointwise parts of a model, on GPUs only.
 
-A function marked with `compiled` runs as it is written on CPU tensors, bit for bit. On CUDA
-tensors it is compiled on first use into one graph for each direction, so that its intermediate
-results never reach memory.
+A function marked with `compiled` runs as it is written on CPU tensors, bit for bit. On CUDA tensors
+it is compiled on first use into one graph for each direction, so that its intermediate results
+never reach memory.
 
-Compilations are bounded. A function is compiled apart for every set of dtypes, widths and gradient
-needs (and of floats and switches among its arguments), so that no width ever becomes a symbol; what
-varies within one, the first two axes (sequence and batch, or frames and tokens) and integers, is
-compiled for the first lengths, and once more for any lengths when others come. Buckets of a video
-run therefore cost two compilations of a function, however many they are.
-
-Functions whose input goes on beside their output, as a residual connection does.
-
-Autograd adds the gradients of the two uses of a tensor in a kernel of its own: two reads and one
-write of the residual stream. Here they are added where the function's own gradient is made.
+The number of compilations is bounded. A function is compiled once for every set of dtypes, widths
+and gradient needs (and of floats and switches among its arguments), so that no width ever becomes a
+symbol. What varies within one set, the first two axes (sequence and batch, or frames and tokens)
+and integers, is compiled for the first lengths, and once more for any lengths when others come.
+However many lengths a run has, they cost two compilations of a function.
 """
 
 from __future__ import annotations
@@ -39,20 +34,20 @@ R = TypeVar("R")
 Backend = str | Callable[..., Any]
 
 MAX_VARIANTS = 64
-"""Signatures of one function that are compiled; more would be a fault of its caller."""
+"""The most signatures of one function that are compiled; more are a fault of its caller."""
 
 EAGERLY = "the pointwise parts of the model run kernel by kernel"
 
 
 @dataclass
 class _Compiler:
-    """What this process compiles with.
+    """The settings with which this process compiles.
 
     Attributes:
-        backend: of `torch.compile`; None runs everything as written.
+        backend: backend of `torch.compile`; None runs everything as written.
         on_cpu: compile functions of CPU tensors too.
-        strict: raise what the compiler raises, rather than run the function as written.
-        checked: whether the backend's own needs have been looked for.
+        strict: raise the compiler's errors instead of running the function as written.
+        checked: whether the machine has been searched for what the backend needs.
     """
 
     backend: Backend | None = "inductor"
@@ -65,9 +60,8 @@ _compiler = _Compiler()
 
 
 def compile_nothing() -> None:
-    """From now on run everything as written, functions that others compile too (``--no-compile``).
-
-    Those are megatron-core's, a library's or the user's own.
+    """Run everything as written from now on, other people's functions included
+    (``--no-compile``).
     """
     _compiler.backend = None
     torch.compiler.set_stance("force_eager")
@@ -75,11 +69,11 @@ def compile_nothing() -> None:
 
 @contextmanager
 def compiled_on_cpu(backend: Backend = "aot_eager", *, strict: bool = True) -> Iterator[None]:
-    """Compile functions of CPU tensors within, as tests and traffic counts do.
+    """Compile functions of CPU tensors inside the block, as tests and traffic counts do.
 
     Args:
-        backend: of `torch.compile`; ``aot_eager`` makes the graphs and runs them op by op.
-        strict: raise what the compiler raises, rather than run the function as written.
+        backend: backend of `torch.compile`; ``aot_eager`` makes graphs and runs them op by op.
+        strict: raise the compiler's errors instead of running the function as written.
     """
     before = dict(vars(_compiler))
     vars(_compiler).update(backend=backend, on_cpu=True, strict=strict, checked=True)
@@ -91,7 +85,9 @@ def compiled_on_cpu(backend: Backend = "aot_eager", *, strict: bool = True) -> I
 
 
 def compiles(x: Tensor) -> bool:
-    """Whether functions of this tensor are compiled: there is a compiler, and something to do."""
+    """Return whether functions of this tensor are compiled: it has elements, and a compiler
+    works.
+    """
     if _compiler.backend is None or not (x.is_cuda or _compiler.on_cpu):
         return False
     if not _compiler.checked:
@@ -100,7 +96,7 @@ def compiles(x: Tensor) -> bool:
 
 
 def _check_compiler() -> None:
-    """Do without the compiler, and say so, where it lacks what it calls."""
+    """Switch compilation off, and say so, where the compiler lacks what it calls."""
     _compiler.checked = True
     missing = _missing()
     if missing is not None:
@@ -109,7 +105,7 @@ def _check_compiler() -> None:
 
 
 def _missing() -> str | None:
-    """What inductor needs and this machine lacks."""
+    """Return what inductor needs and this machine lacks; None if nothing."""
     if not has_triton():
         return "Triton and a GPU of compute capability 7.0 or newer; `pip install triton`"
     wanted = os.environ.get("CC")
@@ -120,7 +116,7 @@ def _missing() -> str | None:
 
 
 def _signature(arg: Any) -> Any:
-    """What one compilation takes as fixed of an argument."""
+    """Return what of an argument is fixed in one compilation."""
     if not isinstance(arg, Tensor):
         return int if type(arg) is int else arg
     widths = arg.shape[2:] if arg.dim() > 2 else arg.shape[-1:]
@@ -128,13 +124,13 @@ def _signature(arg: Any) -> Any:
 
 
 def _signature_with_shape(arg: Any) -> Any:
-    """The same, where every length is fixed too."""
+    """Return what `_signature` returns, and every length."""
     known = _signature(arg)
     return (*known, tuple(arg.shape), arg.stride()) if isinstance(arg, Tensor) else known
 
 
 class Compiled(Generic[R]):
-    """See `compiled`.
+    """A function that is compiled for GPU tensors; see `compiled`.
 
     Attributes:
         eager: the function as it is written, to be called from other compiled functions.
@@ -147,7 +143,7 @@ class Compiled(Generic[R]):
         self._variants: dict[Any, Callable[..., R]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
-        """Call it, compiled if its first argument is a tensor of a GPU."""
+        """Call the function, compiled if its first argument is a GPU tensor."""
         first = args[0]
         assert isinstance(first, Tensor)
         if torch.compiler.is_compiling() or not compiles(first):
@@ -174,7 +170,7 @@ class Compiled(Generic[R]):
             return self.eager(*args, **kwargs)
 
     def _compile(self) -> Callable[..., R]:
-        """Another compilation of the function.
+        """Return another compilation of the function.
 
         It gets a code object with a name of its own, since torch keeps what it compiled, and what
         it learned of varying lengths, by code object and by name.
@@ -203,23 +199,25 @@ def compiled(function: Callable[..., R], *, by_shape: bool = False) -> Compiled[
     """Mark a pure function for compilation; see the module.
 
     Args:
-        function: of positional arguments: tensors, None, numbers, strings and switches, the first
-            a tensor. It may not depend on values of tensors, nor return one of its arguments or a
-            view of one, whose gradients would be summed outside of the graph.
-        by_shape: compile for each shape apart, whose kernels know all lengths; of a function that
-            sees few of them.
+        function: takes positional arguments: tensors, None, numbers, strings and switches, the
+            first a tensor. It may not depend on values of tensors, nor return one of its arguments
+            or a view of one, whose gradients would be summed outside of the graph.
+        by_shape: compile each shape by itself, for a function that sees few shapes; its kernels
+            then know all lengths.
     """
     return Compiled(function, by_shape=by_shape)
 
 
 class FusedResidual:
-    """``x`` and the outputs of a pure function of ``x`` and more.
+    """``x`` and the outputs of a pure function of ``x``, as a residual connection needs both.
 
-    The backward pass computes the function again from its arguments, within its one kernel; nothing
+    Autograd adds the gradients of the two uses of ``x`` in a kernel of its own: two reads and one
+    write of the residual stream. Here they are added where the function's own gradient is made. The
+    backward pass computes the function again from its arguments, within that one kernel; nothing
     else is kept.
 
     Args:
-        function: see `compiled`; it gives a tuple of tensors.
+        function: see `compiled`; it returns a tuple of tensors.
     """
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
@@ -244,7 +242,7 @@ class FusedResidual:
         self.gradients: Compiled[tuple[Tensor, ...]] = compiled(gradients)
 
     def __call__(self, x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        """``x``, to use beside the function, and the function's outputs."""
+        """Return ``x``, for the residual connection, and the function's outputs."""
         if not (compiles(x) and x.requires_grad and torch.is_grad_enabled()):
             return x, *self.forward(x, *args)
         both: tuple[Tensor, ...] = _FusedResidual.apply(self, x, *args)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """Moving keys, values and heads between context-parallel ranks.
 
-megatron-core cuts a sequence into ``2 * cp`` chunks and gives rank r the chunks r and
-``2 * cp - 1 - r``, so that causal attention costs every rank the same ("zig-zag").
+megatron-core cuts a sequence into ``2 * cp`` slices and gives rank r the slices r and ``2 * cp - 1
+- r``, so that causal attention costs every rank the same ("zig-zag").
 """
 
 from __future__ import annotations
@@ -12,38 +12,29 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
-def chunks_of(rank: int, size: int) -> tuple[int, int]:
-    """The two chunks of the sequence that a rank holds, in order."""
+def slices_of(rank: int, size: int) -> tuple[int, int]:
+    """Return the two slices of the sequence that a rank holds, in order."""
     return rank, 2 * size - 1 - rank
-
-
-def _slots(size: int) -> list[int]:
-    """Where each chunk stands when the ranks' parts are put one behind the other."""
-    return [2 * c if c < size else 2 * (2 * size - 1 - c) + 1 for c in range(2 * size)]
 
 
 def to_sequence_order(gathered: Tensor, size: int) -> Tensor:
     """Reorder ``[s, ...]`` from rank order to the order of the sequence."""
-    chunks = gathered.view(2 * size, gathered.size(0) // (2 * size), *gathered.shape[1:])
-    # Not by an index, which would have to be copied to the device.
-    return torch.stack([chunks[slot] for slot in _slots(size)]).view_as(gathered)
+    slices = gathered.view(2 * size, gathered.size(0) // (2 * size), *gathered.shape[1:])
+    slots = [2 * i if i < size else 2 * (2 * size - 1 - i) + 1 for i in range(2 * size)]
+    # Not by an index tensor, which would have to be copied to the device.
+    return torch.stack([slices[slot] for slot in slots]).view_as(gathered)
 
 
 def to_rank_order(ordered: Tensor, size: int) -> Tensor:
-    """The inverse of `to_sequence_order`."""
-    chunks = ordered.view(2 * size, ordered.size(0) // (2 * size), *ordered.shape[1:])
-    order = [chunk for rank in range(size) for chunk in chunks_of(rank, size)]
-    return torch.stack([chunks[chunk] for chunk in order]).view_as(ordered)
+    """Reorder ``[s, ...]`` from the order of the sequence to rank order."""
+    slices = ordered.view(2 * size, ordered.size(0) // (2 * size), *ordered.shape[1:])
+    order = [i for rank in range(size) for i in slices_of(rank, size)]
+    return torch.stack([slices[i] for i in order]).view_as(ordered)
 
 
 def gather_sequence(local: Tensor, group: ProcessGroup) -> Tensor:
-    """All ranks' parts in the order of the sequence; gradients are summed back to their owners.
-
-    Args:
-        local: ``[s/c, ...]``.
-
-    Returns:
-        ``[s, ...]``.
+    """Gather ``[s/c, ...]`` of all ranks to ``[s, ...]``; gradients are summed back to their
+    owners.
     """
     gathered = gather_from_sequence_parallel_region(
         local.contiguous(), tensor_parallel_output_grad=True, group=group
@@ -68,7 +59,7 @@ def heads_to_sequence(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def sequence_to_heads(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The inverse of `heads_to_sequence`: ``[s, b, n/c, d]`` to ``[s/c, b, n, d]``."""
+    """Trade sequence for heads: ``[s, b, n/c, d]`` to ``[s/c, b, n, d]``."""
     size = group.size()
     s, b, n, d = x.shape
     exchanged = all_to_all(group, to_rank_order(x, size).contiguous())

@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
-from megatron_ext.layers.context_parallel import chunks_of
+from megatron_ext.layers.context_parallel import slices_of
 from megatron_ext.layers.pointwise import masked_bias_dropout_add
 
 _BITS = (1 << 63) - 1
@@ -77,7 +77,7 @@ def local_positions(length: int, groups: ProcessGroupCollection, *, cut: bool) -
     half = whole // 2
     parts = [torch.arange(whole)]
     if size > 1:
-        parts = [torch.arange(c * half, (c + 1) * half) for c in chunks_of(groups.cp.rank(), size)]
+        parts = [torch.arange(c * half, (c + 1) * half) for c in slices_of(groups.cp.rank(), size)]
     return torch.cat(parts).view(shards, length)[groups.tp.rank() if cut else 0]
 
 

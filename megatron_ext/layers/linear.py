@@ -1,12 +1,11 @@
-"""megatron-core's parallel linear layers, whose weight gradients can be put off.
+"""megatron-core's parallel linear layers, with control over their weight gradients.
 
 A zero-bubble schedule computes the gradient of a chunk's input first, because the stage before
-waits for it, and the weight gradients later, when the rank would be idle (arXiv:2401.10241). Within
-`DeferredWeightGradients.collect` the backward pass of these layers leaves its weight gradients to
-a later call of `compute`; elsewhere they are megatron-core's layers, bit for bit, except on a GPU,
-where the product itself adds a weight gradient to the gradient buffer (see `layers.autograd`). A
-layer may hold an adapter (see `layers.lora`), whose output it adds to its own, and may multiply in
-8 bits (see `layers.fp8`).
+waits for it. Within `DeferredWeightGradients.collect` the backward pass of these layers leaves its
+weight gradients to a later call of `compute`. On a GPU the product itself may add a weight gradient
+to the gradient buffer (see `layers.weight_gradients`). Otherwise they are megatron-core's layers,
+bit for bit. A layer may hold an adapter (see `layers.lora`), whose output it adds to its own, and
+may multiply in 8 bits (see `layers.fp8`).
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from megatron_ext.layers.weight_gradients import (
 
 @dataclass(frozen=True)
 class _Call:
-    """What one layer's product is made with.
+    """The settings of one layer's product.
 
     Attributes:
         parameter: the weight.
-        queue: where its gradient waits; None where it is computed in the backward pass.
-        in_place: its gradient is added to the data-parallel gradient buffer by the product itself.
+        queue: where its gradient waits; None computes it in the backward pass.
+        in_place: the product itself adds the gradient to the data-parallel buffer.
         tp_group: ranks that hold the other parts of the weight; None where nothing is sent.
         sequence_parallel: the input is gathered, and its gradient reduce-scattered, along s.
         allreduce_dgrad: the input's gradient is summed over the ranks.
@@ -51,11 +50,11 @@ class _Call:
     allreduce_dgrad: bool
 
     def weight_gradient(self, gradient: Tensor, total: Tensor) -> Tensor | None:
-        """Compute and hand over the weight's gradient; what is left for autograd.
+        """Compute the weight's gradient, put it where it belongs, and return what autograd gets.
 
         Args:
-            gradient: of the output ``[s, b, out]``.
-            total: the input ``[s, b, in]``.
+            gradient: gradient of the output, ``[s, b, out]``.
+            total: the whole input, ``[s, b, in]``.
         """
         gradient, total = gradient.flatten(0, -2), total.flatten(0, -2)
         weight = self.parameter
@@ -69,7 +68,7 @@ class _Call:
         return None
 
     def put_off(self, gradient: Tensor, entered: Tensor) -> None:
-        """Compute the weight's gradient now, with this rank's part of the input."""
+        """Compute the weight's gradient from this rank's part of the input."""
         self.weight_gradient(gradient, _gathered(entered, self).get())
 
 
@@ -109,7 +108,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Sent:
-    """A tensor that may be on its way."""
+    """A tensor whose collective may still be running."""
 
     def __init__(self, tensor: Tensor, work: Any = None) -> None:
         self._tensor, self._work = tensor, work
@@ -122,7 +121,7 @@ class _Sent:
 
 
 def _gathered(part: Tensor, call: _Call) -> _Sent:
-    """All tokens of the input."""
+    """Return all tokens of the input."""
     if not call.sequence_parallel or call.tp_group is None or call.tp_group.size() == 1:
         return _Sent(part)
     whole = part.new_empty(part.size(0) * call.tp_group.size(), *part.shape[1:])
@@ -133,7 +132,7 @@ def _gathered(part: Tensor, call: _Call) -> _Sent:
 
 
 def _reduced(whole: Tensor, call: _Call) -> _Sent:
-    """The gradient of this rank's input, summed over the ranks."""
+    """Return the gradient of this rank's input, summed over the ranks."""
     group = call.tp_group
     if group is None or group.size() == 1:
         return _Sent(whole)
@@ -153,7 +152,7 @@ class _ParallelLinear:
 
     config: Any
     alone = True
-    """Nothing else makes a gradient of the weight."""
+    """Whether no other code makes a gradient of the weight."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -163,7 +162,7 @@ class _ParallelLinear:
         """The scaling of 8-bit products that `layers.fp8` may put here."""
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """The layer's output, plus the adapter's, and the bias that the caller is to add."""
+        """Return the layer's output, plus the adapter's, and the bias that the caller is to add."""
         output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
         return (output if self.lora is None else output + self.lora(input_)), bias
 
@@ -173,7 +172,7 @@ class _ParallelLinear:
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The layer's shards; the adapter knows how its own are cut."""
+        """Return the layer's shards; the adapter knows how its own are cut."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         if self.lora is not None:
             adapter = self.lora.sharded_state_dict(f"{prefix}lora.", sharded_offsets, metadata)
@@ -237,7 +236,7 @@ class ColumnParallelLinear(_ParallelLinear, tensor_parallel.ColumnParallelLinear
 class OutputLayer(ColumnParallelLinear):
     """The output head, which also gives its weight to losses that make the logits themselves.
 
-    They get it by a call of the module, for whose sake data parallelism waits for the weight.
+    They get it by a call of the module, because data parallelism waits for the weight there.
     """
 
     alone = False
@@ -245,7 +244,7 @@ class OutputLayer(ColumnParallelLinear):
     def forward(
         self, input_: Tensor | None, *args: Any, weight_only: bool = False, **kwargs: Any
     ) -> Any:
-        """Logits and bias, or with ``weight_only`` this rank's weight ``[v/tp, h]``."""
+        """Return logits and bias, or with ``weight_only`` this rank's weight ``[v/tp, h]``."""
         if weight_only:
             given = kwargs.get("weight")
             return self.weight if given is None else given

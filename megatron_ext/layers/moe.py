@@ -27,14 +27,11 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker, z_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-from megatron.core.transformer.transformer_layer import TransformerLayer as CoreTransformerLayer
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.layers.auxiliary_loss import attach_microbatch_loss
-from megatron_ext.layers.dropout import BiasDropoutAdd, HiddenDropout
-from megatron_ext.layers.fused_layer import FusedForward, use_own_mlps
-from megatron_ext.layers.graphs import LayerGraphs
+from megatron_ext.layers.dropout import HiddenDropout
 
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -194,54 +191,6 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
                 if torch.is_tensor(splits):
                     setattr(self, name, splits.numpy())
         return tokens_per_expert
-
-
-class TransformerLayer(FusedForward, CoreTransformerLayer):  # type: ignore[misc]
-    """megatron-core's layer, with our `AlltoAllDispatcher` where it dispatches by all-to-all, with
-    masks that no layout changes where ``--deterministic-dropout`` asks for them, and fused.
-
-    Attributes:
-        graphs: what replays the layer in training; None where it is always run kernel by kernel.
-    """
-
-    graphs: LayerGraphs | None = None
-
-    def __init__(
-        self, *args: Any, pg_collection: ProcessGroupCollection | None = None, **kwargs: Any
-    ) -> None:
-        # megatron-core's multi-token-prediction block hands none down.
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        super().__init__(*args, pg_collection=groups, **kwargs)
-        use_own_mlps(self.mlp)
-        if self.recompute_mlp:
-            self.mlp.adds_bias = True
-        if getattr(self.config, "deterministic_dropout", False):
-            self.self_attn_bda = self._bias_dropout_add("attention", groups)
-            self.mlp_bda = self._bias_dropout_add("mlp", groups)
-        if self.is_moe_layer and type(self.mlp.token_dispatcher) is MoEAlltoAllTokenDispatcher:
-            self.mlp.token_dispatcher = AlltoAllDispatcher(
-                self.mlp.num_local_experts,
-                self.mlp.local_expert_indices,
-                config=self.config,
-                pg_collection=groups,
-            )
-            if self.mlp.shared_expert_overlap:
-                self.mlp.token_dispatcher.set_shared_experts(self.mlp.shared_experts)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output and its context, by a graph where there is one for the call."""
-        graphs = self.graphs
-        if graphs is not None and self.training and torch.is_grad_enabled():
-            if graphs.takes(kwargs):
-                return graphs.replay(self, kwargs)
-            graphs.note(kwargs)
-        return super().__call__(*args, **kwargs)
-
-    def _bias_dropout_add(self, name: str, groups: ProcessGroupCollection) -> BiasDropoutAdd:
-        site = f"{name} {self.layer_number}"
-        return BiasDropoutAdd(
-            HiddenDropout(self.hidden_dropout, site, groups, self.config.sequence_parallel)
-        )
 
 
 def expert_parameters(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:

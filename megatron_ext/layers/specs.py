@@ -37,11 +37,12 @@ from megatron.core.transformer.transformer_layer import (
 from megatron_ext.config.transformer_engine import TE_IMPL
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.attention import DotProductAttention
-from megatron_ext.layers.fused_layer import SelfAttention, get_bias_dropout_add
 from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatron_ext.layers.moe import Router, TransformerLayer
+from megatron_ext.layers.moe import Router
 from megatron_ext.layers.pointwise import Norm
+from megatron_ext.layers.submodules import SelfAttention
 from megatron_ext.layers.transformer_engine import accumulate_gradients
+from megatron_ext.layers.transformer_layer import TransformerLayer, get_bias_dropout_add
 
 RECOMPUTED_WITH_TE = ("layernorm", "moe_act", "mla_up_proj")
 

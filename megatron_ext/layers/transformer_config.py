@@ -1,36 +1,32 @@
-"""From a run's configuration to megatron-core's TransformerConfig.
-
-Which layers a chunk holds when the stages run through the ranks there and back.
-"""
+"""From a run's configuration to megatron-core's TransformerConfig, and what a step adds to it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend, LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron_ext.config.precision import PrecisionConfig
+from megatron_ext.config.run import RunConfig
 from megatron_ext.config.transformer_engine import TE_IMPL
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
 from megatron_ext.layers.pointwise import ACTIVATIONS, Fusions
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-
 
 class VShapedLayerLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
-    """megatron-core's table of layers for two chunks on each rank, there and back.
+    """megatron-core's table of layers for the V shape: two chunks on each rank, forth and back.
 
     Rank r holds stages r and ``2 * pipeline_size - 1 - r``; all stages hold equally many layers,
     the first one also the embedding, the last one the output layer.
 
     Args:
-        num_layers: of the model, a multiple of twice the pipeline size.
-        pipeline_size: ranks.
+        num_layers: layers of the model, a multiple of twice the pipeline size.
+        pipeline_size: number of pipeline ranks.
     """
 
     def __init__(self, num_layers: int, pipeline_size: int) -> None:
@@ -43,7 +39,9 @@ class VShapedLayerLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         super().__init__([*there, *back], pipeline_size)
 
     def validate_layer_layout(self, num_layers: int, mtp_num_layers: int | None) -> bool:
-        """The construction is right; no stage holds multi-token prediction alone."""
+        """Return False, since no stage holds multi-token prediction alone; there is nothing to
+        check.
+        """
         return False
 
     def get_layer_offset(
@@ -52,10 +50,10 @@ class VShapedLayerLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Layers before a chunk, along the model; the rank is this one unless it is given."""
-        there = int(super().get_layer_offset(layer_type, vp_stage=0, pp_rank=pp_rank))
+        """Return the number of layers before a chunk; the rank is this one unless it is given."""
+        first = int(super().get_layer_offset(layer_type, vp_stage=0, pp_rank=pp_rank))
         last = (2 * self.pipeline_model_parallel_size - 1) * self.per_stage
-        return last - there if vp_stage else there
+        return last - first if vp_stage else first
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -69,13 +67,14 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
 
     Attributes:
         auxiliary_scale: what a micro-batch's auxiliary loss counts in the step.
-        weight_gradients: where zero-bubble schedules put them off; None with the others.
+        weight_gradients: queue in which zero-bubble schedules defer weight gradients; None with
+            others.
         deterministic_dropout: see `layers.dropout`.
-        adds_in_place: weight gradients are added to the data-parallel gradient buffer by the
-            product that makes them; see `layers.autograd`.
+        adds_in_place: the product that makes a weight gradient adds it to the data-parallel buffer;
+            see `layers.weight_gradients`. megatron-core's own layers would need apex for it.
         te_gradient_accumulation_fusion: Transformer Engine's layers sum weight gradients in the
             main buffer, also where megatron-core's cannot.
-        fusions: what of a layer compiles.
+        fusions: which parts of a layer compile.
     """
 
     auxiliary_scale: AuxiliaryScale | None = None
@@ -86,17 +85,11 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     fusions: Fusions = Fusions()
 
 
-def adds_in_place(config: RunConfig) -> bool:
-    """``--gradient-accumulation-fusion`` in our own layers, which need no kernel of apex."""
-    ours = config.model.transformer_impl != TE_IMPL
-    return ours and config.device == "cuda" and config.model.gradient_accumulation_fusion
-
-
-def params_dtype(config: RunConfig) -> torch.dtype:
-    """The dtype of the parameters that the forward pass uses."""
-    if config.precision.bf16:
+def params_dtype(precision: PrecisionConfig) -> torch.dtype:
+    """Return the dtype of the parameters that the forward pass uses."""
+    if precision.bf16:
         return torch.bfloat16
-    return torch.float16 if config.precision.fp16 else torch.float32
+    return torch.float16 if precision.fp16 else torch.float32
 
 
 def xavier_uniform(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,54 +99,49 @@ def xavier_uniform(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.init.xavier_uniform_(tensor)
 
 
-def _fusions(config: RunConfig) -> Fusions:
-    model = config.model
-    return Fusions(
+def build_transformer_config(config: RunConfig) -> TransformerConfig:
+    """Translate a run's configuration for megatron-core.
+
+    With megatron-core's interleaved schedule, messages follow two rules that keep it exact. Virtual
+    chunks never use batched messages: with two stages both neighbours are the same peer, and
+    batched messages swap. Overlapped messages never go with the deallocation of stage outputs: a
+    buffer would be freed while it is being sent. Our own runtime has neither fault.
+    """
+    fields: dict[str, Any] = dict(config.transformer_fields())
+    model, parallel = config.model, config.parallel
+    dtype = params_dtype(config.precision)
+    fields["params_dtype"] = dtype
+    fields["pipeline_dtype"] = torch.float32 if model.fp32_residual_connection else dtype
+    fields["activation_func"] = ACTIVATIONS[str(fields.get("activation_func", "gelu"))]
+    fields["attention_backend"] = AttnBackend[str(fields["attention_backend"])]
+    schedule = parallel.pipeline_schedule
+    core_interleaved = schedule == "core-interleaved"
+    fields["overlap_p2p_comm"] = core_interleaved
+    fields["batch_p2p_comm"] = not core_interleaved
+    fields["deallocate_pipeline_outputs"] = not core_interleaved
+    fields["deterministic_dropout"] = model.deterministic_dropout
+    in_te, fuses = model.transformer_impl == TE_IMPL, model.gradient_accumulation_fusion
+    fields["adds_in_place"] = fuses and not in_te and config.device == "cuda"
+    fields["te_gradient_accumulation_fusion"] = fuses and in_te
+    fields["fusions"] = Fusions(
         norm=model.persist_layer_norm,
         activation=model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion,
         rotary=model.apply_rope_fusion,
         bias_dropout=model.bias_dropout_fusion,
     )
-
-
-def build_transformer_config(config: RunConfig) -> TransformerConfig:
-    """Translate a run's configuration for megatron-core.
-
-    With megatron-core's interleaved schedule, messages follow two rules that keep it exact:
-    virtual chunks never use batched messages (with two stages both neighbours are the same peer,
-    and batched messages swap), and overlapped messages never go with the deallocation of stage
-    outputs (a buffer would be freed while it is being sent). Our own runtime has neither fault.
-    """
-    fields: dict[str, Any] = dict(config.transformer_fields())
-    dtype = params_dtype(config)
-    fields["params_dtype"] = dtype
-    in_fp32 = config.model.fp32_residual_connection
-    fields["pipeline_dtype"] = torch.float32 if in_fp32 else dtype
-    fields["activation_func"] = ACTIVATIONS[str(fields.get("activation_func", "gelu"))]
-    fields["attention_backend"] = AttnBackend[str(fields["attention_backend"])]
-    schedule = config.parallel.pipeline_schedule
-    core_interleaved = schedule == "core-interleaved"
-    fields["overlap_p2p_comm"] = core_interleaved
-    fields["batch_p2p_comm"] = not core_interleaved
-    fields["deallocate_pipeline_outputs"] = not core_interleaved
-    fields["deterministic_dropout"] = config.model.deterministic_dropout
-    fields["adds_in_place"] = adds_in_place(config)
-    fields["te_gradient_accumulation_fusion"] = (
-        config.model.transformer_impl == TE_IMPL and config.model.gradient_accumulation_fusion
-    )
-    fields["fusions"] = _fusions(config)
     fields["weight_gradients"] = DeferredWeightGradients() if schedule in ZERO_BUBBLE else None
-    fields["pipeline_model_parallel_layout"] = config.parallel.pipeline_model_parallel_layout
+    fields["pipeline_model_parallel_layout"] = parallel.pipeline_model_parallel_layout
     if schedule == "zb-v":
         fields["pipeline_model_parallel_layout"] = VShapedLayerLayout(
-            config.model.num_layers or 0, config.parallel.pipeline_model_parallel_size
+            model.num_layers or 0, parallel.pipeline_model_parallel_size
         )
-    if config.model.init_method_xavier_uniform:
+    if model.init_method_xavier_uniform:
         fields["init_method"] = xavier_uniform
         fields["output_layer_init_method"] = xavier_uniform
     fields["auxiliary_scale"] = AuxiliaryScale()
-    core = StepTransformerConfig(**fields)
-    if isinstance(core.cp_comm_type, list):
+    transformer_config = StepTransformerConfig(**fields)
+    kinds = transformer_config.cp_comm_type
+    if isinstance(kinds, list):
         # megatron-core looks a layer up by its number, which starts from 1.
-        core.cp_comm_type = [core.cp_comm_type[0], *core.cp_comm_type]
-    return core
+        transformer_config.cp_comm_type = [kinds[0], *kinds]
+    return transformer_config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -16,11 +16,11 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron_ext.config.optimizer import OptimizerConfig
+from megatron_ext.config.run import RunConfig
+from megatron_ext.config.training import TrainingConfig
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.optim.update import parts_of
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
 
 OPTIMIZERS = {"adam": AdamOptimizerConfig, "sgd": SGDOptimizerConfig}
 
@@ -35,7 +35,7 @@ def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) ->
     ours: dict[str, Any] = dataclasses.asdict(config.precision)
     ours.update(dataclasses.asdict(config.optimizer))
     ours.update(dataclasses.asdict(config.fp8))
-    ours["params_dtype"] = params_dtype(config)
+    ours["params_dtype"] = params_dtype(config.precision)
     names = {field.name for field in dataclasses.fields(cls)}
     core_config = cls(**{name: value for name, value in ours.items() if name in names})
     overrides = get_standard_config_overrides(core_config)
@@ -150,9 +150,8 @@ class ScheduleLengths:
     wsd_decay: int | None
 
 
-def schedule_lengths(config: RunConfig) -> ScheduleLengths:
-    """Phase lengths in samples, from flags given in iterations, samples or as a fraction."""
-    optimizer, training = config.optimizer, config.training
+def schedule_lengths(optimizer: OptimizerConfig, training: TrainingConfig) -> ScheduleLengths:
+    """Return phase lengths, from flags in iterations, in samples or as a fraction."""
     if training.train_samples is not None:
         total = training.train_samples
         decay = optimizer.lr_decay_samples or total
@@ -171,10 +170,11 @@ def schedule_lengths(config: RunConfig) -> ScheduleLengths:
     return ScheduleLengths(decay, warmup, total, wsd_decay)
 
 
-def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The learning-rate and weight-decay schedule; its steps are counted in samples."""
-    flags = config.optimizer
-    lengths = schedule_lengths(config)
+def build_scheduler(
+    flags: OptimizerConfig, training: TrainingConfig, optimizer: MegatronOptimizer
+) -> OptimizerParamScheduler:
+    """Build the learning-rate and weight-decay schedule, whose steps are counted in samples."""
+    lengths = schedule_lengths(flags, training)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=flags.lr_warmup_init,

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.utils import unwrap_model
 
+from megatron_ext.config.cuda_graphs import CudaGraphConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.graphs import ChunkGraphs
-from megatron_ext.layers.moe import TransformerLayer
+from megatron_ext.layers.transformer_layer import TransformerLayer
 from megatron_ext.parallel.grid import Placement
 from megatron_ext.schedules.plan import Action, Kind
 
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
 
-
-def records_graphs(config: RunConfig) -> bool:
-    """Whether the layers of a run are recorded."""
-    return config.cuda_graphs.cuda_graph_impl == "local" and config.device == "cuda"
+def records_graphs(flags: CudaGraphConfig, device: str) -> bool:
+    """Return whether the layers of a run are recorded."""
+    return flags.cuda_graph_impl == "local" and device == "cuda"
 
 
 def most_in_flight(actions: Sequence[Action], placement: Placement) -> list[int]:
@@ -85,8 +82,10 @@ class StepGraphs:
             chunk.switch(chunk.num_slots >= wanted)
 
 
-def step_graphs(config: RunConfig, chunks: Sequence[torch.nn.Module]) -> StepGraphs | None:
-    """The graphs of a rank's chunks, where the run records any."""
-    if not records_graphs(config):
+def step_graphs(
+    flags: CudaGraphConfig, device: str, chunks: Sequence[torch.nn.Module]
+) -> StepGraphs | None:
+    """Return the graphs of a rank's chunks; None if the run records none."""
+    if not records_graphs(flags, device):
         return None
-    return StepGraphs(chunks, config.cuda_graphs.cuda_graph_warmup_steps)
+    return StepGraphs(chunks, flags.cuda_graph_warmup_steps)

@@ -53,7 +53,7 @@ def build_run(
     optimizer = scheduler = None
     if not config.training.skip_train:
         optimizer = build_optimizer(config, chunks)
-        scheduler = build_scheduler(config, optimizer)
+        scheduler = build_scheduler(config.optimizer, config.training, optimizer)
     if context.rank == 0:
         print(f"> {implementation_line(config, optimizer)}", flush=True)
     ema = _average(config, chunks, optimizer)

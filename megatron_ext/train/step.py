@@ -94,7 +94,7 @@ class StepRunner:
         self.engine: PipelineEngine | None = None
         if not schedule.startswith("core-"):
             group_size = config.parallel.microbatch_group_size_per_vp_stage
-            graphs = step_graphs(config, chunks)
+            graphs = step_graphs(config.cuda_graphs, config.device, chunks)
             self.engine = PipelineEngine(
                 schedule, chunks, transformer_config, context, group_size=group_size, graphs=graphs
             )

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from megatron_ext.layers import sdpa as block_mask
 from megatron_ext.layers.attention import DotProductAttention
-from megatron_ext.layers.context_parallel import chunks_of, to_rank_order
+from megatron_ext.layers.context_parallel import slices_of, to_rank_order
 from megatron_ext.layers.sdpa import Span
 from megatron_ext.parallel.context import ParallelContext
 from tests.layers import plain
@@ -110,7 +110,7 @@ def test_parts_of_the_sequence(context: ParallelContext, documents: bool) -> Non
     module = build(DotProductAttention, core, context, cp_comm_type="all_gather")
     rank = context.pgs.cp.rank()
     local = [to_rank_order(x, 2).chunk(2)[rank] for x in qkv()]
-    own = torch.cat([forbidden.chunk(4, dim=1)[chunk] for chunk in chunks_of(rank, 2)], dim=1)
+    own = torch.cat([forbidden.chunk(4, dim=1)[chunk] for chunk in slices_of(rank, 2)], dim=1)
     found = module(*local, own[:, None] if documents else None)
     truth = to_rank_order(expected(forbidden | farther_than(150)), 2).chunk(2)[rank]
     torch.testing.assert_close(found.double(), truth, rtol=0, atol=2e-6)

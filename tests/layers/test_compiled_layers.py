@@ -11,7 +11,7 @@ from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
-from megatron_ext.layers import fused_layer
+from megatron_ext.layers import transformer_layer
 from megatron_ext.layers.compiled import compiled_on_cpu
 from megatron_ext.layers.dropout import microbatch_masks
 from megatron_ext.layers.specs import layer_spec
@@ -92,18 +92,18 @@ def gradients(context: ParallelContext, changes: dict[str, Any]) -> dict[str, Te
 def check(context: ParallelContext, changes: dict[str, Any]) -> None:
     want = gradients(context, changes)
     calls: list[str] = []
-    own = fused_layer.bias_dropout_add_norm
+    own = transformer_layer.bias_dropout_add_norm
 
     def counted(*args: Any) -> Any:
         calls.append("fused")
         return own(*args)
 
-    fused_layer.bias_dropout_add_norm = counted  # type: ignore[assignment]
+    transformer_layer.bias_dropout_add_norm = counted  # type: ignore[assignment]
     try:
         with compiled_on_cpu():
             got = gradients(context, changes)
     finally:
-        fused_layer.bias_dropout_add_norm = own
+        transformer_layer.bias_dropout_add_norm = own
     assert calls or changes.get("deterministic_dropout"), "no layer was fused"
     assert got.keys() == want.keys()
     for name, value in want.items():

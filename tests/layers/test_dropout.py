@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.compiled import compiled_on_cpu
-from megatron_ext.layers.context_parallel import chunks_of
+from megatron_ext.layers.context_parallel import slices_of
 from megatron_ext.layers.dropout import (
     BiasDropoutAdd,
     HiddenDropout,
@@ -37,7 +37,7 @@ def full_mask(site: str, first_sample: int) -> Tensor:
 def test_ranks_keep_their_parts_of_the_full_mask(context: ParallelContext) -> None:
     want = full_mask("mlp 3", 40)
     half = S // 4
-    mine = torch.cat([want[c * half : (c + 1) * half] for c in chunks_of(context.cp_rank, 2)])
+    mine = torch.cat([want[c * half : (c + 1) * half] for c in slices_of(context.cp_rank, 2)])
     for cut in (False, True):
         part = mine.chunk(2)[context.tp_rank] if cut else mine
         dropout = HiddenDropout(0.5, "mlp 3", context.pgs, sequence_parallel=cut)

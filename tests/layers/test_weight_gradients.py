@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.config.parser import parse_args
-from megatron_ext.layers.transformer_config import adds_in_place
+from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.weight_gradients import add_product, gradient_placeholder
 from megatron_ext.train.run import Run
 from tests.ranks import ParallelContext, ranks
@@ -117,4 +117,5 @@ def test_with_gradients_put_off(context: ParallelContext) -> None:
 )
 def test_the_flag_decides_on_a_gpu(device: str, words: list[str], expected: bool) -> None:
     flags = [*FLAGS, "--transformer-impl", "torch", *words]
-    assert adds_in_place(parse_args(flags, world_size=1, device=device).config) == expected
+    config = parse_args(flags, world_size=1, device=device).config
+    assert build_transformer_config(config).adds_in_place == expected

@@ -24,7 +24,8 @@ def _rates(*more: str) -> list[float]:
     """The rate after each step, as the log shows it."""
     config = _config(*more)
     group: dict[str, Any] = {"params": [], "default_config": True}
-    scheduler = build_scheduler(config, SimpleNamespace(param_groups=[group]))  # type: ignore[arg-type]
+    optimizer: Any = SimpleNamespace(param_groups=[group])
+    scheduler = build_scheduler(config.optimizer, config.training, optimizer)
     rates = [group["lr"]]
     for _ in range(STEPS):
         scheduler.step(increment=config.training.global_batch_size)
@@ -78,5 +79,5 @@ def test_lengths_by_samples_and_by_fraction() -> None:
     words = " ".join(TINY).replace("--lr-warmup-iters 2", "").replace("--lr-decay-iters 12", "")
     more = "--train-samples 480 --lr-decay-samples 320 --lr-warmup-fraction 0.1".split()
     config = parse_args([*words.split(), *mock_data(), *more], world_size=1, device="cpu").config
-    lengths = schedule_lengths(config)
+    lengths = schedule_lengths(config.optimizer, config.training)
     assert (lengths.decay, lengths.warmup, lengths.weight_decay_increment) == (320, 32.0, 480)

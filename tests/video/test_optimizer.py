@@ -84,7 +84,7 @@ def rates(words: str, at: list[int]) -> list[float]:
     flags = f"--video-data-path unread --micro-batch-size 2 --global-batch-size 6 {words}".split()
     config = parse_args(flags, world_size=1, device="cpu", defaults=VIDEO_DEFAULTS).config
     optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
-    scheduler = build_scheduler(config, optimizer)  # type: ignore[arg-type]
+    scheduler = build_scheduler(config.optimizer, config.training, optimizer)  # type: ignore[arg-type]
     found = {}
     for step in range(max(at) + 1):
         found[step] = optimizer.param_groups[0]["lr"]

@@ -112,7 +112,7 @@ def export_model(order: Export) -> list[str]:
     like = _like(order, stored)
     vocab_size, notes = _vocab_size(order, config, like)
     check_target(order.target)
-    dtype = torch_dtype(order.dtype) if order.dtype else params_dtype(config)
+    dtype = torch_dtype(order.dtype) if order.dtype else params_dtype(config.precision)
     content = config_json(
         config.model,
         vocab_size=vocab_size,

@@ -85,7 +85,7 @@ def export_wan(order: WanExport) -> None:
     check_target(order.target)
     sizes = run.streaming.sizes(run.streaming.critic_size if order.network == "critic" else None)
     path = verified_folder(order.load, order.step)
-    dtype = torch_dtype(order.dtype) if order.dtype else params_dtype(run)
+    dtype = torch_dtype(order.dtype) if order.dtype else params_dtype(run.precision)
     prefix = PREFIX if order.ema else NETWORKS[order.network]
     weights = stored_weights(path, sizes, prefix=prefix, naming=order.naming, dtype=dtype)
     write_folder(

@@ -135,7 +135,7 @@ def build_critic(
     if base is not None and streaming.critic_checkpoint is not None:
         average = config.checkpoint.pretrained_average
         base = FrozenBase.given(streaming.critic_checkpoint, average=average)
-    scheduler = build_scheduler(own, built)
+    scheduler = build_scheduler(own.optimizer, own.training, built)
     return TrainedNetwork(chunks, built, scheduler, streaming.critic_clip_grad, base)
 
 

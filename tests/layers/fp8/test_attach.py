@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.config.parser import parse_args
+from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.chunks import build_chunks
@@ -21,6 +21,9 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from tests.ranks import ParallelContext, ranks
 from tests.training_runs import TINY, mock_data
+
+HYBRID = Fp8Config(fp8_format="hybrid")
+ON_A_CPU: dict[str, Any] = {"num_layers": None, "on_gpu": False, "varies": False}
 
 
 def config_of(flags: str) -> RunConfig:
@@ -44,9 +47,9 @@ def test_the_linear_layers_of_the_decoder(context: ParallelContext) -> None:
 def test_a_model_without_such_layers_is_refused(context: ParallelContext) -> None:
     foreign = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(16, 16)])})
     with pytest.raises(ConfigError, match="of which this model has none; leave it out"):
-        attach_fp8([foreign], config_of("--fp8-format hybrid"), context.pgs)
+        attach_fp8([foreign], HYBRID, context.pgs, **ON_A_CPU)
     # A stage may hold the ends of a model only.
-    attach_fp8([torch.nn.Linear(16, 16)], config_of("--fp8-format hybrid"), context.pgs)
+    attach_fp8([torch.nn.Linear(16, 16)], HYBRID, context.pgs, **ON_A_CPU)
 
 
 @ranks()
@@ -59,7 +62,7 @@ def test_sides_that_no_product_can_have(context: ParallelContext) -> None:
         )
         model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([layer])})
         with pytest.raises(ConfigError, match=r"those of `blocks.0` are \(.*24.*\); change its"):
-            attach_fp8([model], config_of("--fp8-format hybrid"), context.pgs)
+            attach_fp8([model], HYBRID, context.pgs, **ON_A_CPU)
 
 
 @ranks(tp=2, dp=2, ep=2, etp=1)
@@ -87,6 +90,6 @@ def test_layers_of_experts(context: ParallelContext) -> None:
 
 def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    config: Any = SimpleNamespace(device="cuda")
+    groups: Any = None
     with pytest.raises(ConfigError, match=r"capability 8\.9 or above, but this one has 8\.0"):
-        attach_fp8([], config, config)
+        attach_fp8([], Fp8Config(), groups, num_layers=4, on_gpu=True, varies=False)
