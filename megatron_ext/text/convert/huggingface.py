@@ -153,7 +153,7 @@ def build_bare(config: RunConfig, context: ParallelContext) -> Any:
     config = dataclasses.replace(config, model=model)
     transformer_config = build_transformer_config(config)
     (chunk,) = build_chunks(build_gpt_chunk, config, transformer_config, context)
-    return chunk.to(params_dtype(config))
+    return chunk.to(params_dtype(config.precision))
 
 
 def converted(
