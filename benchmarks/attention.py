@@ -60,7 +60,7 @@ PRODUCTS = 7
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a call: s tokens, b sequences, n heads, g groups of keys and values, heads of d."""
+    """The sizes of a call: s tokens, b sequences, n heads, g key and value heads, d per head."""
 
     s: int
     b: int
@@ -71,7 +71,7 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Of a forward and a backward pass."""
+        """Return the floating-point operations of a forward and a backward pass."""
         whole = PRODUCTS * 2.0 * self.b * self.n * self.s * self.s * self.d
         return whole / 2 if self.causal else whole
 
@@ -87,7 +87,7 @@ SHAPES = (
     Shape(8192, 1, 24, 24, 128, causal=False),
     Shape(32768, 1, 24, 24, 128, causal=False),
 )
-"""A decoder's and, without a mask, those of a video transformer."""
+"""Shapes of a decoder and, without a mask, of a video transformer."""
 TINY = (Shape(32, 2, 4, 2, 16), Shape(32, 1, 4, 4, 16, causal=False))
 
 
@@ -106,7 +106,7 @@ class Inputs:
 
 
 def make_inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """Normal random numbers; the gradient is that of the output ``[s, b, n * d]``."""
+    """Draw normal random numbers; the gradient belongs to the output ``[s, b, n * d]``."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*sizes: int) -> Tensor:
@@ -119,7 +119,7 @@ def make_inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> Input
 
 
 def through_sdpa(inputs: Inputs, shape: Shape) -> Tensor:
-    """torch's function on the same memory; the result is ``[s, b, n * d]``."""
+    """Call torch's function on the same memory; the result is ``[s, b, n * d]``."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in inputs.leaves)
     out = F.scaled_dot_product_attention(
         q, k, v, is_causal=shape.causal, enable_gqa=shape.n != shape.g
@@ -128,7 +128,7 @@ def through_sdpa(inputs: Inputs, shape: Shape) -> Tensor:
 
 
 def ours(shape: Shape, context: ParallelContext) -> DotProductAttention:
-    """The module of the torch layers."""
+    """Build the module of the torch layers."""
     config = StepTransformerConfig(
         num_layers=1,
         hidden_size=shape.n * shape.d,
@@ -143,7 +143,7 @@ def ours(shape: Shape, context: ParallelContext) -> DotProductAttention:
 
 
 def one_pass(attend: Callable[[], Tensor], inputs: Inputs) -> Tensor:
-    """Forward and backward; returns the output."""
+    """Run forward and backward; return the output."""
     for leaf in inputs.leaves:
         leaf.grad = None
     out = attend()
@@ -152,7 +152,7 @@ def one_pass(attend: Callable[[], Tensor], inputs: Inputs) -> Tensor:
 
 
 def ways(inputs: Inputs, shape: Shape, context: ParallelContext) -> dict[str, Callable[[], Tensor]]:
-    """Passes by name; math first, which the others are compared with."""
+    """Return passes by name; math comes first, and the others are compared with it."""
 
     def with_backend(backend: SDPBackend) -> Callable[[], Tensor]:
         def run() -> Tensor:
@@ -171,14 +171,14 @@ def ways(inputs: Inputs, shape: Shape, context: ParallelContext) -> dict[str, Ca
 
 
 def outputs_of(run: Callable[[], Tensor], inputs: Inputs) -> list[Tensor]:
-    """Output and gradients of one pass."""
+    """Return output and gradients of one pass."""
     out = run()
     gradients = [leaf.grad for leaf in inputs.leaves]
     return [out, *(g for g in gradients if g is not None)]
 
 
 def difference(mine: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
-    """Largest relative L2 distance of the output and the gradients."""
+    """Return the largest relative L2 distance of the output and the gradients."""
     return max(
         float((a.double() - b.double()).norm() / b.double().norm())
         for a, b in zip(mine, truth, strict=True)
@@ -187,7 +187,7 @@ def difference(mine: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
 
 @dataclass(frozen=True)
 class Found:
-    """Of one way: seconds, GiB, and the difference to math; or why it does not run."""
+    """The result of one way: seconds, GiB and difference to math, or why it does not run."""
 
     seconds: float = 0.0
     memory: str = ""
@@ -198,7 +198,7 @@ class Found:
 def measure(
     shape: Shape, context: ParallelContext, device: torch.device, dtype: torch.dtype, repeats: int
 ) -> dict[str, Found]:
-    """Every way on one shape."""
+    """Measure every way on one shape."""
     inputs = make_inputs(shape, device, dtype)
     truth: list[Tensor] | None = None
     found: dict[str, Found] = {}
@@ -217,7 +217,7 @@ def measure(
 
 
 def rows(shape: Shape, found: dict[str, Found], args: argparse.Namespace) -> list[str]:
-    """The lines of a shape."""
+    """Return the lines of a shape."""
     times = [f.seconds for name, f in found.items() if name != "ours" and not f.refusal]
     fastest = min(times, default=float("nan"))
     lines = []

@@ -79,7 +79,7 @@ class StubStage(torch.nn.Module):
 
 
 def forward_step(_: Iterator[Any] | None, model: torch.nn.Module) -> tuple[Tensor, Any]:
-    """The stub's output; the loss is its sum."""
+    """Return the stub's output; the loss is its sum."""
     return model(), lambda output: (output.sum(), torch.tensor(1, dtype=torch.int), {})
 
 
@@ -90,7 +90,7 @@ def measure(
     repeats: int,
     context: ParallelContext,
 ) -> float:
-    """Shortest step of the slowest rank, in seconds."""
+    """Return the shortest step of the slowest rank, in seconds."""
     queue = DeferredWeightGradients()
     config: TransformerConfig = StepTransformerConfig(
         num_layers=8,
@@ -145,7 +145,7 @@ def measure_on_ranks(
 
 
 def theory(schedule: str, whole: Durations, size: int) -> str:
-    """The papers' bubble in seconds; none is stated for zb-v with uneven times."""
+    """Return the papers' bubble in seconds; none is stated for zb-v with uneven times."""
     full = whole.forward + whole.input_gradient + whole.weight_gradient
     bubbles = {
         "1f1b": (size - 1) * full,
@@ -156,7 +156,7 @@ def theory(schedule: str, whole: Durations, size: int) -> str:
 
 
 def row(schedule: str, args: argparse.Namespace, size: int, num_microbatches: int) -> list[str]:
-    """One line of the table."""
+    """Return one line of the table."""
     chunks = CHUNKS.get(schedule, 1)
     whole = Durations(*args.times)
     durations = Durations(*(time / chunks for time in args.times))

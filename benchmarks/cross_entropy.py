@@ -56,7 +56,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Cost(NamedTuple):
-    """Extra bytes, and of the shortest pass: seconds, this process's CPU seconds, loss."""
+    """The cost of a way: extra bytes, and seconds, CPU seconds and loss of the shortest pass."""
 
     extra: float
     seconds: float
@@ -80,7 +80,7 @@ Way = Callable[[Inputs, Setting], Tensor]
 
 
 def eager(inputs: Inputs, setting: Setting) -> Tensor:
-    """Whole logits under autograd; no name holds them longer than torch needs them."""
+    """Compute whole logits under autograd; no name holds them longer than torch needs them."""
     hidden, weight, labels, weights = inputs
     if setting.context.pgs.tp.size() > 1:
         head = VocabularyHead(weight, setting.context.pgs.tp)
@@ -112,7 +112,7 @@ def compiled(inputs: Inputs, setting: Setting) -> Tensor:
 
 
 def liger(inputs: Inputs, _: Setting) -> Tensor:
-    """Sum over the tokens: this package takes no token weights."""
+    """Sum over the tokens; this package takes no token weights."""
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     hidden, weight, labels, _weights = inputs
@@ -137,7 +137,7 @@ OTHERS = ("torch.compile", "Liger")
 def make_inputs(
     tokens: int, hidden: int, vocab: int, parts: int, kind: torch.dtype, place: str
 ) -> Inputs:
-    """Inputs of one rank, made in place so that their making leaves no peak of memory."""
+    """Make the inputs of one rank in place, so that this leaves no peak of memory."""
     generator = torch.Generator(place).manual_seed(0)
     like: dict[str, Any] = {"device": place, "dtype": kind}
     states = torch.empty(tokens, 1, hidden, **like).normal_(generator=generator)
@@ -148,14 +148,14 @@ def make_inputs(
 
 
 def peak_bytes(place: str) -> int:
-    """The most memory this process has held."""
+    """Return the most memory that this process has held."""
     if place == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def one_pass(way: Way, inputs: Inputs, setting: Setting) -> tuple[float, float, float]:
-    """Seconds, CPU seconds and loss of a forward and a backward pass."""
+    """Return seconds, CPU seconds and loss of a forward and a backward pass."""
     inputs[0].grad = inputs[1].grad = None
     start, cpu_start = time.perf_counter(), time.process_time()
     loss = way(inputs, setting)
@@ -167,7 +167,7 @@ def one_pass(way: Way, inputs: Inputs, setting: Setting) -> tuple[float, float, 
 
 
 def measure(way: Way, args: argparse.Namespace, setting: Setting) -> Cost:
-    """Extra memory and time of one way on this rank."""
+    """Measure extra memory and time of one way on this rank."""
     place, kind = select().kind, getattr(torch, args.dtype)
     # Compilers and libraries set up their buffers here, on too small a problem to leave a peak.
     for tokens, vocab in ((24, 1000), (40, 1500)):
@@ -179,7 +179,7 @@ def measure(way: Way, args: argparse.Namespace, setting: Setting) -> Cost:
 
 
 def on_rank(name: str, args: argparse.Namespace, chunk_size: int | None, folder: Path) -> int:
-    """`measure` on one rank, which leaves its figures in a file."""
+    """Call `measure` on one rank, which leaves its figures in a file."""
     layout = Layout(world_size=args.tp, tensor_model_parallel_size=args.tp)
     device = select()
     if device.kind == "cuda":
@@ -194,7 +194,7 @@ def on_rank(name: str, args: argparse.Namespace, chunk_size: int | None, folder:
 def spawned(
     rank: int, name: str, args: argparse.Namespace, chunk_size: int | None, folder: Path
 ) -> None:
-    """A rank in a process that no GPU was asked for in before."""
+    """Run a rank in a process that has not asked for a GPU before."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -205,7 +205,7 @@ def spawned(
 
 
 def spawn_ranks(name: str, args: argparse.Namespace, chunk_size: int | None, folder: Path) -> bool:
-    """Start the ranks of a GPU, which forking would break; returns whether all went well."""
+    """Start the ranks of a GPU, which forking would break; return whether all went well."""
     start = multiprocessing.get_context("spawn").Process
     ranks = [
         start(target=spawned, args=(r, name, args, chunk_size, folder)) for r in range(args.tp)
@@ -218,7 +218,7 @@ def spawn_ranks(name: str, args: argparse.Namespace, chunk_size: int | None, fol
 
 
 def measure_apart(name: str, args: argparse.Namespace, chunk_size: int | None) -> Cost | None:
-    """`measure` on fresh ranks, the dearest of each figure; None where it fails."""
+    """Call `measure` on fresh ranks; return the highest of each figure, None where it fails."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "costs"
         folder.mkdir()
@@ -241,7 +241,7 @@ HEAD = (
 
 
 def cells(found: Cost, whole: Cost, weight_bytes: int) -> list[str]:
-    """What a way costs, beside eager."""
+    """Return the cells of a way, beside eager."""
     rest = found.extra - weight_bytes
     ratios = [
         over(found.extra, whole.extra),
@@ -258,7 +258,7 @@ def cells(found: Cost, whole: Cost, weight_bytes: int) -> list[str]:
 def targets(
     name: str, found: Cost, whole: Cost, others: list[float]
 ) -> list[tuple[Target, float | None]]:
-    """Of a chunked way: beside eager, and beside the seconds of Liger and torch.compile."""
+    """Return the ratios of a chunked way to eager, to Liger and to torch.compile."""
     if name not in CHUNKED:
         return []
     return [
@@ -269,7 +269,7 @@ def targets(
 
 
 def candidates(args: argparse.Namespace) -> list[tuple[str, int]]:
-    """What to measure; eager first, since all else is compared with it."""
+    """Return the ways to measure; eager comes first, since all else is compared with it."""
     plain = [(name, 0) for name in ("eager", "megatron-core") if name in args.ways]
     if args.tp > 1:
         print(
@@ -288,7 +288,7 @@ def candidates(args: argparse.Namespace) -> list[tuple[str, int]]:
 
 
 def measure_all(args: argparse.Namespace, results: Results) -> None:
-    """One row for each candidate, as it comes."""
+    """Yield one row for each candidate, as it comes."""
     weight_bytes = args.vocab // args.tp * args.hidden * getattr(torch, args.dtype).itemsize
     whole: Cost | None = None
     others: list[float] = []

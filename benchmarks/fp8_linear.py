@@ -60,7 +60,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Product:
-    """``left @ right`` of one name; the factors are ``[m, k]`` and ``[k, n]`` of that product."""
+    """A product ``left @ right`` with a name; the factors are ``[m, k]`` and ``[k, n]``."""
 
     name: str
     left: Tensor
@@ -70,7 +70,7 @@ class Product:
 
 
 def products(m: int, n: int, k: int, device: torch.device) -> list[Product]:
-    """The three of a layer, of normal random numbers in bfloat16."""
+    """Return the three products of a layer, of normal random numbers in bfloat16."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*sizes: int) -> Tensor:
@@ -85,14 +85,14 @@ def products(m: int, n: int, k: int, device: torch.device) -> list[Product]:
 
 
 def quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The tensor in 8 bits, and the factor that brings it back, float32 ``[]``."""
+    """Return the tensor in 8 bits, and the factor that brings it back, float32 ``[]``."""
     largest = x.abs().amax().float().clamp(min=1e-12)
     scale = torch.finfo(dtype).max / largest
     return (x * scale).to(dtype), scale.reciprocal()
 
 
 def multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
-    """Of 8-bit factors; the first lies row by row, the second column by column."""
+    """Multiply 8-bit factors; the first lies row by row, the second column by column."""
     return torch._scaled_mm(
         a.contiguous(),
         b.t().contiguous().t(),
@@ -104,21 +104,21 @@ def multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
 
 
 def prepared(product: Product) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both factors in 8 bits, lying as the product takes them, and their scales."""
+    """Return both factors in 8 bits, lying as the product takes them, and their scales."""
     a, scale_a = quantised(product.left, product.left_dtype)
     b, scale_b = quantised(product.right, product.right_dtype)
     return a.contiguous(), b.t().contiguous().t(), scale_a, scale_b
 
 
 def error(result: Tensor, product: Product) -> float:
-    """Relative L2 distance to float64, of the first rows where there are many."""
+    """Return the relative L2 distance to float64, of the first rows where there are many."""
     rows = min(512, product.left.size(0))
     truth = product.left[:rows].double() @ product.right.double()
     return float((result[:rows].double() - truth).norm() / truth.norm())
 
 
 def row(product: Product, device: torch.device, repeats: int) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     m, k = product.left.shape
     n = product.right.size(1)
     names = product.name, m, n, k
@@ -149,7 +149,7 @@ def row(product: Product, device: torch.device, repeats: int) -> str:
 
 
 def our_layer(n: int, k: int, context: ParallelContext) -> ColumnParallelLinear:
-    """Whole on this rank, without a bias, in bfloat16."""
+    """Build a whole layer on this rank, without a bias, in bfloat16."""
     config = StepTransformerConfig(
         num_layers=1, hidden_size=k, num_attention_heads=1, params_dtype=torch.bfloat16
     )
@@ -164,7 +164,7 @@ def our_layer(n: int, k: int, context: ParallelContext) -> ColumnParallelLinear:
 
 
 def one_pass(layer: ColumnParallelLinear, x: Tensor, gradient: Tensor) -> None:
-    """Forward and backward, as in a step of one micro-batch, which casts its weights once."""
+    """Run forward and backward, as in a step of one micro-batch, which casts its weights once."""
     x.grad = layer.weight.grad = None
     with KeptWeights([layer]).kept():
         layer(x)[0].backward(gradient)
@@ -176,7 +176,7 @@ def layer_rows(
     device: torch.device,
     args: argparse.Namespace,
 ) -> Iterator[str]:
-    """A line for each recipe."""
+    """Return a line for each recipe."""
     m, n, k = shape
     layer = our_layer(n, k, context).to(device)
     x = torch.randn(m, 1, k, device=device, dtype=torch.bfloat16).requires_grad_()

@@ -52,7 +52,7 @@ HEAD = (
 
 
 def make_data(sizes: Llama, length: int, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random ids ``[b, s]``, and those that follow them."""
+    """Draw random ids ``[b, s]``, and those that follow them."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(sizes.vocab - 1, (batch, length + 1), generator=generator).to(device)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -63,7 +63,7 @@ class Comparison:
 
     Args:
         args: the flags.
-        place: where they compute.
+        place: device and sizes of all peers.
     """
 
     def __init__(self, args: argparse.Namespace, place: Place) -> None:
@@ -71,7 +71,7 @@ class Comparison:
         self._tokens: dict[str, float] = {}
 
     def row(self, name: str) -> str:
-        """The line of a peer."""
+        """Return the line of a peer."""
         version = version_of_peer(name)
         if version is None:
             return table_row(name, "not installed")
@@ -92,7 +92,7 @@ class Comparison:
             return table_row(name, version, *outcome_of(cells))
 
     def _measured(self, name: str) -> list[str]:
-        """The cells of a peer after its name and version."""
+        """Return the cells of a peer after its name and version."""
         place, args = self.place, self.args
         peer = PEERS[name](self.sizes, place)
         data = make_data(self.sizes, place.length, place.batch, place.device)

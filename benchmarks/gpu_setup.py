@@ -1,4 +1,4 @@
-"""What the benchmarks of GPUs share: the device, shapes of models, ceilings, memory, results."""
+"""Parts that the benchmarks of GPUs share: device, shapes of models, ceilings, memory, results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 PACKAGES = ("triton", "transformer-engine", "flash-attn", "liger-kernel", "transformers")
-"""Whose versions stand above a table."""
+"""Packages whose versions stand above a table."""
 
 
 @dataclass(frozen=True)
@@ -65,27 +65,27 @@ class Llama:
 
     @property
     def head_size(self) -> int:
-        """Entries of a head."""
+        """Return the entries of a head."""
         return self.hidden // self.heads
 
     @property
     def parameters(self) -> int:
-        """Number of weights."""
+        """Return the number of weights."""
         attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.groups)
         layer = attention + 3 * self.hidden * self.ffn + 2 * self.hidden
         return self.layers * layer + 2 * self.vocab * self.hidden + self.hidden
 
     def flops_per_token(self, length: int) -> float:
-        """Of a forward and a backward pass, matrix products only, causal attention counted half.
+        """Return the operations of a forward and a backward pass, causal attention counted half.
 
-        The count of Megatron-LM and of ``text.cost.flops_per_sample``.
+        Only matrix products count, as in Megatron-LM and in ``text.cost.flops_per_sample``.
         """
         products = self.hidden * self.head_size * (2 * self.heads + 2 * self.groups)
         products += 3 * self.hidden * self.ffn + self.heads * self.head_size * length
         return 6.0 * (self.layers * products + self.vocab * self.hidden)
 
     def flags(self, length: int, batch: int) -> list[str]:
-        """Of pretrain_gpt.py, for one micro-batch a step."""
+        """Return the flags of pretrain_gpt.py, for one micro-batch a step."""
         # NullTokenizer adds an id for the end of a document; 128 divides the size as it does ours.
         words = (
             f"--num-layers {self.layers} --hidden-size {self.hidden} --ffn-hidden-size {self.ffn} "
@@ -113,20 +113,20 @@ LLAMAS = {
 
 
 def add_device_flags(parser: argparse.ArgumentParser) -> None:
-    """``--device``, ``--tiny``, ``--out`` and ``--save``, the same for all these scripts."""
+    """Add ``--device``, ``--tiny``, ``--out`` and ``--save``, the same for all these scripts."""
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a run of seconds, to try the script")
     add_result_flags(parser)
 
 
 def add_result_flags(parser: argparse.ArgumentParser) -> None:
-    """Where results go, beside the output."""
+    """Add the flags that say where results go, beside the output."""
     parser.add_argument("--out", type=Path, help="write the table to this file, row by row")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
 
 
 def device_of(args: argparse.Namespace) -> torch.device:
-    """The device that was asked for.
+    """Return the device that was asked for.
 
     Raises:
         SystemExit: it is not there, or cannot be avoided.
@@ -143,7 +143,7 @@ def device_of(args: argparse.Namespace) -> torch.device:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What a matrix product reaches, in operations per second.
+    """The rate that a matrix product reaches, in operations per second.
 
     Attributes:
         measured: in this very run.
@@ -154,14 +154,14 @@ class Ceiling:
     datasheet: float | None
 
     def shares(self, flops: float) -> tuple[str, str]:
-        """A rate as shares of both."""
+        """Return a rate as shares of both."""
         of_sheet = f"{flops / self.datasheet:.1%}" if self.datasheet else "n/a"
         return f"{flops / self.measured:.1%}", of_sheet
 
 
 @cache
 def ceiling(device: torch.device, dtype: torch.dtype, *, tiny: bool = False) -> Ceiling:
-    """Of a dtype on the device, measured once.
+    """Return the ceiling of a dtype on the device, measured once.
 
     Datasheets give fp8 at twice bf16's rate on all GPUs that have it.
     """
@@ -173,13 +173,13 @@ def ceiling(device: torch.device, dtype: torch.dtype, *, tiny: bool = False) -> 
 
 
 def ceiling_dtype(device: torch.device, precision: str) -> torch.dtype:
-    """Whose matrix rate a run in ``bf16`` or in one of fp8's recipes is held against."""
+    """Return the dtype whose matrix rate a run of a precision is compared with."""
     fp8 = precision.startswith("fp8") and has_fp8(device)
     return torch.float8_e4m3fn if fp8 else torch.bfloat16
 
 
 def config_of(flags: Sequence[str], device: torch.device) -> tuple[RunConfig, Tokenizer]:
-    """The run that flags of pretrain_gpt.py describe, its weights left to `draw_weights`.
+    """Return the run that flags of pretrain_gpt.py describe, its weights left to `draw_weights`.
 
     Raises:
         ConfigError: it cannot be run here.
@@ -205,14 +205,14 @@ def freed(device: torch.device) -> Iterator[None]:
 
 
 def peak_memory(device: torch.device) -> str:
-    """The most that tensors held since `freed` began, in GiB; a CPU's is not known."""
+    """Return the most that tensors held since `freed` began, in GiB; unknown on a CPU."""
     if device.type != "cuda":
         return "n/a"
     return f"{torch.cuda.max_memory_allocated(device) / 2**30:.1f}"
 
 
 def outcome_of(measure: Callable[[], list[str]]) -> list[str]:
-    """The cells that a measurement gives, or one that says why there are none."""
+    """Return the cells that a measurement gives, or one that says why there are none."""
     try:
         return measure()
     except MegatronExtError as error:
@@ -259,7 +259,7 @@ class Results:
 
 
 def versions() -> list[str]:
-    """A line with what decides speed on a GPU; none without one."""
+    """Return a line with what decides speed on a GPU; none without one."""
     if not torch.cuda.is_available():
         return []
     named = {"CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}
@@ -268,7 +268,7 @@ def versions() -> list[str]:
 
 
 def version_of(package: str) -> str | None:
-    """Version of an installed package, None where it is not installed."""
+    """Return the version of an installed package, None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -114,7 +114,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Timing:
-    """Rounds and steps of each that are timed, after steps that are not."""
+    """Numbers of timed rounds, of their steps, and of steps before them."""
 
     rounds: int
     steps: int
@@ -122,7 +122,7 @@ class Timing:
 
 
 def seconds_per_step(run: Run, timing: Timing) -> float:
-    """Median over the rounds of the mean time of a step of the loop."""
+    """Return the median over the rounds of the mean time of a step of the loop."""
     times = []
     for number in range(timing.rounds + 1):
         steps = timing.steps if number else timing.warm_up
@@ -138,7 +138,7 @@ def seconds_per_step(run: Run, timing: Timing) -> float:
 
 
 def loss_after(run: Run) -> float:
-    """Loss of one more step, which shows that the timed ones trained."""
+    """Return the loss of one more step, which shows that the timed ones trained."""
     batches = run.train_source.next_step(1)
     rows = run.batch_size.global_batch_size
     result = run.runner.train(batches, 1, run.progress.consumed_train_samples, rows)
@@ -147,13 +147,13 @@ def loss_after(run: Run) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a variant reaches.
+    """The result of a variant.
 
     Attributes:
-        seconds: of a step.
+        seconds: duration of a step.
         tokens, flops: per second.
         mfu: share of the matrix rate that was measured.
-        cells: of the table, after the variant's names.
+        cells: cells of the table after the variant's names.
     """
 
     seconds: float
@@ -191,14 +191,14 @@ def measure(
 
 
 class Judge:
-    """Knows the bf16 of each fp8, and which targets a variant has."""
+    """Compares fp8 with its bf16, and knows which targets a variant has."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self._tokens: dict[Variant, float] = {}
 
     def last_cells(self, variant: Variant, found: Measured) -> list[str]:
-        """Speed over bf16's, and the verdict."""
+        """Return the speed over bf16's, and the verdict."""
         self._tokens[variant] = found.tokens
         ratio = None
         if variant.precision != "bf16":
@@ -211,7 +211,7 @@ class Judge:
 def targets(
     variant: Variant, mfu: float, over_bf16: float | None
 ) -> list[tuple[Target, float | None]]:
-    """Of the torch layers; Transformer Engine's have none."""
+    """Return the targets of the torch layers; Transformer Engine's have none."""
     if variant.implementation != "torch":
         return []
     if variant.precision.startswith("fp8"):
@@ -221,7 +221,7 @@ def targets(
 
 
 def variants(args: argparse.Namespace) -> list[Variant]:
-    """All rows, in order."""
+    """Return all rows, in order."""
     return [
         Variant(size, implementation, precision, length, args.batch, args.flags)
         for size in args.sizes

@@ -68,7 +68,7 @@ class Sdpa(DotProductAttention):
 
 
 def training_step(block: torch.nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Step:
-    """One forward and backward pass of a block."""
+    """Run one forward and backward pass of a block."""
     block.to(DTYPE).train()
     upstream = torch.randn_like(hidden)
 
@@ -82,7 +82,7 @@ def training_step(block: torch.nn.Module, hidden: Tensor, *args: Any, **kwargs: 
 
 
 def gpt_step(context: ParallelContext, changes: dict[str, Any], hidden: Tensor) -> Step:
-    """A layer of a GPT: rotary positions, a key for every four queries."""
+    """Build a layer of a GPT: rotary positions, a key for every four queries."""
     s, _, h = hidden.shape
     gated = changes.get("gated_linear_unit", False)
     config = StepTransformerConfig(
@@ -105,7 +105,7 @@ def gpt_step(context: ParallelContext, changes: dict[str, Any], hidden: Tensor) 
 
 
 def mmdit_step(context: ParallelContext, kind: type, hidden: Tensor) -> Step:
-    """A block of an MMDiT, an eighth of whose tokens are text."""
+    """Build a block of an MMDiT, an eighth of whose tokens are text."""
     s, b, h = hidden.shape
     sizes = MMDiTSizes(h, h // HEAD, (16, 56, 56), 1, 1)
     config = StepTransformerConfig(**sizes.transformer_fields(), params_dtype=DTYPE, bf16=True)
@@ -117,7 +117,7 @@ def mmdit_step(context: ParallelContext, kind: type, hidden: Tensor) -> Step:
 
 
 def video_step(context: ParallelContext, hidden: Tensor) -> Step:
-    """A block of the video DiT, with a timestep for each of four frames."""
+    """Build a block of the video DiT, with a timestep for each of four frames."""
     s, b, h = hidden.shape
     sizes = VideoDiTSizes(h, h // HEAD, 4 * h, 1)
     config = StepTransformerConfig(**sizes.transformer_fields(), params_dtype=DTYPE, bf16=True)
@@ -131,7 +131,7 @@ def video_step(context: ParallelContext, hidden: Tensor) -> Step:
 
 
 def steps(context: ParallelContext, hidden: Tensor) -> Iterator[tuple[str, Step]]:
-    """Every kind of layer by name."""
+    """Return every kind of layer by name."""
     for name, changes in GPTS.items():
         yield name, gpt_step(context, changes, hidden)
     yield "MMDiT, double block", mmdit_step(context, DoubleBlock, hidden)
@@ -140,7 +140,7 @@ def steps(context: ParallelContext, hidden: Tensor) -> Iterator[tuple[str, Step]
 
 
 def row(name: str, unit: int, eager: Traffic, compiled: Traffic) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     cells = [
         f"{traffic.count(kind)}: {traffic.num_bytes(kind) / unit:.1f}"
         for kind in KINDS
@@ -151,7 +151,7 @@ def row(name: str, unit: int, eager: Traffic, compiled: Traffic) -> str:
 
 
 def details(traffic: Traffic, unit: int) -> list[str]:
-    """Every pointwise kernel of a layer."""
+    """Return every pointwise kernel of a layer."""
     return [
         f"    {kernel.num_bytes / unit:6.2f}  {kernel.name}"
         for kernel in traffic.kernels

@@ -76,14 +76,14 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Of a forward and a backward pass: see `video.cost.flops`, without the embedders."""
+        """Count a forward and a backward pass as `video.cost.flops` does, without the embedders."""
         h, m, s = self.sizes.hidden_size, self.sizes.mlp_size, self.num_tokens
         products = s * (4 * h * h + 2 * h * m + 2 * s * h) + MODULATIONS[self.kind] * h * h
         return float(FORWARD_AND_BACKWARD * MULTIPLY_AND_ADD * products)
 
 
 def build(case: Case, context: ParallelContext, device: torch.device) -> torch.nn.Module:
-    """The block in bfloat16, its weights drawn on the device."""
+    """Build the block in bfloat16, its weights drawn on the device."""
     config = StepTransformerConfig(
         **case.sizes.transformer_fields(), params_dtype=torch.bfloat16, bf16=True
     )
@@ -97,7 +97,7 @@ def build(case: Case, context: ParallelContext, device: torch.device) -> torch.n
 
 
 def work_of(case: Case, context: ParallelContext, device: torch.device) -> Callable[[], Tensor]:
-    """Forward and backward of one clip; returns the output ``[s, 1, h]``."""
+    """Run forward and backward of one clip; return the output ``[s, 1, h]``."""
     block, sizes = build(case, context, device), case.sizes
     like = {"device": device, "dtype": torch.bfloat16}
     hidden = torch.randn(case.num_tokens, 1, sizes.hidden_size, **like).requires_grad_()  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ def work_of(case: Case, context: ParallelContext, device: torch.device) -> Calla
 def measure(
     case: Case, context: ParallelContext, device: torch.device, args: argparse.Namespace
 ) -> list[str]:
-    """The cells of a case after its names."""
+    """Return the cells of a case after its names."""
     work = work_of(case, context, device)
     seconds = seconds_of(work, device, repeats=args.repeats, warm_ups=min(3, args.repeats))
     flops = case.flops / seconds

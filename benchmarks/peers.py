@@ -35,7 +35,7 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how a peer computes.
+    """The device and sizes that a peer computes with.
 
     Attributes:
         context: groups of the only rank.
@@ -73,7 +73,7 @@ def _adam(model: nn.Module, device: torch.device) -> torch.optim.AdamW:
 def of_module(
     model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor], device: torch.device
 ) -> Peer:
-    """The usual training step around a module and its loss."""
+    """Make the usual training step around a module and its loss."""
     optimizer = _adam(model, device)
 
     def step(tokens: Tensor, labels: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def of_module(
 
 
 def plain_torch(sizes: Llama, place: Place) -> Peer:
-    """`TorchLlama`, compiled together with its loss."""
+    """Build `TorchLlama`, compiled together with its loss."""
     with place.device:
         model = TorchLlama(sizes)
     loss = place.compile(lambda tokens, labels: token_loss(model(tokens), labels))
@@ -97,7 +97,7 @@ def plain_torch(sizes: Llama, place: Place) -> Peer:
 
 
 def hugging_face(sizes: Llama, place: Place) -> Peer:
-    """transformers' LlamaForCausalLM with its own loss, compiled."""
+    """Build transformers' LlamaForCausalLM with its own loss, compiled."""
     from transformers import LlamaForCausalLM
 
     with place.device:
@@ -114,7 +114,7 @@ def hugging_face(sizes: Llama, place: Place) -> Peer:
 
 
 def hugging_face_config(sizes: Llama, length: int) -> Any:
-    """The sizes in transformers' words."""
+    """Return the sizes in transformers' words."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -133,7 +133,7 @@ def hugging_face_config(sizes: Llama, length: int) -> Any:
 
 
 def core_chunk(config: Any, core: Any, context: ParallelContext, **position: Any) -> GPTModel:
-    """megatron-core's GPTModel with its local layers; a model provider of `Task`."""
+    """Build megatron-core's GPTModel with its local layers; a model provider of `Task`."""
     model = config.model
     return GPTModel(
         config=core,
@@ -150,7 +150,7 @@ def core_chunk(config: Any, core: Any, context: ParallelContext, **position: Any
 
 
 def run_of(sizes: Llama, place: Place, task: Any, flags: tuple[str, ...]) -> Run:
-    """A run of this project, without reports."""
+    """Build a run of this project, without reports."""
     words = [*sizes.flags(place.length, place.batch), "--bf16", *flags]
     config, tokenizer = config_of(words, place.device)
     seed_everything(place.context, config.training.seed)
@@ -160,12 +160,12 @@ def run_of(sizes: Llama, place: Place, task: Any, flags: tuple[str, ...]) -> Run
 
 
 def parameters_of(run: Run) -> int:
-    """Weights that are trained."""
+    """Return the number of weights that are trained."""
     return sum(p.numel() for chunk in run.chunks for p in chunk.parameters())
 
 
 def megatron_core(sizes: Llama, place: Place) -> Peer:
-    """megatron-core alone: its local layers, schedule, data parallelism and optimizer."""
+    """Build megatron-core alone: its local layers, schedule, data parallelism and optimizer."""
     task = dataclasses.replace(GPT, model_chunk=core_chunk)
     flags = ("--transformer-impl", "torch", "--cross-entropy-impl", "eager")
     run = run_of(sizes, place, task, flags)
@@ -205,7 +205,7 @@ def megatron_core(sizes: Llama, place: Place) -> Peer:
 
 
 def ours(sizes: Llama, place: Place) -> Peer:
-    """This project's own step, with the torch layers unless the flags say otherwise."""
+    """Build this project's own step, with the torch layers unless the flags say otherwise."""
     run = run_of(sizes, place, GPT, ("--transformer-impl", "torch", *place.flags))
 
     def step(tokens: Tensor, labels: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def ours(sizes: Llama, place: Place) -> Peer:
 
 
 def torchtitan(sizes: Llama, place: Place) -> Peer:
-    """torchtitan's Llama 3 with flex attention, compiled block by block as its trainer does.
+    """Build torchtitan's Llama 3 with flex attention, compiled by blocks as its trainer does.
 
     Raises:
         Exception: another version than 0.3, whose parts have other names.
@@ -283,5 +283,5 @@ PACKAGES = {
 
 
 def version_of_peer(name: str) -> str | None:
-    """Version of a peer's package, None where it is not installed; ours need not be."""
+    """Return a peer's version, None where it is not installed; ours need not be."""
     return version_of(PACKAGES[name]) or ("from its folder" if name == OURS else None)

@@ -42,7 +42,7 @@ class Run:
 
 
 def make_corpus(path: Path, megabytes: float) -> None:
-    """Writes jsonl of about so many MB: Zipf words, sentences, paragraphs, some other scripts."""
+    """Write jsonl of about so many MB: Zipf words, sentences, paragraphs, some other scripts."""
     import numpy as np
 
     rng = np.random.default_rng(_SEED)
@@ -131,7 +131,7 @@ def _lexicon(rng: object) -> list[str]:
 
 
 def make_tokenizers(cache: Path, corpus: Path) -> None:
-    """Trains a byte-level BPE for transformers and a SentencePiece BPE on the corpus' start."""
+    """Train a byte-level BPE for transformers and a SentencePiece BPE on the corpus' start."""
     texts = []
     with open(corpus, encoding="utf-8") as stream:
         for line in stream:
@@ -179,7 +179,7 @@ _native: object = None
 
 
 def _start(kind: str, path: str) -> None:
-    """Loads the tokenizer in a worker of the pool."""
+    """Load the tokenizer in a worker of the pool."""
     global _native
     if kind == "hf":
         from transformers import AutoTokenizer
@@ -201,14 +201,14 @@ def _encode(line: str) -> list[int]:
 
 
 def body_make(cache: str, corpus: str, megabytes: str) -> None:
-    """Makes what is missing of the corpus and the tokenizers."""
+    """Make what is missing of the corpus and the tokenizers."""
     if not Path(corpus).is_file():
         make_corpus(Path(corpus), float(megabytes))
     make_tokenizers(Path(cache), Path(corpus))
 
 
 def body_loop(kind: str, path: str, corpus: str, out: str) -> None:
-    """The loop of Megatron-LM's tool, without its imports and index."""
+    """Run the loop of Megatron-LM's tool, without its imports and index."""
     import multiprocessing
 
     pool = multiprocessing.get_context("fork").Pool(2, _start, (kind, path))
@@ -222,7 +222,7 @@ def body_loop(kind: str, path: str, corpus: str, out: str) -> None:
 
 
 def body_read(corpus: str) -> None:
-    """Reads and parses."""
+    """Read and parse."""
     import orjson
 
     with open(corpus, "rb") as stream:
@@ -231,7 +231,7 @@ def body_read(corpus: str) -> None:
 
 
 def body_write(size: str, out: str) -> None:
-    """Writes and makes durable."""
+    """Write and flush to the disk."""
     piece = os.urandom(1 << 20)
     with open(out, "wb") as stream:
         for _ in range(int(size) >> 20):
@@ -244,7 +244,7 @@ def body_write(size: str, out: str) -> None:
 
 
 def timed(name: str, command: Sequence[str], rounds: int) -> Run:
-    """Best of several rounds by wall time; the peak is the largest of all rounds."""
+    """Return the best of several rounds by wall time; the peak is the largest of all rounds."""
     runs = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -280,7 +280,7 @@ def tool(cache: Path, kind: str, corpus: Path, workers: int) -> list[str]:
 
 
 def measure(cache: Path, corpus: Path, rounds: int, *, loops: bool) -> list[tuple[Run, str]]:
-    """All runs, each with the tokenizer it used (`hf`, `sp` or none)."""
+    """Return all runs, each with the tokenizer it used (`hf`, `sp` or none)."""
     models = {"hf": cache / "hf", "sp": cache / "sp.model"}
     names = {"hf": "transformers", "sp": "SentencePiece"}
     runs: list[tuple[Run, str]] = []
@@ -301,7 +301,7 @@ def measure(cache: Path, corpus: Path, rounds: int, *, loops: bool) -> list[tupl
 
 
 def table(cache: Path, corpus: Path, runs: Sequence[tuple[Run, str]]) -> str:
-    """The runs as a Markdown table with rates, and ratios over the loop of the same tokenizer."""
+    """Return the runs as a table with rates, and ratios over the loop of the same tokenizer."""
     megabytes = corpus.stat().st_size / 1e6
     tokens = {
         kind: (cache / f"ours_{kind}_text_document.bin").stat().st_size / 2 / 1e6

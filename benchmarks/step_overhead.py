@@ -1,4 +1,4 @@
-"""What our training loop costs over a bare loop, as one ratio from one run.
+"""The cost of our training loop over a bare loop, as one ratio from one run.
 
 Both loops drive the same megatron-core model, schedule and optimizer on one rank; the bare one has
 nothing else. Blocks of steps alternate, so that both see the same state of the machine.
@@ -59,7 +59,7 @@ class BareLoop:
         self.samples: Iterator[Any] = iter(run.train_source.loader.samples or ())
 
     def step(self) -> float:
-        """One step; returns its loss."""
+        """Train one step; return its loss."""
         run, chunk = self.run, self.run.chunks[0]
         assert run.optimizer is not None and run.scheduler is not None
         chunk.zero_grad_buffer()
@@ -79,7 +79,7 @@ class BareLoop:
 
     @staticmethod
     def forward(samples: Iterator[Any], model: torch.nn.Module) -> Any:
-        """megatron-core's forward step: a model output and its loss function."""
+        """Return the model's output and its loss function, as megatron-core's schedules ask."""
         batch = {key: value.to(_device()) for key, value in next(samples).items()}
         output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
@@ -97,7 +97,7 @@ def _device() -> torch.device:
 
 
 def timed(block: Callable[[], None], steps: int) -> float:
-    """Milliseconds of one step of a block."""
+    """Return the milliseconds of one step of a block."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -108,7 +108,7 @@ def timed(block: Callable[[], None], steps: int) -> float:
 
 
 def measure(rounds: int, steps: int) -> tuple[list[float], list[float]]:
-    """Step times in milliseconds of alternating blocks: ours, bare."""
+    """Return step times in milliseconds of alternating blocks: ours, bare."""
     device = select()
     config, tokenizer = preflight(
         parse_args(FLAGS.split(), world_size=1, device=device.kind).config

@@ -80,7 +80,7 @@ CLIP = 10.0
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the training; the betas are LongLive's."""
+    """Settings of the training; the betas are LongLive's."""
 
     batch: int = 64
     generator_lr: float = 1e-3
@@ -96,12 +96,7 @@ def no_prompts(samples: Sequence[int]) -> Prompts:
 
 
 class Toy:
-    """Generator, its average, critic and teacher, on the device of the rank.
-
-    Args:
-        context: of the rank.
-        settings: see `Settings`.
-    """
+    """Generator, its average, critic and teacher, on the device of the rank."""
 
     def __init__(self, context: ParallelContext, settings: Settings) -> None:
         self.settings, self.schedule = settings, NoiseSchedule(NoiseConfig())
@@ -116,7 +111,7 @@ class Toy:
     def sequence_of(
         self, network: VideoDiT, replica: Replica, options: StreamingOptions
     ) -> StreamingSequence:
-        """Sequences of a generator."""
+        """Return sequences of a generator."""
         height, width = MEANS.shape[2:]
         cache = network.new_cache(replica.batch, height, width, chunk_frames=options.chunk_frames)
         return StreamingSequence(
@@ -129,7 +124,7 @@ class Toy:
         )
 
     def train(self, steps: int) -> Iterator[float]:
-        """Give the critic's loss after each step."""
+        """Yield the critic's loss after each step."""
         ours = self.settings.optimizer(self.generator, self.settings.generator_lr)
         theirs = self.settings.optimizer(self.critic, self.settings.critic_lr)
         for step in range(steps):
@@ -174,7 +169,7 @@ class Toy:
         return float(total.detach() / count)
 
     def generated(self, batch: int) -> Tensor:
-        """Frames of whole sequences of the average, ``[n, c, h, w]`` float64 on the CPU."""
+        """Return frames of whole sequences of the average, ``[n, c, h, w]`` float64 on the CPU."""
         options = dataclasses.replace(OPTIONS, last_step_only=True)
         sequence = self.sequence_of(self.average, Replica(SEED + 1, batch), options)
         frames = []
@@ -184,14 +179,14 @@ class Toy:
         return torch.cat(frames).double().cpu()
 
     def real(self, num_frames: int, seed: int) -> Tensor:
-        """The teacher's samples, ``[n, c, h, w]`` float64 on the CPU."""
+        """Return the teacher's samples, ``[n, c, h, w]`` float64 on the CPU."""
         device = self.like.device
         return self.teacher.sample(num_frames, torch.Generator(device).manual_seed(seed)).cpu()
 
 
 @dataclass(frozen=True)
 class Point:
-    """After a number of steps: distance, that of the means, and the critic's mean loss since."""
+    """A measurement: step, distance, distance of means, mean critic loss since the last one."""
 
     steps: int
     distance: float
@@ -201,14 +196,13 @@ class Point:
 
 @dataclass(frozen=True)
 class Course:
-    """What a training came to.
+    """The course of a training.
 
     Attributes:
         points: from before the first step to after the last.
         floor: distance of two sets of the teacher's samples.
         real: samples of the teacher, ``[n, c, h, w]``.
-        before: as many frames of the generator before the first step.
-        after: and after the last.
+        before, after: as many frames of the generator before the first step and after the last.
     """
 
     points: tuple[Point, ...]
@@ -219,12 +213,12 @@ class Course:
 
     @property
     def fall(self) -> float:
-        """Share of the first distance that is gone."""
+        """Return the share of the first distance that is gone."""
         return 1 - self.points[-1].distance / self.points[0].distance
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Sliced Wasserstein distance in directions that are the same each time."""
+    """Return the sliced Wasserstein distance in directions that are the same each time."""
     return sliced_wasserstein(a, b, torch.Generator().manual_seed(SEED))
 
 
@@ -255,13 +249,13 @@ def follow(
 
 
 def row(point: Point) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     loss = "" if point.critic_loss is None else f"{point.critic_loss:.3f}"
     return table_row(point.steps, f"{point.distance:.4f}", f"{point.of_means:.4f}", loss)
 
 
 def plot(course: Course, path: Path) -> None:
-    """The distance over the steps, and the frames."""
+    """Draw the distance over the steps, and the frames."""
     figure = Figure(figsize=(11, 4.2))
     left, right = figure.subplots(1, 2)
     steps = [point.steps for point in course.points]

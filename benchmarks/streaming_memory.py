@@ -105,7 +105,7 @@ class SavedTensors:
 
 @dataclass(frozen=True)
 class Found:
-    """What a rollout and its backward pass took.
+    """The cost of a rollout and its backward pass.
 
     Attributes:
         peak: bytes of activations.
@@ -151,7 +151,7 @@ def measure(
 def sequence_of(
     network: VideoDiT, frames: int, *, two_phase: bool, height: int
 ) -> StreamingSequence:
-    """A sequence that grows by so many frames a chunk, long enough to fill the window before."""
+    """Return a sequence that grows by so many frames a chunk, long enough to fill the window."""
     sizes, weight = network.sizes, next(network.parameters())
     options = StreamingOptions(
         block=WINDOW.block,
@@ -180,7 +180,7 @@ def sequence_of(
 
 
 def backward(chunk: StreamChunk, sequence: StreamingSequence) -> None:
-    """Any direction D does: what is kept does not depend on its numbers."""
+    """Run the backward pass with some direction D; its numbers do not change what is kept."""
     latents = chunk.latents
     shape = latents.shape[1:]
     direction = draws.noise(SEED, chunk.samples, shape, "direction", like=latents.detach())
@@ -193,7 +193,7 @@ def backward(chunk: StreamChunk, sequence: StreamingSequence) -> None:
 
 
 def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """The largest between gradients, relative to the largest entry of each in ``b``."""
+    """Return the largest difference of gradients, relative to the largest entry in ``b``."""
     if a.keys() != b.keys():
         raise SystemExit(f"only one of the two has gradients of {sorted(a.keys() ^ b.keys())}")
     return max(float((a[n] - b[n]).abs().max() / b[n].abs().max()) for n in b)
@@ -211,7 +211,7 @@ HEAD = (
 
 
 def row(num_blocks: int, whole: Found, phases: Found) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     return table_row(
         num_blocks,
         f"{whole.peak / 1e6:.3f}",

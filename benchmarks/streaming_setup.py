@@ -1,4 +1,4 @@
-"""What the benchmarks of streaming share: one rank, networks on it, and how results are kept."""
+"""Parts that the benchmarks of streaming share: one rank, networks on it, and their results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEED = 1234
 
 @contextmanager
 def one_rank() -> Iterator[ParallelContext]:
-    """Groups of a single rank, on the GPU if there is one."""
+    """Make groups of a single rank, on the GPU if there is one."""
     device = select()
     silence_known_warnings(device.kind)
     device.activate(0)
@@ -52,7 +52,7 @@ def build_network(
     seed: int = SEED,
     deviation: float = 0.02,
 ) -> VideoDiT:
-    """A video DiT in float32, its weights drawn with a standard deviation."""
+    """Build a video DiT in float32, its weights drawn with a standard deviation."""
     config = StepTransformerConfig(**sizes.transformer_fields(), init_method_std=deviation)
     mark_methods(config)
     network = VideoDiT.build(sizes, options, config, context)
@@ -62,7 +62,7 @@ def build_network(
 
 
 def heading(script: str, argv: Sequence[str]) -> list[str]:
-    """When, on what, and by which command."""
+    """Return date, machine and command."""
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return [
         f"{date.today()}  python {platform.python_version()}  torch {torch.__version__}  "
@@ -73,21 +73,21 @@ def heading(script: str, argv: Sequence[str]) -> list[str]:
 
 
 def table_head(*cells: str) -> list[str]:
-    """The first two lines of a table."""
+    """Return the first two lines of a table."""
     return [table_row(*cells), "|---" * len(cells) + "|"]
 
 
 def table_row(*cells: object) -> str:
-    """A line of a table."""
+    """Return a line of a table."""
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def saved_as(script: str, suffix: str) -> Path:
-    """Where today's results lie."""
+    """Return the path of today's results."""
     RESULTS.mkdir(exist_ok=True)
     return RESULTS / f"{script}_{date.today()}{suffix}"
 
 
 def show(lines: Sequence[str]) -> None:
-    """Print as soon as it is known."""
+    """Print a line at once."""
     print("\n".join(lines), flush=True, file=sys.stdout)

@@ -60,7 +60,7 @@ BLOCK, SINK, TEXT_LENGTH = 3, 3, 8
 
 @dataclass(frozen=True)
 class Pass:
-    """A block's pass: ``x`` and ``flow`` [b, block, c, h, w], ``timesteps`` [b, block]."""
+    """A block's pass: inputs ``x`` and ``flow`` [b, block, c, h, w], ``timesteps`` [b, block]."""
 
     x: Tensor
     timesteps: Tensor
@@ -85,7 +85,7 @@ class Observed:
         first_frame: int = 0,
         update_cache: bool = True,
     ) -> Tensor:
-        """As the network."""
+        """Call the network, and keep the pass."""
         flow = self.network(
             x=x,
             timesteps=timesteps,
@@ -120,7 +120,7 @@ class Video:
         self.schedule = NoiseSchedule(NoiseConfig())
 
     def grow(self, *, observed: bool = False) -> float:
-        """Generate the next block with all denoising steps; gives the seconds that it took."""
+        """Generate the next block with all denoising steps; return the seconds that it took."""
         network = self.observed if observed else self.observed.network
         generator = Generator(network, self.cache, self.schedule)
         last = len(self.schedule.denoising_timesteps) - 1
@@ -138,7 +138,7 @@ def synchronize() -> None:
 
 @dataclass(frozen=True)
 class Differences:
-    """Between the cache and the mask, and between the mask and no past at all."""
+    """Differences between the cache and the mask, and between the mask and no past at all."""
 
     written: float
     steps: float
@@ -147,7 +147,7 @@ class Differences:
 
 @torch.no_grad()
 def differences(video: Video, every: int) -> Differences:
-    """Of a video all of whose blocks were observed."""
+    """Return the differences for a video all of whose blocks were observed."""
     network, written, steps = video.observed.network, video.observed.written, video.observed.steps
     starts = sorted(written)
     context = [written[start] for start in starts]
@@ -169,24 +169,24 @@ def differences(video: Video, every: int) -> Differences:
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """Largest difference over the largest entry of ``b``."""
+    """Return the largest difference over the largest entry of ``b``."""
     return float((a - b).abs().max() / b.abs().max())
 
 
 @dataclass(frozen=True)
 class Found:
-    """Of a window: seconds by the stretch's first block, and how far the frames are off."""
+    """The result of a window: seconds by a stretch's first block, and the error of the frames."""
 
     times: Mapping[int, list[list[float]]]
     differences: Differences
 
     def median(self, start: int) -> float:
-        """Of all rounds, in seconds."""
+        """Return the median of all rounds, in seconds."""
         return statistics.median(x for times in self.times[start] for x in times)
 
     @property
     def ratios(self) -> list[float]:
-        """Last stretch over first, of each round."""
+        """Return the last stretch over the first, for each round."""
         first, last = self.times[min(self.times)], self.times[max(self.times)]
         return [
             statistics.median(b) / statistics.median(a) for a, b in zip(first, last, strict=True)
@@ -194,7 +194,7 @@ class Found:
 
     @property
     def ratio(self) -> float:
-        """Last stretch over first, of all rounds."""
+        """Return the last stretch over the first, of all rounds."""
         return self.median(max(self.times)) / self.median(min(self.times))
 
 
@@ -230,7 +230,7 @@ def measure(
 
 
 def rows(window: int, found: Found, stretch: int) -> list[str]:
-    """The lines of a window."""
+    """Return the lines of a window."""
     return [
         table_row(
             window,
@@ -244,7 +244,7 @@ def rows(window: int, found: Found, stretch: int) -> list[str]:
 
 
 def summary(window: int, found: Found) -> list[str]:
-    """What a window comes to, in a few words."""
+    """Describe a window in a few words."""
     d = found.differences
     return [
         f"Window of {window} frames: last over first stretch {found.ratio:.3f} (by round "

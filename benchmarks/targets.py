@@ -1,4 +1,4 @@
-"""What the benchmarks of GPUs are held to, and what a measurement says of it.
+"""Targets of the GPU benchmarks, and the verdict on a measurement.
 
 The targets are for one H200 at the sizes that the scripts take by default. On a CPU, and with
 ``--tiny``, nothing is judged.
@@ -16,9 +16,9 @@ class Target:
     """A limit of a ratio.
 
     Attributes:
-        name: G1 to G5 as the plan of this project counts them, and of what.
-        limit: that the ratio must reach, or must not exceed.
-        at_least: which of both.
+        name: G1 to G5 as docs/gpu.md counts them, and the subject.
+        limit: the ratio that must be reached, or must not be exceeded.
+        at_least: the limit must be reached.
     """
 
     name: str
@@ -26,11 +26,11 @@ class Target:
     at_least: bool
 
     def holds(self, ratio: float) -> bool:
-        """Whether a ratio keeps to the limit."""
+        """Return whether a ratio keeps to the limit."""
         return ratio >= self.limit if self.at_least else ratio <= self.limit
 
     def verdict(self, ratio: float) -> str:
-        """In words, with both numbers."""
+        """Return the verdict in words, with both numbers."""
         holds = self.holds(ratio)
         sign = ("≥" if holds else "<") if self.at_least else ("≤" if holds else ">")
         return f"{self.name} {'met' if holds else 'MISSED'}: {ratio:.3f} {sign} {self.limit:g}"
@@ -47,12 +47,12 @@ VIDEO_MFU = Target("G5 MFU", 0.55, at_least=True)
 
 
 def over(part: float, whole: float) -> float | None:
-    """A ratio; None where there is nothing to divide by."""
+    """Return a ratio; None where there is nothing to divide by."""
     return part / whole if whole > 0 else None
 
 
 def verdict(args: argparse.Namespace, found: Sequence[tuple[Target, float | None]]) -> str:
-    """The last cell of a row.
+    """Return the last cell of a row.
 
     Args:
         args: with ``device`` and ``tiny``.

@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions by halves (arXiv:2104.09864), ``[b, n, s, d]``."""
+    """Apply rotary positions by halves (arXiv:2104.09864), ``[b, n, s, d]``."""
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     return turned.to(x.dtype)
@@ -85,5 +85,5 @@ class TorchLlama(nn.Module):
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy in float32; logits ``[b, s, v]``, labels ``[b, s]``."""
+    """Return the mean cross-entropy in float32; logits ``[b, s, v]``, labels ``[b, s]``."""
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())

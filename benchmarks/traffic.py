@@ -35,9 +35,9 @@ class Kernel:
     """One kernel.
 
     Attributes:
-        name: of the operation, or of the compiled graph.
-        kind: of `KINDS`.
-        num_bytes: read and written.
+        name: name of the operation, or of the compiled graph.
+        kind: one of `KINDS`.
+        num_bytes: bytes read and written.
     """
 
     name: str
@@ -47,16 +47,16 @@ class Kernel:
 
 @dataclass
 class Traffic:
-    """What was counted."""
+    """The kernels that were counted."""
 
     kernels: list[Kernel] = field(default_factory=list)
 
     def count(self, kind: str) -> int:
-        """Kernels of a kind."""
+        """Return the number of kernels of a kind."""
         return sum(kernel.kind == kind for kernel in self.kernels)
 
     def num_bytes(self, kind: str) -> int:
-        """Bytes of the kernels of a kind."""
+        """Return the bytes of the kernels of a kind."""
         return sum(kernel.num_bytes for kernel in self.kernels if kernel.kind == kind)
 
     def add(self, name: str, tensors: Iterable[Any]) -> None:
@@ -71,7 +71,7 @@ class Traffic:
 
 
 def _size(x: Tensor) -> int:
-    """Bytes, those of a broadcast tensor once."""
+    """Return the bytes of a tensor; those of a broadcast tensor count once."""
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 
@@ -150,7 +150,7 @@ class _AsOnGPUs(TorchFunctionMode):
 
 
 def eager_traffic(step: Callable[[], object]) -> Traffic:
-    """What a step of uncompiled code moves."""
+    """Return the traffic of a step of uncompiled code."""
     traffic = Traffic()
     with _Counting(traffic) as counting, _AsOnGPUs(counting):
         step()
@@ -158,7 +158,7 @@ def eager_traffic(step: Callable[[], object]) -> Traffic:
 
 
 def compiled_traffic(step: Callable[[], object]) -> Traffic:
-    """What a step moves whose pointwise parts are compiled; it runs twice, to compile first."""
+    """Return the traffic of a step with compiled parts; it runs twice, to compile first."""
     traffic = Traffic()
     counting = _Counting(traffic)
 

@@ -64,7 +64,7 @@ FORMULA = {"bf16": (2, 4, 12, 4), "fp32": (4, 4, 8, 4)}
 
 
 def make_latents(folder: Path) -> Path:
-    """Latents of a few rendered clips: the contents do not matter, the widths hardly."""
+    """Encode a few rendered clips; the contents do not matter, the widths hardly."""
     clips, latents = folder / "clips", folder / "latents"
     script = ROOT / "examples" / "video" / "make_clips.py"
     subprocess.run([sys.executable, script, clips, "--per-caption", "1"], check=True)
@@ -76,7 +76,7 @@ def make_latents(folder: Path) -> Path:
 
 
 def reachable(root: Any) -> Iterator[torch.Tensor]:
-    """Every tensor that an object holds, directly or through others."""
+    """Return every tensor that an object holds, directly or through others."""
     waiting, seen = [root], set()
     while waiting:
         entry = waiting.pop()
@@ -100,7 +100,7 @@ class Storages:
         self._known: set[int] = set()
 
     def take(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Bytes of those that were not counted before."""
+        """Return the bytes of the blocks that were not counted before."""
         total = 0
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -111,7 +111,7 @@ class Storages:
 
 
 def measured(run: Run, before: Iterable[torch.Tensor]) -> dict[str, int]:
-    """Bytes of each kind on this rank, and of all other tensors that were made for the run."""
+    """Return the bytes of each kind on this rank, and of the run's other tensors."""
     storages = Storages()
     storages.take(before)
     buffers = [b for chunk in run.chunks for b in chunk.buffers]
@@ -127,7 +127,7 @@ def measured(run: Run, before: Iterable[torch.Tensor]) -> dict[str, int]:
 
 
 def living() -> list[torch.Tensor]:
-    """Every tensor of this process."""
+    """Return every tensor of this process."""
     gc.collect()
     return [entry for entry in gc.get_objects() if issubclass(type(entry), torch.Tensor)]
 
@@ -149,7 +149,7 @@ def run_rank(config: RunConfig, tokenizer: Tokenizer, folder: Path) -> int:
 
 
 def measure(size: str, precision: str, replicas: int, latents: Path) -> dict[str, int]:
-    """What the rank holds that holds most."""
+    """Return what the rank with the most memory holds."""
     words = [*FLAGS.split(), "--mmdit-size", size, "--video-data-path", str(latents)]
     words += ["--nproc-per-node", str(replicas)]
     words += ["--bf16"] if precision == "bf16" else []
@@ -172,7 +172,7 @@ HEAD = (
 
 
 def row(precision: str, replicas: int, found: dict[str, int]) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     shares = (1, 1, replicas, replicas)
     per_parameter = sum(x / share for x, share in zip(FORMULA[precision], shares, strict=True))
     total, formula = sum(found[kind] for kind in KINDS), per_parameter * found["count"]

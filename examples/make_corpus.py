@@ -46,7 +46,7 @@ def _sums(dice: random.Random, person: str, thing: str) -> str:
 
 
 def document(dice: random.Random) -> str:
-    """One story of two to nine sentences about one person and one thing."""
+    """Write a story of two to nine sentences about one person and one thing."""
     person, thing = dice.choice(PEOPLE), dice.choice(THINGS)
     sentences = [_sentence(dice, person, thing) for _ in range(dice.randint(2, 8))]
     if dice.random() < 0.3:

@@ -116,7 +116,7 @@ _WAN = "entry network naming".split()
 
 
 def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Options that were given on the command line."""
+    """Return the options that were given on the command line."""
     values = {name: getattr(args, name, None) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 

@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _digest_lines(prefix: str, args: argparse.Namespace) -> list[str]:
-    """What `--digest` and `--write-digest` have to say of one dataset."""
+    """Return the lines of `--digest` and `--write-digest` for one dataset."""
     if not (args.digest or args.write_digest):
         return []
     digests = digests_of(prefix)

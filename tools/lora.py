@@ -42,7 +42,7 @@ NETWORKS = ("generator", CRITIC)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags of both commands."""
+    """Build the parser of both commands."""
     top = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -21,7 +21,7 @@ from megatron_ext.errors import DataError, MegatronExtError
 
 
 def prefixes_in(folder: Path, output_prefix: Path) -> list[Path]:
-    """Prefixes of the pairs in a folder, sorted.
+    """Return the prefixes of the pairs in a folder, sorted.
 
     Raises:
         DataError: no folder, no pair, half a pair, or the output would overwrite an input.

@@ -51,7 +51,7 @@ DEFAULT = "tp2,tp2sp,pp2,pp2vpp2,cp2,cp2a2a,dp2,tp2pp2"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run all layouts and print the table; returns the exit code."""
+    """Run all layouts and print the table; return the exit code."""
     own = list(argv[: argv.index("--")]) if "--" in argv else list(argv)
     words = list(argv[len(own) + 1 :])
     parser = argparse.ArgumentParser(
@@ -80,7 +80,7 @@ def prove(
     steps: int,
     tolerances: Tolerances,
 ) -> int:
-    """Run the truth, then each layout; returns the exit code."""
+    """Run the truth, then each layout; return the exit code."""
     device = select()
     silence_known_warnings(device.kind)
     console = Console(width=None if sys.stdout.isatty() else 160)

@@ -36,7 +36,7 @@ from pretrain_gpt import task_of
 
 
 def main(argv: Sequence[str]) -> int:
-    """Show what is asked for; returns the exit code."""
+    """Show the batches that the flags ask for; return the exit code."""
     if int(os.environ.get("RANK", "0")):
         return 0  # a launcher started many, but one can show all
     args, words = split(argv)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The tool's own flags, and those of the run; without ``--`` all are the run's."""
+    """Separate the tool's own flags from those of the run; without ``--`` all are the run's."""
     own, words = [], list(argv)
     if "--" in words:
         own, words = words[: words.index("--")], words[words.index("--") + 1 :]

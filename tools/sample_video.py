@@ -36,7 +36,7 @@ STREAMING = "--streaming"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make what is asked for; returns the exit code."""
+    """Make the clips that the flags ask for; return the exit code."""
     if {"--help", "-h"} & set(argv):
         print(__doc__)
     words = [word for word in argv if word != STREAMING]

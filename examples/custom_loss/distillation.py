@@ -33,7 +33,7 @@ def write_cache(folder: Path, logits: Sequence[Tensor], k: int) -> None:
     """Keep the k largest logits of each token.
 
     Args:
-        logits: of each sample in the order of the dataset, ``[positions, v]``.
+        logits: one ``[positions, v]`` for each sample, in the order of the dataset.
     """
     folder.mkdir(parents=True, exist_ok=True)
     largest = [sample.float().topk(k) for sample in logits]
@@ -44,7 +44,7 @@ def write_cache(folder: Path, logits: Sequence[Tensor], k: int) -> None:
 
 
 class Distillation(TokenLoss["DistillationConfig"]):
-    """KL to the teacher, mixed with cross-entropy."""
+    """KL divergence to the teacher, mixed with cross-entropy."""
 
     name = "distillation loss"
 
@@ -62,7 +62,7 @@ class Distillation(TokenLoss["DistillationConfig"]):
         return found
 
     def build(self, batches: Sequence[Batch], context: ParallelContext) -> list[LossInputs]:
-        """Each token's teacher logits ``[b, s, k]``, found by its sample and its position."""
+        """Find each token's teacher logits ``[b, s, k]`` by its sample and its position."""
         return [self._inputs(batch) for batch in batches]
 
     def _inputs(self, batch: Batch) -> LossInputs:
@@ -82,7 +82,7 @@ class Distillation(TokenLoss["DistillationConfig"]):
     def token_losses(
         self, hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]
     ) -> Tensor:
-        """Losses ``[C]``; see `TokenLoss.token_losses`."""
+        """Return losses ``[C]``; see `TokenLoss.token_losses`."""
         temperature, alpha = self.config.temperature, self.config.alpha
         logits = head.logits(hidden)
         student = (head.at(logits, inputs["ids"]) / temperature).log_softmax(dim=1)
@@ -94,7 +94,7 @@ class Distillation(TokenLoss["DistillationConfig"]):
 
 @dataclass(frozen=True)
 class DistillationConfig(TokenLossConfig):
-    """cache: folder of `write_cache`; temperature T; alpha: weight of the teacher."""
+    """Options: cache, the folder of `write_cache`; temperature T; alpha, the teacher's weight."""
 
     loss_class = Distillation
     cache: str = "teacher"

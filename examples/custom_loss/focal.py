@@ -24,14 +24,14 @@ class FocalLoss(TokenLoss["FocalLossConfig"]):
     def token_losses(
         self, hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]
     ) -> Tensor:
-        """Losses ``[C]``; see `TokenLoss.token_losses`."""
+        """Return losses ``[C]``; see `TokenLoss.token_losses`."""
         log_p = head.log_prob(head.logits(hidden), inputs["labels"])
         return -((1 - log_p.exp()) ** self.config.gamma) * log_p
 
 
 @dataclass(frozen=True)
 class FocalLossConfig(TokenLossConfig):
-    """gamma: 0 is cross-entropy."""
+    """Options: gamma; 0 is cross-entropy."""
 
     loss_class = FocalLoss
     gamma: float = 2.0

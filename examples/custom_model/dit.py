@@ -65,14 +65,14 @@ class Block(Module):
         start_at_zero(self.modulation)
 
     def forward(self, x: Tensor, vec: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-        """``[s, b, h]`` to ``[s, b, h]``; vec is ``[b, h]``."""
+        """Map ``[s, b, h]`` to ``[s, b, h]``; vec is ``[b, h]``."""
         parts = self.modulation(F.silu(vec)).chunk(6, dim=-1)
         shift, scale, gate, shift_of_mlp, scale_of_mlp, gate_of_mlp = parts
         x = x + gate * self.attend(modulated(x, shift, scale), table)
         return x + gate_of_mlp * self.mlp(modulated(x, shift_of_mlp, scale_of_mlp))
 
     def attend(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-        """Every token looks at every other."""
+        """Let every token attend to every other."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
         q, k, v = (y.permute(1, 2, 0, 3) for y in (rotate(q, table), rotate(k, table), v))
         attended = F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3)
@@ -103,15 +103,15 @@ class DiT(MegatronModule):
             start_at_zero(self.out)
 
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
-        """Take what the stage before gave."""
+        """Take the output of the stage before."""
         self.entering = tensors[0]
 
     def boundary_shape(self, num_text: int, num_image: int, micro_batch_size: int) -> list[int]:
-        """Of what passes between stages: a row for each token, and one for vec."""
+        """Return the shape between stages: a row for each token, and one for vec."""
         return [num_text + num_image + 1, micro_batch_size, self.sizes.hidden_size]
 
     def embed(self, img: Tensor, txt: Tensor, t: Tensor, y: Tensor, cond: Tensor | None) -> Tensor:
-        """Text, image and vec as rows ``[L + N + 1, b, h]``."""
+        """Return text, image and vec as rows ``[L + N + 1, b, h]``."""
         dtype = self.img_in.weight.dtype
         image = self.img_in(img.to(dtype))
         if self.cond_in is not None and cond is not None:
@@ -131,7 +131,7 @@ class DiT(MegatronModule):
         y_vec: Tensor | None = None,
         cond: Tensor | None = None,
     ) -> Tensor:
-        """See `MMDiT.forward`: stages after the first are given the ids only."""
+        """Run the stage; stages after the first are given the ids only, as in `MMDiT.forward`."""
         rows = self.entering
         if self.first:
             assert img is not None and txt is not None
@@ -159,7 +159,7 @@ def build_chunk(
     post_process: bool,
     vp_stage: int | None = None,
 ) -> DiT:
-    """The blocks of one pipeline chunk; the first holds the embedding, the last the output."""
+    """Build one pipeline chunk; the first holds the embedding, the last the output."""
     placement = context.placement
     sizes = config.mmdit.sizes(config.model)
     dealt = stage_blocks(sizes, placement.num_stages, double_block_cost=1.0)
@@ -192,10 +192,10 @@ def prepare(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
 
 
 def step_stats(run: Run, num_microbatches: int) -> StepStats:
-    """As pretrain_video.py counts it, but for the operations: 6 a weight and token, and attention.
+    """Count a step as pretrain_video.py does, with this model's floating-point operations.
 
-    A block has 12 h^2 weights; the scores of n tokens, and their product with the values, take
-    2 n^2 h multiplications.
+    Each weight and token takes 6 operations; a block has 12 h^2 weights. The scores of n tokens,
+    and their product with the values, take 2 n^2 h multiplications.
     """
     source, sizes = run.train_source, run.config.mmdit.sizes(run.config.model)
     lengths = [x.num_tokens for x in source.video_plan.sequences(source.coming)]

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CapFlags:
-    """Flags of this program; they stand in --help, --print-config and checkpoints like all."""
+    """The flags of this program, as part of --help, --print-config and checkpoints."""
 
     hidden_cap: float | None = flag(None, "bound of the hidden states before the head")
 
@@ -85,14 +85,14 @@ class CeilingLoss(TokenLoss["CeilingLossConfig"]):
     def token_losses(
         self, hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]
     ) -> Tensor:
-        """Losses ``[C]`` of a chunk of C tokens; see `TokenLoss.token_losses`."""
+        """Return losses ``[C]`` of a block of C tokens; see `TokenLoss.token_losses`."""
         losses = -head.log_prob(head.logits(hidden), inputs["labels"])
         return losses.clamp(max=self.config.ceiling)
 
 
 @dataclass(frozen=True)
 class CeilingLossConfig(TokenLossConfig):
-    """ceiling: nats; ``--loss-args ceiling=8`` changes it."""
+    """Options: the ceiling in nats; ``--loss-args ceiling=8`` changes it."""
 
     loss_class = CeilingLoss
     ceiling: float = 12.0

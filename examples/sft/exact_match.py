@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def questions(path: Path) -> list[tuple[list[dict[str, Any]], str]]:
-    """Messages of each prompt, and the answer that is wanted."""
+    """Return the messages of each prompt, and the answer that is expected."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         messages = json.loads(line)["messages"]
@@ -29,7 +29,7 @@ def questions(path: Path) -> list[tuple[list[dict[str, Any]], str]]:
 
 @torch.no_grad()
 def answers(model: Any, tokenizer: Any, prompts: list[list[dict[str, Any]]]) -> list[str]:
-    """Greedy answers; prompts of one length are answered together, so none is padded."""
+    """Answer greedily; prompts of one length are answered together, so none is padded."""
     ids = [tokenizer.apply_chat_template(p, add_generation_prompt=True) for p in prompts]
     ids = [list(one["input_ids"]) if hasattr(one, "keys") else list(one) for one in ids]
     found = [""] * len(ids)
@@ -51,7 +51,7 @@ def answers(model: Any, tokenizer: Any, prompts: list[list[dict[str, Any]]]) -> 
 
 
 def main() -> int:
-    """Prints the share of exact answers; 1 where it is below what is required."""
+    """Print the share of exact answers; return 1 where it is below what is required."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="a folder of Hugging Face's format")
     parser.add_argument("--tokenizer", required=True)

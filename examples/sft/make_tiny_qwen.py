@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 
 def main() -> None:
-    """Writes weights, configuration and tokenizer into a folder."""
+    """Write weights, configuration and tokenizer into a folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--output", required=True)

@@ -28,14 +28,14 @@ TEMPLATE = (
 
 
 def answer(task: str, digits: str) -> str:
-    """What the assistant is to say."""
+    """Return the assistant's answer."""
     if task == "reverse":
         return digits[::-1]
     return "".join(str((int(digit) + 1) % 10) for digit in digits)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Words, spaces and single digits."""
+    """Build a tokenizer of words, spaces and single digits."""
     special = ["<|im_start|>", "<|im_end|>", "<|unknown|>"]
     words = ["user", "assistant", "add", "one", "to", "reverse", " ", *map(str, range(10))]
     vocabulary = {word: i for i, word in enumerate([*special, *words])}
@@ -53,7 +53,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def conversation(strings: list[str], choose: random.Random) -> dict[str, Any]:
-    """One turn for each string."""
+    """Write one turn for each string."""
     messages = []
     for digits in strings:
         task = choose.choice(TASKS)
@@ -63,7 +63,7 @@ def conversation(strings: list[str], choose: random.Random) -> dict[str, Any]:
 
 
 def write(path: Path, strings: list[str], choose: random.Random) -> None:
-    """Conversations of one to three strings until they are used up."""
+    """Write conversations of one to three strings until the strings are used up."""
     with path.open("w", encoding="utf-8") as file:
         while strings:
             turns = choose.randint(1, 3)
@@ -72,7 +72,7 @@ def write(path: Path, strings: list[str], choose: random.Random) -> None:
 
 
 def main() -> None:
-    """Writes train.jsonl, valid.jsonl, test.jsonl and tokenizer/ into a folder."""
+    """Write train.jsonl, valid.jsonl, test.jsonl and tokenizer/ into a folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--turns", type=int, default=12000, help="of the training file")

@@ -32,12 +32,12 @@ PERIOD = 12
 
 
 def captions() -> list[Caption]:
-    """Every combination."""
+    """Return every combination."""
     return list(itertools.product(COLOURS, SHAPES, MOTIONS))
 
 
 def render(caption: Caption, size: int, num_frames: int, rng: random.Random) -> NDArray[np.uint8]:
-    """Frames ``[f, size, size, 3]`` of a shape that swings across half of the picture."""
+    """Draw frames ``[f, size, size, 3]`` of a shape that swings across half of the picture."""
     colour, shape, motion = caption
     radius = size * rng.uniform(0.18, 0.24)
     across = rng.uniform(radius, size - radius)
@@ -56,7 +56,7 @@ def render(caption: Caption, size: int, num_frames: int, rng: random.Random) -> 
 
 
 def switches(seed: int) -> tuple[list[tuple[Caption, Caption]], list[tuple[Caption, Caption]]]:
-    """Pairs of captions that differ in colour: to be trained on, and one of each kind held out."""
+    """Pair captions that differ in colour: pairs to train on, and one held out of each kind."""
     rng = random.Random(seed)
     pairs = [
         (before, (colour, *before[1:]))
@@ -71,13 +71,13 @@ def switches(seed: int) -> tuple[list[tuple[Caption, Caption]], list[tuple[Capti
 
 
 def spoken(caption: Caption, fps: int) -> str:
-    """A caption as the text encoder is given it in training, which adds the frames per second."""
+    """Return a caption as the text encoder sees it in training, with the frames per second."""
     colour, shape, motion = caption
     return f"a {colour} {shape} {motion} {fps} FPS."
 
 
 def write_prompts(args: argparse.Namespace) -> None:
-    """Prompts to be tuned on, and videos to be asked for afterwards."""
+    """Write prompts to tune on, and videos to ask for afterwards."""
     trained, held_out = switches(args.seed)
     for name, side in (("prompts", 0), ("second_prompts", 1)):
         lines = "".join(f"{spoken(pair[side], args.fps)}\n" for pair in trained)
@@ -95,7 +95,7 @@ def write_prompts(args: argparse.Namespace) -> None:
 
 
 def write_clips(args: argparse.Namespace) -> None:
-    """Clips of every caption, and their list."""
+    """Write clips of every caption, and their list."""
     rng, rows = random.Random(args.seed), []
     for caption in captions():
         for i in range(args.per_caption):

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measures colour, motion and shape in long videos before and after their prompt switches.
 
-By array arithmetic alone, as in examples/video/measure_clips.py. The frames right after a switch
-may still show the old colour, so that some are left out.
+It uses array arithmetic alone, as examples/video/measure_clips.py does. The frames right after a
+switch may still show the old colour, so that some are left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from measure_clips import Pixels, colour_of, coloured, read_frames
 
 HALF = 0.5
 RADII = (0.18, 0.2, 0.22, 0.24)
-"""Of a shape over a side, as they are rendered."""
+"""Radii of the rendered shapes, as shares of a side."""
 FINER = 2
 """Parts of a pixel's side that are looked at."""
 
@@ -46,7 +46,7 @@ class Piece:
 
 
 def word_of(prompt: str, words: Iterable[str]) -> str:
-    """The only one of some words that a prompt has.
+    """Return the only one of some words that a prompt has.
 
     Raises:
         SystemExit: it has none, or several.
@@ -58,7 +58,7 @@ def word_of(prompt: str, words: Iterable[str]) -> str:
 
 
 def centre_of(frame: Pixels) -> tuple[float, float]:
-    """Row and column of the middle of what is coloured; of the picture, where nothing is."""
+    """Return row and column of the coloured part's middle, or of the picture's where none is."""
     weight = coloured(frame[None])[0]
     height, width = weight.shape
     if not weight.any():
@@ -68,7 +68,7 @@ def centre_of(frame: Pixels) -> tuple[float, float]:
 
 
 def error_of(frame: Pixels, colour: str, shape: str) -> float:
-    """Mean absolute difference from the closest shape of a size and place near its own."""
+    """Return the mean absolute difference from the closest shape of a similar size and place."""
     height, width, _ = frame.shape
     y, x = centre_of(frame)
     grid_y, grid_x = (np.mgrid[: height * FINER, : width * FINER] + HALF) / FINER
@@ -83,7 +83,7 @@ def error_of(frame: Pixels, colour: str, shape: str) -> float:
 
 
 def piece_of(frames: Pixels, prompt: str) -> Piece:
-    """What frames ``[f, h, w, 3]`` show of a prompt."""
+    """Measure what frames ``[f, h, w, 3]`` show of a prompt."""
     colour, shape = word_of(prompt, COLOURS), word_of(prompt, SHAPES)
     down, _ = MOTIONS[word_of(prompt, MOTIONS)]
     spread = np.std([centre_of(frame) for frame in frames], axis=0)
@@ -96,10 +96,10 @@ def piece_of(frames: Pixels, prompt: str) -> Piece:
 
 
 def pieces_of(row: dict[str, object], folder: Path, skipped: int) -> tuple[Piece, Piece]:
-    """A video before and after its switch.
+    """Measure a video before and after its switch.
 
     Raises:
-        SystemExit: it has none, or several.
+        SystemExit: it has no switch, or several.
     """
     switches = row.get("switches")
     if not isinstance(switches, list) or len(switches) != 1:

@@ -34,7 +34,7 @@ FINER = 4
 
 
 def captions() -> list[Caption]:
-    """Every combination."""
+    """Return every combination."""
     return list(itertools.product(COLOURS, SHAPES, DIRECTIONS))
 
 
@@ -43,10 +43,10 @@ def caption_of(colour: str, shape: str, direction: str) -> str:
 
 
 def held_out_captions(number: int, seed: int) -> list[Caption]:
-    """Captions to be kept out of training, the same for the same seed.
+    """Return the captions to keep out of training, the same for the same seed.
 
-    Drawn one after another, each from those whose pair of colour and direction was drawn least
-    often, then whose words were: 16 of the 48 are one of each such pair.
+    They are drawn one after another, each from those whose pair of colour and direction was drawn
+    least often, then whose words were: 16 of the 48 are one of each such pair.
 
     Raises:
         SystemExit: a colour, shape or direction would be left without a clip.
@@ -71,7 +71,7 @@ def held_out_captions(number: int, seed: int) -> list[Caption]:
 
 
 def inside(shape: str, y: Grid, x: Grid, radius: float) -> NDArray[np.bool_]:
-    """Where a shape covers a grid of offsets from its centre."""
+    """Return where a shape covers a grid of offsets from its centre."""
     if shape == "square":
         return (np.abs(y) <= radius) & (np.abs(x) <= radius)
     if shape == "circle":
@@ -80,7 +80,7 @@ def inside(shape: str, y: Grid, x: Grid, radius: float) -> NDArray[np.bool_]:
 
 
 def render(caption: Caption, size: int, num_frames: int, rng: random.Random) -> NDArray[np.uint8]:
-    """Frames ``[f, size, size, 3]`` of a shape that crosses half of the picture.
+    """Draw frames ``[f, size, size, 3]`` of a shape that crosses half of the picture.
 
     Edges are smooth, so that a step of a part of a pixel can be seen.
     """
@@ -103,7 +103,7 @@ def render(caption: Caption, size: int, num_frames: int, rng: random.Random) -> 
 
 
 def write_mp4(path: Path, frames: NDArray[np.uint8], fps: int) -> None:
-    """Frames ``[f, h, w, 3]`` uint8 as H.264 of high quality."""
+    """Write frames ``[f, h, w, 3]`` uint8 as H.264 of high quality."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps), options={"crf": "10"})
         stream.height, stream.width = frames.shape[1:3]
@@ -114,7 +114,7 @@ def write_mp4(path: Path, frames: NDArray[np.uint8], fps: int) -> None:
 
 
 def write_folder(args: argparse.Namespace) -> None:
-    """Renders the clips of all captions but those held out, and writes both lists."""
+    """Render the clips of all captions but those held out, and write both lists."""
     args.output.mkdir(parents=True, exist_ok=True)
     held_out = held_out_captions(args.held_out, args.seed)
     trained = [caption for caption in captions() if caption not in held_out]

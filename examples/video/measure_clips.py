@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures colour and motion of the shape in sampled clips, and compares them with the captions.
 
-By array arithmetic alone: pixels that differ from grey are the shape, the palette colour that
+It uses array arithmetic alone: pixels that differ from grey are the shape, the palette colour that
 points their way is its colour, and the way of their centre over the frames is its motion.
 """
 
@@ -28,20 +28,20 @@ MIN_TRAVEL = 0.15
 
 
 def read_frames(path: Path) -> Pixels:
-    """Frames ``[f, h, w, 3]`` of a video, 0 to 255."""
+    """Read the frames ``[f, h, w, 3]`` of a video, 0 to 255."""
     with av.open(str(path)) as container:
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     return np.stack(frames).astype(np.float64)
 
 
 def coloured(frames: Pixels) -> Pixels:
-    """How far each pixel is from grey where it is a shape's, else 0: ``[f, h, w]``."""
+    """Return each shape pixel's distance from grey, and 0 for the others: ``[f, h, w]``."""
     chroma = frames.max(axis=-1) - frames.min(axis=-1)
     return np.where(chroma >= MIN_CHROMA, chroma, 0.0)
 
 
 def colour_of(frames: Pixels) -> str:
-    """The palette colour whose difference from grey points the way of the shape's."""
+    """Return the palette colour whose difference from grey points the way of the shape's."""
     weight = coloured(frames)
     if np.count_nonzero(weight) < MIN_AREA * weight.size:
         return NOTHING
@@ -50,13 +50,13 @@ def colour_of(frames: Pixels) -> str:
 
 
 def _alike(one: Pixels, other: Pixels) -> float:
-    """Cosine between two colours without their grey."""
+    """Return the cosine between two colours without their grey."""
     one, other = one - one.mean(), other - other.mean()
     return float(one @ other / (np.linalg.norm(one) * np.linalg.norm(other)))
 
 
 def direction_of(frames: Pixels) -> str:
-    """Where the shape's centre goes, by a straight line through its places in time."""
+    """Return where the shape's centre goes, by a straight line through its places in time."""
     weight = coloured(frames)
     num_frames, height, width = weight.shape
     shown = np.count_nonzero(weight, axis=(1, 2)) >= MIN_AREA * height * width
@@ -73,7 +73,7 @@ def direction_of(frames: Pixels) -> str:
 
 
 def wanted(caption: str) -> tuple[str, str]:
-    """Colour and direction that a caption names.
+    """Return the colour and direction that a caption names.
 
     Raises:
         SystemExit: it names none.
@@ -87,7 +87,7 @@ def wanted(caption: str) -> tuple[str, str]:
 
 
 def measure(folder: Path) -> tuple[int, int]:
-    """Prints a row for each clip; returns how many follow their caption, and how many there are.
+    """Print a row for each clip; return how many follow their caption, and how many there are.
 
     Raises:
         SystemExit: the folder has no list of samples, or see `wanted`.
