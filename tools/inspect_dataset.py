@@ -20,12 +20,9 @@ if __name__ == "__main__":
 
 from megatron_ext.data.indexed_writer import digest_path, digests_of, verify, write_digests
 from megatron_ext.errors import ConfigError, MegatronExtError
+from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.data.inspect import inspect_dataset
-from megatron_ext.text.preprocess.options import (
-    TokenizerFlags,
-    add_tokenizer_flags,
-    tokenizer_flags,
-)
+from megatron_ext.text.preprocess.options import add_tokenizer_flags, tokenizer_config
 from megatron_ext.text.tokenizers import build_tokenizer
 
 
@@ -55,8 +52,8 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(
                 "`--digest` compares with PREFIX.sha256 and `--write-digest` replaces it; give one."
             )
-        settings = tokenizer_flags(args)
-        if settings.tokenizer_type is None and settings != TokenizerFlags():
+        settings = tokenizer_config(vars(args))
+        if settings.tokenizer_type is None and settings != TokenizerConfig(tokenizer_type=None):
             raise ConfigError("`--tokenizer-type` is missing beside its other flags; name it.")
         tokenizer = build_tokenizer(settings) if settings.tokenizer_type else None
     except MegatronExtError as error:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from megatron_ext.checkpoint.safetensors_files import TensorFolder
 from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
-from megatron_ext.text.preprocess.parts import Done, marker_path, read_marker
+from megatron_ext.text.preprocess.parts import PartMarker, marker_path, read_marker
 from megatron_ext.text.tokenizers.huggingface import load_pretrained
 from megatron_ext.video.config.encoding import CodecConfig
 from megatron_ext.video.data.codecs import build_codec
@@ -133,7 +133,7 @@ def test_a_marker_of_a_part_names_files_of_its_folder(tmp_path: Path) -> None:
     secret.write_bytes(b"1234")
     folder = tmp_path / "parts"
     folder.mkdir()
-    done = Done("p000000.1", lines=1, documents=1, tokens=1, rejected=0, sizes={})
+    done = PartMarker("p000000.1", lines=1, documents=1, tokens=1, rejected=0, sizes={})
     marker_path(folder, 0).write_text(json.dumps(dataclasses.asdict(done)))
     assert read_marker(folder, 0) == done
     for changed in ({"stem": "../secret"}, {"sizes": {"../secret.bin": 4}}):

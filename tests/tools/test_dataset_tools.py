@@ -17,8 +17,8 @@ import pytest
 from megatron_ext.data import indexed, indexed_writer
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import DataError
+from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.data.inspect import inspect_dataset
-from megatron_ext.text.preprocess.options import TokenizerFlags
 from megatron_ext.text.tokenizers import build_tokenizer
 from tests.text import tiny
 from tests.text.preprocess.truth import read_pair
@@ -101,7 +101,7 @@ def test_a_long_merge_shows_how_much_time_is_left_on_a_terminal_only(
 
 def test_counts_histogram_and_warnings(tmp_path: Path) -> None:
     prefix = write(tmp_path / "d", [0, 1, 3, 4, 7, 8, 600], first=5)
-    tokenizer = build_tokenizer(TokenizerFlags(tokenizer_type="NullTokenizer", vocab_size=100))
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100))
     found = inspect_dataset(str(prefix), tokenizer, samples=7)
     assert found.lines[:5] == [
         f"dataset    {prefix}",

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.preprocess.cli import main, parse_options
-from megatron_ext.text.preprocess.options import TokenizerFlags
 from tests.text import tiny
 from tests.text.preprocess.truth import read_pair, write_expected
 
@@ -39,7 +39,7 @@ def run(
 
 
 def expected(folder: Path, documents: list[dict[str, object]]) -> tuple[bytes, bytes]:
-    flags = TokenizerFlags(
+    flags = TokenizerConfig(
         tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tiny.sentencepiece_model())
     )
     texts = [str(document["text"]) for document in documents]

@@ -1,20 +1,8 @@
-"""One line of the input to the texts of its keys.
-
-Texts of documents to token arrays, with whichever engine is exact and fastest.
-
-Cutting text into sentences by rule, without any model to download.
-
-A sentence ends at `. ! ? …` (with closing quotes or brackets) before white space, unless the
-period closes a known abbreviation, an initial, or an ordinal number, or the next word starts in
-lower case; and at the full stops of Chinese, Japanese and Hindi, which need no white space.
-
-Lines with texts under keys to token arrays: what a worker does with each block of a part.
-"""
+"""Lines of JSON to token arrays: what a worker does with each block of a part."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from megatron_ext.text.preprocess.sentences import Splitter
 from megatron_ext.text.tokenizers.base import Ids, Tokenizer
 from megatron_ext.text.tokenizers.fast import FastEncoder, InexactEngine
 
@@ -32,14 +21,12 @@ class BadLine(Exception):
 
 
 def parse_line(line: bytes, keys: Sequence[str]) -> list[list[str]]:
-    """Returns, for each key, the texts of its sequences: one for a string, several for a list.
+    """Return, for each key, the texts of its sequences: one for a string, several for a list.
 
     Raises:
         BadLine: no JSON object, a key is missing, or a value is neither text nor a list of texts.
     """
-    document = _load(line, keys)
-    if not isinstance(document, dict):
-        raise BadLine("is not a JSON object")
+    document = read_object(line, keys)
     texts: list[list[str]] = []
     for key in keys:
         value = document.get(key)
@@ -55,23 +42,32 @@ def parse_line(line: bytes, keys: Sequence[str]) -> list[list[str]]:
     return texts
 
 
-def _load(line: bytes, keys: Sequence[str]) -> object:
+def read_object(line: bytes, keys: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the JSON object of a line.
+
+    Args:
+        keys: keys whose texts must not hold half a surrogate pair.
+
+    Raises:
+        BadLine: a blank line, no UTF-8, no JSON, or no object.
+    """
     try:
-        return orjson.loads(line)
+        document = orjson.loads(line)
     except orjson.JSONDecodeError as error:
         if not line.strip():
             raise BadLine("is blank") from None
-        return _load_leniently(line, keys, str(error))
+        document = _read_leniently(line, keys, str(error))
+    if not isinstance(document, dict):
+        raise BadLine("is not a JSON object")
+    return document
 
 
-def _load_leniently(line: bytes, keys: Sequence[str], complaint: str) -> object:
-    """Python's parser takes NaN, and half surrogate pairs under keys that nobody asks for."""
+def _read_leniently(line: bytes, keys: Sequence[str], complaint: str) -> Any:
+    """Read a line by Python's parser, which takes NaN, and half surrogate pairs."""
     try:
-        text = line.decode("utf-8")
+        document = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise BadLine(f"is not UTF-8 (byte {error.start + 1} of the line)") from None
-    try:
-        document: object = json.loads(text)
     except (ValueError, RecursionError):
         raise BadLine(f"is not valid JSON ({complaint})") from None
     if isinstance(document, dict):
@@ -99,8 +95,8 @@ class Encoded:
 
     Attributes:
         tokens: ids of all documents, one after the other.
-        lengths: i32 tokens of each sequence.
-        documents: i32 sequences of each document.
+        lengths: i32 number of tokens of each sequence.
+        documents: i32 number of sequences of each document.
     """
 
     tokens: npt.NDArray[Any]
@@ -109,7 +105,7 @@ class Encoded:
 
 
 class Encoder:
-    """Encodes batches of documents.
+    """An encoder of batches of documents.
 
     Args:
         tokenizer: the native tokenizer, whose ids count.
@@ -124,7 +120,7 @@ class Encoder:
         self._batches = 0
 
     def encode(self, documents: Sequence[list[str]]) -> Encoded:
-        """Encodes documents, each a list of texts (its sequences).
+        """Encode documents, each a list of texts (its sequences).
 
         Raises:
             InexactEngine: the fast engine differs from the native one on a document.
@@ -135,14 +131,18 @@ class Encoder:
         return self._assemble(documents, ids)
 
     def encodable(self, document: list[str]) -> None:
-        """Raises BadLine when the tokenizer refuses a text of the document."""
+        """Check that the tokenizer takes all texts of a document.
+
+        Raises:
+            BadLine: it refuses one.
+        """
         try:
             self._tokenizer.encode_batch(document)
         except (ValueError, OverflowError) as error:
             raise BadLine(f"cannot be tokenized: {error}") from None
 
     def _compare_one(self, texts: Sequence[str], ids: Sequence[Ids]) -> None:
-        """Compares one document of each batch, another place each time."""
+        """Compare one document of each batch, at another place each time."""
         if self._fast is None or not texts:
             return
         self._batches += 1
@@ -155,7 +155,7 @@ class Encoder:
             raise InexactEngine(f"gigatoken gives other ids for a text that starts {start!r}")
 
     def _assemble(self, documents: Sequence[list[str]], ids: Sequence[Ids]) -> Encoded:
-        pieces: list[Any] = []
+        arrays: list[Any] = []
         lengths: list[int] = []
         counts: list[int] = []
         at = 0
@@ -163,21 +163,21 @@ class Encoder:
             before = len(lengths)
             for sequence in ids[at : at + len(document)]:
                 if len(sequence):
-                    pieces.append(np.asarray(sequence))
+                    arrays.append(np.asarray(sequence))
                     lengths.append(len(sequence))
             if self._eod and len(lengths) > before:
-                pieces += self._eod
+                arrays += self._eod
                 lengths[-1] += 1
             counts.append(len(lengths) - before)
             at += len(document)
-        tokens = np.concatenate(pieces) if pieces else np.zeros(0, np.uint32)
+        tokens = np.concatenate(arrays) if arrays else np.zeros(0, np.uint32)
         return Encoded(tokens, np.asarray(lengths, np.int32), np.asarray(counts, np.int32))
 
 
 def choose_engine(
     tokenizer: Tokenizer, samples: Sequence[str], engine: str
 ) -> tuple[FastEncoder | None, str]:
-    """Returns the fast engine if it is exact on real documents, and a line that says which runs.
+    """Return the fast engine if it is exact on real documents, and a line that says which runs.
 
     Args:
         samples: texts of the input at hand.
@@ -196,98 +196,23 @@ def choose_engine(
     )
 
 
-_COMMON = "a.m p.m etc vs no nr vol fig figs cf ca al approx resp dept inc ltd co corp st dr prof"
-_ABBREVIATIONS: dict[str, str] = {
-    "english": "mr mrs ms messrs jr sr rev hon gen col lt sgt capt gov sen rep pres e.g i.e viz "
-    "op u.s u.k u.n jan feb mar apr jun jul aug sep sept oct nov dec mt ft",
-    "german": "z.b d.h u.a bzw usw evtl ggf hr fr frl str tel abs bd hrsg inkl s.o s.u u.s.w v.a "
-    "geb gest jh jhd mio mrd jan feb mär apr jun jul aug sep okt nov dez",
-    "french": "m mm mme mlle av bd c.-à-d p.ex env ex éd hab janv févr avr juil sept oct nov déc",
-    "spanish": "sr sra srta d dña ud uds ej p.ej pág págs aprox av avda ee.uu núm ene feb mar abr "
-    "jul ago sep oct nov dic",
-    "italian": "sig sig.ra sigg dott dott.ssa avv ing es p.es pag ecc art gen feb mar apr giu lug "
-    "ago set ott nov dic",
-    "portuguese": "sr sra srta exa d dra pág págs ex p.ex av núm jan fev mar abr jun jul ago set "
-    "out nov dez",
-    "dutch": "dhr mevr mw drs ir ing bijv d.w.z m.a.w o.a blz jan feb mrt apr jun jul aug sep okt "
-    "nov dec",
-    "russian": "г гг т.е т.д т.п и.о др проф акад стр рис им ул д кв руб коп тыс млн млрд см",
-}
-LANGUAGES = tuple(_ABBREVIATIONS)
-_END = re.compile(
-    r"""(?P<mark>[.!?…]+)(?P<close>["'”’»)\]]*)(?P<space>\s+)(?=(?P<next>\S))"""
-    r"""|(?P<wide>[。！？｡।]+[”’」』）"']*)(?P<wide_space>\s*)(?=\S)"""
-)
-_LAST_WORD = re.compile(r"[^\s(\[\"'“‘«„¿¡]*$")
-
-Splitter = Callable[[str], list[str]]
-
-
-def sentence_splitter(lang: str, *, keep_newlines: bool) -> Splitter:
-    """Returns the function from a text to its sentences.
-
-    White space between sentences is dropped; with `keep_newlines` it stays at the end of the
-    sentence before it, so that the sentences joined give the text again.
-
-    Args:
-        lang: one of `LANGUAGES`.
-    """
-    known = frozenset((_COMMON + " " + _ABBREVIATIONS[lang]).split())
-    ordinals = lang in ("german", "dutch")
-
-    def split(text: str) -> list[str]:
-        sentences, start = [], 0
-        for match in _END.finditer(text):
-            if match["mark"] is not None and not _ends_here(text, match, known, ordinals):
-                continue
-            space = match["space"] if match["mark"] is not None else match["wide_space"]
-            end = match.end() if keep_newlines else match.end() - len(space)
-            sentences.append(text[start:end] if keep_newlines else text[start:end].strip())
-            start = match.end()
-        rest = text[start:] if keep_newlines else text[start:].strip()
-        return [*sentences, rest] if rest else sentences
-
-    return split
-
-
-def _ends_here(text: str, match: re.Match[str], known: frozenset[str], ordinals: bool) -> bool:
-    if match["next"].islower() and "\n\n" not in match["space"]:
-        return False
-    if match["mark"] != ".":
-        return True
-    if "\n\n" in match["space"] or match["close"]:
-        return True
-    # A word longer than any abbreviation needs no look further back.
-    word = _LAST_WORD.search(text, max(0, match.start() - 24), match.start())
-    last = word[0] if word else ""
-    if len(last) == 1 and last.isalpha() and last.isupper() and last != "I":
-        return False
-    if ordinals and last.isdigit() and len(last) <= 2:
-        return False
-    return last.lower() not in known
-
-
 Refuse = Callable[[int, str], None]
-"""Takes the number of a bad line in its part, from 0, and the reason; may raise."""
+"""A function that takes the number of a bad line in its part, from 0, and the reason."""
 Write = Callable[[int, int, Encoded], None]
-"""Takes the documents of one key and one stream."""
+"""A function that takes a key, a stream, and their documents."""
 
 
 class BlockEncoder(Protocol):
-    """What turns the lines of a block into documents."""
+    """An encoder that turns the lines of a block into documents."""
 
     def encode(self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write) -> int:
-        """Encodes whole lines of a part, the first of which is number ``first``.
-
-        Returns:
-            the number of lines kept.
-        """
+        """Encode whole lines of a part, from number ``first`` on; return how many were kept."""
         ...
 
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Texts under the same keys of each line.
+    """A `BlockEncoder` of the texts under the same keys of each line.
 
     Attributes:
         streams: lines go to stream `line number within the part % streams`.
@@ -299,7 +224,7 @@ class TextEncoder:
     splitter: Splitter | None
 
     def encode(self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write) -> int:
-        """See `BlockEncoder.encode`."""
+        """Encode the lines of a block; see `BlockEncoder`."""
         kept: list[int] = []
         texts: list[list[list[str]]] = []
         for number, raw in enumerate(lines, first):
@@ -336,7 +261,7 @@ class TextEncoder:
     def _encode_streams(
         self, texts: list[list[list[str]]], numbers: list[int], write: Write
     ) -> None:
-        """Encodes first and writes after, so that a refused text leaves nothing behind."""
+        """Encode first and write after, so that a refused text leaves nothing behind."""
         encoded = []
         for stream in range(self.streams):
             mine = [t for t, n in zip(texts, numbers, strict=True) if n % self.streams == stream]

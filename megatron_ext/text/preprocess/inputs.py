@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import glob
-import gzip
 import hashlib
 import os
 import select
 import shutil
 import stat
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.preprocess.parquet import json_lines
+from megatron_ext.errors import DataError
+from megatron_ext.text.preprocess.unpack import BLOCK_BYTES, packing_of, unpacked
 
-BLOCK_BYTES = 4 << 20
 _LARGEST_PART = 256_000_000
 _PARTS_PER_WORKER = 4
-_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
 _END_BYTES = 1 << 16
 _SECONDS_FOR_A_WRITER = 10.0
-_OTHER_MAGIC = {b"BZh": "bzip2", b"\xfd7zX": "xz", b"PK\x03\x04": "zip"}
 
 
 @dataclass(frozen=True)
@@ -106,23 +101,6 @@ def _identity(path: str) -> list[Any]:
     return [os.path.abspath(path), found.st_size, *times, found.st_ino, digest.hexdigest()]
 
 
-def packing_of(path: str) -> str:
-    """Tells gzip, zstd and parquet by their first bytes.
-
-    Raises:
-        DataError: another packed format.
-    """
-    with open(path, "rb") as stream:
-        head = stream.read(4)
-    for magic, name in _OTHER_MAGIC.items():
-        if head.startswith(magic):
-            raise DataError(
-                f"`--input` ({path}) is a {name} file; give jsonl, plain or packed with gzip or "
-                "zstd, or parquet."
-            )
-    return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), "plain")
-
-
 def needs_spool(files: Sequence[str], workers: int) -> list[str]:
     """Inputs to copy first: streams, and packed files too few to keep the workers busy."""
     streams = [path for path in files if is_stream(path)]
@@ -141,7 +119,7 @@ def spool(source: str, target: Path) -> None:
         if is_stream(source):
             _copy_stream(source, out)
         else:
-            for piece, _ in _unpacked(source, packing_of(source)):
+            for piece, _ in unpacked(source, packing_of(source)):
                 out.write(piece)
     os.replace(temporary, target)
 
@@ -272,7 +250,7 @@ def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
 
 def _pieces(part: Part) -> Iterator[tuple[bytes, int]]:
     if part.packing != "plain":
-        yield from _unpacked(part.path, part.packing)
+        yield from unpacked(part.path, part.packing)
         return
     with open(part.path, "rb", buffering=0) as stream:
         stream.seek(part.start)
@@ -286,59 +264,3 @@ def _pieces(part: Part) -> Iterator[tuple[bytes, int]]:
                 )
             left -= len(piece)
             yield piece, len(piece)
-
-
-def _unpacked(path: str, packing: str) -> Iterator[tuple[bytes, int]]:
-    """Yields (unpacked bytes, packed bytes read for them)."""
-    if packing == "parquet":
-        yield from json_lines(path)
-        return
-    before = 0
-    with open(path, "rb") as raw:
-        stream = _gzip(raw) if packing == "gzip" else _zstd(raw, path)
-        try:
-            for piece in stream:
-                now = raw.tell()
-                yield piece, now - before
-                before = now
-        except (EOFError, OSError, zlib.error) as error:
-            raise DataError(
-                f"{path} is not a whole {packing} file ({error}); copy it again."
-            ) from None
-
-
-def _gzip(raw: BinaryIO) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=raw) as stream:
-        while piece := stream.read(BLOCK_BYTES):
-            yield piece
-
-
-def _zstd(raw: BinaryIO, path: str) -> Iterator[bytes]:
-    try:
-        import zstandard
-    except ImportError:
-        raise ConfigError(
-            f"`--input` ({path}) is packed with zstd, which needs the zstandard package; install "
-            "it, or unpack the file."
-        ) from None
-    window: Any = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-    fresh = True
-    pending, size = [], 0
-    while piece := raw.read(1 << 16):
-        while piece:
-            if window.eof:
-                window = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            try:
-                out = window.decompress(piece)
-            except zstandard.ZstdError as error:
-                raise EOFError(str(error)) from None
-            fresh, piece = window.eof, window.unused_data if window.eof else b""
-            pending.append(out)
-            size += len(out)
-            if size >= BLOCK_BYTES:
-                yield b"".join(pending)
-                pending, size = [], 0
-    if not fresh:
-        raise EOFError("it ends inside a frame")
-    if pending:
-        yield b"".join(pending)

@@ -1,39 +1,38 @@
-"""What one preprocessing run is asked to do, and its checks.
-
-The tokenizer's flags on the command line of the data tools.
-"""
+"""The options of a preprocessing run, which are flags too, and the flags of its tokenizer."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import ClassVar, Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
-from megatron_ext.config.flags import COUNT, FACTOR, NATURAL, PROCESSES
+from megatron_ext.config.flags import (
+    COUNT,
+    FACTOR,
+    PROCESSES,
+    Flag,
+    check_ranges,
+    flag,
+    flags_of,
+    range_errors,
+)
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.preprocess.encode import LANGUAGES
-from megatron_ext.text.tokenizers import TOKENIZER_TYPES
-from megatron_ext.text.tokenizers.base import TokenizerSettings
+from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.preprocess.sentences import LANGUAGES
+
+_ADVICE = "leave it out for the default"
 
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """One run.
+    """The options of one run.
 
     Attributes:
-        inputs: jsonl files, globs, or `-` for standard input; gzip and zstd are recognized.
+        inputs: jsonl or parquet files, globs, or `-` for standard input.
         output_prefix: outputs are `<prefix>_<key>_document.bin/.idx` (`_sentence` when split).
-        tokenizer: flags that choose the tokenizer.
-        json_keys: keys to extract, each into its own dataset.
-        workers: worker processes.
-        partitions: datasets to deal the lines to, besides the merged one.
-        keep_sequential_samples: partitions are contiguous blocks, not dealt round-robin.
-        engine: `auto` uses gigatoken where it is exact, `native` never.
-        on_bad_line: `stop`, or `quarantine` into `<prefix>.rejected.jsonl`.
-        log_interval: documents between progress lines where stderr is no terminal.
-        part_megabytes: size of the pieces that are kept over a kill; None chooses.
+        tokenizer: the flags that choose the tokenizer.
 
     Raises:
         ConfigError: with every sentence that applies.
@@ -41,40 +40,63 @@ class PreprocessOptions:
 
     inputs: Sequence[str]
     output_prefix: str
-    tokenizer: TokenizerSettings
-    json_keys: Sequence[str] = ("text",)
-    append_eod: bool = False
-    workers: int = 1
-    partitions: int = 1
-    keep_sequential_samples: bool = False
-    split_sentences: bool = False
-    keep_newlines: bool = False
-    lang: str = "english"
-    engine: Literal["auto", "native"] = "auto"
-    on_bad_line: Literal["stop", "quarantine"] = "stop"
-    log_interval: int = 1000
-    part_megabytes: float | None = None
+    tokenizer: TokenizerConfig
+    json_keys: Sequence[str] = flag(
+        ("text",), "keys of a line whose texts are tokenized, each into its own dataset", nargs="+"
+    )
+    append_eod: bool = flag(False, "end each document with the end-of-document token")
+    split_sentences: bool = flag(
+        False, "store one sequence for each sentence; outputs are PREFIX_KEY_sentence"
+    )
+    keep_newlines: bool = flag(
+        False,
+        "keep the white space between the sentences of --split-sentences, at the end of the "
+        "sentence before it",
+    )
+    lang: str = flag("english", f"language of the sentence rules, one of {', '.join(LANGUAGES)}")
+    workers: int = flag(1, "worker processes", bounds=PROCESSES, advice=_ADVICE)
+    partitions: int = flag(
+        1,
+        "datasets PREFIX_0, PREFIX_1, ... that lines are dealt to round-robin, besides the whole "
+        "one",
+        bounds=PROCESSES,
+        advice=_ADVICE,
+    )
+    keep_sequential_samples: bool = flag(
+        False,
+        "make --partitions of contiguous blocks, so that the whole dataset keeps the input's order",
+    )
+    log_interval: int = flag(
+        1000,
+        "documents between two lines of progress, of which one comes every 5 seconds at most, "
+        "where stderr is no terminal",
+        bounds=COUNT,
+        advice=_ADVICE,
+    )
+    on_bad_line: Literal["stop", "quarantine"] = flag(
+        "stop",
+        "at a line that cannot be used, stop, or go on and write it to PREFIX.rejected.jsonl",
+        choices=("stop", "quarantine"),
+    )
+    engine: Literal["auto", "native"] = flag(
+        "auto",
+        "tokenize with gigatoken where it is checked to be exact (auto), or never",
+        choices=("auto", "native"),
+    )
+    part_megabytes: float | None = flag(
+        None,
+        "megabytes of input after each of which work is kept over a kill; without it, 4 to 256 by "
+        "the size of the input and the workers",
+        bounds=FACTOR,
+        advice=_ADVICE,
+    )
     smallest_part: ClassVar[int] = 4_000_000
 
     def __post_init__(self) -> None:
         # Names are made for each partition, so their number is checked first.
-        wrong = self._wrong_numbers() or self._wrong_names()
+        wrong = list(range_errors(self).values()) or self._wrong_names()
         if wrong:
             raise ConfigError(wrong)
-
-    def _wrong_numbers(self) -> list[str]:
-        megabytes = 1 if self.part_megabytes is None else self.part_megabytes
-        named = (
-            ("--workers", self.workers, PROCESSES),
-            ("--partitions", self.partitions, PROCESSES),
-            ("--log-interval", self.log_interval, COUNT),
-            ("--part-megabytes", megabytes, FACTOR),
-        )
-        return [
-            f"`{flag}` ({value}) {rule}; leave it out for the default."
-            for flag, value, range_ in named
-            if (rule := range_.broken_rule(value)) is not None
-        ]
 
     def _wrong_names(self) -> list[str]:
         wrong = []
@@ -116,72 +138,53 @@ class PreprocessOptions:
 
     @property
     def level(self) -> str:
+        """Return what a sequence of the datasets is: a sentence, or a document."""
         return "sentence" if self.split_sentences else "document"
 
     def dataset_prefix(self, key: str, partition: int | None = None) -> str:
-        """Prefix of the dataset of one key: of all lines, or of one partition."""
+        """Return the prefix of the dataset of a key, of all lines or of one partition."""
         part = "" if partition is None else f"_{partition}"
         return f"{self.output_prefix}{part}_{key}_{self.level}"
 
 
-@dataclass(frozen=True)
-class TokenizerFlags:
-    """The tokenizer flags of the command line, under Megatron-LM's names and defaults."""
+TOKENIZER_FLAGS = tuple(
+    each
+    for each in flags_of("tokenizer", TokenizerConfig)
+    if each.field != "tokenizer_hf_use_fast"  # the libraries used here are always the fast ones
+)
 
-    tokenizer_type: str | None = None
-    tokenizer_model: str | None = None
-    tokenizer_metadata: str | None = None
-    tokenizer_special_tokens: Sequence[str] | None = None
-    tokenizer_sentencepiece_legacy: bool = False
-    tokenizer_hf_use_fast: bool = True
-    tokenizer_hf_include_special_tokens: bool = False
-    trust_remote_code: bool = False
-    vocab_file: str | None = None
-    merge_file: str | None = None
-    vocab_size: int | None = None
-    vocab_extra_ids: int = 0
-    tiktoken_pattern: str | None = None
-    tiktoken_num_special_tokens: int = 1000
-    tiktoken_special_tokens: Sequence[str] | None = None
+
+def add_flags(parser: argparse.ArgumentParser, title: str, flags: Iterable[Flag]) -> None:
+    """Add flags of a section to a parser, as a group; ranges are checked with the section."""
+    group = parser.add_argument_group(title)
+    for each in flags:
+        if each.type is bool:
+            group.add_argument(each.positive[0], action="store_true", help=each.help)
+            continue
+        default = each.default
+        shown = " ".join(default) if isinstance(default, tuple) else default
+        group.add_argument(
+            each.positive[0],
+            type=each.type if each.type in (int, float) else str,
+            nargs=each.nargs,
+            choices=each.choices,
+            default=default,
+            help=each.help if default is None else f"{each.help} ({shown})",
+        )
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of a group `tokenizer`."""
-    group = parser.add_argument_group("tokenizer")
-    group.add_argument("--tokenizer-type", help=", ".join(TOKENIZER_TYPES))
-    group.add_argument("--tokenizer-model", help="model file, folder, or Hugging Face name")
-    group.add_argument("--tokenizer-metadata", help="JSON file that repeats the library")
-    group.add_argument("--tokenizer-special-tokens", nargs="+", help="further special tokens")
-    group.add_argument(
-        "--tokenizer-sentencepiece-legacy",
-        action="store_true",
-        help="allow special tokens with a SentencePiece model",
-    )
-    group.add_argument(
-        "--tokenizer-hf-include-special-tokens",
-        action="store_true",
-        help="let a Hugging Face tokenizer add its own bos and eos",
-    )
-    group.add_argument(
-        "--trust-remote-code", action="store_true", help="run a tokenizer's own Python code"
-    )
-    group.add_argument("--vocab-file", help="GPT-2's vocab.json")
-    group.add_argument("--merge-file", help="GPT-2's merges.txt")
-    group.add_argument(
-        "--vocab-size", type=COUNT.integer, help="ids of Null, byte-level and tiktoken"
-    )
-    group.add_argument(
-        "--vocab-extra-ids", type=NATURAL.integer, default=0, help="0; others are refused"
-    )
-    group.add_argument("--tiktoken-pattern", help="v1 or v2 (v2)")
-    group.add_argument(
-        "--tiktoken-num-special-tokens", type=NATURAL.integer, default=1000, help="(1000)"
-    )
-    group.add_argument("--tiktoken-special-tokens", nargs="+", help="older name of the above")
+    """Add the flags of the tokenizer, whose type has no default here."""
+    add_flags(parser, "tokenizer", TOKENIZER_FLAGS)
+    parser.set_defaults(tokenizer_type=None)
 
 
-def tokenizer_flags(args: argparse.Namespace) -> TokenizerFlags:
-    """Picks them out of parsed arguments."""
-    values = vars(args)
-    named = [field.name for field in fields(TokenizerFlags)]
-    return TokenizerFlags(**{name: values[name] for name in named if name in values})
+def tokenizer_config(values: dict[str, Any]) -> TokenizerConfig:
+    """Return the tokenizer's section of parsed arguments.
+
+    Raises:
+        ConfigError: numbers outside of their ranges.
+    """
+    section = TokenizerConfig(**{each.field: values[each.field] for each in TOKENIZER_FLAGS})
+    check_ranges(section)
+    return section

@@ -1,4 +1,4 @@
-"""Finished parts to published datasets: bytes joined by the kernel, indices by running sums."""
+"""Finished parts to published datasets: the kernel joins bytes, running sums make the indices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from megatron_ext.data.indexed_writer import append_file, publish, write_index
 from megatron_ext.text.preprocess.inputs import Part
 from megatron_ext.text.preprocess.options import PreprocessOptions
-from megatron_ext.text.preprocess.parts import Done, load_array, read_rejected
+from megatron_ext.text.preprocess.parts import PartMarker, load_array, read_rejected
 
 _ITEMS = 1 << 20
 
@@ -24,22 +24,22 @@ _ITEMS = 1 << 20
 class Segment:
     """Documents [start, end) of one stream of one part; all of them where both are None."""
 
-    done: Done
+    done: PartMarker
     stream: int
     start: int | None = None
     end: int | None = None
 
 
-def first_lines(parts: Sequence[Part], done: Mapping[int, Done]) -> list[int]:
-    """For each part, the number of lines before it in all the input."""
+def first_lines(parts: Sequence[Part], done: Mapping[int, PartMarker]) -> list[int]:
+    """Return, for each part, the number of lines before it in all the input."""
     counts = [done[i].lines for i in range(len(parts))]
     return [0, *np.cumsum(counts, dtype=np.int64).tolist()][: len(parts)]
 
 
 def segments_of_partitions(
-    options: PreprocessOptions, folder: Path, parts: Sequence[Part], done: Mapping[int, Done]
+    options: PreprocessOptions, folder: Path, parts: Sequence[Part], done: Mapping[int, PartMarker]
 ) -> list[list[Segment]]:
-    """Which documents belong to which partition, in order.
+    """Return the segments of each partition, in order.
 
     Round-robin: line n of all the input goes to partition n % partitions. Sequential: blocks of
     ceil(lines / partitions) lines.
@@ -65,8 +65,8 @@ def segments_of_partitions(
     ]
 
 
-def _clip(folder: Path, done: Done, first: int, last: int) -> Segment | None:
-    """The documents of lines [first, last) of a part; the lines may reach beyond it."""
+def _clip(folder: Path, done: PartMarker, first: int, last: int) -> Segment | None:
+    """Return the documents of lines [first, last) of a part; the lines may reach beyond it."""
     first, last = max(first, 0), min(last, done.lines)
     if first >= last:
         return None
@@ -89,10 +89,11 @@ class Dataset:
 
     @property
     def renames(self) -> list[tuple[Path, Path]]:
+        """Return the temporary and the final path of each file."""
         return list(zip(self._temporary, self._final, strict=True))
 
     def write(self) -> None:
-        """Writes both files; a failure leaves nothing behind."""
+        """Write both files; a failure leaves nothing behind."""
         try:
             with open(self._temporary[0], "wb") as out:
                 for segment in self._segments:
@@ -110,6 +111,7 @@ class Dataset:
             raise
 
     def discard(self) -> None:
+        """Remove the temporary files."""
         for path in self._temporary:
             path.unlink(missing_ok=True)
 
@@ -150,14 +152,10 @@ def publish_datasets(
     options: PreprocessOptions,
     folder: Path,
     parts: Sequence[Part],
-    done: Mapping[int, Done],
+    done: Mapping[int, PartMarker],
     dtypes: Sequence[Any],
 ) -> list[str]:
-    """Writes and renames all datasets; returns the prefixes of the merged ones.
-
-    Args:
-        dtypes: of the tokens of each key.
-    """
+    """Write and rename all datasets; return the prefixes of the merged ones."""
     partitions = segments_of_partitions(options, folder, parts, done)
     datasets: list[Dataset] = []
     prefixes = []
@@ -181,11 +179,11 @@ def publish_datasets(
 
 
 def publish_rejected(
-    options: PreprocessOptions, folder: Path, parts: Sequence[Part], done: Mapping[int, Done]
+    options: PreprocessOptions, folder: Path, parts: Sequence[Part], done: Mapping[int, PartMarker]
 ) -> Path | None:
-    """Writes `<prefix>.rejected.jsonl` with file, line (from 1), reason and text of each bad line.
+    """Write file, line (from 1), reason and text of each bad line to `<prefix>.rejected.jsonl`.
 
-    Without a bad line, an older file is removed and None returned.
+    Without a bad line, remove an older file and return None.
     """
     path = Path(f"{options.output_prefix}.rejected.jsonl")
     if not any(marker.rejected for marker in done.values()):

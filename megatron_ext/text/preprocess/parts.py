@@ -1,4 +1,4 @@
-"""Part files: what a finished part leaves in `<prefix>.parts/`, and what survives a kill.
+"""Part files: what a finished part leaves in `<prefix>.parts/`, which survives a kill.
 
 A part's tokens, sequence lengths and document lengths lie in `<stem>.k<key>.s<stream>.bin`,
 `.len` and `.doc`, refused lines in `<stem>.rejected`. Its marker `<part>.json` is renamed into
@@ -8,7 +8,6 @@ outlived its killed run from writing into files of the next.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -19,6 +18,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from megatron_ext.data.indexed_writer import narrow
 from megatron_ext.errors import ConfigError, DataError
@@ -27,16 +27,19 @@ from megatron_ext.text.preprocess.inputs import Part
 
 STREAM_FILES = ("bin", "len", "doc")
 _FORMAT = 1
+_SECONDS_FOR_DYING_WORKERS = 1.0
 
 
 @dataclass(frozen=True)
-class Done:
-    """Marker of a finished part.
+class PartMarker:
+    """The marker of a finished part.
 
     Attributes:
         stem: start of its file names.
-        lines: lines read; documents: lines kept; tokens: ids over all keys.
-        rejected: local numbers (from 0) of the lines set aside.
+        lines: lines read.
+        documents: lines kept.
+        tokens: ids over all keys.
+        rejected: number of lines set aside.
         sizes: bytes of each file, to notice one that was damaged since.
     """
 
@@ -49,10 +52,10 @@ class Done:
 
 
 class PartWriter:
-    """Writes the files of one part; `finish` makes them count.
+    """A writer of the files of one part; `finish` makes them count.
 
     Args:
-        dtypes: of the tokens of each key.
+        dtypes: dtype of the tokens of each key.
     """
 
     def __init__(self, folder: Path, number: int, streams: int, dtypes: Sequence[Any]) -> None:
@@ -71,6 +74,7 @@ class PartWriter:
         return stream
 
     def write(self, key: int, stream: int, encoded: Encoded) -> None:
+        """Append the documents of a key and a stream."""
         stem = f"{self._stem}.k{key}.s{stream}"
         self._files[f"{stem}.bin"].write(narrow(encoded.tokens, self._dtypes[key]).tobytes())
         self._files[f"{stem}.len"].write(encoded.lengths.astype("<i4").tobytes())
@@ -78,41 +82,44 @@ class PartWriter:
         self._counts["tokens"] += len(encoded.tokens)
 
     def reject(self, line: int, reason: str, raw: bytes) -> None:
-        """Sets a line aside; `line` counts from 0 within the part."""
+        """Set a line aside; `line` counts from 0 within the part."""
         text = raw.decode("utf-8", errors="backslashreplace")
         record = {"line": line, "reason": reason, "text": text}
         self._rejected.write(json.dumps(record).encode() + b"\n")
         self._counts["rejected"] += 1
 
     def count(self, lines: int, documents: int) -> None:
+        """Count lines that were read, and documents that were kept of them."""
         self._counts["lines"] += lines
         self._counts["documents"] += documents
 
-    def finish(self) -> Done:
+    def finish(self) -> None:
+        """Close the files and put the marker into place."""
         sizes = {}
         for name, stream in self._files.items():
             stream.close()
             sizes[name] = os.path.getsize(self._folder / name)
-        done = Done(stem=self._stem, sizes=sizes, **self._counts)
+        done = PartMarker(stem=self._stem, sizes=sizes, **self._counts)
         temporary = self._folder / f"{self._stem}.marker"
         temporary.write_text(json.dumps(asdict(done)))
         os.replace(temporary, marker_path(self._folder, self._number))
-        return done
 
     def abandon(self) -> None:
+        """Remove the files of a part that failed."""
         for name, stream in self._files.items():
             stream.close()
             (self._folder / name).unlink(missing_ok=True)
 
 
 def marker_path(folder: Path, number: int) -> Path:
+    """Return the path of the marker of a part."""
     return folder / f"p{number:06}.json"
 
 
-def read_marker(folder: Path, number: int) -> Done | None:
-    """The marker of a part whose files are all there in full size, else None."""
+def read_marker(folder: Path, number: int) -> PartMarker | None:
+    """Return the marker of a part whose files are all there in full size, else None."""
     try:
-        done = Done(**json.loads(marker_path(folder, number).read_bytes()))
+        done = PartMarker(**json.loads(marker_path(folder, number).read_bytes()))
         if any(Path(name).name != name for name in (done.stem, *done.sizes)):
             return None
         whole = all(os.path.getsize(folder / name) == size for name, size in done.sizes.items())
@@ -121,54 +128,48 @@ def read_marker(folder: Path, number: int) -> Done | None:
     return done if whole else None
 
 
-def read_rejected(folder: Path, done: Done) -> Iterator[dict[str, Any]]:
-    """Records of the lines set aside in one part, `line` counting from 0 within the part."""
+def read_rejected(folder: Path, done: PartMarker) -> Iterator[dict[str, Any]]:
+    """Yield the records of the lines set aside in one part, which count from 0 within it."""
     if done.rejected:
         with open(folder / f"{done.stem}.rejected", "rb") as stream:
             for line in stream:
                 yield json.loads(line)
 
 
-def load_array(folder: Path, done: Done, key: int, stream: int, kind: str) -> Any:
-    """The whole `.len` or `.doc` of one part, i32."""
+def load_array(folder: Path, done: PartMarker, key: int, stream: int, kind: str) -> Any:
+    """Return the whole `.len` or `.doc` of one part, i32."""
     return np.fromfile(folder / f"{done.stem}.k{key}.s{stream}.{kind}", "<i4")
 
 
-class Workplace:
+class WorkDirectory:
     """The folder `<prefix>.parts/`, held by one run at a time.
 
     Args:
-        resumable: whether a later run can read the same input again.
+        resumable: a later run can read the same input again.
 
     Raises:
-        ConfigError: it cannot be made, or holds files that are no run's.
+        ConfigError: the folder cannot be made, or holds files that are no run's.
         DataError: another run holds it.
     """
 
     def __init__(self, output_prefix: str, *, resumable: bool = True) -> None:
         self.resumable = resumable
         self.folder = Path(f"{output_prefix}.parts")
-        self.lock = self._make(output_prefix)
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self.lock)
-            raise DataError(
-                f"Another run is writing {output_prefix} (it holds {self.folder}/lock); wait for "
-                "it, or give another `--output-prefix`."
-            ) from None
-
-    def _make(self, output_prefix: str) -> int:
-        """Makes the folder and opens its lock."""
-        lock = self.folder / "lock"
+        self._lock = FileLock(self.folder / "lock")
         try:
             self.folder.mkdir(exist_ok=True)
-            if not lock.exists() and any(self.folder.iterdir()):
+            if any(self.folder.iterdir()) and not (self.folder / "lock").exists():
                 raise ConfigError(
                     f"`--output-prefix` ({output_prefix}) needs the folder {self.folder} for the "
                     "work, but it holds other files; move them, or give another prefix."
                 )
-            return os.open(lock, os.O_CREAT | os.O_RDWR, 0o644)
+            # The workers of a killed run hold the lock with it until they have ended too.
+            self._lock.acquire(timeout=_SECONDS_FOR_DYING_WORKERS)
+        except Timeout:
+            raise DataError(
+                f"Another run is writing {output_prefix} (it holds {self.folder}/lock); wait for "
+                "it, or give another `--output-prefix`."
+            ) from None
         except OSError as error:
             raise ConfigError(
                 f"`--output-prefix` ({output_prefix}) needs the folder {self.folder} for the work, "
@@ -176,7 +177,7 @@ class Workplace:
                 "prefix."
             ) from None
 
-    def __enter__(self) -> Workplace:
+    def __enter__(self) -> WorkDirectory:
         return self
 
     def __exit__(
@@ -185,7 +186,7 @@ class Workplace:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Frees the folder, and removes it when nothing in it is worth resuming.
+        """Free the folder, and remove it when nothing in it is worth resuming.
 
         Raises:
             DataError: the file system failed, such as by a full disk.
@@ -193,7 +194,7 @@ class Workplace:
         keep = self.resumable and any(self.folder.glob("p[0-9]*.json"))
         if kind is None or not keep:
             shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self.lock)
+        self._lock.release()
         if isinstance(value, OSError):
             kept = "finished parts are kept" if keep else "nothing is kept"
             raise DataError(
@@ -202,7 +203,7 @@ class Workplace:
             ) from value
 
     def resumed_parts(self, fingerprint: dict[str, Any]) -> list[Part] | None:
-        """The parts of an earlier run that did the same with the same input, else None."""
+        """Return the parts of an earlier run that did the same with the same input, else None."""
         try:
             plan = json.loads((self.folder / "plan.json").read_bytes())
             if plan["fingerprint"] != _plain(fingerprint):
@@ -215,20 +216,20 @@ class Workplace:
         return parts
 
     def begin(self, fingerprint: dict[str, Any], parts: list[Part]) -> None:
-        """Records a new plan, after which finished parts count."""
+        """Record a new plan, after which finished parts count."""
         plan = {"fingerprint": _plain(fingerprint), "parts": [asdict(part) for part in parts]}
         temporary = self.folder / "plan.new"
         temporary.write_text(json.dumps(plan))
         os.replace(temporary, self.folder / "plan.json")
 
     def clear(self) -> None:
-        """Removes all but the lock."""
+        """Remove all but the lock."""
         for path in self.folder.iterdir():
             if path.name != "lock":
                 path.unlink()
 
-    def finished(self, count: int) -> dict[int, Done]:
-        """Parts with a whole set of files; files of no finished part are removed."""
+    def finished(self, count: int) -> dict[int, PartMarker]:
+        """Return the markers of the finished parts; remove files of unfinished ones."""
         done = {i: marker for i in range(count) if (marker := read_marker(self.folder, i))}
         stems = tuple(f"{marker.stem}." for marker in done.values())
         for path in self.folder.glob("p[0-9]*.*"):
@@ -238,4 +239,5 @@ class Workplace:
 
 
 def _plain(fingerprint: dict[str, Any]) -> Any:
+    """Return a fingerprint as JSON gives it back, with the format of part files."""
     return json.loads(json.dumps({"format": _FORMAT, **fingerprint}))

@@ -18,13 +18,13 @@ from megatron_ext.text.preprocess.encode import (
     TextEncoder,
     choose_engine,
     parse_line,
-    sentence_splitter,
 )
 from megatron_ext.text.preprocess.inputs import Part
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.preprocess.outputs import publish_datasets, publish_rejected
-from megatron_ext.text.preprocess.parts import Done, Workplace, read_marker
-from megatron_ext.text.preprocess.workers import Crew, Job, Progress
+from megatron_ext.text.preprocess.parts import PartMarker, WorkDirectory, read_marker
+from megatron_ext.text.preprocess.sentences import sentence_splitter
+from megatron_ext.text.preprocess.workers import Job, encode_parts
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
 from megatron_ext.text.tokenizers.fast import FastEncoder, InexactEngine
@@ -60,13 +60,13 @@ class Report:
     def of(
         cls,
         parts: Sequence[Part],
-        done: Mapping[int, Done],
+        done: Mapping[int, PartMarker],
         prefixes: Sequence[str],
         rejected_path: Path | None,
         resumed_parts: int,
         start: float,
     ) -> Report:
-        """From the markers of all parts; ``start`` is when the run began."""
+        """Return the totals of all parts; ``start`` is when the run began."""
         return cls(
             prefixes=prefixes,
             documents=sum(marker.documents for marker in done.values()),
@@ -80,10 +80,10 @@ class Report:
 
 
 def preprocess(options: PreprocessOptions, say: Say = say_to_stderr) -> Report:
-    """Tokenizes the input into one dataset for each key.
+    """Tokenize the input into one dataset for each key.
 
     Args:
-        say: takes each line meant for the user.
+        say: a function that takes each line meant for the user.
 
     Raises:
         ConfigError, DataError: one sentence; finished parts are kept for the next try.
@@ -99,62 +99,63 @@ def preprocess(options: PreprocessOptions, say: Say = say_to_stderr) -> Report:
         )
     files = inputs.expand(options.inputs)
     resumable = not any(map(inputs.is_stream, files))
-    with Workplace(options.output_prefix, resumable=resumable) as place:
+    with WorkDirectory(options.output_prefix, resumable=resumable) as work:
         fingerprint = _fingerprint(options, tokenizer, files)
-        parts, done = plan_parts(options, place, files, fingerprint, say)
+        parts, done = plan_parts(options, work, files, fingerprint, say)
         resumed = len(done)
         fast, line = choose_engine(tokenizer, _samples(parts, options.json_keys), options.engine)
         say(line)
         try:
-            run_parts(options, place, done, _job(options, tokenizer, fast, place, parts))
+            run_parts(options, work, done, _job(options, tokenizer, fast, work, parts))
         except InexactEngine as error:
             say(f"Starting over with {tokenizer.kind}'s own library: {error}.")
-            done = _forget(place, done)
-            resumed = 0
-            run_parts(options, place, done, _job(options, tokenizer, None, place, parts))
+            for path in work.folder.glob("p[0-9]*.*"):
+                path.unlink()
+            done, resumed = {}, 0
+            run_parts(options, work, done, _job(options, tokenizer, None, work, parts))
         dtypes = [optimal_dtype(tokenizer.vocab_size)] * len(options.json_keys)
-        prefixes = publish_datasets(options, place.folder, parts, done, dtypes)
-        rejected_path = publish_rejected(options, place.folder, parts, done)
+        prefixes = publish_datasets(options, work.folder, parts, done, dtypes)
+        rejected_path = publish_rejected(options, work.folder, parts, done)
     return Report.of(parts, done, prefixes, rejected_path, resumed, start)
 
 
 def plan_parts(
     options: PreprocessOptions,
-    place: Workplace,
+    work: WorkDirectory,
     files: list[str],
     fingerprint: dict[str, Any],
     say: Say,
-) -> tuple[list[Part], dict[int, Done]]:
-    """Takes over the parts of an interrupted run that did the same, or cuts the input anew.
+) -> tuple[list[Part], dict[int, PartMarker]]:
+    """Take over the parts of an interrupted run that did the same, or cut the input anew.
 
     Args:
-        files: what `inputs.expand` found.
+        files: the files that `inputs.expand` found.
         fingerprint: all that decides the content of a part.
     """
-    parts = place.resumed_parts(fingerprint)
+    parts = work.resumed_parts(fingerprint)
     if parts is not None:
-        done = place.finished(len(parts))
+        done = work.finished(len(parts))
         if done:
             say(f"Resuming: {len(done)} of {len(parts)} parts are finished already.")
         return parts, done
-    place.clear()
+    work.clear()
     named = [(path, path) for path in files]
     for i, source in enumerate(inputs.needs_spool(files, options.workers)):
         shown = "standard input" if source == "-" else source
         verb = "Copying" if inputs.is_stream(source) else "Unpacking"
-        say(f"{verb} {shown} into {place.folder}, to share it among {options.workers} workers.")
-        target = place.folder / f"unpacked{i}.jsonl"
+        say(f"{verb} {shown} into {work.folder}, to share it among {options.workers} workers.")
+        target = work.folder / f"unpacked{i}.jsonl"
         inputs.spool(source, target)
         named = [(str(target), shown) if path == source else (path, s) for path, s in named]
     parts = inputs.cut(named, options.workers, options.part_megabytes, options.smallest_part)
-    place.begin(fingerprint, parts)
+    work.begin(fingerprint, parts)
     return parts, {}
 
 
 def _fingerprint(
     options: PreprocessOptions, tokenizer: Tokenizer, files: list[str]
 ) -> dict[str, Any]:
-    """All that decides the content of a part."""
+    """Return all that decides the content of a part."""
     return {
         "inputs": inputs.identities(files),
         "keys": list(options.json_keys),
@@ -169,12 +170,12 @@ def _fingerprint(
 
 
 def _streams(options: PreprocessOptions) -> int:
-    """Round-robin partitions are dealt by the workers; sequential ones are cut at the end."""
+    """Return how many datasets workers deal lines to; sequential ones are cut at the end."""
     return 1 if options.keep_sequential_samples else options.partitions
 
 
 def _samples(parts: Sequence[Part], keys: Sequence[str]) -> list[str]:
-    """Texts from places all over the input; lines that do not parse are for the run to report."""
+    """Return texts from places all over the input; the run itself reports lines that are bad."""
     chosen = [parts[i * len(parts) // _SAMPLE_PLACES] for i in range(_SAMPLE_PLACES) if parts]
     lines = [line for i, part in enumerate(chosen) for line in _lines_at(part, i)]
     if not lines and parts:  # documents longer than the samples: one of them will do
@@ -189,7 +190,7 @@ def _samples(parts: Sequence[Part], keys: Sequence[str]) -> list[str]:
 
 
 def _lines_at(part: Part, place: int) -> list[bytes]:
-    """Whole lines from one of the places of a part; of a packed part, from its beginning."""
+    """Return whole lines from one place of a part, from its beginning where it is packed."""
     if part.packing != "plain":
         return next(inputs.blocks(part), (b"", 0))[0][:_SAMPLE_BYTES].split(b"\n")[:-1]
     within = part.num_bytes * (place * 37 % _SAMPLE_PLACES) // _SAMPLE_PLACES
@@ -202,7 +203,7 @@ def _job(
     options: PreprocessOptions,
     tokenizer: Tokenizer,
     fast: FastEncoder | None,
-    place: Workplace,
+    work: WorkDirectory,
     parts: Sequence[Part],
 ) -> Job:
     splitter = (
@@ -211,7 +212,7 @@ def _job(
         else None
     )
     return Job(
-        folder=place.folder,
+        folder=work.folder,
         parts=parts,
         dtypes=[optimal_dtype(tokenizer.vocab_size)] * len(options.json_keys),
         streams=_streams(options),
@@ -225,41 +226,24 @@ def _job(
     )
 
 
-def _forget(place: Workplace, done: dict[int, Done]) -> dict[int, Done]:
-    for path in place.folder.glob("p[0-9]*.*"):
-        path.unlink()
-    return {}
-
-
 def run_parts(
-    options: PreprocessOptions, place: Workplace, done: dict[int, Done], job: Job
+    options: PreprocessOptions, work: WorkDirectory, done: dict[int, PartMarker], job: Job
 ) -> None:
-    """Runs the unfinished parts in worker processes and adds their markers to `done`."""
-    parts = job.parts
-    todo = [i for i in range(len(parts)) if i not in done]
-    progress = Progress(
-        sum(part.num_bytes for part in parts),
-        sum(parts[i].num_bytes for i in done),
-        log_interval=options.log_interval,
-    )
-    crew = Crew(job, min(options.workers, len(todo)), place.lock)
-    try:
-        crew.work(todo, progress)
-    finally:
-        crew.stop()
-        progress.close()
+    """Encode the unfinished parts in worker processes and add their markers to `done`."""
+    todo = [i for i in range(len(job.parts)) if i not in done]
+    encode_parts(job, todo, options.workers, log_interval=options.log_interval)
     for i in todo:
-        marker = read_marker(place.folder, i)
+        marker = read_marker(work.folder, i)
         if marker is None:
             raise DataError(
-                f"Part {i} in {place.folder} was damaged before it was joined; check the disk and "
+                f"Part {i} in {work.folder} was damaged before it was joined; check the disk and "
                 "run the same command again."
             )
         done[i] = marker
 
 
 def run_or_explain(run: Callable[[], Report], say: Say = say_to_stderr) -> int:
-    """Runs and reports; returns the exit code, each error said in its own sentence."""
+    """Run and report; return the exit code, and say each error in its own sentence."""
     try:
         report = run()
     except MegatronExtError as error:

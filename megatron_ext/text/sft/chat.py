@@ -18,8 +18,8 @@ from megatron_ext.text.sft.conversation import Conversation, Layout, RowFormat
 from megatron_ext.text.tokenizers.huggingface import load_pretrained, tokenizer_folder
 
 if TYPE_CHECKING:
-    from megatron_ext.text.config import SftConfig
-    from megatron_ext.text.tokenizers.base import Tokenizer, TokenizerSettings
+    from megatron_ext.text.config import SftConfig, TokenizerConfig
+    from megatron_ext.text.tokenizers.base import Tokenizer
 
 OnMismatch = Literal["error", "realign"]
 
@@ -155,7 +155,7 @@ class Chat:
     identity: dict[str, Any]
 
 
-def build_chat(tokenizer: Tokenizer, settings: TokenizerSettings, sft: SftConfig) -> Chat:
+def build_chat(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) -> Chat:
     """From the flags; the ids are those of ``tokenizer``.
 
     Raises:
@@ -188,7 +188,7 @@ def build_chat(tokenizer: Tokenizer, settings: TokenizerSettings, sft: SftConfig
     return Chat(chat_tokenizer, tokenizer.vocab_size, options, row_format, identity)
 
 
-def _load(tokenizer: Tokenizer, settings: TokenizerSettings, sft: SftConfig) -> Any:
+def _load(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) -> Any:
     if tokenizer.kind != "HuggingFaceTokenizer" or settings.tokenizer_model is None:
         raise ConfigError(
             f"`--tokenizer-type` ({tokenizer.kind}) has no chat template, which `--sft` needs; use "
@@ -196,7 +196,7 @@ def _load(tokenizer: Tokenizer, settings: TokenizerSettings, sft: SftConfig) -> 
         )
     folder = tokenizer_folder(settings.tokenizer_model)
     loaded = load_pretrained(folder, trust_remote_code=settings.trust_remote_code)
-    special = list(getattr(settings, "tokenizer_special_tokens", None) or ())
+    special = list(settings.tokenizer_special_tokens or ())
     if special:
         loaded.add_special_tokens({"additional_special_tokens": special})
     if len(loaded) != tokenizer.vocab_size:

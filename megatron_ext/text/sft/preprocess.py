@@ -24,7 +24,7 @@ from megatron_ext.text.preprocess import inputs
 from megatron_ext.text.preprocess.inputs import Part, identities
 from megatron_ext.text.preprocess.options import PreprocessOptions
 from megatron_ext.text.preprocess.outputs import publish_datasets, publish_rejected
-from megatron_ext.text.preprocess.parts import Done, Workplace
+from megatron_ext.text.preprocess.parts import PartMarker, WorkDirectory
 from megatron_ext.text.preprocess.run import Report, Say, plan_parts, run_parts
 from megatron_ext.text.preprocess.workers import Job
 from megatron_ext.text.sft.chat import Chat, build_chat, key_of
@@ -91,32 +91,34 @@ def write_store(options: SftPreprocessOptions, chat: Chat, say: Say) -> Report:
     start = time.monotonic()
     files = inputs.expand(options.inputs)
     resumable = not any(map(inputs.is_stream, files))
-    with Workplace(options.output_prefix, resumable=resumable) as place:
+    with WorkDirectory(options.output_prefix, resumable=resumable) as work:
         fingerprint = {
             "inputs": inputs.identities(files),
             "sft": chat.identity,
             "on_bad_line": options.on_bad_line,
         }
-        parts, done = plan_parts(options, place, files, fingerprint, say)
+        parts, done = plan_parts(options, work, files, fingerprint, say)
         resumed = len(done)
         dtypes = (optimal_dtype(chat.vocab_size), np.dtype(np.uint8))
         encoder = ConversationEncoder(chat)
         quarantine = options.on_bad_line == "quarantine"
-        job = Job(place.folder, parts, dtypes, 1, encoder, quarantine)
-        run_parts(options, place, done, job)
+        job = Job(work.folder, parts, dtypes, 1, encoder, quarantine)
+        run_parts(options, work, done, job)
         if not any(marker.documents for marker in done.values()):
             raise DataError(
                 f"{' '.join(options.inputs)} holds no conversation; give files that do."
             )
         about_path(options.output_prefix).unlink(missing_ok=True)
-        prefixes = publish_datasets(options, place.folder, parts, done, dtypes)
-        rejected_path = publish_rejected(options, place.folder, parts, done)
+        prefixes = publish_datasets(options, work.folder, parts, done, dtypes)
+        rejected_path = publish_rejected(options, work.folder, parts, done)
         write_about(options.output_prefix, chat.identity, _conversations_of(parts, done))
     report = Report.of(parts, done, prefixes, rejected_path, resumed, start)
     return dataclasses.replace(report, tokens=report.tokens // len(KEYS))
 
 
-def _conversations_of(parts: Sequence[Part], done: Mapping[int, Done]) -> list[tuple[str, int]]:
+def _conversations_of(
+    parts: Sequence[Part], done: Mapping[int, PartMarker]
+) -> list[tuple[str, int]]:
     """Conversations of each input file, in order."""
     counts: list[tuple[str, int]] = []
     for i, part in enumerate(parts):

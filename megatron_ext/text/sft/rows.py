@@ -10,17 +10,15 @@ Parquet comes as lines of JSON too, see `preprocess.parquet`; a row's number is 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
-import orjson
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_ext.errors import DataError
-from megatron_ext.text.preprocess.encode import BadLine, Encoded, Refuse, Write
+from megatron_ext.text.preprocess.encode import BadLine, Encoded, Refuse, Write, read_object
 from megatron_ext.text.sft.chat import Chat, ChatTokenizer
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.masks import TokenizedConversation, tokenize_conversation
@@ -130,33 +128,6 @@ KEYS = ("document", "mask")
 """What a store holds of each conversation: its token ids, and 1 for each trained one."""
 
 
-def row_of(line: bytes) -> dict[str, Any]:
-    """The object of one line.
-
-    Raises:
-        BadLine: blank, no JSON, or no object.
-    """
-    if not line.strip():
-        raise BadLine("is blank")
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        row = _leniently(line, str(error))
-    if not isinstance(row, dict):
-        raise BadLine("is not a JSON object")
-    return row
-
-
-def _leniently(line: bytes, complaint: str) -> Any:
-    """Python's parser takes NaN, and half surrogate pairs, which the tokenizer will refuse."""
-    try:
-        return json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise BadLine(f"is not UTF-8 (byte {error.start + 1} of the line)") from None
-    except (ValueError, RecursionError):
-        raise BadLine(f"is not valid JSON ({complaint})") from None
-
-
 @dataclass(frozen=True)
 class ConversationEncoder:
     """A `BlockEncoder` of conversations: one document for each, under both `KEYS`."""
@@ -187,7 +158,7 @@ class ConversationEncoder:
         """
         place = Place("", number)
         try:
-            conversation = read_conversation(row_of(line), place, self.chat.row_format)
+            conversation = read_conversation(read_object(line), place, self.chat.row_format)
             tokenized = tokenize_conversation(self.chat.tokenizer, conversation, self.chat.options)
         except DataError as error:
             text = str(error).removeprefix(f"{place}: ").removesuffix(".")

@@ -11,7 +11,8 @@ import json
 from pathlib import Path
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.tokenizers.base import Tokenizer, TokenizerSettings, require_file
+from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.tokenizers.base import Tokenizer, require_file
 
 _LIBRARY_OF_TYPE = {
     "SentencePieceTokenizer": "sentencepiece",
@@ -33,7 +34,7 @@ _NOT_HERE = {
 }
 
 
-def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
+def build_tokenizer(settings: TokenizerConfig) -> Tokenizer:
     """Makes the tokenizer that `--tokenizer-type` and its companions name.
 
     Raises:
@@ -76,7 +77,7 @@ def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
     )
 
 
-def _build_tiktoken(settings: TokenizerSettings) -> Tokenizer:
+def _build_tiktoken(settings: TokenizerConfig) -> Tokenizer:
     from megatron_ext.text.tokenizers import models as tiktoken_model
 
     path = require_file(
@@ -92,11 +93,11 @@ def _build_tiktoken(settings: TokenizerSettings) -> Tokenizer:
     )
 
 
-def _special_tokens(settings: TokenizerSettings) -> tuple[str, ...]:
-    return tuple(getattr(settings, "tokenizer_special_tokens", None) or ())
+def _special_tokens(settings: TokenizerConfig) -> tuple[str, ...]:
+    return tuple(settings.tokenizer_special_tokens or ())
 
 
-def _known_type(settings: TokenizerSettings) -> str:
+def _known_type(settings: TokenizerConfig) -> str:
     kind = settings.tokenizer_type
     names = ", ".join(TOKENIZER_TYPES)
     if not kind:
@@ -116,7 +117,7 @@ def _known_type(settings: TokenizerSettings) -> str:
     return kind
 
 
-def _vocab_size(settings: TokenizerSettings, kind: str, default: int | None = None) -> int:
+def _vocab_size(settings: TokenizerConfig, kind: str, default: int | None = None) -> int:
     size = settings.vocab_size or default
     if size is None:
         raise ConfigError(f"`--tokenizer-type {kind}` needs `--vocab-size`, the number of ids.")
@@ -129,9 +130,9 @@ def _vocab_size(settings: TokenizerSettings, kind: str, default: int | None = No
     return size
 
 
-def _check_metadata(settings: TokenizerSettings, kind: str) -> None:
+def _check_metadata(settings: TokenizerConfig, kind: str) -> None:
     """The metadata file may only repeat what the type says; its chat template is not used here."""
-    path: str | None = getattr(settings, "tokenizer_metadata", None)
+    path = settings.tokenizer_metadata
     if path is None:
         return
     require_file("--tokenizer-metadata", path, "a JSON file", kind)

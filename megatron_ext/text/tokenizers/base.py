@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,41 +23,6 @@ NO_TOKEN = -1
 
 Ids = Sequence[int] | npt.NDArray[Any]
 FastKind = Literal["sentencepiece", "json"]
-
-
-class TokenizerSettings(Protocol):
-    """The flags that choose a tokenizer, under Megatron-LM's names.
-
-    `tokenizer_special_tokens` (sequence of texts) and `tokenizer_metadata` (path) are read too
-    where the settings have them.
-    """
-
-    @property
-    def tokenizer_type(self) -> str | None: ...
-    @property
-    def tokenizer_model(self) -> str | None: ...
-    @property
-    def tokenizer_sentencepiece_legacy(self) -> bool: ...
-    @property
-    def tokenizer_hf_use_fast(self) -> bool: ...
-    @property
-    def tokenizer_hf_include_special_tokens(self) -> bool: ...
-    @property
-    def trust_remote_code(self) -> bool: ...
-    @property
-    def vocab_file(self) -> str | None: ...
-    @property
-    def merge_file(self) -> str | None: ...
-    @property
-    def vocab_size(self) -> int | None: ...
-    @property
-    def vocab_extra_ids(self) -> int: ...
-    @property
-    def tiktoken_pattern(self) -> str | None: ...
-    @property
-    def tiktoken_num_special_tokens(self) -> int: ...
-    @property
-    def tiktoken_special_tokens(self) -> Sequence[str] | None: ...
 
 
 class Tokenizer(ABC):

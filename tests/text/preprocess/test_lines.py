@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.errors import DataError
-from megatron_ext.text.preprocess import inputs
-from megatron_ext.text.preprocess.encode import LANGUAGES, BadLine, parse_line, sentence_splitter
+from megatron_ext.text.preprocess import inputs, unpack
+from megatron_ext.text.preprocess.encode import BadLine, parse_line
 from megatron_ext.text.preprocess.inputs import Part, blocks, cut, expand, needs_spool, spool
-from megatron_ext.text.preprocess.workers import Progress
+from megatron_ext.text.preprocess.sentences import LANGUAGES, sentence_splitter
+from megatron_ext.text.preprocess.workers import _Board, _Progress
 
 # --------------------------------------------------------------------------------------- records
 
@@ -62,7 +62,7 @@ def test_good_lines() -> None:
 def test_parts_cover_the_file_and_end_at_line_ends(tmp_path: Path, data: bytes, size: int) -> None:
     path = tmp_path / "f"
     path.write_bytes(data)
-    if inputs._OTHER_MAGIC.keys() & {data[:3], data[:4]} or inputs.packing_of(str(path)) != "plain":
+    if unpack._OTHER_MAGIC.keys() & {data[:3], data[:4]} or unpack.packing_of(str(path)) != "plain":
         return
     parts = cut([(str(path), "f")], 2, size / 1e6)
     pieces = [b"".join(block for block, _ in blocks(part)) for part in parts]
@@ -128,7 +128,7 @@ def test_other_formats_are_named(tmp_path: Path, head: bytes, name: str) -> None
     with pytest.raises(
         DataError, match=rf"`--input` \(.*f\) is a {name}.* file; give jsonl, plain"
     ):
-        inputs.packing_of(str(tmp_path / "f"))
+        unpack.packing_of(str(tmp_path / "f"))
 
 
 def test_lone_packed_files_are_unpacked_to_be_shared(tmp_path: Path) -> None:
@@ -198,31 +198,34 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_line() -> None:
-    progress = Progress(4_000_000, 1_000_000, out=io.StringIO())
-    progress.advance(1_000_000, 500)
-    assert progress.line(2.0) == " 50%  500 documents  250 documents/s  0.5 MB/s  ETA 0:04"
-    on_terminal = Progress(4_000_000, out=Terminal())
-    on_terminal.advance(1_000_000, 5)
-    assert on_terminal.line(3600.0).startswith("[######..................]  25%  5 documents")
-    assert on_terminal.line(3600.0).endswith("ETA 3:00:00")
+PARTS = [Part("in.jsonl", "in.jsonl", 0, 3_000_000, "plain")] * 2
 
 
-def test_progress_is_quiet_in_a_log_and_overwrites_itself_on_a_terminal(
+def test_the_line_of_a_log_counts_from_where_the_run_went_on() -> None:
+    progress = _Progress(PARTS, [1], 1000)
+    assert progress.line(1_000_000, 500, 2.0) == (
+        " 67%  500 documents  250 documents/s  0.5 MB/s  ETA 0:04"
+    )
+    assert progress.line(500, 5, 1.0).endswith("ETA 1:39:59")
+
+
+def test_a_log_gets_a_line_now_and_then_and_a_terminal_a_bar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     log, terminal = io.StringIO(), Terminal()
     for out in (log, terminal):
+        monkeypatch.setattr("sys.stderr", out)
         now[0] = 0.0
-        progress = Progress(100, log_interval=10, out=out)
+        board = _Board(2)
+        progress = _Progress(PARTS, [0, 1], log_interval=10)
         for _ in range(40):
             now[0] += 0.25
-            progress.advance(1, 2)
+            board.bytes[0] += 1000
+            board.documents[1] += 2
+            progress.show(board)
         progress.close()
     # Ten documents take 1.25 s, and in these 10 s a line comes every 5 at most.
     assert len(log.getvalue().splitlines()) == 2
-    assert terminal.getvalue().count("\r") == 41
-    assert "\n" not in terminal.getvalue()
-    assert json.dumps(log.getvalue()).isascii()
+    assert "6.00M" in terminal.getvalue() and "\n" not in terminal.getvalue()

@@ -20,13 +20,14 @@ import zstandard
 from megatron_ext.data import indexed_writer
 from megatron_ext.data.indexed import check_indexed_dataset
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.preprocess import encode as texts
 from megatron_ext.text.preprocess import inputs
 from megatron_ext.text.preprocess import workers as worker_module
-from megatron_ext.text.preprocess.encode import sentence_splitter
-from megatron_ext.text.preprocess.options import PreprocessOptions, TokenizerFlags
-from megatron_ext.text.preprocess.parts import Workplace
+from megatron_ext.text.preprocess.options import PreprocessOptions
+from megatron_ext.text.preprocess.parts import WorkDirectory
 from megatron_ext.text.preprocess.run import Report, preprocess
+from megatron_ext.text.preprocess.sentences import sentence_splitter
 from megatron_ext.text.tokenizers.fast import FastEncoder
 from tests.text import tiny
 from tests.text.preprocess.truth import read_pair, write_expected
@@ -34,20 +35,20 @@ from tests.text.preprocess.truth import read_pair, write_expected
 SMALL_PART = 0.01
 
 
-def sentencepiece() -> TokenizerFlags:
-    return TokenizerFlags(
+def sentencepiece() -> TokenizerConfig:
+    return TokenizerConfig(
         tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tiny.sentencepiece_model())
     )
 
 
-def huggingface() -> TokenizerFlags:
-    return TokenizerFlags(
+def huggingface() -> TokenizerConfig:
+    return TokenizerConfig(
         tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tiny.hf_folder())
     )
 
 
 def run(
-    folder: Path, *files: Path | str, flags: TokenizerFlags | None = None, **more: Any
+    folder: Path, *files: Path | str, flags: TokenizerConfig | None = None, **more: Any
 ) -> tuple[Report, list[str]]:
     """Runs with two workers and small parts; returns the report and what was said."""
     said: list[str] = []
@@ -192,7 +193,7 @@ def test_packed_files_and_globs(tmp_path: Path, workers: int) -> None:
 
 
 def test_large_vocabulary_is_written_as_int32(tmp_path: Path) -> None:
-    flags = TokenizerFlags(tokenizer_type="NullTokenizer", vocab_size=65_499)
+    flags = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=65_499)
     path = tiny.write_jsonl(tmp_path / "in.jsonl", [{"text": "0 65498 65499"}])
     run(tmp_path, path, flags=flags)
     info = check_indexed_dataset(tmp_path / "out_text_document")
@@ -272,7 +273,7 @@ def test_quarantine(tmp_path: Path) -> None:
 
 
 def test_texts_that_the_tokenizer_refuses(tmp_path: Path) -> None:
-    flags = TokenizerFlags(tokenizer_type="NullTokenizer", vocab_size=9)
+    flags = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9)
     texts = ["1 2", "x", "3", "4  5"]
     path = tiny.write_jsonl(tmp_path / "in.jsonl", [{"text": t} for t in texts])
     with pytest.raises(
@@ -385,7 +386,7 @@ def test_a_damaged_part_is_made_again(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_two_runs_at_one_prefix(tmp_path: Path) -> None:
     path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(5))
     with (
-        Workplace(str(tmp_path / "out")),
+        WorkDirectory(str(tmp_path / "out")),
         pytest.raises(DataError, match=r"Another run is writing .*out \(it holds .*lock\); wait"),
     ):
         run(tmp_path, path)
@@ -630,7 +631,7 @@ def test_append_eod_needs_an_eod(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes((tiny.hf_folder() / "tokenizer.json").read_bytes())
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
-    flags = TokenizerFlags(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    flags = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
     with pytest.raises(
         ConfigError, match="`--append-eod` needs an end-of-document token, but Hugg"
     ):
@@ -644,11 +645,11 @@ def test_append_eod_needs_an_eod(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["sp_eod", "sp_keys", "hf_eod", "sp_part"])
 def test_recorded_hashes(tmp_path: Path, name: str) -> None:
     """Every hash that was recorded from Megatron-LM's own tool."""
-    sp = TokenizerFlags(
+    sp = TokenizerConfig(
         tokenizer_type="SentencePieceTokenizer",
         tokenizer_model=str(tiny.REFERENCE / "tokenizer.model"),
     )
-    hf = TokenizerFlags(
+    hf = TokenizerConfig(
         tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tiny.REFERENCE / "hf_tokenizer")
     )
     more: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_ext.text.preprocess.options import TokenizerFlags
+from megatron_ext.text.config import TokenizerConfig
 
 Split = Callable[[str], list[str]]
 
@@ -16,7 +16,7 @@ Split = Callable[[str], list[str]]
 def write_expected(
     prefix: Path,
     values: Sequence[str | list[str]],
-    flags: TokenizerFlags,
+    flags: TokenizerConfig,
     *,
     append_eod: bool,
     split: Split | None = None,
@@ -25,7 +25,8 @@ def write_expected(
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer
 
-    tokenizer: Any = build_tokenizer(SimpleNamespace(**dataclasses.asdict(flags)))
+    named = {**dataclasses.asdict(flags), "tokenizer_hf_use_fast": True}
+    tokenizer: Any = build_tokenizer(SimpleNamespace(**named))
     builder = IndexedDatasetBuilder(
         f"{prefix}.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size)
     )

@@ -14,9 +14,8 @@ import zstandard
 from pyarrow import parquet
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.config import SftConfig
+from megatron_ext.text.config import SftConfig, TokenizerConfig
 from megatron_ext.text.preprocess.cli import main
-from megatron_ext.text.preprocess.options import TokenizerFlags
 from megatron_ext.text.sft.chat import build_chat
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.masks import tokenize_conversation
@@ -191,7 +190,7 @@ def store(folder: Path, tmp_path: Path) -> SftStore:
 
 
 def identity(folder: Path, **flags: Any) -> dict[str, Any]:
-    settings = TokenizerFlags("HuggingFaceTokenizer", str(folder))
+    settings = TokenizerConfig("HuggingFaceTokenizer", str(folder))
     return build_chat(build_tokenizer(settings), settings, SftConfig(sft=True, **flags)).identity
 
 
@@ -242,13 +241,13 @@ def test_masks_of_other_conversations_are_refused(store: SftStore, tmp_path: Pat
 
 
 def test_tokenizers_without_templates_are_refused(tmp_path: Path) -> None:
-    settings = TokenizerFlags("NullTokenizer", vocab_size=9)
+    settings = TokenizerConfig("NullTokenizer", vocab_size=9)
     with pytest.raises(ConfigError, match=r"`--tokenizer-type` \(NullTokenizer\) has no chat temp"):
         build_chat(build_tokenizer(settings), settings, SftConfig(sft=True))
     folder = tiny.save(tmp_path / "t")
     for path in folder.glob("chat_template*"):
         path.unlink()
-    settings = TokenizerFlags("HuggingFaceTokenizer", str(folder))
+    settings = TokenizerConfig("HuggingFaceTokenizer", str(folder))
     with pytest.raises(ConfigError, match="has no chat template, so conversations cannot be tok"):
         build_chat(build_tokenizer(settings), settings, SftConfig(sft=True))
     with pytest.raises(DataError, match=r"`--sft-chat-template` \(none\) cannot be read"):
@@ -259,7 +258,7 @@ def test_tokenizers_without_templates_are_refused(tmp_path: Path) -> None:
 
 def test_further_special_tokens_have_the_ids_of_the_trainer(tmp_path: Path) -> None:
     folder = tiny.save(tmp_path / "t")
-    settings = TokenizerFlags(
+    settings = TokenizerConfig(
         "HuggingFaceTokenizer", str(folder), tokenizer_special_tokens=["<|one|>", "<|two|>"]
     )
     tokenizer = build_tokenizer(settings)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.text.preprocess.options import TokenizerFlags
+from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.text.tokenizers import fast as fast_module
 from megatron_ext.text.tokenizers.base import Tokenizer
@@ -26,7 +26,7 @@ TEXT = st.lists(st.one_of(PIECES, st.text(max_size=12)), max_size=8).map("".join
 
 def native(kind: str) -> Tokenizer:
     paths = {KINDS[0]: tiny.sentencepiece_model, KINDS[1]: tiny.hf_folder}
-    return build_tokenizer(TokenizerFlags(tokenizer_type=kind, tokenizer_model=str(paths[kind]())))
+    return build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(paths[kind]())))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -117,7 +117,7 @@ def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tokenizers_without_a_faster_engine_say_so() -> None:
-    tokenizer = build_tokenizer(TokenizerFlags(tokenizer_type="NullTokenizer", vocab_size=9))
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9))
     with pytest.raises(InexactEngine, match="NullTokenizer has no faster engine"):
         FastEncoder(tokenizer)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError
-from megatron_ext.text.preprocess.options import TokenizerFlags
+from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
 from tests.text import tiny
@@ -22,25 +22,25 @@ from tests.text import tiny
 TEXTS = [text for text in tiny.HARD_TEXTS if text] + tiny.sentences()[:20]
 
 
-def flags(kind: str, **more: Any) -> TokenizerFlags:
-    return TokenizerFlags(tokenizer_type=kind, **more)
+def flags(kind: str, **more: Any) -> TokenizerConfig:
+    return TokenizerConfig(tokenizer_type=kind, **more)
 
 
-def sentencepiece(**more: Any) -> TokenizerFlags:
+def sentencepiece(**more: Any) -> TokenizerConfig:
     model = str(tiny.sentencepiece_model())
     return flags("SentencePieceTokenizer", tokenizer_model=model, **more)
 
 
-def huggingface(**more: Any) -> TokenizerFlags:
+def huggingface(**more: Any) -> TokenizerConfig:
     return flags("HuggingFaceTokenizer", tokenizer_model=str(tiny.hf_folder()), **more)
 
 
-def tiktoken(**more: Any) -> TokenizerFlags:
+def tiktoken(**more: Any) -> TokenizerConfig:
     more = {"vocab_size": 300 + 20, "tiktoken_num_special_tokens": 20, **more}
     return flags("TikTokenizer", tokenizer_model=str(tiny.tiktoken_file()), **more)
 
 
-def core(chosen: TokenizerFlags) -> Any:
+def core(chosen: TokenizerConfig) -> Any:
     from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer as build
 
     return build(SimpleNamespace(**dataclasses.asdict(chosen)))
@@ -397,7 +397,7 @@ def test_bad_settings_are_told_in_one_sentence(tmp_path: Path, number: int) -> N
     }
     filled = {k: v.format(**places) if isinstance(v, str) else v for k, v in settings.items()}
     with pytest.raises(kind) as caught:
-        build_tokenizer(TokenizerFlags(**filled))
+        build_tokenizer(TokenizerConfig(**filled))
     assert str(caught.value).startswith(sentence.format(**places))
     assert "\n" not in str(caught.value)
 
@@ -406,8 +406,8 @@ def test_bad_settings_are_told_in_one_sentence(tmp_path: Path, number: int) -> N
 def test_building_imports_no_torch(case: str) -> None:
     script = (
         "import sys; from megatron_ext.text.tokenizers import build_tokenizer\n"
-        "from megatron_ext.text.preprocess.options import TokenizerFlags\n"
-        f"chosen = TokenizerFlags(**{dataclasses.asdict(CASES[case]())!r})\n"
+        "from megatron_ext.text.config import TokenizerConfig\n"
+        f"chosen = TokenizerConfig(**{dataclasses.asdict(CASES[case]())!r})\n"
         "build_tokenizer(chosen).tokenize('a b')\n"
         "print([m for m in ('torch', 'transformers', 'megatron') if m in sys.modules])"
     )
