@@ -5,7 +5,7 @@ into the next. Padding is known by its place, never by its id, which may be the 
 
 Rows of jsonl or parquet to token ids and masks, block by block in a worker process.
 
-Parquet comes as lines of JSON too, see `preprocess.parquet`; a row's number is its line's.
+Parquet comes as lines of JSON too, see `preprocess.unpack`; a row's number is its line's.
 """
 
 from __future__ import annotations

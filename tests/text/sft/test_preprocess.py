@@ -16,6 +16,7 @@ from pyarrow import parquet
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config import SftConfig, TokenizerConfig
 from megatron_ext.text.preprocess.cli import main
+from megatron_ext.text.preprocess.unpack import unpacked
 from megatron_ext.text.sft.chat import build_chat
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.masks import tokenize_conversation
@@ -71,14 +72,12 @@ def test_files_of_every_kind_keep_their_order(workers: int, folder: Path, tmp_pa
 
 
 def test_tools_of_a_parquet_file_have_no_keys_of_other_rows(tmp_path: Path) -> None:
-    from megatron_ext.text.preprocess.parquet import json_lines
-
     rows = [
         {"messages": [{"role": "user", "content": "x", "args": {"a": 1}}], "tools": None},
         {"messages": [{"role": "user", "content": "y", "args": {"b": [2]}}], "tools": "[]"},
     ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "f.parquet")
-    pieces = list(json_lines(str(tmp_path / "f.parquet")))
+    pieces = list(unpacked(str(tmp_path / "f.parquet"), "parquet"))
     lines = b"".join(piece for piece, _ in pieces).splitlines()
     assert [json.loads(line) for line in lines] == rows
     assert sum(read for _, read in pieces) == (tmp_path / "f.parquet").stat().st_size
