@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` need one; they say so where there is none."""
+    """Skip tests marked ``gpu`` where there is none, and say so."""
     if torch.cuda.is_available():
         return
     for item in items:

@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class CpuGraph(TorchDispatchMode):
-    """Stands for `torch.cuda.CUDAGraph`.
+    """A stand-in for `torch.cuda.CUDAGraph`.
 
     Attributes:
-        mode: of the capture: whether calls of other threads end it.
+        mode: mode of the capture: whether calls of other threads end it.
         made: all graphs, in the order in which they were made.
         replays: indices in it, in the order in which they were replayed.
     """
@@ -76,7 +76,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
 
 
 class Capture:
-    """Stands for `torch.cuda.graph`."""
+    """A stand-in for `torch.cuda.graph`."""
 
     default_capture_stream: Any = None
 
@@ -96,7 +96,7 @@ class Capture:
 
 @contextlib.contextmanager
 def graphs_on_a_cpu() -> Iterator[None]:
-    """Within, torch's functions capture and replay on the CPU, and runs on it ask for graphs.
+    """Let torch's functions capture and replay on the CPU, and let runs on it ask for graphs.
 
     The answers of `device.cuda_shim` must be in place when something is captured.
     """

@@ -1,7 +1,7 @@
 """Finds the places where a run would wait for its GPU, also on a machine without one.
 
-On a CPU the operations that hand a tensor's value to Python are recorded, and with them the line of
-this package or of megatron-core that asked. What they are asked of on a GPU would be there.
+On a CPU the operations that hand a tensor's value to Python are recorded, with the line of this
+package or of megatron-core that asked. The same operations would wait on a GPU.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ WAITING = {
     "aten::repeat_interleave.Tensor",
 }
 READ = "megatron_ext/device/streams.py:read"
-"""Where the host reads what the step before did, which is over by then."""
+"""The place where the host reads what the step before did, which is over by then."""
 METHODS = ("tolist", "numpy", "cpu")
 ON_THE_HOST = ("torch/optim/", "torch/utils/data/", "torch/_refs", "torch/testing")
-"""Whose values are on the host on a GPU too, such as an optimizer's count of its steps."""
+"""Files whose values are on the host on a GPU too, such as an optimizer's count of steps."""
 
 
 class HostSyncs(TorchDispatchMode):
@@ -64,7 +64,7 @@ class HostSyncs(TorchDispatchMode):
 
 @contextlib.contextmanager
 def host_syncs() -> Iterator[list[str]]:
-    """Places that ask within the block, one entry for each time."""
+    """Yield the places that ask within the block, one entry for each time."""
     with contextlib.ExitStack() as stack:
         recorder = stack.enter_context(HostSyncs())
         for name in METHODS:

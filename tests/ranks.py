@@ -107,7 +107,7 @@ def run_on_ranks(
 def _rank(
     rank: int, body: Body, layout: Layout, arguments: dict[str, Any], folder: Path, device: Device
 ) -> int:
-    """One rank's work; returns its exit code."""
+    """Do one rank's work; return its exit code."""
     try:
         device.activate(rank)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(layout.world_size))
@@ -148,7 +148,7 @@ def _fork(
 
 
 def _wait(children: dict[int, int], timeout: float) -> list[str]:
-    """Sentences about the ranks that failed, none if all went well."""
+    """Return sentences about the ranks that failed, none if all went well."""
     failed: list[str] = []
     end = time.monotonic() + timeout
     while children:

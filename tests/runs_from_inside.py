@@ -19,7 +19,7 @@ from pretrain_gpt import GPT
 
 
 def build(flags: Sequence[str], context: ParallelContext) -> Run:
-    """The run on this rank."""
+    """Build the run on this rank."""
     kind = select().kind
     parsed = parse_args(list(flags), world_size=context.layout.world_size, device=kind)
     config, tokenizer = preflight(parsed.config)
@@ -28,7 +28,7 @@ def build(flags: Sequence[str], context: ParallelContext) -> Run:
 
 
 def one_step(run: Run, metrics: IntervalMetrics, batches: list[Batch] | None = None) -> None:
-    """A step as the loop takes it, with batches that may have been read before."""
+    """Take a step as the loop does, with batches that may have been read before."""
     number = run.batch_size.num_microbatches
     stats = run.task.step_stats(run, number)
     if batches is None:

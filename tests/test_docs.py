@@ -79,7 +79,7 @@ def paths_of(page: str) -> list[str]:
 
 
 def exists(path: str, page: str) -> bool:
-    """Whether what looks like a path of this repository, or of megatron-core, is there."""
+    """Return whether what looks like a path of this repository, or of megatron-core, exists."""
     if METRIC.fullmatch(path):
         return True
     if path.startswith("../"):
@@ -99,14 +99,14 @@ def test_every_path_exists(page: str) -> None:
 
 @functools.cache
 def engine_flags() -> frozenset[str]:
-    """Every spelling that pretrain_gpt.py and its like answer."""
+    """Return every spelling that pretrain_gpt.py and its like answer."""
     table = spellings(all_flags())
     return frozenset({*table, *NO_EFFECT, *RENAMED, *UNSUPPORTED, *OWN_FLAGS})
 
 
 @functools.cache
 def arguments_of(path: Path) -> frozenset[str]:
-    """Options that a file, or what it imports from benchmarks, adds to a parser of argparse."""
+    """Return options that a file, or its imports from benchmarks, adds to a parser of argparse."""
     text = path.read_text(encoding="utf-8")
     if path.parent.name == "benchmarks":
         for module in re.findall(r"^from benchmarks\.(\w+) import", text, re.MULTILINE):
@@ -116,7 +116,7 @@ def arguments_of(path: Path) -> frozenset[str]:
 
 @functools.cache
 def flags_of_tool(path: Path) -> frozenset[str]:
-    """What a tool's --help lists, that of its subcommands too."""
+    """Return the flags of a tool's --help, with those of its subcommands."""
     spec = importlib.util.spec_from_file_location(f"tool_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -136,7 +136,7 @@ def help_of(main: object, words: list[str]) -> str:
 
 @functools.cache
 def all_arguments() -> frozenset[str]:
-    """Every option of every program of this repository."""
+    """Return every option of every program of this repository."""
     folders = ("megatron_ext", "tools", "benchmarks", "examples", "tests/combinations")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     own = {name for flag in all_flags(SECTIONS) for name in (*flag.positive, *flag.negative)}
@@ -156,14 +156,14 @@ def test_every_flag_is_one_of_some_program(page: str) -> None:
 
 
 def commands() -> Iterator[tuple[str, str, str]]:
-    """Page, program and words of every command that a page or a script shows."""
+    """Yield page, program and words of every command that a page or a script shows."""
     for page, text in TEXTS.items():
         for program, words in COMMAND.findall(text.replace("\\\n", " ")):
             yield page, program, words
 
 
 def flags_of_program(program: str) -> frozenset[str]:
-    """The flags that a program takes before ``--``."""
+    """Return the flags that a program takes before ``--``."""
     if program.startswith("-m"):
         module = importlib.import_module(f"{program.split()[1]}.__main__")
         return frozenset(FLAG.findall(help_of(getattr(module, "main", None) or module.parse, [])))

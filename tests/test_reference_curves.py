@@ -39,7 +39,7 @@ OF_THE_PROGRAM = "llama_tp2"
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recorded corpus, preprocessed by our tool."""
+    """Return the recorded corpus, preprocessed by our tool."""
     folder = tmp_path_factory.mktemp("corpus")
     subprocess.run(
         [

@@ -40,7 +40,7 @@ TINY = (
 
 
 def mock_data() -> list[str]:
-    """Flags of made-up samples whose documents end in the middle of sequences."""
+    """Return flags of made-up samples whose documents end in the middle of sequences."""
     return "--mock-data --tokenizer-type NullTokenizer --vocab-size 2000".split()
 
 
@@ -54,7 +54,7 @@ def train_on_ranks(
     prepare: Callable[[Run], None] | None = None,
     sections: Sequence[type] = (),
 ) -> tuple[int, list[dict[str, Any]]]:
-    """Train on forked ranks; returns the exit code and the rows of ``metrics.jsonl``."""
+    """Train on forked ranks; return the exit code and the rows of ``metrics.jsonl``."""
     _load_matplotlib()
     device = select()
     words = [*flags, "--nproc-per-node", str(ranks), "--save", str(save)]
@@ -82,5 +82,5 @@ def _load_matplotlib() -> None:
 
 
 def training_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that report training steps."""
+    """Return the rows that report training steps."""
     return [row for row in rows if row["kind"] == "train"]

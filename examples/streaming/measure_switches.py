@@ -32,7 +32,7 @@ FINER = 2
 
 @dataclass(frozen=True)
 class Piece:
-    """What was seen of a video under one prompt.
+    """The measures of a video under one prompt.
 
     Attributes:
         colour: share of its frames with the prompt's colour.

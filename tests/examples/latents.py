@@ -12,7 +12,7 @@ CLIPS = Path(__file__).resolve().parents[2] / "examples" / "video" / "make_clips
 
 
 def make_latents(folder: Path) -> Path:
-    """A folder as tools/preprocess_video.py writes it: 48 clips of 4 x 3 x 4 x 4 latents."""
+    """Write a folder as tools/preprocess_video.py does: 48 clips of 4 x 3 x 4 x 4 latents."""
     subprocess.run([sys.executable, CLIPS, folder, "--per-caption", "1"], check=True, timeout=60)
     output = folder / "latents"
     flags = "--codec-channels 4 --codec-scale 0.0625 --text-length 8 --text-width 32"

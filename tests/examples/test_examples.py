@@ -26,7 +26,7 @@ TRAINING = [
 
 
 def run_example(script: str, out: Path, timeout: float = 240) -> str:
-    """The output of an example under SMOKE=1; its own failure text when it fails."""
+    """Return the output of an example under SMOKE=1; fail with its own text when it fails."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -121,7 +121,7 @@ def test_fine_tuning_quickstart_ends_with_an_accuracy(tmp_path: Path) -> None:
 def test_fine_tuning_starts_from_public_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With adapters, which takes every step of the script."""
+    """Adapters take every step of the script."""
     monkeypatch.setenv("LORA", "4")
     out = tmp_path / "qwen"
     run_example("sft/sft_qwen_8gpu.sh", out)

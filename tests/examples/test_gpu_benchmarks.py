@@ -32,12 +32,12 @@ ON_A_GPU = argparse.Namespace(device="cuda", tiny=False)
 
 
 def run_apart(main: Callable[[Sequence[str]], int], *words: str) -> int:
-    """A script's exit code, in a process that may change its settings."""
+    """Return a script's exit code, in a process that may change its settings."""
     return fork_ranks(lambda: main(words), 1)
 
 
 def table_of(text: str) -> list[list[str]]:
-    """Rows of the printed table, without its head."""
+    """Return the rows of the printed table, without its head."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -58,7 +58,7 @@ def test_sizes_are_the_published_ones() -> None:
 
 
 def hugging_face_twin() -> tuple[Any, TorchLlama]:
-    """transformers' model, and `TorchLlama` with the same weights."""
+    """Return transformers' model, and `TorchLlama` with the same weights."""
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)

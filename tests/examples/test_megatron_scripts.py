@@ -35,7 +35,7 @@ SCRIPTS = {
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The prefix of 2,000 documents of 20 tokens."""
+    """Return the prefix of 2,000 documents of 20 tokens."""
     prefix = tmp_path_factory.mktemp("corpus") / "text_document"
     dice = np.random.default_rng(1)
     with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
@@ -45,7 +45,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words_of(name: str, corpus: Path, folder: Path, load: str) -> list[str]:
-    """The flags of a script, with files in the place of its letters."""
+    """Return the flags of a script, with files in the place of its letters."""
     vocab, merges = tiny.gpt2_files()
     files = {"D": corpus, "V": vocab, "M": merges, "TM": tiny.sentencepiece_model(), "C": load}
     files |= {"P": folder / "cache", "T": folder / "logs", "C/tensorboard": folder / "logs"}

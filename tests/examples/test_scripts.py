@@ -48,7 +48,7 @@ Stub = Callable[..., Path]
 
 
 def scripts() -> set[str]:
-    """All of them, without those that others source."""
+    """Return all scripts, without those that others source."""
     found = [*EXAMPLES.rglob("*.sh"), *EXAMPLES.rglob("*.sbatch")]
     return {
         str(path.relative_to(EXAMPLES))
@@ -68,7 +68,7 @@ def test_g8_every_script_has_a_smoke_mode_that_a_test_runs() -> None:
 
 @pytest.fixture
 def stub(tmp_path: Path) -> Stub:
-    """Makes a program that writes its words down, one line a call, and does no more."""
+    """Make a program that writes its words down, one line a call, and does no more."""
 
     def make(name: str, more: str = "") -> Path:
         path = tmp_path / "bin" / name
@@ -81,14 +81,14 @@ def stub(tmp_path: Path) -> Stub:
 
 
 def calls(tmp_path: Path, name: str) -> list[list[str]]:
-    """Words of each call of a stub."""
+    """Return the words of each call of a stub."""
     path = tmp_path / f"{name}.calls"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [line.split("\0")[:-1] for line in lines]
 
 
 def start(script: Path, *words: str, tmp_path: Path, **environment: str) -> tuple[int, str]:
-    """Exit code and output of a script that finds stubs before other programs."""
+    """Return exit code and output of a script that finds stubs before other programs."""
     done = subprocess.run(
         ["bash", str(script), *words],
         env={"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", **environment},

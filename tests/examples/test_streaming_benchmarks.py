@@ -1,4 +1,4 @@
-"""What the benchmarks of streaming measure, at their smallest; nothing here looks at a clock."""
+"""The benchmarks of streaming at their smallest; nothing here looks at a clock."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def run(*command: object, timeout: float = 60, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def swings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clip of each of 16 captions, and pairs of prompts."""
+    """Render a clip of each of 16 captions, and pairs of prompts."""
     folder = tmp_path_factory.mktemp("swings")
     shown = run(sys.executable, STREAMING / "make_swings.py", folder, "--per-caption=1")
     assert "16 clips of 16 captions" in shown and "12 pairs held out" in shown
@@ -66,7 +66,7 @@ def test_prompts_switch_colours_and_some_pairs_are_held_out(swings: Path) -> Non
 
 @pytest.fixture
 def films(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes videos of squares of colours, one for each frame, that sway so far, and their list."""
+    """Write videos of squares of colours, one for each frame, that sway, and their list."""
     monkeypatch.syspath_prepend(STREAMING.parent / "video")
     from make_clips import COLOURS, write_mp4
 
@@ -92,7 +92,7 @@ FOLLOWS, STAYS, LATE = (["red"] * n + ["blue"] * (12 - n) for n in (6, 12, 9))
 
 
 def measured(folder: Path, *flags: str) -> list[tuple[float, ...]]:
-    """Colour in percent, motions, videos and error of a pixel, before the switch and after it."""
+    """Return colour in percent, motions, videos and pixel error before and after the switch."""
     shown = run(sys.executable, STREAMING / "measure_switches.py", folder, "--skip=2", *flags)
     found = [re.search(f"{name}{ROW}", shown) for name in ("before a switch", "after it       ")]
     assert "2 of 4 videos follow their second prompt" in shown or not flags
@@ -129,7 +129,7 @@ def test_prompt_files_go_together() -> None:
 
 @pytest.fixture
 def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
-    """What the script would start on eight GPUs."""
+    """Return the commands that the script would start on eight GPUs."""
     record, python = tmp_path / "record", tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{{ printf '%s\\0' \"$@\"; echo; }} >> {record}\n")
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The clips of the video example: which captions are held out, and what is measured of a clip."""
+"""The clips of the video example: the captions held out, and the measures of a clip."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two clips of each of 32 captions."""
+    """Render two clips of each of 32 captions."""
     folder = tmp_path_factory.mktemp("clips")
     done = run("make_clips.py", folder, "--per-caption=2", "--held-out=16")
     assert done.returncode == 0, done.stderr
@@ -32,7 +32,7 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The two scripts as modules."""
+    """Import the two scripts as modules."""
     monkeypatch.syspath_prepend(VIDEO)
     import make_clips
     import measure_clips

@@ -1,4 +1,4 @@
-"""V5: what benchmarks/video_memory.py finds agrees with the formula that it prints."""
+"""The memory that benchmarks/video_memory.py measures agrees with the formula that it prints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.video_memory import KINDS, measure, row
 from tests.examples.latents import make_latents
 
 PADDING = 2e-3
-"""Of the tiny size, whose parameters are small beside 64 elements."""
+"""Share of padding at the tiny size, whose parameters are small beside 64 elements."""
 
 
 def test_bytes_of_a_rank_follow_the_formula(tmp_path: Path) -> None:

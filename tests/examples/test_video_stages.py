@@ -43,7 +43,7 @@ def run_script(script: str, folders: list[str], **environment: str) -> str:
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
-    """What a script would start with the flags of eight GPUs: encoding, and training."""
+    """Return a script's commands with the flags of eight GPUs: encoding, and training."""
     record, python = tmp_path / "record", tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{{ printf '%s\\0' \"$@\"; echo; }} >> {record}\n")
     python.chmod(0o755)

@@ -33,7 +33,7 @@ LAYOUTS = {
 def train(
     flags: Sequence[str], save: Path, *, on: Literal["cuda", "cpu"], ranks: int = 1
 ) -> list[dict[str, Any]]:
-    """The rows of a run's training steps, whose exit code must be 0."""
+    """Return the rows of a run's training steps; its exit code must be 0."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     if on == "cpu":
         environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -52,19 +52,19 @@ def train(
 
 
 def needs_gpus(count: int) -> None:
-    """Skip the test where this machine has fewer."""
+    """Skip the test where this machine has fewer GPUs."""
     if torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} GPUs, this machine has {torch.cuda.device_count()}")
 
 
 def losses(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """Of the steps, in order."""
+    """Return the losses of the steps, in order."""
     return [row["lm loss"] for row in rows]
 
 
 @contextlib.contextmanager
 def one_gpu() -> Iterator[ParallelContext]:
-    """Groups of this process alone, over NCCL."""
+    """Make groups of this process alone, over NCCL."""
     silence_known_warnings("cuda")
     device = Device("cuda", "nccl")
     device.activate(0)

@@ -25,7 +25,7 @@ SMALL = Shape(384, 2, 4, 2, 64)
 
 
 def outcome(call: Callable[..., Tensor], inputs: Inputs, exact: bool = False) -> list[Tensor]:
-    """Output and gradients, in float64 arithmetic or in the inputs' own."""
+    """Return output and gradients, in float64 arithmetic or in the inputs' own."""
     kind = torch.float64 if exact else inputs.query.dtype
     leaves = [x.detach().to(kind).requires_grad_() for x in inputs.leaves]
     out = call(*leaves)

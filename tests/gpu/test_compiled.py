@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 
 def eagerly(case: Case, arguments: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the functions give as they are written."""
+    """Return what the functions give without compilation."""
     with monkeypatch.context() as patched:
         patched.setattr(module._compiler, "backend", None)
         return run(case.function, arguments)
@@ -40,7 +40,7 @@ def test_kernels_agree_with_eager_code(case: Case, monkeypatch: pytest.MonkeyPat
 
 
 def kernels(step: Any) -> int:
-    """CUDA kernels of one call, after one that compiles."""
+    """Return the CUDA kernels of one call, after one that compiles."""
     step()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         step()

@@ -47,7 +47,7 @@ def test_products_are_added_in_float32() -> None:
 
 
 def costs(name: str, inputs: Inputs, setting: Setting) -> tuple[float, float]:
-    """Extra bytes, and median seconds after a first pass."""
+    """Return extra bytes, and median seconds after a first pass."""
     one_pass(WAYS[name], inputs, setting)
     inputs[0].grad = inputs[1].grad = None
     torch.cuda.reset_peak_memory_stats()

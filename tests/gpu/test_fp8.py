@@ -45,13 +45,13 @@ def curve(
     steps: int = STEPS,
     size: str = SIZE,
 ) -> list[float]:
-    """Losses of a run in bf16, but for its products where ``more`` asks for it."""
+    """Return losses of a run in bf16, with 8-bit products where ``more`` asks for them."""
     words = " ".join([size, f"--train-iters {steps} --lr-decay-iters {max(12, steps)}", *more])
     return losses(train([*TINY, *mock_data(), *words.split()], save, on=on))
 
 
 def check_curve(fp8: list[float], bf16: list[float]) -> None:
-    """Means of the last steps are within 1%, and the model has learnt."""
+    """Check that means of the last steps are within 1%, and that the model has learnt."""
     assert len(fp8) == len(bf16) and all(map(math.isfinite, fp8))
     got, want = (sum(run[-LAST:]) / len(run[-LAST:]) for run in (fp8, bf16))
     print(f"fp8 {got:.5f}, bf16 {want:.5f}, began at {bf16[0]:.5f}")
@@ -73,7 +73,7 @@ def test_200_steps_end_within_1_percent_of_bf16(
 
 
 def layer(recipe: str, device: str, tokens: int = 40) -> list[torch.Tensor]:
-    """Output and both gradients of one layer; its tokens do not divide by 16."""
+    """Return output and both gradients of one layer; its tokens do not divide by 16."""
     generator = torch.Generator().manual_seed(1)
     x, weight, gradient = (
         torch.randn(sides, generator=generator).bfloat16().to(device).requires_grad_()

@@ -17,7 +17,7 @@ GRAPHS = ["--cuda-graph-impl", "local"]
 
 
 def check(words: str, folder: Path, *, ranks: int = 1, tolerance: float = 1e-6) -> None:
-    """The kernels are the same; only how they are launched differs."""
+    """Check that losses are equal to the last bit, since only the launches differ."""
     flags = [*FLAGS, *words.split()]
     without = losses(train(flags, folder / "without", on="cuda", ranks=ranks))
     recorded = losses(train([*flags, *GRAPHS], folder / "with", on="cuda", ranks=ranks))
@@ -41,7 +41,7 @@ def test_one_gpu(words: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_gpus(layout: str, tmp_path: Path) -> None:
-    """That it ends at all also shows that the graphs go before the communicators of NCCL."""
+    """The end of the run also shows that the graphs go before the communicators of NCCL."""
     needs_gpus(2)
     check(f"{LAYOUTS[layout]} --bf16", tmp_path, ranks=2)
 

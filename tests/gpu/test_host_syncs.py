@@ -1,7 +1,7 @@
 """A step on a GPU never waits for what it launches; only an entry of the log does.
 
-torch says so itself (``torch.cuda.set_sync_debug_mode``), but for collectives and events: the host
-reads from pinned memory what the update of the step before did, which is over by then.
+torch reports each wait itself (``torch.cuda.set_sync_debug_mode``), but for collectives and events:
+the host reads from pinned memory what the update of the step before did, which is over by then.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CASES = [
 
 @contextlib.contextmanager
 def sync_debug(mode: str) -> Iterator[None]:
-    """torch raises (``error``) or warns (``warn``) where the host would wait."""
+    """Let torch raise (``error``) or warn (``warn``) where the host would wait."""
     torch.cuda.synchronize()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")

@@ -1,4 +1,4 @@
-"""What is measured of a GPU lies near its datasheet; the doctor finds it; the benchmarks run."""
+"""Measured rates of a GPU lie near its datasheet; the doctor finds them; the benchmarks run."""
 
 from __future__ import annotations
 

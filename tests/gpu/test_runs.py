@@ -19,7 +19,7 @@ FLAGS = [*TINY, *mock_data(), "--train-iters", str(STEPS), "--eod-mask-loss"]
 
 @pytest.fixture(scope="module")
 def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of one rank with gloo, the truth."""
+    """Return the losses of one rank with gloo, the truth."""
     return losses(train(FLAGS, tmp_path_factory.mktemp("cpu"), on="cpu"))
 
 

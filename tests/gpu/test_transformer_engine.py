@@ -48,7 +48,7 @@ def format_of(recipe: str) -> str:
 
 @pytest.fixture(scope="module")
 def bf16(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of Transformer Engine's layers without 8-bit products."""
+    """Return losses of Transformer Engine's layers without 8-bit products."""
     return run(TE, tmp_path_factory.mktemp("bf16"))
 
 
@@ -96,7 +96,7 @@ def test_experts_in_8_bits(tmp_path: Path) -> None:
 
 
 def test_a_run_in_8_bits_resumes(tmp_path: Path) -> None:
-    """With the magnitudes of the delayed recipe, which the checkpoint holds."""
+    """The checkpoint holds the magnitudes of the delayed recipe."""
     needs_recipe("delayed")
     words = f"{TE} --fp8-format hybrid --fp8-amax-history-len 8 --fp8-amax-compute-algo max"
     whole = run(words, tmp_path / "whole")

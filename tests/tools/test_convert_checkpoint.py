@@ -25,7 +25,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 
 
 def in_fork(scratch: Path, *argv: str | Path) -> tuple[int, str, str]:
-    """Exit code, output and errors, without another import of torch."""
+    """Return exit code, output and errors, without another import of torch."""
 
     def main() -> tuple[int, str, str]:
         with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:

@@ -25,7 +25,7 @@ from tests.text.preprocess.truth import read_pair
 
 
 def write(prefix: Path, lengths: list[int], *, first: int = 0) -> Path:
-    """Documents of one sequence each (none for length 0), of ids counting from `first`."""
+    """Write documents of one sequence each (none for length 0), of ids counting from `first`."""
     with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
         for length in lengths:
             tokens = np.arange(first, first + length)

@@ -1,4 +1,4 @@
-"""tools/parity.py end to end: what agrees passes, what does not is named."""
+"""tools/parity.py end to end: layouts that agree pass, differences are named."""
 
 from __future__ import annotations
 

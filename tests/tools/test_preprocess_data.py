@@ -109,7 +109,7 @@ def test_a_socket_as_standard_input_is_read(tmp_path: Path) -> None:
 
 
 def alive(group: int) -> bool:
-    """Whether a process of the group still runs (zombies do not)."""
+    """Return whether a process of the group still runs (zombies do not)."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:

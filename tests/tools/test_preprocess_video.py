@@ -43,7 +43,7 @@ def write_mp4(path: Path, count: int) -> None:
 
 @pytest.fixture
 def clips(tmp_path: Path) -> Path:
-    """Five usable clips of every kind, and one for each reason to drop."""
+    """Write five usable clips of every kind, and one for each reason to drop."""
     folder = tmp_path / "clips"
     (folder / "pictures").mkdir(parents=True)
     for i, picture in enumerate(frames(6)):

@@ -1,4 +1,4 @@
-"""tools/preview_batch.py end to end: what is marked, what is counted, and the batches of a run."""
+"""tools/preview_batch.py end to end: marks, counts, and the batches of a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def line(turns: Sequence[tuple[str, str]], **more: Any) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of conversations, tokenized by the first test that reads them."""
+    """Write files of conversations, tokenized by the first test that reads them."""
     folder = tmp_path_factory.mktemp("conversations")
     tokenizer("chatml").save_pretrained(folder / "tokenizer")
     (folder / "a.jsonl").write_text(line(HELLO) + line(SUM))
@@ -69,12 +69,12 @@ def words_of(folder: Path, *files: str) -> list[str]:
 
 @pytest.fixture
 def sft(folder: Path) -> list[str]:
-    """Two files, three conversations, one step of one row."""
+    """Return flags of two files, three conversations, one step of one row."""
     return words_of(folder, "a.jsonl", "b.jsonl")
 
 
 def run(words: Sequence[str], *own: str, ranks: int = 1) -> int:
-    """The tool in a process of its own, as its groups must not outlive a test."""
+    """Run the tool in a process of its own, as its groups must not outlive a test."""
     argv = ["--no-color", "--world-size", str(ranks), *own, "--", *words]
     return fork_ranks(lambda: main(argv), 1)
 
@@ -229,7 +229,7 @@ def test_a_launched_rank_beyond_the_first_is_silent(
 
 
 def trained(words: Sequence[str], ranks: int, folder: Path) -> dict[int, list[list[Batch]]]:
-    """The steps of a run by data-parallel rank, as its last stage gets them."""
+    """Return the steps of a run by data-parallel rank, as its last stage gets them."""
     device = select()
     config, made = preflight(
         (parsed := parse_args(words, world_size=ranks, device=device.kind).config),
@@ -284,7 +284,7 @@ def assert_same(row: Row, batch: Batch) -> None:
 
 
 def compare(words: Sequence[str], folder: Path, first: int, count: int) -> list[Step]:
-    """Train on two replicas and preview; every row is the run's. Returns the previewed steps."""
+    """Compare the rows of a run on two replicas with the preview; return the previewed steps."""
     theirs = trained(words, 2, folder)
     steps = previewed(words, 2, folder, first, count)
     assert len(steps) == count and set(theirs) == {0, 1}

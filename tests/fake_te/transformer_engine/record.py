@@ -1,4 +1,4 @@
-"""What the stand-in was asked for."""
+"""A record of the calls of the stand-in."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def record(name: str, **arguments: Any) -> None:
 
 
 def of(name: str) -> list[dict[str, Any]]:
-    """The arguments of all calls of one name."""
+    """Return the arguments of all calls of one name."""
     return [arguments for called, arguments in CALLS if called == name]

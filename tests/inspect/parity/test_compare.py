@@ -24,7 +24,7 @@ from megatron_ext.inspect.parity import (
 
 
 def recording(folder: Path, name: str, loss: float = 2.0, gradient: float = 1.0) -> Recording:
-    """Two steps; in the second the values given."""
+    """Write a run of two steps; the second has the values given."""
     folder.mkdir()
     rows: list[dict[str, Any]] = []
     for step, (value, g) in enumerate([(3.0, 1.0), (loss, gradient)], start=1):

@@ -16,7 +16,7 @@ def packed(
     depth_1: Sequence[tuple[int, float]] | None = None,
     cut: int = 0,
 ) -> Row:
-    """Conversations, each of n + 1 ids and the weights of its n labels; then padding of id 9."""
+    """Pack conversations, each of n + 1 ids and the weights of its n labels; then pad with id 9."""
     tokens, labels, weights, positions, samples = [], [], [], [], []
     for number, (ids, weighs) in enumerate(conversations):
         assert len(ids) == len(weighs) + 1
@@ -48,7 +48,7 @@ def packed(
 
 
 def stream(ids: Sequence[int], weights: Sequence[float]) -> Row:
-    """A row of n positions cut from n + 1 ids."""
+    """Cut a row of n positions from n + 1 ids."""
     size = len(weights)
     assert len(ids) == size + 1
     return Row(
@@ -69,7 +69,7 @@ def stream(ids: Sequence[int], weights: Sequence[float]) -> Row:
 
 
 def step_of(*rows: Row) -> Step:
-    """The first step of a run."""
+    """Return the first step of a run."""
     targets = sum(int(np.count_nonzero(row.weights)) for row in rows)
     weight = sum(float(row.weights.sum()) for row in rows)
     return Step(1, 0, len(rows), list(rows), targets, weight, [], [np.arange(rows[0].size)])

@@ -14,7 +14,7 @@ from tests.inspect.preview.test_spans import chatml
 
 
 def printed(folder: Path, console: Console, heaviest: float = 1.0) -> list[str]:
-    """The lines of tokens of "abcd<|im_end|>", with the weights 0, 1/4, 1 and 1."""
+    """Return the token lines of "abcd<|im_end|>", with the weights 0, 1/4, 1 and 1."""
     made = chatml(folder)
     ids = made.tokenize("abcd<|im_end|>")
     terminal = Terminal(console, SpanSplitter(made), made.eod, heaviest)

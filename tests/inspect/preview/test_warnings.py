@@ -63,7 +63,7 @@ def test_an_end_of_turn_that_is_not_trained(splitter: SpanSplitter) -> None:
 
 
 def test_the_start_of_the_next_turn_is_no_end_of_turn(splitter: SpanSplitter) -> None:
-    """As ChatML trains the newline after the end of a turn."""
+    """ChatML trains the newline after the end of a turn."""
     assert not found(splitter, packed([([65, 66, 256, 198, 257, 65], [0.0, 1, 1, 0, 0])], 8))
 
 

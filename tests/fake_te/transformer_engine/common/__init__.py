@@ -1,4 +1,4 @@
-"""What all frameworks share."""
+"""Parts that all frameworks share."""
 
 from __future__ import annotations
 

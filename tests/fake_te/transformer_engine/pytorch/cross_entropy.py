@@ -19,7 +19,7 @@ def parallel_cross_entropy(
     ignore_idx: int = -100,
     is_cg_capturable: bool = False,
 ) -> Tensor:
-    """Losses ``[s, b]`` of logits ``[s, b, v]`` on one rank."""
+    """Return losses ``[s, b]`` of logits ``[s, b, v]`` on one rank."""
     record("parallel_cross_entropy", label_smoothing=label_smoothing, reduce_loss=reduce_loss)
     flat = torch.nn.functional.cross_entropy(
         _input.float().flatten(0, 1), target.flatten(), reduction="none"

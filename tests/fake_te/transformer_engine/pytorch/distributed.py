@@ -22,7 +22,7 @@ class CudaRNGStatesTracker:
 def activation_recompute_forward(
     activation_recompute: bool = False, recompute_phase: bool = False
 ) -> Iterator[None]:
-    """Around both forward passes of recomputed modules."""
+    """Surround both forward passes of recomputed modules."""
     yield
 
 

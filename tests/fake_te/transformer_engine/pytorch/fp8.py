@@ -10,7 +10,7 @@ from transformer_engine.record import record
 
 
 class FP8GlobalStateManager:
-    """Which contexts are open."""
+    """The contexts that are open."""
 
     recipes: ClassVar[list[Any]] = []
     init_recipes: ClassVar[list[Any]] = []
@@ -18,12 +18,12 @@ class FP8GlobalStateManager:
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
-        """Inside of `fp8_autocast`."""
+        """Return whether products are inside of `fp8_autocast`."""
         return bool(cls.recipes) and cls.recipes[-1] is not None
 
     @classmethod
     def current(cls) -> str | None:
-        """The recipe of the products here."""
+        """Return the recipe of the products here."""
         return cls.recipes[-1].described() if cls.is_fp8_enabled() else None
 
 
@@ -35,7 +35,7 @@ def fp8_autocast(
     fp8_group: Any = None,
     _graph: bool = False,
 ) -> Iterator[None]:
-    """Products inside are in 8 bits."""
+    """Compute products inside in 8 bits."""
     recipe = fp8_recipe if enabled else None
     options = {} if recipe is None else recipe.options
     group = None if fp8_group is None else fp8_group.size()
@@ -51,7 +51,7 @@ def fp8_autocast(
 def fp8_model_init(
     enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
-    """Modules built inside keep their weights in 8 bits."""
+    """Let modules built inside keep their weights in 8 bits."""
     record("fp8_model_init", recipe=recipe.described(), keeps=preserve_high_precision_init_val)
     FP8GlobalStateManager.init_recipes.append(recipe if enabled else None)
     FP8GlobalStateManager.keeps_initial_values = preserve_high_precision_init_val

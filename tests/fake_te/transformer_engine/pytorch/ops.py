@@ -10,4 +10,4 @@ class Sequential(torch.nn.Sequential):
 
 
 class FusibleOperation(torch.nn.Module):
-    """One of them."""
+    """A fused operation."""

@@ -30,7 +30,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """arXiv:1711.05101, algorithm 2."""
+        """Update as arXiv:1711.05101, algorithm 2, does."""
         for group in self.param_groups:
             group["step"] = count = group.get("step", 0) + 1
             first, second = group["betas"]
@@ -62,7 +62,7 @@ def multi_tensor_applier(
 def multi_tensor_l2norm(
     chunk_size: int, noop: Tensor, tensor_lists: Sequence[Any], per_tensor: bool = False
 ) -> tuple[Tensor, None]:
-    """Norm of all tensors together."""
+    """Return the norm of all tensors together."""
     norms = [torch.linalg.vector_norm(tensor.float()) for tensor in tensor_lists[0]]
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 

@@ -22,7 +22,7 @@ class Recipe:
         self.options = options
 
     def described(self) -> str:
-        """Class and format."""
+        """Return class and format."""
         return f"{type(self).__name__}:{self.options['fp8_format'].value}"
 
 

@@ -62,7 +62,7 @@ class DotProductAttention(torch.nn.Module):
         qkv_format: str | None = None,
         attn_mask_type: str | None = None,
     ) -> Tensor:
-        """Of queries ``[s, b, n, d]`` over keys and values ``[s, b, g, d]``: ``[s, b, n d]``."""
+        """Attend: queries ``[s, b, n, d]``, keys and values ``[s, b, g, d]`` to ``[s, b, n d]``."""
         assert attn_mask_type == "causal"
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query_layer, key_layer, value_layer))
         out = torch.nn.functional.scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""What linear layers share: their parameters' start, 8-bit weights, buffers of communication."""
+"""The base of linear layers: their parameters' start, 8-bit weights, communication buffers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformer_engine.record import record
 
 
 class UserBufferQuantizationMode(Enum):
-    """What the buffers carry."""
+    """The contents of the buffers."""
 
     NONE = "none"
     FP8 = "fp8"
@@ -44,7 +44,7 @@ def initialize_ub(
 
 @dataclass
 class ParameterStart:
-    """How a parameter is filled."""
+    """The way a parameter is filled."""
 
     init_fn: Any
     get_rng_state_tracker: Any = None
@@ -64,7 +64,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.keeps_initial_values = FP8GlobalStateManager.keeps_initial_values
 
     def get_extra_state(self) -> Tensor:
-        """What a checkpoint holds besides parameters: nothing, as of a real module in bf16."""
+        """Return nothing, as a real module in bf16 does."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
@@ -72,7 +72,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         record("set_extra_state")
 
     def register_parameter(self, name: str, param: Any, **start: Any) -> None:
-        """With how it is filled."""
+        """Register a parameter and how it is filled."""
         super().register_parameter(name, param)
         self.param_init_meta[name] = ParameterStart(**start)
 
@@ -130,7 +130,7 @@ class _Product(torch.autograd.Function):
 
 
 def product(x: Tensor, weight: Any, *, fuses: bool) -> Tensor:
-    """``x w^T``, recorded with the recipe that is in force."""
+    """Compute ``x w^T``, recorded with the recipe that is in force."""
     record(
         "product",
         recipe=FP8GlobalStateManager.current(),

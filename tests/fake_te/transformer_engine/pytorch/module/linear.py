@@ -98,7 +98,7 @@ class Linear(_Linear):
         self.reset_parameters()
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """Of ``[..., in]``."""
+        """Map ``[..., in]`` to ``[..., out]``."""
         record("first microbatch", value=is_first_microbatch)
         out = product(inp, self.weight, fuses=self.fuses)
         return self._result(out, self.bias if self.use_bias else None)
@@ -151,7 +151,7 @@ class LayerNormLinear(_Linear):
         self.reset_parameters()
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """Of ``[..., in]``."""
+        """Map ``[..., in]`` to ``[..., out]``."""
         record("first microbatch", value=is_first_microbatch)
         bias = self.layer_norm_bias if self.kind == "LayerNorm" else None
         normed = normalize(
@@ -202,7 +202,7 @@ class GroupedLinear(_Linear):
     def forward(
         self, inp: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None
     ) -> Any:
-        """Rows ``[m, in]`` of all experts."""
+        """Map rows ``[m, in]`` of all experts."""
         record("GroupedLinear.forward", splits=list(m_splits))
         pieces = inp.split(list(m_splits))
         out = torch.cat(

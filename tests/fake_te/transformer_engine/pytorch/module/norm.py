@@ -11,7 +11,7 @@ from torch import Tensor
 def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, kind: str, zero_centered: bool
 ) -> Tensor:
-    """Over the last dimension, in fp32."""
+    """Normalize over the last dimension, in fp32."""
     gain = weight.float() + 1 if zero_centered else weight.float()
     full = x.float()
     if kind == "RMSNorm":
@@ -46,7 +46,7 @@ class LayerNorm(torch.nn.Module):
             parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[s, b, h]``."""
+        """Normalize ``[s, b, h]``."""
         return normalize(
             x, self.weight, self.bias, self.eps, kind=self.kind, zero_centered=self.zero_centered
         )

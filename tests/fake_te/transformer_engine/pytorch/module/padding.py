@@ -18,7 +18,7 @@ class Fp8Padding(torch.nn.Module):
         self.unit = align_size or UNIT
 
     def forward(self, inp: Tensor, m_splits: list[int]) -> tuple[Tensor, list[int]]:
-        """Rows ``[m, h]`` of all experts, padded, and their numbers."""
+        """Return rows ``[m, h]`` of all experts, padded, and their numbers."""
         record("Fp8Padding", splits=list(m_splits))
         padded = [-(-rows // self.unit) * self.unit for rows in m_splits]
         pieces = [
@@ -36,7 +36,7 @@ class Fp8Unpadding(torch.nn.Module):
         self.unit = align_size or UNIT
 
     def forward(self, inp: Tensor, m_splits: list[int]) -> Tensor:
-        """Rows of all experts without padding."""
+        """Return the rows of all experts without padding."""
         padded = [-(-rows // self.unit) * self.unit for rows in m_splits]
         pieces = inp.split(padded)
         return torch.cat([piece[:rows] for piece, rows in zip(pieces, m_splits, strict=True)])

@@ -26,7 +26,7 @@ class QuantizedTensor(Tensor):
         super().__init__()
 
     def dequantize(self) -> Tensor:
-        """The values in the shown dtype."""
+        """Return the values in the shown dtype."""
         return self._bytes.view(torch.float8_e4m3fn).to(self.dtype)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What data parallelism does to tensors in 8 bits."""
+"""Functions of data parallelism on tensors in 8 bits."""
 
 from __future__ import annotations
 
