@@ -19,7 +19,7 @@ from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from megatron_ext.video.data.geometry import parse_plan
-from megatron_ext.video.data.preprocess import parse_options
+from megatron_ext.video.data.preprocess_options import parse_options
 
 ROOT = Path(__file__).resolve().parents[2]
 VIDEO = ROOT / "examples" / "video"

@@ -45,8 +45,8 @@ class Clip:
         path: a video (anything that FFmpeg reads: mp4, webm, gif, ...), an image, or a folder of
             images, which are its frames in the order of their names, 10 after 9.
         caption: without suffix; may be empty.
-        fps: of the row, where it has one; decides for image folders, and over the file's own.
-        motion: motion score of the row.
+        fps: frame rate that the row gives; decides for image folders, and over the file's own.
+        motion: motion score that the row gives.
     """
 
     path: str
@@ -56,7 +56,7 @@ class Clip:
 
 
 def with_suffix(caption: str, fps: int | None, motion: float | None = None) -> str:
-    """The caption that the text encoder gets, in training as in sampling.
+    """Return the caption that the text encoder gets, in training as in sampling.
 
     Args:
         caption: what the clip shows.
@@ -70,13 +70,13 @@ def with_suffix(caption: str, fps: int | None, motion: float | None = None) -> s
 
 
 def read_list(path: str | os.PathLike[str]) -> list[Clip]:
-    """Reads a jsonl or csv of clips, or a folder of clips each beside its caption in ``.txt``.
+    """Read a jsonl or csv of clips, or a folder of clips each beside its caption in ``.txt``.
 
     Rows have ``path`` (relative to the list), ``text`` or ``caption``, and may have ``fps`` and
     ``motion`` (or ``motion_score``).
 
     Raises:
-        DataError: no such file, a row that cannot be read, or no row at all.
+        DataError: the file does not exist, a row cannot be read, or there is no row at all.
     """
     source = Path(path)
     try:
@@ -176,10 +176,10 @@ def _bad_row(source: Path, line: int, what: str) -> DataError:
 
 
 def probe(clip: Clip) -> ClipShape:
-    """What a clip offers, from its first frame and the packets of its file.
+    """Return what a clip offers, from its first frame and the packets of its file.
 
     Raises:
-        DataError: it does not exist, or is nothing that can be read.
+        DataError: it does not exist, or cannot be read.
         ConfigError: PyAV or pillow is not installed.
     """
     path, fps = Path(clip.path), clip.fps or FOLDER_FPS
@@ -208,10 +208,9 @@ def _probe_video(clip: Clip) -> ClipShape:
 
 
 def decode(clip: Clip, first: int, interval: int, count: int, size: tuple[int, int]) -> Tensor:
-    """Frames of a clip, enlarged or reduced until they cover the size, then cut at the middle.
+    """Return frames of a clip, scaled until they cover the size, then cut at the middle.
 
     Args:
-        clip: what to read.
         first: first frame of the file to keep.
         interval: frames of the file from one kept frame to the next.
         count: frames to keep, f.
@@ -240,7 +239,7 @@ def decode(clip: Clip, first: int, interval: int, count: int, size: tuple[int, i
 
 
 def fit(frames: Tensor, size: tuple[int, int]) -> Tensor:
-    """Scales frames until they cover a size, and cuts them at the middle.
+    """Scale frames until they cover a size, and cut them at the middle.
 
     Args:
         frames: ``[f, H0, W0, 3]`` uint8.
@@ -278,13 +277,13 @@ def _frames(path: Path, wanted: range) -> Iterator[Picture]:
 
 
 def _upright(frame: Any) -> Picture:
-    """Pixels ``[H, W, 3]`` of a decoded frame, turned as players show it: phones film lying."""
+    """Return the pixels ``[H, W, 3]`` of a frame, turned as players show it: phones film lying."""
     turns = round(frame.rotation / 90) % 4
     return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), turns))
 
 
 def _images_of(folder: Path) -> list[Path]:
-    """Its images by name, with numbers in their names by value, so that 10 comes after 9."""
+    """Return a folder's images by name, with numbers in names by value, so that 10 follows 9."""
     images = [
         path
         for path in folder.iterdir()
@@ -312,7 +311,7 @@ def _read_image(path: Path) -> Picture:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Gives whatever a decoder makes of a bad file as a `DataError`."""
+    """Raise whatever a decoder makes of a bad file as a `DataError`."""
     for package, module in (("av", av), ("pillow", Image)):
         if module is None:
             raise ConfigError(

@@ -1,13 +1,12 @@
-"""Which latent frames of a clip are given to the model as references, and which it is to learn.
+"""Reference frames and captions as conditions: which clips get them, and what the loss leaves out.
 
 A mode is drawn for each clip (Open-Sora 2.0, ``condition_config``): nothing is given (t2v), the
 first, the last or both frames (i2v), or a longer piece at one end (v2v). References are encoded by
 themselves, so that no later frame leaks into them through the VAE, and reach the model only as its
 condition: the clip to be denoised is noised on all frames alike.
 
-Captions replaced by the empty one, so that sampling can guide away from it.
-
-Classifier-free guidance (arXiv:2207.12598) as Open-Sora 2.0 trains it: the sequence of text
+Captions are replaced by the empty one at times, so that sampling can guide away from it
+(classifier-free guidance, arXiv:2207.12598). As Open-Sora 2.0 does it, the sequence of text
 embeddings and the pooled embedding of a clip are dropped independently of each other.
 """
 
@@ -32,7 +31,9 @@ class Section:
 
 
 def min_frames(mode: str, config: ConditionConfig) -> int:
-    """Latent frames that a clip needs for a mode; some beyond the references in v2v modes."""
+    """Return the latent frames that a clip needs for a mode; v2v modes need one beyond the
+    references.
+    """
     if mode == "t2v":
         return 1
     if mode.startswith("i2v"):
@@ -41,15 +42,14 @@ def min_frames(mode: str, config: ConditionConfig) -> int:
 
 
 def sections(mode: str, num_frames: int, config: ConditionConfig) -> tuple[Section, ...]:
-    """The reference frames of a mode, each section to be encoded by itself.
+    """Return the reference frames of a mode, each section to be encoded by itself.
 
     Args:
         mode: one of `MODES`.
         num_frames: latent frames of the clip.
-        config: lengths of the v2v references.
 
     Raises:
-        DataError: an unknown mode, or a clip that is too short for it.
+        DataError: the mode is unknown, or the clip is too short for it.
     """
     if mode not in MODES:
         raise DataError(
@@ -71,7 +71,9 @@ def sections(mode: str, num_frames: int, config: ConditionConfig) -> tuple[Secti
 
 
 def mode_weights(config: ConditionConfig, num_frames: int) -> Tensor:
-    """Frequencies of the modes for clips of a length, ``[len(MODES)]`` float64; images get t2v.
+    """Return how often each mode comes for clips of a length, ``[len(MODES)]`` float64.
+
+    Images get t2v.
 
     Raises:
         ConfigError: none of the modes with a weight fits such clips.
@@ -92,10 +94,9 @@ def mode_weights(config: ConditionConfig, num_frames: int) -> Tensor:
 
 
 def draw_modes(config: ConditionConfig, num_frames: int, uniforms: Tensor) -> Tensor:
-    """Modes of the clips of a micro-batch.
+    """Return the modes of the clips of a micro-batch.
 
     Args:
-        config: weights, which stay as they are whatever the lengths of clips.
         num_frames: latent frames of the clips.
         uniforms: random numbers in [0, 1), ``[b]``.
 
@@ -110,12 +111,11 @@ def draw_modes(config: ConditionConfig, num_frames: int, uniforms: Tensor) -> Te
 
 
 def frame_masks(modes: Tensor, num_frames: int, config: ConditionConfig) -> Tensor:
-    """True at the reference frames of clips.
+    """Return True at the reference frames of clips.
 
     Args:
         modes: indices into `MODES`, ``[b]``.
         num_frames: latent frames t of the clips.
-        config: lengths of the v2v references.
 
     Returns:
         ``[b, t]`` bool.
@@ -136,19 +136,17 @@ def place_references(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> Tensor:
-    """References of one clip at their places, zeros elsewhere.
+    """Return the references of one clip at their places, zeros elsewhere.
 
     Args:
         pieces: sections with their latents ``[c, k, h, w]``.
-        shape: of the latents of the clip, (c, t, h, w).
-        dtype: of the result.
-        device: of the result.
+        shape: (c, t, h, w) of the latents of the clip.
 
     Returns:
         ``[c, t, h, w]``.
 
     Raises:
-        DataError: a piece whose shape is not that of its section.
+        DataError: the shape of a piece is not that of its section.
     """
     placed = torch.zeros(*shape, dtype=dtype, device=device)
     for section, latents in pieces:
@@ -164,11 +162,11 @@ def place_references(
 
 
 def condition(references: Tensor, masks: Tensor) -> Tensor:
-    """What the model is given of the references: the mask, then the latents where it is True.
+    """Return the condition that the model is given: the mask, then the latents where it is True.
 
     Args:
         references: ``[b, c, t, h, w]``; anything where there is no reference.
-        masks: of `frame_masks`, ``[b, t]``.
+        masks: see `frame_masks`, ``[b, t]``.
 
     Returns:
         ``[b, 1 + c, t, h, w]`` in the type of the references.
@@ -180,7 +178,7 @@ def condition(references: Tensor, masks: Tensor) -> Tensor:
 
 
 def loss_mask(masks: Tensor, tokens_per_frame: int, reference_loss: str) -> Tensor:
-    """Tokens that count in the loss.
+    """Return which tokens count in the loss.
 
     Args:
         masks: reference frames, ``[b, t]`` bool.
@@ -235,7 +233,7 @@ def fit_length(sequence: Tensor, length: int) -> Tensor:
 
 
 def null_like(null: Text, text: Text) -> Text:
-    """The empty caption in the shape and type of a batch of captions.
+    """Return the empty caption in the shape and type of a batch of captions.
 
     Args:
         null: the encoded empty caption, ``[1, k, d]`` and ``[1, e]``, k at most l.
@@ -257,8 +255,7 @@ def drop_text(text: Text, null: Text, drop_sequence: Tensor, drop_pooled: Tensor
     Args:
         text: ``[b, l, d]`` and ``[b, e]``.
         null: the encoded empty caption, ``[1, k, d]`` and ``[1, e]``, k at most l.
-        drop_sequence: ``[b]`` bool.
-        drop_pooled: ``[b]`` bool.
+        drop_sequence, drop_pooled: ``[b]`` bool.
 
     Raises:
         DataError: see `fit_length`.

@@ -1,6 +1,5 @@
-"""Clips as a map-style dataset, from shards or encoded when asked for, and micro-batches.
-
-Clips of a list, planned as preprocessing plans them, and encoded in the data loader.
+"""Clips as a map-style dataset, read from shards or encoded when asked for, and their
+micro-batches.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ from megatron_ext.video.data.encode import (
     report,
 )
 from megatron_ext.video.data.geometry import Bucket, BucketPlan
-from megatron_ext.video.data.manifest import VideoPreprocessOptions, make_manifest, read_manifest
+from megatron_ext.video.data.manifest import make_manifest, read_manifest
+from megatron_ext.video.data.preprocess_options import VideoPreprocessOptions
 from megatron_ext.video.data.sampler import Members
 from megatron_ext.video.data.shards import Shard, read_null
 from megatron_ext.video.data.text_encoders import build_text_encoder
@@ -40,32 +40,32 @@ logger = logging.getLogger(__name__)
 
 
 class VideoClips(Protocol):
-    """What a training run needs of a dataset of clips, wherever their latents come from."""
+    """The part of a dataset of clips that a training run needs, wherever the latents come from."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, number: int) -> VideoSample: ...
 
     def members(self, default_micro_batch_size: int) -> dict[Bucket, Members]:
-        """Clips of each bucket.
+        """Return the clips of each bucket.
 
         Args:
-            default_micro_batch_size: ``--micro-batch-size``, of buckets without their own.
+            default_micro_batch_size: ``--micro-batch-size``, for buckets without their own.
         """
         ...
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What decides the latents and embeddings; see `manifest.make_manifest`."""
+        """Return what decides the latents and embeddings; see `manifest.make_manifest`."""
         ...
 
     def latent_shape(self, number: int) -> tuple[int, int, int, int]:
-        """Of the latents of a clip, (c, t, h, w)."""
+        """Return (c, t, h, w) of the latents of a clip."""
         ...
 
     @property
     def null_text(self) -> tuple[Tensor, Tensor]:
-        """The encoded empty caption, ``[l, d]`` and ``[e]``."""
+        """Return the encoded empty caption, ``[l, d]`` and ``[e]``."""
         ...
 
 
@@ -73,7 +73,7 @@ class ShardedVideos(Dataset[VideoSample]):
     """Clips of a folder that tools/preprocess_video.py wrote.
 
     Args:
-        folder: with ``manifest.json``.
+        folder: holds ``manifest.json``.
         plan: micro-batch sizes of this run; None takes those of the manifest.
 
     Raises:
@@ -101,7 +101,7 @@ class ShardedVideos(Dataset[VideoSample]):
         return self._shards[shard].sample(number - int(self._begins[shard]))
 
     def members(self, default_micro_batch_size: int) -> dict[Bucket, Members]:
-        """See `VideoClips.members`.
+        """Return the clips of each bucket; see `VideoClips.members`.
 
         Raises:
             DataError: a clip's bucket is not in the plan, or not in the manifest.
@@ -119,27 +119,26 @@ class ShardedVideos(Dataset[VideoSample]):
         return found
 
     def latent_shape(self, number: int) -> tuple[int, int, int, int]:
-        """Of the latents of a clip, (c, t, h, w)."""
+        """Return (c, t, h, w) of the latents of a clip."""
         shard = int(np.searchsorted(self._begins, number, side="right")) - 1
         return self._shards[shard].latent_shape(number - int(self._begins[shard]))
 
     @property
     def null_text(self) -> tuple[Tensor, Tensor]:
-        """See `VideoClips.null_text`."""
+        """Return the encoded empty caption; see `VideoClips.null_text`."""
         return self._null
 
 
 class OnlineVideos(Dataset[VideoSample]):
     """Clips that are decoded and encoded when the loader asks for them; nothing is stored.
 
-    A clip has the same crop each time. One whose frames turn out to be damaged, which headers do
-    not show, gives its place to the next of its bucket, with a warning: days of training do not end
-    at one bad file. In a loader with processes, give the patch codec and hashed
-    words, or models on the CPU: processes cannot share a GPU's models.
+    A clip has the same crop each time. If its frames turn out to be damaged, which headers do not
+    show, the next clip of its bucket takes its place, with a warning: days of training do not end
+    at one bad file. In a loader with processes, give the patch codec and hashed words, or models on
+    the CPU: processes cannot share a GPU's models.
 
     Args:
         clips: in order, each with its bucket.
-        encoder: codec and text encoder.
         plan: micro-batch sizes.
         manifest: what preprocessing would say of them.
     """
@@ -176,7 +175,7 @@ class OnlineVideos(Dataset[VideoSample]):
         )
 
     def members(self, default_micro_batch_size: int) -> dict[Bucket, Members]:
-        """See `VideoClips.members`.
+        """Return the clips of each bucket; see `VideoClips.members`.
 
         Raises:
             DataError: a clip's bucket is not in the plan.
@@ -189,13 +188,13 @@ class OnlineVideos(Dataset[VideoSample]):
         }
 
     def latent_shape(self, number: int) -> tuple[int, int, int, int]:
-        """See `VideoClips.latent_shape`."""
+        """Return (c, t, h, w) of the latents of a clip."""
         bucket = self._clips[number].bucket
         return self._encoder.codec.latent_shape(bucket.num_frames, bucket.height, bucket.width)
 
     @property
     def null_text(self) -> tuple[Tensor, Tensor]:
-        """See `VideoClips.null_text`."""
+        """Return the encoded empty caption; see `VideoClips.null_text`."""
         text, pooled = self._encoder.text_encoder.encode([""])
         return text[0], pooled[0]
 
@@ -220,7 +219,7 @@ class VideoBatch:
         pooled: ``[b, e]``.
         references: ``[b, c, k, h, w]`` by name; see `encode.reference_name`.
         fps: ``[b]`` int64.
-        numbers: of the clips in their list, ``[b]`` int64.
+        numbers: numbers of the clips in their list, ``[b]`` int64.
     """
 
     latents: Tensor
@@ -231,18 +230,18 @@ class VideoBatch:
     numbers: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them by name."""
+        """Return all tensors by name."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         references = own.pop("references")
         return {**own, **{f"references/{name}": piece for name, piece in references.items()}}
 
     def pin_memory(self) -> VideoBatch:
-        """The same in memory that a GPU fetches from by itself, as torch's loader asks for it."""
+        """Return a copy in memory that a GPU fetches by itself, as torch's loader asks for it."""
         return self.from_tensors({k: t.pin_memory() for k, t in self.tensors().items()})
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> VideoBatch:
-        """The opposite of `tensors`."""
+        """Invert `tensors`."""
         prefix = "references/"
         references = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
         own: dict[str, Any] = {k: t for k, t in tensors.items() if not k.startswith(prefix)}
@@ -250,11 +249,11 @@ class VideoBatch:
 
 
 def pad_text(text: Tensor, image_tokens: int, multiple: int) -> Tensor:
-    """Repeats the last row of text until text and image tokens together divide.
+    """Repeat the last row of text until text and image tokens together divide.
 
     Args:
         text: ``[..., l, d]``.
-        image_tokens: of one clip.
+        image_tokens: image tokens of one clip.
         multiple: such as context-parallel size, times tensor-parallel size with sequence
             parallelism.
 
@@ -267,10 +266,9 @@ def pad_text(text: Tensor, image_tokens: int, multiple: int) -> Tensor:
 
 
 def collate(samples: Sequence[VideoSample], *, patch: int, multiple: int = 1) -> VideoBatch:
-    """Stacks clips of one bucket.
+    """Stack clips of one bucket.
 
     Args:
-        samples: of one micro-batch.
         patch: latent cells of a token on each side.
         multiple: see `pad_text`.
 
@@ -319,14 +317,14 @@ def _same(what: str, found: Sequence[object]) -> None:
 
 
 def open_online(options: VideoPreprocessOptions, *, tell: bool) -> OnlineVideos:
-    """Look at every clip of a list, and say which ones are left out.
+    """Look at every clip of a list, and plan and encode them as preprocessing would.
 
     Args:
         options: as for preprocessing; nothing is written.
-        tell: print the dropped clips.
+        tell: print which clips are left out.
 
     Raises:
-        ConfigError, DataError: as preprocessing.
+        ConfigError, DataError: see `preprocess.preprocess`.
     """
     codec = build_codec(options.codec, seed=options.encode.clip_seed)
     check_codec(options.plan, codec, options.encode.reference_lengths)

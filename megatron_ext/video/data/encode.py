@@ -1,8 +1,7 @@
-"""From a planned clip to its sample: decoded, encoded, with its references and its caption.
+"""Clips planned and encoded, in one way for preprocessing and for encoding in the data loader.
 
-The one way for preprocessing and for encoding in the data loader, so that both give the same.
-
-Every clip looked at once, before anything is encoded: its bucket, or why it has none.
+`plan_clips` looks at every clip once, before anything is encoded: its bucket, or why it has none.
+`ClipEncoder` then makes its sample: decoded, encoded, with its references and its caption.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import EncodeConfig
 from megatron_ext.video.data.clips import Clip, decode, probe, with_suffix
-from megatron_ext.video.data.codec_base import VideoCodec
+from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.geometry import (
     Bucket,
     BucketPlan,
@@ -37,9 +36,9 @@ class PlannedClip:
     """A clip with its place.
 
     Attributes:
-        number: in its list.
-        clip, shape: what it is.
-        bucket: what becomes of it.
+        number: number of the clip in its list.
+        clip, shape: its row, and what its file offers.
+        bucket: the bucket into which it goes.
     """
 
     number: int
@@ -50,17 +49,17 @@ class PlannedClip:
 
 @dataclass(frozen=True)
 class VideoSample:
-    """What training needs of one clip.
+    """One clip as training needs it.
 
     Attributes:
         latents: ``[c, t, h, w]``.
         text: embeddings of the caption, ``[l, d]``.
-        pooled: one embedding of it, ``[e]``.
+        pooled: one embedding of the caption, ``[e]``.
         references: latents of pieces that were encoded by themselves, ``[c, k, h, w]``, by
             `reference_name`; pieces that a clip is too short for are missing.
         fps: frames per second; 0 for an image.
-        number: of the clip in its list.
-        caption: as the text encoder got it.
+        number: number of the clip in its list.
+        caption: the caption as the text encoder got it.
     """
 
     latents: Tensor
@@ -73,18 +72,18 @@ class VideoSample:
 
 
 def reference_name(side: str, num_frames: int) -> str:
-    """``head1`` or ``tail9``: the side of the clip and the latent frames of the piece."""
+    """Return ``head1`` or ``tail9``: the side of the clip and the latent frames of the piece."""
     return f"{side}{num_frames}"
 
 
 class ClipEncoder:
-    """Turns planned clips into samples."""
+    """Codec and text encoder that turn planned clips into samples."""
 
     def __init__(self, config: EncodeConfig, codec: VideoCodec, text_encoder: TextEncoder) -> None:
         self.config, self.codec, self.text_encoder = config, codec, text_encoder
 
     def sample(self, planned: PlannedClip, epoch: int = 0) -> VideoSample:
-        """Reads, encodes and describes one clip.
+        """Read, encode and describe one clip.
 
         Raises:
             DataError: the file cannot be read.
@@ -105,7 +104,7 @@ class ClipEncoder:
         )
 
     def caption(self, planned: PlannedClip) -> str:
-        """The caption with its suffix."""
+        """Return the caption with its suffix."""
         fps = subsampling(planned.shape.fps, self.config.fps_cap)[1]
         moving = planned.bucket.num_frames > 1
         motion = planned.clip.motion if moving else None
@@ -124,7 +123,7 @@ class ClipEncoder:
         return decode(planned.clip, first, interval, bucket.num_frames, size)
 
     def _references(self, pixels: Tensor, num_latent_frames: int, number: int) -> dict[str, Tensor]:
-        """Pieces at both ends, from their own frames alone, so that no later frame leaks in."""
+        """Encode pieces at both ends from their own frames alone, so that no later frame leaks in."""
         found = {}
         for length in self.config.reference_lengths:
             if length >= num_latent_frames:
@@ -137,7 +136,7 @@ class ClipEncoder:
 
 
 def reference_names(lengths: Sequence[int]) -> tuple[str, ...]:
-    """Names of all references of a configuration."""
+    """Return the names of all references of a configuration."""
     return tuple(reference_name(side, n) for n in lengths for side in ("head", "tail"))
 
 
@@ -146,9 +145,9 @@ class Dropped:
     """A clip that is left out.
 
     Attributes:
-        number: in the list.
-        path: of its file.
-        reason: of which kind.
+        number: number of the clip in its list.
+        path: path of its file.
+        reason: kind of reason.
         detail: what the reader said, for files that cannot be read.
     """
 
@@ -159,12 +158,10 @@ class Dropped:
 
 
 def check_codec(plan: BucketPlan, codec: VideoCodec, reference_lengths: Sequence[int] = ()) -> None:
-    """Asks the codec for the latent shape of every bucket that the plan can give.
+    """Ask the codec for the latent shape of every bucket that the plan can give.
 
     Args:
-        plan: the buckets.
-        codec: what gives the latents.
-        reference_lengths: of `EncodeConfig`; 1, which images never have, is always allowed.
+        reference_lengths: see `EncodeConfig`; 1, which images never have, is always allowed.
 
     Raises:
         ConfigError: a length or a side does not divide, or no bucket is long enough for a
@@ -193,12 +190,9 @@ def plan_clips(
     workers: int = 1,
     tick: Callable[[int], None] = lambda done: None,
 ) -> tuple[list[PlannedClip], list[Dropped]]:
-    """Buckets of all clips, from their headers.
+    """Return the buckets of all clips, from their headers.
 
     Args:
-        clips: the list.
-        plan: resolutions and lengths.
-        config: frame rate and seed.
         workers: files looked at at a time.
         tick: is told how many clips have been looked at.
 
@@ -239,7 +233,7 @@ def _look(clip: Clip) -> ClipShape | tuple[Drop, str]:
 
 
 def report(dropped: Sequence[Dropped], total: int) -> list[str]:
-    """Lines for a person: how many clips each reason cost, with the first file of each."""
+    """Return how many clips each reason cost, with the first file of each, a line each."""
     lines = explain([d.reason for d in dropped], total)
     first: dict[Drop, str] = {}
     for d in dropped:

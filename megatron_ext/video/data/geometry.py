@@ -1,12 +1,8 @@
-"""Sizes of clips: resolutions, aspect ratios, and the plan of buckets that a run uses.
+"""Sizes of clips, the plan of buckets that a run uses, and the bucket of each clip.
 
 The rules are Open-Sora 2.0's (arXiv:2503.09642): a resolution is a number of pixels; each aspect
-ratio gives the height and width, multiples of 16, that come closest to it.
-
-Which bucket a clip goes into, and why a clip goes into none.
-
-The rule is Open-Sora 2.0's; every draw depends on ``(seed, epoch, clip)`` alone, so that any
-process, in any order, finds the same bucket.
+ratio gives the height and width, multiples of 16, that come closest to it. Every draw depends on
+``(seed, epoch, clip)`` alone, so that any process, in any order, finds the same bucket.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ _NAME = re.compile(r"(\d+)(px|p)")
 
 
 def pixel_budget(resolution: str) -> int:
-    """Pixels of one frame: the square of ``256px``, and a 16:9 frame of the height in ``720p``.
+    """Return the pixels of one frame: the square of ``256px``, and a 16:9 frame of height ``720p``.
 
     Raises:
         ConfigError: the name has another form, or is too small for a frame of 16 × 16.
@@ -50,7 +46,7 @@ def pixel_budget(resolution: str) -> int:
 
 @lru_cache
 def sizes(resolution: str, *, adjust: bool = True) -> tuple[tuple[int, int], ...]:
-    """Heights and widths of a resolution, without repetition, landscape before their transposes.
+    """Return heights and widths of a resolution, each once, landscape before their transposes.
 
     Args:
         resolution: such as ``256px``.
@@ -78,14 +74,14 @@ def _size(budget: int, ratio: float, adjust: bool) -> tuple[int, int]:
 
 
 def nearest_size(resolution: str, height: int, width: int) -> tuple[int, int]:
-    """The size whose aspect ratio is nearest by its logarithm, so that transposes are alike."""
+    """Return the size whose aspect ratio is nearest by its logarithm; transposes are alike."""
     wanted = math.log(height / width)
     return min(sizes(resolution), key=lambda size: abs(math.log(size[0] / size[1]) - wanted))
 
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """Clips of one shape.
+    """The shape of clips that train together.
 
     Attributes:
         resolution: such as ``256px``.
@@ -99,7 +95,7 @@ class Bucket:
     width: int
 
     def __str__(self) -> str:
-        """As in logs and messages: ``256px 17x192x336``."""
+        """Return the bucket as logs and messages show it: ``256px 17x192x336``."""
         return f"{self.resolution} {self.num_frames}x{self.height}x{self.width}"
 
 
@@ -108,12 +104,12 @@ class BucketRule:
     """How often clips enter the buckets of a resolution and length, and how many at a time.
 
     Attributes:
-        probability: with which a clip that fits is taken.
+        probability: chance that a clip that fits is taken.
         micro_batch_size: clips of one micro-batch on one rank; None is ``--micro-batch-size`` of
             the run.
 
     Raises:
-        ConfigError: a probability outside [0, 1], or a batch size below 1.
+        ConfigError: the probability lies outside [0, 1], or the batch size below 1.
     """
 
     probability: float
@@ -140,8 +136,8 @@ class BucketPlan:
         rules: resolution -> number of frames -> rule.
 
     Raises:
-        ConfigError: no bucket that a clip could enter, a resolution of an unknown form, or a
-            length below 1.
+        ConfigError: no clip could enter a bucket, a resolution has an unknown form, or a length is
+            below 1.
     """
 
     rules: Mapping[str, Mapping[int, BucketRule]]
@@ -163,16 +159,16 @@ class BucketPlan:
 
     @property
     def resolutions(self) -> tuple[str, ...]:
-        """From large to small."""
+        """Return the resolutions from large to small."""
         return tuple(sorted(self.rules, key=pixel_budget, reverse=True))
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Numbers of frames that occur, ascending."""
+        """Return the numbers of frames that occur, ascending."""
         return tuple(sorted({frames for lengths in self.rules.values() for frames in lengths}))
 
     def as_dict(self) -> dict[str, dict[str, list[float | None]]]:
-        """As `parse_plan` takes it."""
+        """Return the plan as `parse_plan` takes it."""
         return {
             resolution: {
                 str(frames): [rule.probability, rule.micro_batch_size]
@@ -186,13 +182,13 @@ class BucketPlan:
 
 
 def parse_plan(given: Any) -> BucketPlan:
-    """A plan from JSON, parsed or as text.
+    """Return a plan from JSON, parsed or as text.
 
-    ``{"256px": {"17": [probability, micro_batch_size]}}``; the micro-batch size may be null or
-    left out, and a probability may stand by itself: ``{"256px": {"17": 1.0}}``.
+    ``{"256px": {"17": [probability, micro_batch_size]}}``; the micro-batch size may be null or left
+    out, and a probability may stand by itself: ``{"256px": {"17": 1.0}}``.
 
     Raises:
-        ConfigError: another form, or see `BucketPlan`.
+        ConfigError: it has another form, or see `BucketPlan`.
     """
     try:
         tree = json.loads(given, parse_constant=_refuse) if isinstance(given, str) else given
@@ -219,7 +215,7 @@ def _rule(given: Any) -> BucketRule:
 
 
 def _whole(value: Any) -> int:
-    """An int, or text of one, as the keys of JSON are."""
+    """Return an int, also from text of one, as the keys of JSON are."""
     number = int(value)
     if isinstance(value, bool) or (not isinstance(value, str) and number != value):
         raise ValueError(f"{value!r} is no whole number")
@@ -246,7 +242,7 @@ class Drop(str, Enum):
 
 @dataclass(frozen=True)
 class ClipShape:
-    """What a file says of itself.
+    """The shape of a clip as its file tells it.
 
     Attributes:
         num_frames: frames of the file; 1 for an image.
@@ -261,7 +257,7 @@ class ClipShape:
 
 
 def subsampling(fps: float, fps_cap: int) -> tuple[int, int]:
-    """Interval between the frames that are kept, and the whole frame rate that results.
+    """Return the interval between the frames that are kept, and the whole frame rate that results.
 
     Open-Sora's rule: ``ceil(fps / cap)`` and ``floor(fps / interval)``. An image, of 0 frames per
     second, gives ``(1, 0)``.
@@ -271,14 +267,14 @@ def subsampling(fps: float, fps_cap: int) -> tuple[int, int]:
 
 
 def available_frames(clip: ClipShape, fps_cap: int) -> int:
-    """Frames left after subsampling, the first included."""
+    """Return the frames left after subsampling, the first included."""
     return -(-clip.num_frames // subsampling(clip.fps, fps_cap)[0])
 
 
 def assign(
     clip: ClipShape, plan: BucketPlan, number: int, *, seed: int, epoch: int = 0, fps_cap: int = 24
 ) -> Bucket | Drop:
-    """The bucket of a clip, or why it has none.
+    """Return the bucket of a clip, or why it has none.
 
     Resolutions are tried from large to small. Within one, a video takes the longest bucket that it
     fills, an image the one of a single frame; where the draw against its probability fails, the
@@ -286,9 +282,8 @@ def assign(
 
     Args:
         clip: what it offers.
-        plan: the buckets.
-        number: of the clip in its list.
-        seed, epoch: of the draws.
+        number: number of the clip in its list.
+        seed, epoch: decide the draws, with the number.
         fps_cap: frames per second, at most.
     """
     draws = np.random.Generator(np.random.PCG64((seed, epoch, number)))
@@ -313,9 +308,10 @@ def assign(
 def first_frame(
     clip: ClipShape, num_frames: int, number: int, *, seed: int, epoch: int, fps_cap: int
 ) -> int:
-    """The frame of the file at which a random crop of a bucket's length begins.
+    """Return the frame of the file at which a random crop of a bucket's length begins.
 
-    Drawn from ``(seed, epoch, clip)``, so that no two loader processes repeat one another's crops.
+    It is drawn from ``(seed, epoch, clip)``, so that loader processes do not repeat each other's
+    crops.
     """
     interval = subsampling(clip.fps, fps_cap)[0]
     spare = available_frames(clip, fps_cap) - num_frames
@@ -324,7 +320,7 @@ def first_frame(
 
 
 def explain(dropped: Iterable[Drop], total: int) -> list[str]:
-    """One line for each reason, most frequent first; none where nothing was dropped."""
+    """Return one line for each reason, most frequent first; none where nothing was dropped."""
     counts = Counter(dropped)
     return [
         f"{count} of {total} clips dropped: the clip {reason.value}."

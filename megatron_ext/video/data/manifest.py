@@ -1,7 +1,4 @@
-"""Everything that one run of tools/preprocess_video.py is told.
-
-What a preprocessed dataset says of itself, and what of an earlier try can be kept.
-"""
+"""The manifest of a preprocessed dataset, and what a later run keeps of an interrupted one."""
 
 from __future__ import annotations
 
@@ -12,72 +9,23 @@ import os
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megatron_ext.config.flags import COUNT, PROCESSES
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import DataError
 from megatron_ext.video.config.encoding import (
     FOLDERS,
     HASHED,
     PATCH,
-    CodecConfig,
-    EncodeConfig,
-    TextEncoderConfig,
 )
 from megatron_ext.video.data import shards
 from megatron_ext.video.data.clips import Clip
-from megatron_ext.video.data.codec_base import VideoCodec
+from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.encode import PlannedClip, reference_names
-from megatron_ext.video.data.geometry import BucketPlan, subsampling
-from megatron_ext.video.data.shards import STORAGES
+from megatron_ext.video.data.geometry import subsampling
+from megatron_ext.video.data.preprocess_options import VideoPreprocessOptions
 from megatron_ext.video.data.text_encoders import TextEncoder
-
-
-@dataclass(frozen=True)
-class VideoPreprocessOptions:
-    """One run of tools/preprocess_video.py.
-
-    Attributes:
-        input: jsonl, csv or folder; see `clips.read_list`.
-        output: folder of the dataset.
-        plan: buckets.
-        codec, text_encoder, encode: see there.
-        storage: ``float32`` or ``bfloat16``.
-        workers: processes.
-        clips_per_shard: at most; also what a killed run can lose for each worker.
-        device: ``cpu`` or ``cuda``; with cuda, workers take the GPUs in turn.
-
-    Raises:
-        ConfigError: a value out of range.
-    """
-
-    input: str
-    output: str
-    plan: BucketPlan
-    codec: CodecConfig = field(default_factory=CodecConfig)
-    text_encoder: TextEncoderConfig = field(default_factory=TextEncoderConfig)
-    encode: EncodeConfig = field(default_factory=EncodeConfig)
-    storage: str = "float32"
-    workers: int = 1
-    clips_per_shard: int = 1000
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        for name, range_ in (("workers", PROCESSES), ("clips_per_shard", COUNT)):
-            rule = range_.broken_rule(getattr(self, name))
-            if rule is not None:
-                flag = name.replace("_", "-")
-                raise ConfigError(
-                    f"`--{flag}` ({getattr(self, name)}) {rule}; leave it out for the default."
-                )
-        if self.storage not in STORAGES:
-            raise ConfigError(f"`--storage` ({self.storage}) must be one of {', '.join(STORAGES)}.")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("`--device` (cuda) needs a GPU that torch finds; use cpu.")
 
 
 def make_manifest(
@@ -87,7 +35,7 @@ def make_manifest(
     codec: VideoCodec,
     text_encoder: TextEncoder,
 ) -> dict[str, Any]:
-    """All of the manifest that is known before encoding."""
+    """Return all of the manifest that is known before encoding."""
     buckets = [
         {
             "shape": asdict(bucket),
@@ -120,7 +68,7 @@ def make_manifest(
 
 
 def _usual_rate(planned: Sequence[PlannedClip], fps_cap: int) -> int:
-    """Frames per second of most videos, which samples take too; 24 where there are only images."""
+    """Return the frame rate of most videos, which samples take too; 24 without any video."""
     rates = [subsampling(p.shape.fps, fps_cap)[1] for p in planned if p.bucket.num_frames > 1]
     return Counter(rates).most_common(1)[0][0] if rates else 24
 
@@ -138,7 +86,7 @@ def _stamp(path: str | Path) -> list[int]:
 
 
 def refuse_other_data(folder: Path, fingerprint: str) -> None:
-    """Neither a dataset nor the finished shards of a killed run are overwritten by another.
+    """Refuse to overwrite a dataset, or the finished shards of a killed run, by other data.
 
     Raises:
         DataError: the folder holds some.
@@ -152,7 +100,7 @@ def refuse_other_data(folder: Path, fingerprint: str) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Removes what killed runs left half written; the caller holds the folder's lock."""
+    """Remove what killed runs left half written; the caller holds the folder's lock."""
     for path in folder.glob("*.writing.*"):
         path.unlink()
 
@@ -160,13 +108,12 @@ def sweep(folder: Path) -> None:
 def finished(
     folder: Path, name: str, num_clips: int, manifest: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """The marker of a shard that an earlier try of the same run finished, if its files are whole.
+    """Return the marker of a shard that an earlier try of the same run finished, if its files are
+    whole.
 
     Args:
-        folder: of the dataset.
-        name: of the shard.
-        num_clips: that were planned for it.
-        manifest: of `make_manifest`.
+        num_clips: clips that were planned for it.
+        manifest: see `make_manifest`.
     """
     path = folder / f"{name}.json"
     if not path.exists():
@@ -209,7 +156,7 @@ _ENTRIES = {
     "fps": _SIZE,
     "fingerprint": _TEXT,
 }
-"""What a manifest holds: tables, lists of one kind of entry, or a kind in words and its test."""
+"""Entries of a manifest: tables, lists of one kind of entry, or a kind in words and its test."""
 _SIZES = {
     ("text_encoder", HASHED): {"width": _SIZE, "pooled_width": _SIZE},
     ("codec", PATCH): {
@@ -217,11 +164,11 @@ _SIZES = {
         **dict.fromkeys(("codec_shift", "codec_scale"), _NUMBER),
     },
 }
-"""What the entry of a codec or text encoder holds besides, where no folder has its sizes."""
+"""More entries of a codec or text encoder that has no folder with its sizes."""
 
 
 def _faults(value: Any, wanted: Any, name: str) -> Iterator[tuple[str, str | None]]:
-    """Names of entries that are missing, and what is wrong with those that are there."""
+    """Yield the entries that are missing, and what is wrong with those that are there."""
     if not isinstance(wanted, dict | list):
         if not wanted[1](value):
             yield name, f"holds `{name}` {reprlib.repr(value)}, which must be {wanted[0]}"
@@ -244,7 +191,7 @@ def _check_entries(path: Path, manifest: dict[str, Any]) -> None:
     """Refuse a manifest whose entries are missing or of another kind.
 
     Raises:
-        DataError: with the file and the entry.
+        DataError: names the file and the entry.
     """
     found = list(_faults(manifest, _ENTRIES, ""))
     for (name, kind), sizes in _SIZES.items():
@@ -258,7 +205,7 @@ def _check_entries(path: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Reads ``manifest.json``, which says what the shards of a folder hold.
+    """Read ``manifest.json``, which says what the shards of a folder hold.
 
     Raises:
         DataError: it is missing, damaged, of another format, or lacks a part.

@@ -1,13 +1,10 @@
 """Clips and captions to shards: planned, encoded by worker processes, published at the end.
 
 A killed run keeps its finished shards: the same command goes on after them.
-
-The command line of tools/preprocess_video.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -18,15 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
 
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
-from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
 from megatron_ext.video.data import shards
 from megatron_ext.video.data.clips import read_list
 from megatron_ext.video.data.codecs import build_codec
@@ -39,14 +35,9 @@ from megatron_ext.video.data.encode import (
     reference_names,
     report,
 )
-from megatron_ext.video.data.geometry import Drop, parse_plan
-from megatron_ext.video.data.manifest import (
-    VideoPreprocessOptions,
-    finished,
-    make_manifest,
-    refuse_other_data,
-    sweep,
-)
+from megatron_ext.video.data.geometry import Drop
+from megatron_ext.video.data.manifest import finished, make_manifest, refuse_other_data, sweep
+from megatron_ext.video.data.preprocess_options import VideoPreprocessOptions, parse_options
 from megatron_ext.video.data.text_encoders import build_text_encoder
 
 Say = Callable[[str], None]
@@ -54,14 +45,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Report:
-    """What a run did.
+    """Figures of a finished run.
 
     Attributes:
-        clips: in the dataset.
-        dropped: with reasons.
-        shards: files sets written or found finished.
+        clips: clips in the dataset.
+        dropped: clips that were left out, with reasons.
+        shards: sets of files written or found finished.
         resumed: shards that an earlier run had finished.
-        seconds: of this run.
+        seconds: time of this run.
     """
 
     clips: int
@@ -81,7 +72,7 @@ class _Part:
 
 
 def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Report:
-    """Encodes a list of clips into a dataset.
+    """Encode a list of clips into a dataset.
 
     Raises:
         ConfigError, DataError: one sentence each; finished shards are kept for the next try.
@@ -131,7 +122,7 @@ def preprocess(options: VideoPreprocessOptions, say: Say = say_to_stderr) -> Rep
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Encodes as worker processes do: sums in another order would give other bytes."""
+    """Encode as worker processes do: sums in another order would give other bytes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -141,7 +132,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _ticker(what: str, total: int, say: Say) -> Callable[[int], None]:
-    """Says now and then how far a run is, every five seconds at most."""
+    """Return a function that says how far a run is, every five seconds at most."""
     start = time.monotonic()
     last = [start]
 
@@ -210,7 +201,9 @@ def _markers(
     todo: Sequence[_Part],
     fingerprint: str,
 ) -> Iterator[dict[str, Any]]:
-    """Markers of shards as they are finished, by the first encoder, or by worker processes."""
+    """Yield the markers of shards as they are finished, by the first encoder or by worker
+    processes.
+    """
     if options.workers == 1 or len(todo) <= 1:
         for part in todo:
             yield write_shard(encoders[0], options, part, fingerprint)
@@ -262,7 +255,7 @@ def _encoder(options: VideoPreprocessOptions, device: str) -> ClipEncoder:
 def write_shard(
     encoder: ClipEncoder, options: VideoPreprocessOptions, part: _Part, fingerprint: str
 ) -> dict[str, Any]:
-    """Encodes the clips of one shard; those that cannot be decoded are named in its marker."""
+    """Encode the clips of one shard; its marker names those that cannot be decoded."""
     folder = Path(options.output)
     names = reference_names(options.encode.reference_lengths)
     bad, kept = [], 0
@@ -308,87 +301,11 @@ def _publish(
     shards.write_json(folder / "manifest.json", content)
 
 
-ConfigT = TypeVar("ConfigT")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message[:1].upper()}{message[1:]}; see --help.")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="preprocess_video.py",
-        description="Turns clips with captions into shards of latents and text embeddings.",
-        allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--input", required=True, help="jsonl or csv of path and text, or a folder with .txt files")
-    add("--output", required=True, help="folder of the dataset")
-    add("--buckets", required=True, metavar="JSON", help="a file, or JSON such as "
-        '{"256px": {"17": [probability, micro-batch size]}}, or {"17": probability}')  # fmt: skip
-    add("--codec", default="patch", help="patch, or the folder of a diffusers VAE")
-    add("--codec-spatial", type=int, default=8, help="pixels of a latent cell (patch)")
-    add("--codec-temporal", type=int, default=4, help="frames of a latent frame (patch)")
-    add("--codec-channels", type=int, help="latent channels (patch); all, without loss")
-    add("--codec-shift", type=float, default=0.0, help="pixel value that becomes zero (patch)")
-    add("--codec-scale", type=float, default=1.0, help="factor on the latents (patch)")
-    add("--text-encoder", default="hashed", help="hashed, t5-clip or umt5")
-    add("--t5-path", help="local folder of T5 or UMT5")
-    add("--clip-path", help="local folder of CLIP")
-    add("--text-length", type=int, default=512, help="rows of an encoded caption")
-    add("--text-width", type=int, default=64, help="width of the rows (hashed)")
-    add("--pooled-width", type=int, default=64, help="width of the pooled vector (hashed)")
-    add("--fps-cap", type=int, default=24, help="frames per second, at most")
-    add("--temporal-crop", default="random", help="random or start")
-    add("--reference-lengths", type=int, nargs="*", default=[1], metavar="N",
-        help="latent frames encoded by themselves at both ends: 1 for i2v, 9 and 17 for v2v"
-        )  # fmt: skip
-    add("--clip-seed", type=int, default=1234, help="of buckets and crops")
-    add("--storage", default="float32", help="float32 or bfloat16")
-    add("--workers", type=int, default=1, help="processes")
-    add("--clips-per-shard", type=int, default=1000, help="at most")
-    add("--device", default="cpu", choices=("cpu", "cuda"), help="where encoders compute")
-    return parser
-
-
-def parse_options(argv: Sequence[str]) -> VideoPreprocessOptions:
-    """Turns a command line into options.
-
-    Raises:
-        ConfigError: a flag that is unknown or cannot be honoured, or an empty bucket plan.
-    """
-    values = vars(_parser().parse_args(list(argv)))
-    values["reference_lengths"] = tuple(values["reference_lengths"])
-    given = values.pop("buckets")
-    if not given.lstrip().startswith("{"):
-        try:
-            given = Path(given).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"`--buckets` ({given}) must be JSON or a file with it, but cannot be read "
-                f"({error}); correct it."
-            ) from None
-
-    def take(kind: type[ConfigT]) -> ConfigT:
-        names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
-        return kind(**{name: values.pop(name) for name in names})
-
-    return VideoPreprocessOptions(
-        plan=parse_plan(given),
-        encode=take(EncodeConfig),
-        codec=take(CodecConfig),
-        text_encoder=take(TextEncoderConfig),
-        **values,
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command line.
+    """Run one command line.
 
     Returns:
-        the exit code: 0, 1 for bad input, 2 for bad flags, 130 when interrupted.
+        The exit code: 0, 1 for bad input, 2 for bad flags, 130 when interrupted.
     """
     try:
         options = parse_options(sys.argv[1:] if argv is None else argv)

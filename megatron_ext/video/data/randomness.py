@@ -25,13 +25,13 @@ from megatron_ext.video.data.conditions import draw_modes
 
 @dataclass(frozen=True)
 class Randomness:
-    """Decisions about the b samples of a micro-batch, on the CPU.
+    """Random decisions about the b samples of a micro-batch, on the CPU.
 
     Attributes:
         noise: x1 of the whole clips, ``[b, c, t, h, w]`` float32, standard normal; ranks that hold
             a part of the sequence cut it after packing.
         normals: u, of which timesteps are made, ``[b]`` float32, standard normal.
-        modes: indices into `conditions.MODES`, ``[b]`` int64.
+        modes: indices into `MODES`, ``[b]`` int64.
         drop_text: the text embeddings are replaced, ``[b]`` bool.
         drop_pooled: the pooled embedding is replaced, ``[b]`` bool.
     """
@@ -44,7 +44,7 @@ class Randomness:
 
 
 def generator(seed: int, sample: int, purpose: str) -> np.random.Generator:
-    """What decides one thing about one sample.
+    """Return the generator that decides one thing about one sample.
 
     Args:
         seed: ``--seed``.
@@ -58,14 +58,12 @@ def generator(seed: int, sample: int, purpose: str) -> np.random.Generator:
 def sample_numbers(
     consumed_samples: int, microbatch: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> range:
-    """Numbers in the run of the samples of a micro-batch, as the samplers deal them out.
+    """Return the numbers in the run of a micro-batch's samples, as the samplers deal them out.
 
     Args:
-        consumed_samples: of all training steps before, over all replicas.
+        consumed_samples: samples of all training steps before, over all replicas.
         microbatch: index in the step.
         micro_batch_size: b.
-        dp_rank: data-parallel rank.
-        dp_size: number of data-parallel ranks.
     """
     first = consumed_samples + (microbatch * dp_size + dp_rank) * micro_batch_size
     return range(first, first + micro_batch_size)
@@ -74,7 +72,8 @@ def sample_numbers(
 def draw_normals(
     seed: int, samples: Sequence[int], purpose: str, count: int | None = None
 ) -> Tensor:
-    """One standard normal number for each sample, or so many of them, the first of which is it.
+    """Return one standard normal number for each sample, or ``count`` of which the first is that
+    one.
 
     Returns:
         ``[b]`` or ``[b, count]``, float32.
@@ -87,7 +86,7 @@ def draw_normals(
 def draw_noise(
     seed: int, samples: Sequence[int], shape: Sequence[int], purpose: str = "noise"
 ) -> Tensor:
-    """Standard normal numbers, ``[b, *shape]`` float32."""
+    """Return standard normal numbers, ``[b, *shape]`` float32."""
     drawn = [
         generator(seed, sample, purpose).standard_normal(tuple(shape), dtype=np.float32)
         for sample in samples
@@ -96,7 +95,7 @@ def draw_noise(
 
 
 def draw_uniforms(seed: int, samples: Sequence[int], purpose: str) -> Tensor:
-    """One number in [0, 1) for each sample, ``[b]`` float64."""
+    """Return one number in [0, 1) for each sample, ``[b]`` float64."""
     drawn = [generator(seed, sample, purpose).random() for sample in samples]
     return torch.tensor(drawn, dtype=torch.float64)
 
@@ -108,14 +107,12 @@ def draw_microbatch(
     conditions: ConditionConfig,
     dropout: TextDropoutConfig,
 ) -> Randomness:
-    """All decisions about a micro-batch.
+    """Return all random decisions about a micro-batch.
 
     Args:
         seed: ``--seed``.
         samples: numbers in the run of its samples, see `sample_numbers`.
-        shape: of the latents of a clip, (c, t, h, w).
-        conditions: weights of the condition modes.
-        dropout: probabilities of dropping captions.
+        shape: (c, t, h, w) of the latents of a clip.
 
     Raises:
         ConfigError: no condition mode fits clips of t latent frames.

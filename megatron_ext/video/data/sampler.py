@@ -1,20 +1,17 @@
-"""Which clips a data-parallel rank computes in each step: one bucket for each global step.
+"""The clips of a run, step by step: which ones a rank computes, and sequences of which length.
 
 Pipeline stages exchange tensors of fixed shape and data-parallel ranks wait for one another, so
-all ranks and micro-batches of a step have the same shape. Everything is a function of ``(seed,
-epoch, step)``: a run resumes from its number of steps, with no state.
-
-The clips of a run, step by step: which ones, of which shape, in sequences of which length.
+all ranks and micro-batches of a step have one bucket, and with it one shape. Everything is a
+function of ``(seed, epoch, step)``: a run resumes from its number of steps, with no state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Sampler
 
 from megatron_ext.data.samplers import shuffled
 from megatron_ext.errors import ConfigError, DataError
@@ -23,11 +20,11 @@ from megatron_ext.video.data.geometry import Bucket
 
 @dataclass(frozen=True)
 class Members:
-    """Clips of one bucket.
+    """The clips of one bucket.
 
     Attributes:
         clips: their numbers in the dataset.
-        micro_batch_size: of this bucket, on one rank.
+        micro_batch_size: micro-batch size of this bucket, on one rank.
     """
 
     clips: Sequence[int]
@@ -38,20 +35,19 @@ class Members:
 class BucketSteps:
     """Micro-batches of each rank, step by step through epochs.
 
-    Each epoch shuffles the clips of each bucket, cuts them into units and shuffles these. A unit
-    is a whole step, or, with ``mixed``, one micro-batch, of which ranks take one each in turn;
-    the rest that fills no unit is left out, another one in each epoch.
+    Each epoch shuffles the clips of each bucket, cuts them into units and shuffles these. A unit is
+    a whole step, or, with ``mixed``, one micro-batch, of which ranks take one each in turn; the
+    rest that fills no unit is left out, another one in each epoch.
 
     Attributes:
-        buckets: the clips.
         num_ranks: data-parallel size.
-        num_microbatches: of one rank in one step.
-        seed: of the order, anew in each epoch; None keeps the order of the data.
+        num_microbatches: micro-batches of one rank in one step.
+        seed: decides the order, anew in each epoch; None keeps the order of the data.
         mixed: ranks and micro-batches of a step may have different shapes.
         pipeline_size: pipeline-parallel size, which must be 1 with ``mixed``.
 
     Raises:
-        ConfigError: ``mixed`` with pipeline stages.
+        ConfigError: ``mixed`` is set with pipeline stages.
         DataError: no bucket fills a step.
     """
 
@@ -88,7 +84,7 @@ class BucketSteps:
 
     @property
     def left_out(self) -> dict[Bucket, int]:
-        """Clips of each bucket that an epoch leaves out because they fill no unit."""
+        """Return the clips of each bucket that an epoch leaves out because they fill no unit."""
         per_unit = 1 if self.mixed else self._per_step
         return {
             bucket: len(members.clips) - self._units[bucket] * members.micro_batch_size * per_unit
@@ -96,11 +92,9 @@ class BucketSteps:
         }
 
     def microbatches(self, step: int, rank: int) -> list[tuple[Bucket, list[int]]]:
-        """Bucket and clip numbers of each micro-batch of a rank.
+        """Return bucket and clip numbers of each micro-batch of a data-parallel rank.
 
-        Args:
-            step: counted from the beginning of the run.
-            rank: data-parallel rank.
+        The step is counted from the beginning of the run.
         """
         epoch, step = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
@@ -114,7 +108,7 @@ class BucketSteps:
         return [(bucket, clips[start : start + size]) for start in starts]
 
     def num_samples(self, step: int) -> int:
-        """Clips of a step on all ranks together."""
+        """Return the clips of a step on all ranks together."""
         return sum(
             len(clips)
             for rank in range(self.num_ranks)
@@ -138,26 +132,12 @@ class BucketSteps:
         return shuffled(count, self.seed, epoch, purpose)
 
 
-class BucketStepSampler(Sampler[list[int]]):
-    """Clip numbers of the micro-batches of one data-parallel rank, from a step on; never ends."""
-
-    def __init__(self, steps: BucketSteps, dp_rank: int, first_step: int) -> None:
-        self._steps, self._dp_rank, self._step = steps, dp_rank, first_step
-
-    def __iter__(self) -> Iterator[list[int]]:
-        step = self._step
-        while True:
-            for _, clips in self._steps.microbatches(step, self._dp_rank):
-                yield clips
-            step += 1
-
-
 @dataclass(frozen=True)
 class Geometry:
     """The sequence of a clip of a bucket.
 
     Attributes:
-        shape: of its latents, (c, t, h, w).
+        shape: (c, t, h, w) of its latents.
         num_text: text tokens, padding included.
         num_image: image tokens.
     """
@@ -168,7 +148,7 @@ class Geometry:
 
     @property
     def num_tokens(self) -> int:
-        """Of the whole sequence."""
+        """Return the tokens of the whole sequence."""
         return self.num_text + self.num_image
 
 
@@ -177,8 +157,7 @@ class PlannedBatch:
     """A micro-batch before it is read.
 
     Attributes:
-        bucket: of its clips.
-        clips: their numbers in the dataset.
+        clips: numbers of the clips in the dataset.
         samples: their numbers in the run.
     """
 
@@ -191,9 +170,7 @@ class VideoPlan:
     """The micro-batches of each step, counted from the beginning of the run.
 
     Args:
-        steps: the clips.
-        geometries: of the buckets.
-        identity: of all that decides which clips a step sees; a layout does not.
+        identity: hash of all that decides which clips a step sees; a layout does not.
     """
 
     def __init__(
@@ -203,19 +180,18 @@ class VideoPlan:
         self.steps_per_epoch = steps.steps_per_epoch
 
     def num_microbatches(self, step: int) -> int:
-        """Of each data-parallel rank, the same in all steps."""
+        """Return the micro-batches of each data-parallel rank, the same in all steps."""
         return self.steps.num_microbatches
 
     def num_samples(self, step: int) -> int:
-        """Clips of a step on all ranks together."""
+        """Return the clips of a step on all ranks together."""
         return self.steps.num_samples(step)
 
     def microbatches(self, step: int, rank: int, first_sample: int) -> list[PlannedBatch]:
-        """Of one data-parallel rank.
+        """Return the micro-batches of one data-parallel rank.
 
         Args:
             step: counted from the beginning of the run.
-            rank: data-parallel rank.
             first_sample: number in the run of the first clip of the step, over all ranks.
         """
         ranks = [self.steps.microbatches(step, other) for other in range(self.steps.num_ranks)]
@@ -229,7 +205,7 @@ class VideoPlan:
         return planned
 
     def sequences(self, step: int) -> list[Geometry]:
-        """The sequence of every clip of a step, on all ranks."""
+        """Return the sequence of every clip of a step, on all ranks."""
         return [
             self.geometries[bucket]
             for rank in range(self.steps.num_ranks)

@@ -21,7 +21,8 @@ from megatron_ext.video.data.conditions import sections
 from megatron_ext.video.data.dataset import ShardedVideos, VideoClips, open_online
 from megatron_ext.video.data.encode import reference_name
 from megatron_ext.video.data.geometry import parse_plan
-from megatron_ext.video.data.manifest import VideoPreprocessOptions, read_manifest
+from megatron_ext.video.data.manifest import read_manifest
+from megatron_ext.video.data.preprocess_options import VideoPreprocessOptions
 from megatron_ext.video.data.sampler import BucketSteps, Geometry, VideoPlan
 from megatron_ext.video.data.shards import read_null
 from megatron_ext.video.microbatch import patch_size_of, sequence_multiple, with_widths

@@ -36,7 +36,7 @@ def shard_name(number: int) -> str:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Publishes a JSON file by renaming."""
+    """Publish a JSON file by renaming."""
     temporary = path.with_name(f"{path.name}.writing.{os.getpid()}")
     with open(temporary, "w", encoding="utf-8") as stream:
         json.dump(content, stream, indent=1)
@@ -46,7 +46,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a manifest or the marker of a shard.
+    """Read a manifest or the marker of a shard.
 
     Raises:
         DataError: it is missing, damaged, or of another format.
@@ -64,7 +64,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def to_storage(tensor: Tensor, storage: str) -> NDArray[Any]:
-    """Flat values as they are stored: float32, or the bits of bfloat16 as int16."""
+    """Return flat values as they are stored: float32, or the bits of bfloat16 as int16."""
     flat = tensor.detach().reshape(-1)
     if storage == "bfloat16":
         return flat.bfloat16().view(torch.int16).numpy()
@@ -72,13 +72,13 @@ def to_storage(tensor: Tensor, storage: str) -> NDArray[Any]:
 
 
 def from_storage(values: NDArray[Any], storage: str) -> Tensor:
-    """The opposite of `to_storage`, float32 or bfloat16, in the same memory."""
+    """Invert `to_storage`: return float32 or bfloat16 in the same memory."""
     tensor = torch.from_numpy(values)
     return tensor.view(torch.bfloat16) if storage == "bfloat16" else tensor
 
 
 def dtype_of(field: str, storage: str) -> np.dtype[Any]:
-    """Type of one field in its files."""
+    """Return the type of one field in its files."""
     if field in ("geometry", "caption"):
         return np.dtype(np.int32 if field == "geometry" else np.uint8)
     return np.dtype(np.int16 if storage == "bfloat16" else np.float32)
@@ -88,8 +88,6 @@ class ShardWriter:
     """Writes one shard, clip by clip; leaving the context publishes it, an exception nothing.
 
     Args:
-        folder: of the dataset.
-        name: of the shard.
         references: names that clips may have.
         storage: one of `STORAGES`.
     """
@@ -114,7 +112,7 @@ class ShardWriter:
         self._stack.__exit__(*error)
 
     def add(self, sample: VideoSample, bucket: int) -> None:
-        """Appends one clip of the bucket of this number."""
+        """Append one clip of the bucket of this number."""
         values = {
             "latents": to_storage(sample.latents, self._storage),
             "text": to_storage(sample.text, self._storage),
@@ -134,8 +132,8 @@ class ShardWriter:
 class Field:
     """One field of one shard.
 
-    Every read opens the file: kept mappings of thousands of shards would use up the open files
-    that a process may have.
+    Every read opens the file: kept mappings of thousands of shards would use up the open files that
+    a process may have.
     """
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
@@ -159,7 +157,7 @@ class Field:
         return len(self.begins) - 1
 
     def read(self, first: int, last: int) -> NDArray[Any]:
-        """Values of the clips from ``first`` to before ``last``, flat.
+        """Return the values of the clips from ``first`` to before ``last``, flat.
 
         Raises:
             DataError: the file has been cut or removed since it was opened.
@@ -179,7 +177,7 @@ class Field:
         return self.read(row, row + 1)
 
     def shaped(self, row: int, storage: str, *shape: int) -> Tensor:
-        """One clip's values as they are stored, in a shape, of which one side may be -1.
+        """Return one clip's values as they are stored, in a shape, of which one side may be -1.
 
         Raises:
             DataError: their number does not fit.
@@ -225,10 +223,10 @@ class Shard:
         return len(self.fields["geometry"])
 
     def buckets(self) -> NDArray[np.int64]:
-        """Number of each clip's bucket, ``[n]``.
+        """Return the number of each clip's bucket, ``[n]``.
 
         Raises:
-            DataError: a number without a bucket in the manifest.
+            DataError: a number has no bucket in the manifest.
         """
         geometry = self.fields["geometry"]
         numbers = geometry.read(0, len(self)).reshape(-1, _GEOMETRY)[:, 0].astype(np.int64)
@@ -241,12 +239,12 @@ class Shard:
         return numbers
 
     def latent_shape(self, row: int) -> tuple[int, int, int, int]:
-        """Of one clip, (c, t, h, w)."""
+        """Return (c, t, h, w) of the latents of one clip."""
         _, t, h, w, *_ = (int(value) for value in self.fields["geometry"][row])
         return self._manifest["latent_channels"], t, h, w
 
     def sample(self, row: int) -> VideoSample:
-        """One clip, read from its files.
+        """Read one clip from its files.
 
         Raises:
             DataError: a file was changed since it was opened, or its numbers do not fit.
@@ -272,7 +270,7 @@ class Shard:
 
 
 def write_null(folder: Path, text: Tensor, pooled: Tensor, storage: str) -> None:
-    """Publishes the encoded empty caption, ``[l, d]`` and ``[e]``."""
+    """Publish the encoded empty caption, ``[l, d]`` and ``[e]``."""
     for field, tensor in (("text", text), ("pooled", pooled)):
         values = to_storage(tensor.cpu(), storage)
         with IndexedWriter(folder / f"null_{field}", dtype_of(field, storage)) as writer:
@@ -280,7 +278,7 @@ def write_null(folder: Path, text: Tensor, pooled: Tensor, storage: str) -> None
 
 
 def read_null(folder: Path, manifest: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The encoded empty caption, ``[l, d]`` and ``[e]``.
+    """Read the encoded empty caption, ``[l, d]`` and ``[e]``.
 
     Raises:
         DataError: it is missing, damaged, or of other sizes.

@@ -1,9 +1,4 @@
-"""What all text encoders are.
-
-Text encoders by configuration, or by the manifest of the data that they encoded.
-
-A text encoder without weights.
-"""
+"""Text encoders by configuration or by manifest, and the built-in one without weights."""
 
 from __future__ import annotations
 
@@ -19,12 +14,12 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import FOLDERS, HASHED, T5_CLIP, TextEncoderConfig
-from megatron_ext.video.data.codec_base import compared
+from megatron_ext.video.data.codec import compared
 from megatron_ext.video.data.text_models import UMT5, T5AndClip, read_settings
 
 
 class TextEncoder(Protocol):
-    """What preprocessing, online encoding and sampling need of a text encoder.
+    """The part of a text encoder that preprocessing, online encoding and sampling need.
 
     Attributes:
         length: l, rows of an encoded caption.
@@ -38,11 +33,13 @@ class TextEncoder(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides the embeddings; stored beside them and compared."""
+        """Return what decides the embeddings; it is stored beside them and compared."""
         ...
 
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Embeddings ``[n, l, d]`` and pooled vectors ``[n, e]`` float32; "" is the null text."""
+        """Return embeddings ``[n, l, d]`` and pooled vectors ``[n, e]`` float32; "" is the null
+        text.
+        """
         ...
 
 
@@ -63,12 +60,12 @@ class HashedWords:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """See `TextEncoder.identity`."""
+        """Return what decides the embeddings."""
         sizes = {"length": self.length, "width": self.width, "pooled_width": self.pooled_width}
         return {"text_encoder": HASHED, **sizes}
 
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """See `TextEncoder.encode`."""
+        """Encode captions; see `TextEncoder.encode`."""
         rows = torch.zeros(len(captions), self.length, self.width)
         pooled = torch.zeros(len(captions), self.pooled_width)
         for i, caption in enumerate(captions):
@@ -83,7 +80,7 @@ class HashedWords:
 
 @lru_cache(maxsize=1 << 16)
 def _word_vector(salt: str, word: str, width: int) -> Tensor:
-    """Signs ``[width]`` of variance 1, from the word's hash, the same on every machine."""
+    """Return signs ``[width]`` of variance 1, from the word's hash, the same on every machine."""
     seed = int.from_bytes(
         hashlib.blake2b(f"{salt}\0{word}".encode(), digest_size=16).digest(), "big"
     )
@@ -94,7 +91,7 @@ def _word_vector(salt: str, word: str, width: int) -> Tensor:
 def build_text_encoder(
     config: TextEncoderConfig, device: torch.device | None = None
 ) -> TextEncoder:
-    """The text encoder of a configuration.
+    """Build the text encoder of a configuration.
 
     Raises:
         ConfigError: transformers is missing, or a folder is of no use.
@@ -106,10 +103,10 @@ def build_text_encoder(
 
 
 def width_of(config: TextEncoderConfig) -> int:
-    """Features of a row of the embeddings, without loading a model.
+    """Return the features of a row of the embeddings, without loading a model.
 
     Raises:
-        ConfigError: a folder without a configuration of T5 or UMT5.
+        ConfigError: the folder has no configuration of T5 or UMT5.
     """
     if config.text_encoder == HASHED:
         return config.text_width
@@ -129,10 +126,10 @@ def text_encoder_from_manifest(
     clip_path: str | None = None,
     device: torch.device | None = None,
 ) -> TextEncoder:
-    """The text encoder that made the embeddings of a dataset, to encode new captions.
+    """Build the text encoder that made the embeddings of a dataset, to encode new captions.
 
     Args:
-        manifest: of the dataset; see `shards.read_json`.
+        manifest: manifest of the dataset; see `shards.read_json`.
         t5_path, clip_path: folders of the models; hashed words come from the manifest alone.
         device: where models compute.
 
@@ -155,7 +152,7 @@ def text_encoder_from_manifest(
 def check_text_encoder(
     manifest: Mapping[str, Any], t5_path: str | None, clip_path: str | None
 ) -> TextEncoderConfig:
-    """Which text encoder made the embeddings of a dataset, without loading its models.
+    """Return which text encoder made the embeddings of a dataset, without loading its models.
 
     Raises:
         ConfigError, DataError: see `text_encoder_from_manifest`; models are not compared.

@@ -1,8 +1,6 @@
-"""Models and tokenizers of transformers from local folders; nothing comes from a hub.
+"""Text encoders with models of transformers from local folders; nothing comes from a hub.
 
-T5 with CLIP beside it, as MMDiTs take their text.
-
-UMT5, from which Wan's video DiTs take their text.
+MMDiTs take their text from T5 with CLIP beside it, Wan's networks from UMT5.
 """
 
 from __future__ import annotations
@@ -19,14 +17,11 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.encoding import HASHED, T5_CLIP, TextEncoderConfig
 from megatron_ext.video.config.encoding import UMT5 as NAME
-from megatron_ext.video.data.codec_base import public
+from megatron_ext.video.data.codec import public
 
 
 def transformers_for(text_encoder: str) -> Any:
-    """The package transformers.
-
-    Args:
-        text_encoder: that needs it.
+    """Return the package transformers, which a text encoder needs.
 
     Raises:
         ConfigError: it is not installed.
@@ -49,15 +44,14 @@ def load(
     types: Sequence[str],
     tokenizer_path: str | None = None,
 ) -> tuple[Any, Any]:
-    """A model of one of some types with its tokenizer, nothing of it made up.
+    """Load a model of one of some types with its tokenizer, none of its weights made up.
 
     Args:
         transformers: the package.
         kind: class of the model.
-        name: of the option that gives the path.
-        path: of the folder.
-        types: of which one must be the ``model_type`` of the folder.
-        tokenizer_path: folder of the tokenizer, None for the same.
+        name: option that gives the path.
+        types: one of them must be the ``model_type`` of the folder.
+        tokenizer_path: folder of the tokenizer, None for the model's.
 
     Raises:
         ConfigError: the folder holds no such model with all its weights and its tokenizer.
@@ -90,7 +84,7 @@ def load(
 
 
 def tokenized(tokenizer: Any, captions: Sequence[str], length: int) -> Any:
-    """``input_ids`` and ``attention_mask``, ``[n, length]`` each, cut and padded."""
+    """Return ``input_ids`` and ``attention_mask``, ``[n, length]`` each, cut and padded."""
     return tokenizer(
         list(captions), max_length=length, padding="max_length", truncation=True,
         return_attention_mask=True, return_tensors="pt",
@@ -98,11 +92,10 @@ def tokenized(tokenizer: Any, captions: Sequence[str], length: int) -> Any:
 
 
 def read_settings(name: str, path: str) -> dict[str, Any]:
-    """What a folder's config.json says.
+    """Read a folder's config.json.
 
     Args:
-        name: of the option that gives the path.
-        path: of the folder.
+        name: option that gives the path.
 
     Raises:
         ConfigError: there is none that can be read.
@@ -126,7 +119,7 @@ class T5AndClip:
     As Open-Sora 2.0 uses them: pad tokens take part in attention, here and in the denoiser.
 
     Args:
-        config: with both folders.
+        config: names both folders.
         device: where they compute.
 
     Raises:
@@ -158,12 +151,12 @@ class T5AndClip:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """See `TextEncoder.identity`."""
+        """Return what decides the embeddings."""
         return {"text_encoder": T5_CLIP, "length": self.length, **self._settings}
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """See `TextEncoder.encode`."""
+        """Encode captions; see `TextEncoder.encode`."""
         rows = self._t5(input_ids=self._ids(self._t5_tokenizer, captions, self.length))
         ids = self._ids(self._clip_tokenizer, captions, self._clip_length)
         pooled = self._clip(input_ids=ids).pooler_output
@@ -183,8 +176,8 @@ class UMT5:
     space become one space. So embeddings do not depend on what is installed.
 
     Args:
-        config: with the folder of a UMT5EncoderModel. Its tokenizer lies beside the weights, or, as
-            in the folder of a pipeline of diffusers, in ``../tokenizer``.
+        config: names the folder of a UMT5EncoderModel. Its tokenizer lies beside the weights, or,
+            as in the folder of a pipeline of diffusers, in ``../tokenizer``.
         device: where it computes.
 
     Raises:
@@ -207,12 +200,12 @@ class UMT5:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """See `TextEncoder.identity`."""
+        """Return what decides the embeddings."""
         return {"text_encoder": NAME, "length": self.length, "umt5": self._settings}
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """See `TextEncoder.encode`; the pooled vectors are empty, ``[n, 0]``."""
+        """Encode captions; see `TextEncoder.encode`. The pooled vectors are empty, ``[n, 0]``."""
         words = tokenized(self._tokenizer, [cleaned(c) for c in captions], self.length)
         mask = words["attention_mask"].to(self.device)
         output = self._model(input_ids=words["input_ids"].to(self.device), attention_mask=mask)
@@ -222,12 +215,12 @@ class UMT5:
 
 
 def cleaned(caption: str) -> str:
-    """A caption as UMT5 is given it; see `UMT5`."""
+    """Return a caption as UMT5 is given it; see `UMT5`."""
     return " ".join(html.unescape(html.unescape(caption)).split())
 
 
 def _tokenizer_folder(path: Path) -> str | None:
-    """Where a pipeline of diffusers has the tokenizer; None where it lies beside the weights."""
+    """Return where a pipeline of diffusers has the tokenizer; None beside the weights."""
     beside = path.resolve().parent / "tokenizer"
     if (path / "tokenizer_config.json").is_file() or not beside.is_dir():
         return None

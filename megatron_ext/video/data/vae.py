@@ -12,21 +12,21 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.encoding import PATCH
-from megatron_ext.video.data.codec_base import causal_shape, check_channels, public
+from megatron_ext.video.data.codec import causal_shape, check_channels, public
 from megatron_ext.video.data.randomness import generator
 
 
 class DiffusersCodec:
     """A video VAE of diffusers (AutoencoderKLHunyuanVideo, AutoencoderKLWan, ...) from a folder.
 
-    The latents are a posterior sample, normalized as the VAE's own configuration says: ``(z -
-    mean) / std`` for each channel, times ``scaling_factor``, as diffusers' pipelines do; a VAE
-    without these numbers has ``scaling_factor * (z - shift_factor)``.
+    The latents are a posterior sample, normalized as the VAE's own configuration says: ``(z - mean)
+    / std`` for each channel, times ``scaling_factor``, as diffusers' pipelines do; a VAE without
+    these numbers has ``scaling_factor * (z - shift_factor)``.
 
     Args:
-        folder: with ``config.json`` and the weights; nothing is fetched.
+        folder: holds ``config.json`` and the weights; nothing is fetched.
         device: where it computes.
-        seed: of the posterior samples.
+        seed: seed of the posterior samples.
 
     Raises:
         ConfigError: the folder holds no causal video VAE, or diffusers is missing.
@@ -43,11 +43,13 @@ class DiffusersCodec:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """See `VideoCodec.identity`."""
+        """Return what decides the latents; see `VideoCodec.identity`."""
         return {"codec": self._settings["_class_name"], "config": public(self._settings)}
 
     def _number(self, *names: str) -> int:
-        """Of the loaded VAE, which knows the defaults that an old config.json leaves out."""
+        """Return a number of the loaded VAE, which knows the defaults that an old config.json
+        leaves out.
+        """
         for name in names:
             value = self._vae.config.get(name) or getattr(self._vae, name, None)
             if value is not None:
@@ -58,7 +60,7 @@ class DiffusersCodec:
         )
 
     def _statistics(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of the raw latents, ``[c, 1, 1, 1]``."""
+        """Return mean and standard deviation of the raw latents, ``[c, 1, 1, 1]``."""
         config = self._vae.config
         means, stds = config.get("latents_mean"), config.get("latents_std")
         if means is None or stds is None:
@@ -70,12 +72,12 @@ class DiffusersCodec:
         return mean, std / (config.get("scaling_factor") or 1.0)
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """See `causal_shape`."""
+        """Return the `causal_shape`."""
         return causal_shape(self, num_frames, height, width)
 
     @torch.no_grad()
     def encode(self, pixels: Tensor, *, number: int = 0, piece: str = "clip") -> Tensor:
-        """See `VideoCodec.encode`.
+        """Encode pixels; see `VideoCodec.encode`.
 
         Raises:
             ConfigError: the VAE is not causal.
@@ -96,7 +98,8 @@ class DiffusersCodec:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """``[b, c, t, h, w]`` -> ``[b, 3, (t - 1) * temporal + 1, h * spatial, w * spatial]``.
+        """Decode ``[b, c, t, h, w]`` to ``[b, 3, (t - 1) * temporal + 1, h * spatial, w *
+        spatial]``.
 
         Raises:
             DataError: the latents have another number of channels.
@@ -107,11 +110,11 @@ class DiffusersCodec:
 
     @property
     def vae(self) -> Any:
-        """Of diffusers."""
+        """Return the VAE of diffusers."""
         return self._vae
 
     def raw(self, latents: Tensor) -> Tensor:
-        """Latents ``[b, c, t, h, w]`` as the VAE has them, in its dtype and on its device."""
+        """Return latents ``[b, c, t, h, w]`` as the VAE has them, in its type and on its device."""
         raw: Tensor = latents.to(self.device).float() * self._std + self._mean
         return raw.to(self._vae.dtype)
 

@@ -15,7 +15,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.collectives import on_reporting_rank
 from megatron_ext.video.config.encoding import PATCH
 from megatron_ext.video.config.run import ConditionConfig, FlowConfig, SampleConfig
-from megatron_ext.video.data.codec_base import VideoCodec
+from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.codecs import codec_from_manifest
 from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.geometry import Bucket

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.run import MODES, ConditionConfig
 from megatron_ext.video.data.clips import Clip, decode, probe, with_suffix
-from megatron_ext.video.data.codec_base import VideoCodec
+from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.conditions import Text, frame_masks, place_references, sections
 from megatron_ext.video.data.geometry import subsampling
 from megatron_ext.video.data.text_encoders import TextEncoder

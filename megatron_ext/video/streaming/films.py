@@ -37,7 +37,7 @@ from megatron_ext.video.streaming.rollout import Generator
 if TYPE_CHECKING:
     from megatron_ext.optim.ema import ShardedEMA
     from megatron_ext.train.run import Run
-    from megatron_ext.video.data.codec_base import VideoCodec
+    from megatron_ext.video.data.codec import VideoCodec
 
 Encode = Callable[[Sequence[str]], Tensor]
 """Embeddings ``[n, l, d]`` of captions; all ranks call it together."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_ext.errors import DataError
 from megatron_ext.parallel.collectives import on_first_of_replica, share
 from megatron_ext.video.data.clips import Clip, decode, probe
-from megatron_ext.video.data.codec_base import VideoCodec
+from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.randomness import generator
 from megatron_ext.video.data.text_encoders import TextEncoder, build_text_encoder

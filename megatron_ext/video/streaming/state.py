@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import CheckpointError
-from megatron_ext.video.data.codec_base import VideoCodec
+from megatron_ext.video.data.codec import VideoCodec
 
 NEVER = -1
 """The frame of a switch that does not come."""

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megatron_ext.errors import DataError
 from megatron_ext.video.config.encoding import CodecConfig
+from megatron_ext.video.data.codec import PatchCodec
 from megatron_ext.video.data.codecs import (
     FeatureCacheDecoder,
     OverlapDecoder,
-    PatchCodec,
     block_decoder,
     build_codec,
 )

@@ -5,7 +5,8 @@ import torch
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import CodecConfig
-from megatron_ext.video.data.codecs import build_codec, cosine_basis, rotation
+from megatron_ext.video.data.codec import cosine_basis, rotation
+from megatron_ext.video.data.codecs import build_codec
 
 
 @pytest.mark.parametrize(

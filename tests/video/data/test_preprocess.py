@@ -21,8 +21,8 @@ from PIL import Image
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.data import preprocess as run_module
 from megatron_ext.video.data.dataset import ShardedVideos
-from megatron_ext.video.data.manifest import VideoPreprocessOptions
-from megatron_ext.video.data.preprocess import main, parse_options
+from megatron_ext.video.data.preprocess import main
+from megatron_ext.video.data.preprocess_options import VideoPreprocessOptions, parse_options
 from megatron_ext.video.data.shards import ShardWriter
 from tests.video.data.making import CODEC, FLAGS, PLAN, TEXT, pictures, write_folder, write_gif
 

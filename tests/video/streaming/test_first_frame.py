@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_ext.video.config.encoding import CodecConfig
-from megatron_ext.video.data.codecs import PatchCodec
+from megatron_ext.video.data.codec import PatchCodec
 from megatron_ext.video.streaming.state import CodecFirstFrame
 
 CODEC = PatchCodec(CodecConfig(codec_spatial=2, codec_temporal=2))

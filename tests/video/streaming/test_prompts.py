@@ -18,7 +18,7 @@ from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.config.rules import STREAMING_DEFAULTS
-from megatron_ext.video.data.codecs import PatchCodec
+from megatron_ext.video.data.codec import PatchCodec
 from megatron_ext.video.data.text_encoders import HashedWords, width_of
 from megatron_ext.video.streaming.prompts import FilePrompts
 from pretrain_video import task_of

@@ -1,0 +1,209 @@
+"""Codecs: what one is, and the built-in one without weights.
+
+Pixels are ``[b, 3, f, H, W]`` float32 in [-1, 1]; latents ``[b, c, t, h, w]``. All codecs are
+causal, ``t = (f - 1) / temporal + 1``: the first frame alone gives the first latent frame.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.video.config.encoding import PATCH, CodecConfig
+
+
+class VideoCodec(Protocol):
+    """The part of a codec that preprocessing, online encoding and sampling need."""
+
+    channels: int
+    spatial: int
+    temporal: int
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return what decides the latents; it is stored beside them and compared."""
+        ...
+
+    def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """Return ``(c, t, h, w)`` of a clip; raise ConfigError where the sizes do not divide."""
+        ...
+
+    def encode(self, pixels: Tensor, *, number: int = 0, piece: str = "clip") -> Tensor:
+        """Encode ``[b, 3, f, H, W]`` in [-1, 1] as ``[b, c, t, h, w]`` float32.
+
+        Args:
+            number, piece: number of the clip and name of the part of it; where latents are random,
+                the seed of the codec and these two decide them, whatever was encoded before.
+        """
+        ...
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Decode ``[b, c, t, h, w]`` to ``[b, 3, f, H, W]`` float32."""
+        ...
+
+
+def causal_shape(
+    codec: VideoCodec, num_frames: int, height: int, width: int
+) -> tuple[int, int, int, int]:
+    """Return ``(c, t, h, w)`` of a clip, t = (f - 1) / temporal + 1.
+
+    Raises:
+        ConfigError: the sizes do not divide.
+    """
+    if num_frames < 1 or (num_frames - 1) % codec.temporal:
+        raise ConfigError(
+            f"The number of frames ({num_frames}) must be a multiple of the codec's temporal "
+            f"factor plus 1 ({codec.temporal}k + 1); choose "
+            f"{max(num_frames - 1, 0) // codec.temporal * codec.temporal + 1}."
+        )
+    for name, size in (("height", height), ("width", width)):
+        if size < 1 or size % codec.spatial:
+            raise ConfigError(
+                f"The {name} ({size}) must be a multiple of the codec's spatial factor "
+                f"({codec.spatial}); choose another resolution or codec."
+            )
+    t = (num_frames - 1) // codec.temporal + 1
+    return codec.channels, t, height // codec.spatial, width // codec.spatial
+
+
+def check_channels(codec: VideoCodec, latents: Tensor) -> None:
+    """Raise DataError where latents ``[b, c, t, h, w]`` belong to another codec."""
+    if latents.size(1) != codec.channels:
+        raise DataError(
+            f"The latents have {latents.size(1)} channels, but the codec has {codec.channels}; "
+            "decode with the codec that made them."
+        )
+
+
+def public(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a config.json without the versions and paths of who saved it."""
+    incidental = ("transformers_version", "torch_dtype", "dtype")
+    return {k: v for k, v in settings.items() if k[:1] != "_" and k not in incidental}
+
+
+def compared(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """Return the first difference of two identities in words, empty where they agree."""
+    for name in sorted({*wanted, *found}):
+        before, now = wanted.get(name), found.get(name)
+        if before == now:
+            continue
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            return compared(before, now)
+        return f"`{name}` was {before!r}, but is {now!r}"
+    return ""
+
+
+_ROTATION_SEED = 20250312
+
+
+_COLOURS = ((1, 1, 1), (1, 0, -1), (1, -2, 1))
+"""Brightness and two differences, orthogonal to each other."""
+
+
+class PatchCodec:
+    """Space-time patches in a cosine basis, mixed by a fixed rotation; no weights, no training.
+
+    A latent cell holds ``temporal`` frames of ``spatial²`` pixels; the first latent frame holds one
+    frame, repeated. A patch is flattened as colour, frame, row, column, ``3 * p * q * q`` values.
+    The transform is orthogonal, so with all channels it is exactly invertible, and with fewer it is
+    the best linear one for its frequencies. It knows nothing of what videos look like: it is for
+    tests, small experiments and data without a VAE.
+    """
+
+    def __init__(self, config: CodecConfig) -> None:
+        self.config = config
+        self.spatial, self.temporal = config.codec_spatial, config.codec_temporal
+        features = 3 * self.temporal * self.spatial**2
+        self.channels = config.codec_channels or features
+        kept = band_order(self.temporal, self.spatial)[: self.channels]
+        basis = cosine_basis(self.temporal, self.spatial, kept)
+        self._matrix = (rotation(self.channels) @ basis).float()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {**asdict(self.config), "codec": PATCH, "codec_channels": self.channels}
+
+    def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """Return the `causal_shape`."""
+        return causal_shape(self, num_frames, height, width)
+
+    def encode(self, pixels: Tensor, *, number: int = 0, piece: str = "clip") -> Tensor:
+        """Encode as `VideoCodec.encode` says; nothing is random."""
+        b, _, f, height, width = pixels.shape
+        _, t, h, w = self.latent_shape(f, height, width)
+        first = pixels[:, :, :1].expand(-1, -1, self.temporal, -1, -1)
+        frames = torch.cat([first, pixels[:, :, 1:]], dim=2).float() - self.config.codec_shift
+        p, q = self.temporal, self.spatial
+        cells = frames.reshape(b, 3, t, p, h, q, w, q).permute(0, 2, 4, 6, 1, 3, 5, 7)
+        matrix = self._matrix.to(pixels.device)
+        latents = cells.reshape(b, t, h, w, -1) @ matrix.T * self.config.codec_scale
+        return latents.permute(0, 4, 1, 2, 3).contiguous()
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Decode ``[b, c, t, h, w]`` to ``[b, 3, (t - 1) * temporal + 1, h * spatial, w *
+        spatial]``.
+
+        Raises:
+            DataError: the latents have another number of channels.
+        """
+        check_channels(self, latents)
+        b, _, t, h, w = latents.shape
+        cells = latents.permute(0, 2, 3, 4, 1).float() / self.config.codec_scale
+        p, q = self.temporal, self.spatial
+        cells = (cells @ self._matrix.to(latents.device)).reshape(b, t, h, w, 3, p, q, q)
+        frames = cells.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(b, 3, t * p, h * q, w * q)
+        first = frames[:, :, :p].mean(dim=2, keepdim=True)
+        return torch.cat([first, frames[:, :, p:]], dim=2) + self.config.codec_shift
+
+
+def _cosines(n: int) -> Tensor:
+    """Return the orthonormal DCT-II (Ahmed et al., 1974), ``[n, n]`` float64, frequency by row."""
+    k, x = torch.meshgrid(torch.arange(n), torch.arange(n), indexing="ij")
+    waves = torch.cos(math.pi * k.double() * (x.double() + 0.5) / n)
+    return waves * torch.where(k == 0, math.sqrt(1 / n), math.sqrt(2 / n))
+
+
+def cosine_basis(temporal: int, spatial: int, kept: Tensor | None = None) -> Tensor:
+    """Return orthonormal rows over a patch, ``[3pqq, 3pqq]`` float64, or only some of them.
+
+    Args:
+        temporal, spatial: p and q.
+        kept: numbers of the rows to return, ``[k]`` int64: all of them for large patches would take
+            gigabytes.
+    """
+    colours = torch.tensor(_COLOURS, dtype=torch.float64)
+    colours /= colours.norm(dim=1, keepdim=True)
+    side = _cosines(spatial)
+    sizes = (3, temporal, spatial, spatial)
+    numbers = torch.arange(math.prod(sizes)) if kept is None else kept
+    axes = (colours, _cosines(temporal), side, side)
+    rows = [w[n] for w, n in zip(axes, torch.unravel_index(numbers, sizes), strict=True)]
+    return torch.einsum("nc,nt,ny,nx->nctyx", *rows).reshape(len(numbers), -1)
+
+
+def band_order(temporal: int, spatial: int) -> Tensor:
+    """Return the rows of `cosine_basis` from low to high frequency, ``[3pqq]`` int64."""
+    t, y, x = (torch.arange(n).double() / n for n in (temporal, spatial, spatial))
+    radius = t[:, None, None] ** 2 + y[:, None] ** 2 + x**2
+    return radius.expand(3, -1, -1, -1).reshape(-1).argsort(stable=True)
+
+
+def rotation(size: int) -> Tensor:
+    """Return a fixed orthogonal matrix ``[size, size]`` float64, which mixes channels.
+
+    It is the Q of a Gaussian matrix, with the signs that make it unique. Its bits come from numpy's
+    PCG64, which no release changes.
+    """
+    uniforms = np.random.PCG64(_ROTATION_SEED).random_raw(2 * size * size)
+    u, v = ((uniforms >> np.uint64(11)).astype(np.float64) + 0.5).reshape(2, size, size) / 2.0**53
+    gaussian = torch.from_numpy(np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v))
+    q, r = torch.linalg.qr(gaussian)
+    fixed: Tensor = q * torch.sign(torch.diagonal(r))
+    return fixed
