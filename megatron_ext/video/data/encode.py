@@ -123,7 +123,7 @@ class ClipEncoder:
         return decode(planned.clip, first, interval, bucket.num_frames, size)
 
     def _references(self, pixels: Tensor, num_latent_frames: int, number: int) -> dict[str, Tensor]:
-        """Encode pieces at both ends from their own frames alone, so that no later frame leaks in."""
+        """Encode pieces at both ends from their own frames, so that no later frame leaks in."""
         found = {}
         for length in self.config.reference_lengths:
             if length >= num_latent_frames:
