@@ -35,7 +35,7 @@ from megatron_ext.data.step_loader import Sample
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.contract import LossFunction, StepCounts, non_loss_data_of, pair
 from megatron_ext.text.data.gpt import Datasets
-from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.train.launch import refuse
 from megatron_ext.train.main import main
 from megatron_ext.train.task import ProcessNonLossData, Task
 
@@ -79,8 +79,7 @@ def pretrain(
         )
         defaults = _checked_defaults(args_defaults or {}, task)
     except ConfigError as error:
-        print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
-        sys.exit(EXIT_CODE_USER_ERROR)
+        sys.exit(refuse(error))
     code = main(task, sys.argv[1:], defaults=defaults)
     if code:
         sys.exit(code)

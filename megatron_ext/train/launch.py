@@ -1,15 +1,14 @@
-"""Starting the ranks of one machine: forked on a CPU, through torch's launcher on GPUs.
+"""Starts the ranks of one machine and watches them; the first that fails ends all.
 
-Under torchrun (``RANK`` is set) this process is a rank already. Otherwise a CPU run forks its ranks
-after the one import of torch and megatron-core, so that the first step is seconds away, and lets
-them meet through a file. The first rank that fails ends all.
-
-Watching the ranks of one machine: the first that fails, dies or stands still ends all.
+Under torchrun (``RANK`` is set) this process is a rank already. Otherwise a GPU run starts torch's
+launcher. A CPU run forks its ranks after the one import of torch and megatron-core, so that the
+first step is seconds away, and lets them meet through a file.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import sys
@@ -27,14 +26,18 @@ from megatron_ext.device import Device
 from megatron_ext.errors import MegatronExtError, end_with_parent
 from megatron_ext.parallel.context import NoAnswer, contact_fault
 
+EXIT_CODE_USER_ERROR = 2
 EXIT_CODE_NO_ANSWER = 124
 """Exit code of a rank that waited too long for another, as of the program ``timeout``."""
 EXIT_CODE_LOST_CONTACT = 123
 """Exit code of a rank whose connection to another one broke."""
 GRACE_SECONDS = 3.0
-"""Between asking the ranks to end and ending them."""
+"""Time between asking the ranks to end and killing them."""
+SECONDS_FOR_RANK_0 = 10.0
+"""Time in which rank 0 tells an error of the flags, and its end ends the other ranks."""
+_SECONDS_FOR_RANK_0_OF_A_RUN = 1.0
 _SECONDS_FOR_THE_CAUSE = 2.0
-"""Between the first rank that waited in vain and the naming of those that it waited for."""
+"""Time between the first rank that waited in vain and the naming of those that it waited for."""
 _SECONDS_BETWEEN_LOOKS = 0.5
 _FOLLOWS = (EXIT_CODE_NO_ANSWER, EXIT_CODE_LOST_CONTACT)
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -71,9 +74,10 @@ class Supervisor:
         return self._code
 
     def _reap(self) -> bool:
-        """Note the ranks that have ended, and whether any has; other children stay whose they are.
+        """Note the ranks that have ended, and return whether any has.
 
-        A rank whose status another part of this process has taken counts as failed.
+        Only ranks are looked at, no other children of this process. A rank whose status another
+        part of this process has taken counts as failed.
         """
         before = len(self._children)
         for pid in list(self._children):
@@ -106,7 +110,7 @@ class Supervisor:
             self._end_all()
 
     def _look(self, now: float) -> None:
-        """Do what is due by the clock."""
+        """Act on the clock: kill ranks, name silent ranks, or look for stopped ones."""
         if self._kill_at is not None:
             if now > self._kill_at:
                 self._forward(signal.SIGKILL)
@@ -128,7 +132,7 @@ class Supervisor:
                     f"({self._timeout_minutes:g}), so all ranks are ended; look at what it does, "
                     "or give more minutes.",
                 )
-        # They have had their time.
+        # The silent ranks have had their time.
         self._end_all(grace=0.5)
 
     def _find_stopped(self, now: float) -> None:
@@ -162,7 +166,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _exit_code(status: int, rank: int) -> int:
-    """A shell's exit code; death by a signal is said, since the rank could not say it."""
+    """Return the exit code as of a shell, and name the signal that has killed a rank."""
     if status >= 0:
         return status
     _say(rank, f"was ended by {signal.Signals(-status).name}")
@@ -173,36 +177,64 @@ def _say(rank: int, text: str) -> None:
     print(f"[rank {rank}] {text}", file=sys.stderr, flush=True)
 
 
-EXIT_CODE_USER_ERROR = 2
-
 Main = Callable[[], "int | None"]
+
+
+def refuse(error: MegatronExtError) -> int:
+    """Tell a user's error before the run starts, once for all ranks of torchrun.
+
+    All ranks read the same flags. Rank 0 speaks; the others wait for the end of rank 0 to end them,
+    and speak only where it does not, as when they alone lack a file.
+
+    Returns:
+        The exit code of the program.
+    """
+    text = "\n".join(f"error: {sentence}" for sentence in error.messages)
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(SECONDS_FOR_RANK_0)
+        text = f"[rank {os.environ['RANK']}] {text}"
+    print(text, file=sys.stderr, flush=True)
+    _tell_torchrun(text)
+    return EXIT_CODE_USER_ERROR
+
+
+def _tell_torchrun(message: str) -> None:
+    """Put an error into the summary that torchrun ends with, where torchrun has started us."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": message, "timestamp": int(time.time())}, file)
 
 
 def run_rank(main: Main) -> int:
     """Run one rank; a failure is printed with the rank's number and becomes an exit code.
 
-    What this package raises on purpose is shown as its sentence, and so is what the failure of
-    another rank causes; anything else is shown with its traceback. The process then leaves at
-    once, without waiting for collectives that its peers will never join.
+    An error that this package raises on purpose is shown as its sentence, and so is an error that
+    follows from the failure of another rank. Any other error is shown with its traceback. Of an
+    error that all ranks raise, rank 0 tells, and its end ends the others.
     """
     try:
         return main() or 0
     except MegatronExtError as error:
         message, code = str(error), EXIT_CODE_USER_ERROR
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(_SECONDS_FOR_RANK_0_OF_A_RUN)
     except KeyboardInterrupt:
         message, code = "interrupted", 130
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return 0
         message, code = _described(error)
-    # In one piece, since other ranks print too.
-    sys.stderr.write(f"[rank {os.environ.get('RANK', '0')}] {message}\n")
+    # One write keeps the text in one piece, as other ranks print too.
+    text = f"[rank {os.environ.get('RANK', '0')}] {message}"
+    sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
+    _tell_torchrun(text)
     return code
 
 
 def _described(error: BaseException) -> tuple[str, int]:
-    """Message and exit code of a failure that nobody raised on purpose."""
+    """Return the message and the exit code of a failure that nobody raised on purpose."""
     fault = contact_fault(error)
     if fault is None:
         return traceback.format_exc(), 1
@@ -214,13 +246,13 @@ def launch(main: Main, *, nproc_per_node: int, device: Device, timeout_minutes: 
     """Run ``main`` on every rank of this machine.
 
     Args:
-        main: one rank's work; returns its exit code, None means 0.
-        nproc_per_node: ranks to start, where torchrun has not started them.
-        device: decides how they are started.
+        main: the work of one rank; it returns an exit code, where None means 0.
+        nproc_per_node: number of ranks to start, where torchrun has not started them.
+        device: the kind of device, which decides how ranks are started.
         timeout_minutes: ``--distributed-timeout-minutes``.
 
     Returns:
-        The exit code: 0, or that of the first rank that failed.
+        The exit code of the first rank that failed, or 0.
     """
     if "RANK" in os.environ:
         code = run_rank(main)
@@ -254,7 +286,7 @@ def _environment(rank: int, world_size: int) -> dict[str, str]:
 
 @contextmanager
 def _set_in_environment(values: dict[str, str]) -> Iterator[None]:
-    """Set variables for a while; a process that goes on must not look started by torchrun."""
+    """Set variables within a block; after it the process does not look started by torchrun."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -285,7 +317,7 @@ def _meeting_place() -> Iterator[str]:
 
 
 def _leave(code: int) -> None:
-    """End the process now; what is buffered is written, nothing waits for other ranks."""
+    """Write what is buffered, and end the process without waiting for other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -298,7 +330,7 @@ def fork_ranks(main: Main, world_size: int, *, timeout_minutes: float = 10) -> i
         children: dict[int, int] = {}
         sys.stdout.flush()
         sys.stderr.flush()
-        # Ranks need not look for garbage among what they share with this process.
+        # Ranks need not look for garbage among the objects that they share with this process.
         gc.freeze()
         for rank in range(world_size):
             pid = os.fork()
@@ -310,7 +342,7 @@ def fork_ranks(main: Main, world_size: int, *, timeout_minutes: float = 10) -> i
 
 
 def _child(main: Main, rank: int, world_size: int, address: str, parent: int) -> None:
-    """One forked rank; never returns."""
+    """Run a forked rank, and end its process."""
     code = 1
     try:
         end_with_parent(parent)

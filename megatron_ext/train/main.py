@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import yaml
 
 from megatron_ext.checkpoint.files import check_save_folder, hold_save_folder, root_of
 from megatron_ext.checkpoint.stored import read_run_config
@@ -27,10 +25,11 @@ from megatron_ext.parallel.grid import Layout
 from megatron_ext.planning.checks import check_core, check_host_memory
 from megatron_ext.planning.report import print_plan
 from megatron_ext.train.callbacks.evaluation import evaluate_at_end
-from megatron_ext.train.launch import EXIT_CODE_USER_ERROR, launch
+from megatron_ext.train.launch import launch, refuse
 from megatron_ext.train.loop import train
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.reporting.build import build_reporters
+from megatron_ext.train.reporting.start import as_yaml, start_lines
 from megatron_ext.train.setup import build_run
 from megatron_ext.train.task import Task, TaskOrChoice, choose, sections_of
 
@@ -97,11 +96,10 @@ def main(
         own = sections_of(task, sections)
         chosen, device, config, tokenizer = _prepare(task, argv, defaults, own)
         if int(os.environ.get("RANK", "0")) == 0 and work is None:
-            print(f"> the resolved configuration:\n{_as_yaml(config)}", flush=True)
+            given = {flag.field for flag in read_words(argv, own).given}
+            print("\n".join(start_lines(config, given)), flush=True)
     except MegatronExtError as error:
-        if int(os.environ.get("RANK", "0")) == 0:
-            print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
-        return EXIT_CODE_USER_ERROR
+        return refuse(error)
     except _NothingToRun as asked:
         return asked.exit_code
     return launch(
@@ -139,7 +137,7 @@ def _prepare(
     first = int(os.environ.get("RANK", "0")) == 0
     if parsed.print_config:
         if first:
-            print(_as_yaml(parsed.config), end="")
+            print(as_yaml(parsed.config), end="")
         raise _NothingToRun
     logging.basicConfig(level=parsed.config.logging.logging_level or logging.WARNING)
     device = select(parsed.config.parallel.distributed_backend)
@@ -158,10 +156,6 @@ def _prepare(
     if first:
         check_save_folder(config.checkpoint.save)
     return chosen, device, config, tokenizer
-
-
-def _as_yaml(config: RunConfig) -> str:
-    return yaml.safe_dump(config.to_dict(), sort_keys=False)
 
 
 def stored_config(argv: Sequence[str]) -> dict[str, Any] | None:

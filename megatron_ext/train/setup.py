@@ -25,10 +25,11 @@ from megatron_ext.optim.update import ParameterGather
 from megatron_ext.text.cost import flops_per_sample, peak_flops
 from megatron_ext.text.data.gpt import Datasets
 from megatron_ext.train.batch_size import BatchSize, Progress, number_of_iterations, split_sizes
-from megatron_ext.train.reporting.start import implementation_line
+from megatron_ext.train.reporting.start import implementation_line, parameters_line
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepRunner
 from megatron_ext.train.stop_requests import StopRequests
+from megatron_ext.train.totals import count_parameters
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
@@ -54,7 +55,9 @@ def build_run(
     if not config.training.skip_train:
         optimizer = build_optimizer(config, chunks)
         scheduler = build_scheduler(config.optimizer, config.training, optimizer)
+    sizes = count_parameters(chunks, context)
     if context.rank == 0:
+        print(f"> {parameters_line(*sizes)}", flush=True)
         print(f"> {implementation_line(config, optimizer)}", flush=True)
     ema = _average(config, chunks, optimizer)
     checkpoints = CheckpointManager(config.checkpoint, context, FrozenBase.of_run(config))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -102,23 +102,47 @@ def take_auxiliary_losses(
 
 
 @torch.no_grad()
-def params_norm(chunks: list[DistributedDataParallel], context: ParallelContext) -> float:
-    """Return the global L2 norm of the parameters; all ranks call this together.
+def params_norm(chunks: Sequence[DistributedDataParallel], context: ParallelContext) -> float:
+    """Return the global L2 norm of the parameters; all ranks call this together."""
+    return float(_summed(lambda p: p.double().square().sum(), chunks, context).sqrt())
 
-    Each parameter counts once, whatever the layout.
+
+def count_parameters(
+    chunks: Sequence[DistributedDataParallel], context: ParallelContext
+) -> tuple[int, int, int]:
+    """Count the parameters of the model, those that are trained, and the most on one rank.
+
+    All ranks call this together.
     """
-    device = next(chunks[0].parameters()).device
-    dense = torch.zeros((), dtype=torch.float64, device=device)
-    experts = torch.zeros_like(dense)
+
+    def measured(parameter: torch.nn.Parameter) -> Tensor:
+        sizes = [parameter.numel(), parameter.numel() * parameter.requires_grad]
+        return torch.tensor(sizes, dtype=torch.float64, device=parameter.device)
+
+    model, trained = _summed(measured, chunks, context).tolist()
+    here = [p for chunk in chunks for p in chunk.parameters()]
+    largest = torch.tensor(sum(p.numel() for p in here), device=here[0].device)
+    torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+    return int(model), int(trained), int(largest)
+
+
+def _summed(
+    measured: Callable[[torch.nn.Parameter], Tensor],
+    chunks: Sequence[DistributedDataParallel],
+    context: ParallelContext,
+) -> Tensor:
+    """Sum a measure in double precision over all parameters, each once, whatever the layout."""
+    zero = torch.zeros_like(measured(next(chunks[0].parameters())))
+    dense, experts = zero, zero
     for chunk in chunks:
         for parameter in chunk.parameters():
             if not param_is_not_tensor_parallel_duplicate(parameter):
                 continue
-            square = parameter.double().square().sum()
             if not getattr(parameter, "allreduce", True):
-                experts += square
+                experts = experts + measured(parameter)
             elif param_is_not_shared(parameter):
-                dense += square
+                dense = dense + measured(parameter)
+    dense, experts = dense.clone(), experts.clone()
     torch.distributed.all_reduce(dense, group=context.pgs.mp)
     torch.distributed.all_reduce(experts, group=context.pgs.tp_ep_pp)
-    return float((dense + experts).sqrt())
+    return dense + experts

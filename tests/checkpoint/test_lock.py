@@ -15,6 +15,7 @@ from megatron_ext.checkpoint.files import NAME, _lock, hold_save_folder
 from megatron_ext.errors import CheckpointError
 from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
+from megatron_ext.train.reporting.start import STARTED
 from pretrain_gpt import GPT
 from tests.ranks import ranks
 from tests.training_runs import TINY, mock_data
@@ -61,7 +62,7 @@ def test_a_second_run_is_refused_before_any_rank_starts(
     assert main(GPT, [*flags, "--save", str(tmp_path)]) == EXIT_CODE_USER_ERROR
     shown = capfd.readouterr()
     assert f"error: `--save` ({tmp_path}) is being written by process {pid} on " in shown.err
-    assert "> the resolved configuration" not in shown.out
+    assert STARTED not in shown.out
     os.kill(pid, signal.SIGKILL)
     os.kill(loader, signal.SIGKILL)
     os.waitpid(pid, 0)

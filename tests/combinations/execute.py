@@ -27,10 +27,9 @@ import torch
 
 from megatron_ext.train.reporting import files as plot
 from megatron_ext.train.reporting.files import read_metrics
+from megatron_ext.train.reporting.start import STARTED
 
 ROOT = Path(__file__).resolve().parents[2]
-STARTED = "> the resolved configuration"
-"""The line that a program prints right before its ranks start."""
 BUSY = 20.0
 """Seconds of computing after which a process of a tiny run counts as hanging, however late its wall
 clock is on a busy machine."""

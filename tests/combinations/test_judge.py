@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.train.reporting.start import STARTED
 from tests.combinations import programs
 from tests.combinations.draw import Case
-from tests.combinations.execute import STARTED
 from tests.combinations.judge import Verdict, judge
 from tests.combinations.run import replay_text, replayed
 from tests.combinations.shrink import shrink

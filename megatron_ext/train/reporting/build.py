@@ -18,6 +18,7 @@ from megatron_ext.config.reporting import LoggingConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.train.reporting.files import LinePrinter, LossPlot, MetricsFile
 from megatron_ext.train.reporting.records import EvaluationRecord, IterationRecord, Reporter
+from megatron_ext.train.reporting.start import write_configuration
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
@@ -270,6 +271,7 @@ def _sinks(config: RunConfig, resumed_at: int, num_iterations: int) -> list[Repo
     ]
     if config.checkpoint.save is not None:
         folder = Path(config.checkpoint.save)
+        write_configuration(config, folder)
         metrics = MetricsFile(folder, resumed_at)
         sinks += [metrics, LossPlot(metrics.path, f"loss of {folder}")]
         if config.logging.log_progress:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.config.parser import read_words
 from megatron_ext.errors import ConfigError, MegatronExtError
-from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.train.launch import refuse
 from megatron_ext.train.main import main
 from megatron_ext.train.task import Task, TaskOrChoice, choose, no_datasets
 from megatron_ext.video.config.rules import ENCODING, VIDEO_DEFAULTS
@@ -127,8 +126,7 @@ def sample_video(task: TaskOrChoice, argv: Sequence[str]) -> int:
     try:
         defaults = {} if {"-h", "--help"} & {*argv} else defaults_of(argv)
     except MegatronExtError as error:
-        print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
-        return EXIT_CODE_USER_ERROR
+        return refuse(error)
 
     def sampling(config: RunConfig) -> Task:
         return dataclasses.replace(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from torch import Tensor
 from megatron_ext.checkpoint.adapters import FrozenBase
 from megatron_ext.errors import CheckpointError, ConfigError, MegatronExtError
 from megatron_ext.parallel.collectives import on_first_of_replica, share
-from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
+from megatron_ext.train.launch import refuse
 from megatron_ext.train.main import main
 from megatron_ext.video.config.rules import STREAMING_DEFAULTS
 from megatron_ext.video.data.codecs import build_codec
@@ -170,8 +169,7 @@ def sample_streaming(argv: Sequence[str]) -> int:
     try:
         defaults: Mapping[str, Any] = {} if {"-h", "--help"} & {*argv} else defaults_of(argv)
     except MegatronExtError as error:
-        print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
-        return EXIT_CODE_USER_ERROR
+        return refuse(error)
     sampling = dataclasses.replace(
         STREAMING, preflight=prepare_sampling, callbacks=(), step_runner=None
     )
