@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -33,7 +34,7 @@ EXIT_CODE_LOST_CONTACT = 123
 """Exit code of a rank whose connection to another one broke."""
 GRACE_SECONDS = 3.0
 """Time between asking the ranks to end and killing them."""
-SECONDS_FOR_RANK_0 = 10.0
+SECONDS_FOR_RANK_0 = 20.0
 """Time in which rank 0 tells an error of the flags, and its end ends the other ranks."""
 _SECONDS_FOR_RANK_0_OF_A_RUN = 1.0
 _SECONDS_FOR_THE_CAUSE = 2.0
@@ -195,6 +196,8 @@ def refuse(error: MegatronExtError) -> int:
         text = f"[rank {os.environ['RANK']}] {text}"
     print(text, file=sys.stderr, flush=True)
     _tell_torchrun(text)
+    if "RANK" in os.environ:
+        _leave(EXIT_CODE_USER_ERROR)
     return EXIT_CODE_USER_ERROR
 
 
@@ -202,8 +205,9 @@ def _tell_torchrun(message: str) -> None:
     """Put an error into the summary that torchrun ends with, where torchrun has started us."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": message, "timestamp": int(time.time())}, file)
+        shown = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        text = json.dumps({"message": {"message": message, "extraInfo": shown}})
+        Path(path).write_text(text, encoding="utf-8")
 
 
 def run_rank(main: Main) -> int:

@@ -74,8 +74,8 @@ def _batch(config: RunConfig) -> str:
     if training.train_samples is not None:
         length = f"{training.train_samples} samples"
     return (
-        f"{length}; {global_batch_size} samples in a step: {count} micro-batches × micro-batch size "
-        f"{micro_batch_size} × data-parallel size {replicas}"
+        f"{length}; {global_batch_size} samples in a step: {count} micro-batches × micro-batch "
+        f"size {micro_batch_size} × data-parallel size {replicas}"
     )
 
 
