@@ -1,6 +1,6 @@
 """Core attention through torch's scaled_dot_product_attention, with context parallelism.
 
-Takes the place of megatron-core's DotProductAttention (which refuses context parallelism and
+It takes the place of megatron-core's DotProductAttention (which refuses context parallelism and
 materialises every score) and of Transformer Engine's, on GPUs without it and on CPUs.
 """
 
@@ -104,7 +104,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Attend.
+        """Attend, and return ``[s/c, b, n * d]``.
 
         Args:
             query: ``[s/c, b, n, d]``.
@@ -114,9 +114,6 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             attn_mask_type: unused, the constructor's holds.
             attention_bias: must be None.
             packed_seq_params: must be None.
-
-        Returns:
-            ``[s/c, b, n * d]``.
         """
         if attention_bias is not None or packed_seq_params is not None:
             raise ConfigError(
@@ -135,7 +132,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     def _attend_to_gathered(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Own queries against all keys; ``[s/c, b, n, d]``."""
+        """Attend with own queries to all keys; ``[s/c, b, n, d]``."""
         size, rank = self.cp_group.size(), self.cp_group.rank()
         key, value = gather_sequence(torch.stack([key, value], dim=1), self.cp_group).unbind(1)
         length = query.size(0) // 2
@@ -154,7 +151,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     def _attend_with_traded_heads(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """All queries on a part of the heads; ``[s/c, b, n, d]``."""
+        """Attend with all queries on a part of the heads; ``[s/c, b, n, d]``."""
         size = self.cp_group.size()
         if query.size(2) % size:
             raise ConfigError(
@@ -175,7 +172,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, first_query: int
     ) -> Tensor:
-        """Attention without communication.
+        """Attend without communication, and return ``[q, b, n, d]``.
 
         Args:
             query: ``[q, b, n, d]``.
@@ -183,9 +180,6 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             value: ``[k, b, g, d]``.
             mask: True where forbidden, ``[b, 1, q, k]``.
             first_query: position of the first query in the sequence; the keys start at 0.
-
-        Returns:
-            ``[q, b, n, d]``.
         """
         if self._follows_core(query):
             if self.window_size is not None:
@@ -221,10 +215,10 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         return context.permute(2, 0, 1, 3)
 
     def _skips_blocks(self, q: Tensor, mask: Tensor | None) -> bool:
-        """Whether to leave out the blocks of keys that a mask or window hides from ``q``."""
+        """Return whether to leave out the blocks of keys that a mask or window hides from ``q``."""
         masked = mask is not None or self.window_size is not None
         dropout = self.dropout if self.training else 0.0
-        return masked and self.backend == AttnBackend.auto and sdpa.fits(q, dropout)
+        return masked and self.backend == AttnBackend.auto and sdpa.flex_fits(q, dropout)
 
     def _with_window(
         self, mask: Tensor | None, query: Tensor, key: Tensor, first_query: int
@@ -244,13 +238,12 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         return forbidden[None, None] if mask is None else mask | forbidden
 
     def _follows_core(self, query: Tensor) -> bool:
-        """Whether to compute step by step as megatron-core's unfused attention does.
+        """Return whether to compute step by step as megatron-core's unfused attention does.
 
         Kernels draw their own masks, so ``--deterministic-dropout`` needs it everywhere; on a GPU
-        ``--attention-backend local`` asks for it.
-
-        On a CPU that is what keeps a run with dropout (the same random numbers) or in half
-        precision (the same roundings) at Megatron-LM's losses; in fp32 the kernels agree anyway.
+        ``--attention-backend local`` asks for it. On a CPU it keeps a run with dropout (the same
+        random numbers) or in half precision (the same roundings) at Megatron-LM's losses; in fp32
+        the kernels agree anyway.
         """
         drops = self.dropout > 0 and self.training
         if query.device.type != "cpu":
@@ -260,7 +253,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     def _attend_eagerly(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, first_query: int
     ) -> Tensor:
-        """The same with every probability written out; see `_attend`."""
+        """Do what `_attend` does, with every probability written out."""
         q_len, batch, heads, _ = query.shape
         repeats = heads // key.size(2)
         if repeats > 1:
@@ -289,7 +282,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         return context.view(batch, heads, q_len, -1).permute(2, 0, 1, 3)
 
     def _drop(self, probabilities: Tensor, first_query: int) -> Tensor:
-        """Dropout of ``[b, n, q, k]``."""
+        """Drop elements of ``[b, n, q, k]``."""
         if not self.deterministic:
             with _random_state(self.config, self.dropout):
                 return F.dropout(probabilities, self.dropout, training=True)
@@ -308,7 +301,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
 
 
 def _random_state(config: TransformerConfig, dropout: float) -> Any:
-    """The tensor-parallel random state, where the heads are what differs between ranks."""
+    """Return the tensor-parallel random state, where the heads are what differs between ranks."""
     if dropout > 0 and not config.sequence_parallel:
         return tensor_parallel.get_cuda_rng_tracker().fork()
     return contextlib.nullcontext()

@@ -166,7 +166,6 @@ class _In16Bits(Float16Module):  # type: ignore[misc]
         self._is_last = is_last
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
-        """See `Float16Module.forward`."""
         output = super().forward(*inputs, fp32_output=False, **kwargs)
         return float16_to_fp32(output) if fp32_output and self._is_last else output
 

@@ -1,9 +1,9 @@
 """Dropout whose masks do not depend on the layout (``--deterministic-dropout``).
 
 megatron-core's masks come from the generator of each rank, so another layout drops other elements.
-Here the mask of a full sample is drawn from a generator that the sample's number in the run, the
-layer and the place in it decide, and each rank keeps its part. While a micro-batch passes a model
-chunk, the number of its first sample stands among the states of megatron-core's random number
+Here the mask of a full sample is drawn from a generator that is seeded with the sample's number in
+the run, the layer and the place in it, and each rank keeps its part. While a micro-batch passes a
+model chunk, the number of its first sample stands among the states of megatron-core's random number
 tracker, which activation checkpointing puts back before it computes a layer again.
 """
 
@@ -33,7 +33,7 @@ def _hash(*parts: object) -> int:
 
 @contextmanager
 def microbatch_masks(seed: int, first_sample: int) -> Iterator[None]:
-    """Draw the masks of one micro-batch within.
+    """Draw the masks of one micro-batch inside the block.
 
     Args:
         seed: ``--seed``.
@@ -50,13 +50,13 @@ def microbatch_masks(seed: int, first_sample: int) -> Iterator[None]:
 
 
 def uniform(site: str, sample: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Numbers in [0, 1) for one sample of the micro-batch at one place of the model.
+    """Return numbers in [0, 1) for one sample of the micro-batch at one place of the model.
 
     Args:
         site: name of the place, the same on every layout.
         sample: index in the micro-batch.
-        shape: of the full sample.
-        device: to draw on; masks agree between layouts on one kind of device.
+        shape: shape of the full sample.
+        device: where to draw; masks agree between layouts on one kind of device.
     """
     generator = torch.Generator(device)
     first_sample = int(get_cuda_rng_tracker().get_states()[_STATE])
@@ -65,11 +65,11 @@ def uniform(site: str, sample: int, shape: tuple[int, ...], device: torch.device
 
 
 def local_positions(length: int, groups: ProcessGroupCollection, *, cut: bool) -> Tensor:
-    """Positions in the full sequence of what this rank holds, ``[s_local]``.
+    """Return the positions in the full sequence of what this rank holds, ``[s_local]``.
 
     Args:
-        length: of the local sequence.
-        groups: tensor- and context-parallel.
+        length: length of the local sequence.
+        groups: tensor- and context-parallel groups.
         cut: the sequence is also cut over the tensor-parallel ranks.
     """
     shards = groups.tp.size() if cut else 1
@@ -85,9 +85,9 @@ class HiddenDropout(torch.nn.Module):
     """Dropout of hidden states.
 
     Args:
-        probability: of an element to be dropped.
+        probability: probability that an element is dropped.
         site: name of the place.
-        groups: tensor- and context-parallel.
+        groups: tensor- and context-parallel groups.
         sequence_parallel: hidden states are cut over the tensor-parallel ranks.
     """
 
@@ -106,11 +106,13 @@ class HiddenDropout(torch.nn.Module):
 
     @property
     def drops(self) -> bool:
-        """Whether any element is dropped now."""
+        """Return whether any element is dropped now."""
         return self.training and self.probability > 0
 
     def drawn(self, x: Tensor) -> Tensor:
-        """The number in [0, 1) of every element; it drops where that is below the probability."""
+        """Return a number in [0, 1) for every element; it drops where that is below the
+        probability.
+        """
         positions = local_positions(x.size(0), self.groups, cut=self.cut).to(x.device)
         full = x.size(0) * self.groups.cp.size() * (self.groups.tp.size() if self.cut else 1)
         drawn = [
@@ -155,10 +157,10 @@ def attention_dropout(
 
     Args:
         probabilities: ``[b, n, q, k]``; keys from position 0 on.
-        probability: of an element to be dropped.
+        probability: probability that an element is dropped.
         site: name of the layer.
-        num_heads: of the whole model.
-        length: of the full sequence.
+        num_heads: heads of the whole model.
+        length: length of the full sequence.
         first_head, first_query: where the part begins.
     """
     _, heads, queries, keys = probabilities.shape

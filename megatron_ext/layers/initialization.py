@@ -3,9 +3,8 @@
 megatron-core draws each rank's part of a weight from that rank's generator, so its weights depend
 on the layout. Here a parameter is only marked while the model is built (`Marked`); then each full
 tensor is drawn in float32 on the CPU from a generator that its name and the seed decide, and the
-rank keeps its part. ``--use-cpu-initialization`` keeps Megatron-LM's own way.
-
-The parts of full tensors that a rank holds, under names that no layout changes.
+rank keeps its part. ``--use-cpu-initialization`` keeps Megatron-LM's own way. `shards_of` names the
+full tensors and tells which part of each a rank holds, by names that no layout changes.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ class Shard:
     """A part of one full tensor.
 
     Attributes:
-        name: of the full tensor, with the indices of its layer and expert along the whole model,
-            such as ``decoder.layers.mlp.linear_fc1.weight[3]``.
-        full_shape: of the full tensor.
+        name: name of the full tensor, with the indices of its layer and expert along the whole
+            model, such as ``decoder.layers.mlp.linear_fc1.weight[3]``.
+        full_shape: shape of the full tensor.
         offset: where the part begins along each dimension.
         tensor: the part, a view of the memory it was asked for.
         is_main: false for a copy that another rank, or this one, holds too.
@@ -56,7 +55,7 @@ class Shard:
     is_vocabulary: bool
 
     def cut(self, full: Tensor) -> Tensor:
-        """This part of the full tensor."""
+        """Return this part of the full tensor."""
         parts = zip(self.offset, self.tensor.shape, strict=True)
         return full[tuple(slice(start, start + size) for start, size in parts)]
 
@@ -64,14 +63,15 @@ class Shard:
 def shards_of(
     chunk: Any, tensor_of: Callable[[Tensor], Tensor | None] = lambda parameter: parameter
 ) -> Iterator[Shard]:
-    """Parts of all parameters of a model chunk, with fused ones taken apart.
+    """Yield the parts of all parameters of a model chunk, with fused ones taken apart.
 
     megatron-core's ``sharded_state_dict`` tells each part's global name, shape and offset, whatever
     the layout; gated and grouped weights come as the parts that they are made of.
 
     Args:
-        chunk: without wrappers.
-        tensor_of: what to take in place of a parameter, such as its gradient; None leaves it out.
+        chunk: a model chunk without wrappers.
+        tensor_of: maps a parameter to what to take in its place, such as its gradient; None leaves
+            the parameter out.
     """
     known = {_place(parameter): parameter for parameter in chunk.parameters()}
     state: dict[str, Any] = {}
@@ -97,7 +97,9 @@ def shards_of(
 
 
 def _place(tensor: Tensor) -> int:
-    """What tells a parameter from others: its memory, or, of one kept in 8 bits, itself."""
+    """Return what identifies a parameter: its memory, or the object itself if it is kept in
+    8 bits.
+    """
     return id(tensor) if is_float8tensor(tensor) else tensor.data_ptr()
 
 
@@ -123,8 +125,8 @@ class Marks:
     def settle(self) -> None:
         """Look the memory of the parameters up again, once all of them are built.
 
-        megatron-core's router moves its weight, which it makes in float32, to that of another
-        dtype after its initialization.
+        megatron-core's router makes its weight in float32 and moves it to another dtype after its
+        initialization.
         """
         waiting = self._waiting.values()
         self._waiting = {_memory(parameter): (parameter, method) for parameter, method in waiting}
@@ -140,7 +142,7 @@ class Marks:
         parameter.fill_(math.nan)
 
     def method_of(self, tensor: Tensor) -> Initialize | None:
-        """How a parameter, or a part of one, is to be filled; None if it does not wait."""
+        """Return how a parameter, or a part of one, is to be filled; None if it does not wait."""
         return self._waiting.get(_memory(tensor), (None, None))[1]
 
     def clear(self) -> None:
@@ -169,7 +171,9 @@ class Marked:
         return tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Marked:
-        """Modules that copy their configuration mark their parameters in the same place."""
+        """Return this object, so that modules that copy their configuration mark in the
+        same place.
+        """
         return self
 
 
@@ -184,7 +188,7 @@ def mark_methods(config: Any) -> None:
 
 
 def unmark_methods(config: Any) -> None:
-    """Take the wraps of `mark_methods` off: what is built later is filled at once."""
+    """Undo `mark_methods`: what is built later is filled at once."""
     for name in METHODS:
         method = getattr(config, name)
         if isinstance(method, Marked):
@@ -192,7 +196,7 @@ def unmark_methods(config: Any) -> None:
 
 
 def seed_of(name: str, seed: int) -> int:
-    """What seeds the generator of a tensor, 63 bits."""
+    """Return the seed of a tensor's generator, 63 bits."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -203,11 +207,11 @@ def initialize_by_name(
 ) -> None:
     """Fill the parameters of this rank's model chunks; one full tensor exists at a time.
 
-    Parameters that are not marked stay as they were built, but for those that torch's modules drew
+    Parameters that are not marked stay as they were built, except those that torch's modules drew
     for themselves: these are drawn again by name.
 
     Args:
-        chunks: without wrappers, on any device and in any dtype.
+        chunks: model chunks without wrappers, on any device and in any dtype.
         config: the TransformerConfig that they were built with, its methods marked.
         seed: ``--seed``.
         vocab_size: entries before padding, whose weights the padding does not change; None takes
@@ -238,8 +242,8 @@ def draw_by_name(
     """Fill some parameters of a model chunk, each by the name of its full tensor.
 
     Args:
-        chunk: without wrappers; its ``sharded_state_dict`` names the parameters.
-        parameters: to fill.
+        chunk: a model chunk without wrappers; its ``sharded_state_dict`` names the parameters.
+        parameters: what to fill.
         method: fills a full tensor in place.
         seed: ``--seed``.
     """
@@ -275,7 +279,9 @@ def _stage_quantized(chunk: torch.nn.Module, marks: Marks) -> Staged:
 
 
 def _unquantized(staged: Staged, parameter: Tensor) -> Tensor | None:
-    """What is filled in the place of a parameter; None for a quantized one that does not wait."""
+    """Return what is filled in place of a parameter; None for a quantized one that does not
+    wait.
+    """
     if id(parameter) in staged:
         return staged[id(parameter)][1]
     return None if is_float8tensor(parameter) else parameter
@@ -289,7 +295,7 @@ def _quantize(parameter: Any, values: Tensor) -> None:
 
 
 def _memory(tensor: Tensor) -> int:
-    """What a parameter and its parts have in common."""
+    """Return what a parameter and its parts have in common."""
     if is_float8tensor(tensor):
         return id(tensor)
     return tensor.untyped_storage().data_ptr()
@@ -375,15 +381,15 @@ def _can_reset(module: torch.nn.Module) -> bool:
 
 
 def _varies(parameter: Tensor) -> bool:
-    """Whether it holds more than one constant, such as the ones of a norm."""
+    """Return whether a parameter holds more than one constant, such as the ones of a norm."""
     return bool((parameter != parameter.flatten()[:1]).any())
 
 
 def _redraw(module: torch.nn.Module, name: str, seed: int) -> None:
     """Reset a copy of the module on the CPU in float32, and take over its values.
 
-    A parameter that was written more often than a reset writes it was initialized by the user's
-    own code after the module was built, such as a last layer that starts at zero; it stays.
+    A parameter that was written more often than a reset writes it was initialized by the user's own
+    code after the module was built, such as a last layer that starts at zero; it stays.
     """
     fresh = copy.copy(module)
     fresh._parameters = {

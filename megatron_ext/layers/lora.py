@@ -13,7 +13,7 @@ row-parallel          columns cut   whole         summed; reduce-scattered along
 
 Under sequence parallelism the gradient of the whole matrix is a sum over a rank's part of the
 sequence, which megatron-core completes where a parameter is marked ``sequence_parallel``.
-Zero-bubble schedules find little to put off: frozen weights have no gradient, and those of A and B
+Zero-bubble schedules find little to defer: frozen weights have no gradient, and those of A and B
 are computed together with the input's.
 """
 
@@ -22,7 +22,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -38,27 +39,24 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_ext.config.lora import VIDEO_TARGETS
+from megatron_ext.config.lora import VIDEO_TARGETS, LoraConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.initialization import draw_by_name
 from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear
 
-if TYPE_CHECKING:
-    from megatron_ext.config.lora import LoraConfig
-
 Layer = ColumnParallelLinear | RowParallelLinear
-_OF_A_LAYER = re.compile(r"(^|\.)(layers|blocks)\.")
-"""Names of a chunk's parameters unless it holds the ends of a model only."""
+_IN_A_LAYER = re.compile(r"(^|\.)(layers|blocks)\.")
+"""Matches names of a chunk's parameters, unless the chunk holds only the ends of a model."""
 
 
 class Adapter(torch.nn.Module):
-    """``scale * B A dropout(x)`` beside one layer; B starts at zero.
+    """``scale * B A dropout(x)`` for one layer; B starts at zero.
 
     Args:
-        layer: whose weight this rank holds as ``[out/tp, in]`` or ``[out, in/tp]``.
-        config: with a rank.
-        gated: the layer's output is two halves that a gated activation multiplies, each of them
-            cut by itself.
+        layer: its weight is ``[out/tp, in]`` or ``[out, in/tp]`` on this rank.
+        config: section with a rank.
+        gated: the layer's output is two halves that a gated activation multiplies, each cut by
+            itself.
     """
 
     sides_cut: ClassVar[dict[str, int]]
@@ -83,7 +81,7 @@ class Adapter(torch.nn.Module):
                 parameter.sequence_parallel = self.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """What is added to the layer's output, from the layer's input on this rank."""
+        """Return what is added to the layer's output, from the layer's input on this rank."""
         low = self._between(F.linear(self._drop(x), self.a))
         return F.linear(low * self.scale, self.b)
 
@@ -91,17 +89,17 @@ class Adapter(torch.nn.Module):
         return F.dropout(x, self.dropout, self.training)
 
     def _between(self, low: Tensor) -> Tensor:
-        """``A x`` as B needs it, ``[s, b, r]``."""
+        """Return ``A x`` as B needs it, ``[s, b, r]``."""
         raise NotImplementedError
 
     def delta(self) -> Tensor:
-        """``scale * B A`` in float32, cut as the layer's weight."""
+        """Return ``scale * B A`` in float32, cut as the layer's weight."""
         return self.scale * (self.b.float() @ self.a.float())
 
     def sharded_state_dict(
         self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """Shards of A and B under names that no layout changes."""
+        """Return the shards of A and B under names that no layout changes."""
         metadata = metadata or {}
         state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
@@ -151,12 +149,12 @@ class RowAdapter(Adapter):
 def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed: int) -> None:
     """Freeze the model chunks of this rank and give their layers adapters.
 
-    B is zero, so that the model starts as it is without them; A is drawn by name, kaiming-uniform
-    as in the authors' code, so that it depends on no layout.
+    B is zero, so the model starts as it is without them; A is drawn by name, kaiming-uniform as in
+    the authors' code, so it depends on no layout.
 
     Args:
-        chunks: without wrappers.
-        config: with a rank.
+        chunks: model chunks without wrappers.
+        config: section with a rank.
         seed: ``--seed``.
 
     Raises:
@@ -166,17 +164,18 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
         chunk.requires_grad_(False)
         _attach(chunk, config)
         matrices = [adapter.a for _, adapter in _adapted(chunk)]
-        if not matrices and any(_OF_A_LAYER.search(name) for name, _ in chunk.named_parameters()):
+        if not matrices and any(_IN_A_LAYER.search(name) for name, _ in chunk.named_parameters()):
             raise ConfigError(
                 f"`--lora-target-modules` ({' '.join(_targets(config))}) names no linear "
                 "layer of this model; give names that it has, or leave out `--lora-rank`."
             )
-        draw_by_name(chunk, matrices, _kaiming_uniform, seed)
+        uniform = partial(torch.nn.init.kaiming_uniform_, a=math.sqrt(5))
+        draw_by_name(chunk, matrices, uniform, seed)
         _begin_backward_at_embedding(chunk)
 
 
 def _targets(config: LoraConfig) -> Sequence[str]:
-    """Names of layers; all that there may be in a configuration that names none."""
+    """Return the names of layers; a configuration that names none means all that there may be."""
     return VIDEO_TARGETS if config.lora_target_modules is None else config.lora_target_modules
 
 
@@ -188,10 +187,6 @@ def _attach(chunk: torch.nn.Module, config: LoraConfig) -> None:
             gated = own_name == "linear_fc1" and layer.config.gated_linear_unit
             kind = ColumnAdapter if isinstance(layer, ColumnParallelLinear) else RowAdapter
             layer.lora = kind(layer, config, gated=gated)
-
-
-def _kaiming_uniform(full: Tensor) -> Tensor:
-    return torch.nn.init.kaiming_uniform_(full, a=math.sqrt(5))
 
 
 def _begin_backward_at_embedding(chunk: torch.nn.Module) -> None:
@@ -219,7 +214,7 @@ def merge_adapters(chunks: Sequence[torch.nn.Module]) -> int:
     """Add ``scale * B A`` to the weights, in float32, and take the adapters off.
 
     Args:
-        chunks: of this rank, with or without wrappers; every rank does its own part.
+        chunks: model chunks of this rank, with or without wrappers; every rank does its own part.
 
     Returns:
         Number of adapters that were merged on this rank.

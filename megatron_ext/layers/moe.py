@@ -3,14 +3,14 @@
 Three methods of the router are replaced. `gating` calls a name that does not exist where
 Transformer Engine is missing. And under per-token normalization core multiplies the auxiliary
 losses by the number of local tokens, which makes their weight depend on the layout, on the
-micro-batch size and on the loss mask; here their coefficient is that of the mean over all
-micro-batches, always.
+micro-batch size and on the loss mask; here their coefficient is always that of the mean over all
+micro-batches.
 
 The all-to-all dispatcher reads its split sizes from GPU tensors only, and exchanges unequal numbers
 of tokens between the parts of an expert as Gloo cannot; ours does both on a CPU too.
 
-And `mark_experts` says which ranks hold copies of an expert, which megatron-core gets wrong where
-an expert is shared over another number of ranks than a dense matrix.
+`mark_experts` says which ranks hold copies of an expert, which megatron-core gets wrong where an
+expert is shared over another number of ranks than a dense matrix.
 """
 
 from __future__ import annotations
@@ -44,12 +44,9 @@ class Router(TopKRouter):  # type: ignore[misc]
         self._groups = pg_collection
 
     def apply_input_jitter(self, input: Tensor) -> Tensor:
-        """Multiply the input with noise in training (arXiv:2101.03961), if asked for.
+        """Multiply the input ``[s, b, h]`` with noise in training (arXiv:2101.03961), if asked for.
 
-        Under ``--deterministic-dropout`` the noise is that of no layout, as the masks are.
-
-        Args:
-            input: ``[s, b, h]``.
+        Under ``--deterministic-dropout`` the noise depends on no layout, as the masks.
         """
         eps = self.config.moe_input_jitter_eps
         if eps is None or not getattr(self.config, "deterministic_dropout", False):
@@ -62,13 +59,9 @@ class Router(TopKRouter):  # type: ignore[misc]
         return input * factor.to(input.dtype)
 
     def gating(self, input: Tensor) -> Tensor:
-        """Logits of the experts.
+        """Return the logits of the experts, ``[s, b, e]``, from the input ``[s, b, h]``.
 
-        Args:
-            input: ``[s, b, h]``.
-
-        Returns:
-            ``[s, b, e]`` in ``--moe-router-dtype``, or the dtype of the input.
+        They are in ``--moe-router-dtype``, or in the dtype of the input.
         """
         dtype = ROUTER_DTYPES.get(self.config.moe_router_dtype, input.dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -164,7 +157,7 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         return parts.unflatten(0, (len(sizes), -1)).sum(0).to(unsorted.dtype)  # type: ignore[no-any-return]
 
     def _unequal_parts(self) -> list[int] | None:
-        """The tokens of each part of an expert, where Gloo cannot gather them; else None."""
+        """Return the tokens of each part of an expert where Gloo cannot gather them; else None."""
         if self.tp_size == 1 or self.output_splits_tp is None:
             return None
         sizes = [int(size) for size in self.output_splits_tp]
@@ -183,7 +176,7 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     def _maybe_dtoh_and_synchronize(
         self, point: str, tokens_per_expert: Tensor | None = None
     ) -> Tensor | None:
-        """Give the split sizes as numpy arrays, which the collective wants, on any device."""
+        """Turn the split sizes into numpy arrays, which the collective wants, on any device."""
         tokens_per_expert = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
         if point == self.cuda_dtoh_point:
             for name in ("input_splits", "output_splits", "output_splits_tp"):
@@ -194,7 +187,7 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
 
 def expert_parameters(chunk: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """The parameters of the experts of a model chunk, without routers and shared experts."""
+    """Yield the parameters of the experts of a model chunk, without routers and shared experts."""
     for module in chunk.modules():
         if isinstance(module, BaseMoELayer) and module.experts is not None:
             yield from module.experts.parameters()
@@ -207,10 +200,6 @@ def mark_experts(chunk: torch.nn.Module, groups: ProcessGroupCollection) -> None
     the ranks with copies are others wherever ``--expert-tensor-parallel-size`` is not the
     tensor-parallel size. And under sequence parallelism it sums the gradients of an expert's second
     bias over the tensor-parallel ranks, which hold other experts, or copies summed already.
-
-    Args:
-        chunk: without wrappers.
-        groups: of this rank.
     """
     # A model without experts may have no groups for them.
     for parameter in expert_parameters(chunk):

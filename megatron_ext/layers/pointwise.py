@@ -2,12 +2,11 @@
 
 Every function reads its inputs and writes its outputs once in each direction; what lies between
 them never reaches memory. In half precision a compiled function rounds its results only, where the
-kernels one by one round every intermediate, so that it is nearer to the exact value.
+kernels one by one round every intermediate, so it is nearer to the exact value.
 
-Torch norms that work under sequence parallelism and with a zero-centred gain.
-
-megatron-core's wrapped torch norms refuse both; these mark their parameters instead, so that
-core sums their gradients over the tensor-parallel ranks that each saw a part of the sequence.
+The norms are torch's with a zero-centred gain and with sequence parallelism, both of which
+megatron-core's wrapped torch norms refuse: they mark their parameters, so that core sums their
+gradients over the tensor-parallel ranks that each saw a part of the sequence.
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ NormSpec = tuple[str, float, bool]
 
 @dataclass(frozen=True)
 class Fusions:
-    """Which parts of a GPT layer may compile, by Megatron-LM's flags.
+    """Which parts of a layer may compile, by Megatron-LM's flags.
 
     Attributes:
         norm: ``--no-persist-layer-norm`` leaves it to torch's own kernel.
-        activation: ``--no-bias-swiglu-fusion`` or, of others than SwiGLU,
-            ``--no-bias-gelu-fusion``.
+        activation: ``--no-bias-swiglu-fusion``, or ``--no-bias-gelu-fusion`` without SwiGLU.
         rotary: ``--no-rope-fusion``; with the norm of queries and keys.
         bias_dropout: ``--no-bias-dropout-fusion``; with the norm after it.
     """
@@ -47,13 +45,13 @@ class Fusions:
 
 
 def fusions_of(config: TransformerConfig) -> Fusions:
-    """What a run's configuration lets compile; everything without one of ours."""
+    """Return which parts may compile; a configuration that is not ours allows all of them."""
     given: Fusions = getattr(config, "fusions", Fusions())
     return given
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU by a hyperbolic tangent (arXiv:1606.08415)."""
+    """Apply GELU by a hyperbolic tangent (arXiv:1606.08415)."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -67,10 +65,10 @@ ACTIVATIONS = {
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> Tensor:
-    """LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467) over the last axis.
+    """Apply LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467) over the last axis.
 
     Args:
-        x: ``[..., h]``; of a residual stream in float32 beside weights in 16 bits too.
+        x: ``[..., h]``; it may be a residual stream in float32 while the weights are in 16 bits.
         weight: ``[h]``.
         bias: ``[h]``; None for RMSNorm.
         spec: see `NormSpec`.
@@ -96,21 +94,13 @@ def _one_norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) ->
 
 
 norm_with_residual = FusedResidual(_one_norm)
-"""``x``, for the residual connection, and its `norm`."""
+"""Gives ``x``, for the residual connection, and its `norm`."""
 
 
 def added(
     x: Tensor, bias: Tensor | None, residual: Tensor, probability: float, training: bool
 ) -> Tensor:
-    """``residual + dropout(x + bias)`` in the dtype of ``residual``.
-
-    Args:
-        x: ``[s, b, h]``.
-        bias: ``[h]``.
-        residual: ``[s, b, h]``.
-        probability: of an element to be dropped.
-        training: drop any.
-    """
+    """Return ``residual + dropout(x + bias)`` in the dtype of ``residual``, ``[s, b, h]``."""
     if bias is not None:
         x = x + bias
     return residual + F.dropout(x, probability, training)
@@ -130,7 +120,7 @@ def bias_dropout_add_norm(
     norm_bias: Tensor | None,
     spec: NormSpec,
 ) -> tuple[Tensor, Tensor]:
-    """`added` and its `norm`."""
+    """Return `added` and its `norm`."""
     hidden = added(x, bias, residual, probability, training)
     return hidden, norm(hidden, weight, norm_bias, spec)
 
@@ -139,7 +129,7 @@ def bias_dropout_add_norm(
 def masked_bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor, drawn: Tensor, probability: float
 ) -> Tensor:
-    """`added` with a mask given: elements whose number drawn is below the probability drop."""
+    """Return `added` with a given mask: elements drop where ``drawn`` is below the probability."""
     if bias is not None:
         x = x + bias
     return residual + x * (drawn >= probability) / (1 - probability)
@@ -149,13 +139,13 @@ def masked_bias_dropout_add(
 def activated(
     x: Tensor, bias: Tensor | None, scale: Tensor | None, activation: str, gated: bool
 ) -> Tensor:
-    """What stands between the two matrices of an MLP.
+    """Apply what stands between the two matrices of an MLP.
 
     Args:
         x: ``[s, b, f]`` or ``[tokens, f]``; gated ``2 f``: first what the activation gets, then
             what its result is multiplied with (arXiv:2002.05202).
-        bias: of ``x``.
-        scale: ``[tokens, 1]``, of an expert's tokens.
+        bias: bias of ``x``.
+        scale: ``[tokens, 1]``, for an expert's tokens.
         activation: key of `ACTIVATIONS`.
         gated: see ``x``.
     """
@@ -172,15 +162,12 @@ def activated(
 
 @compiled
 def rotary_table(angles: Tensor, dtype: torch.dtype, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of megatron-core's angles, each angle once, in the dtype of the queries.
+    """Return cosines and sines of megatron-core's angles, each angle once, ``[s, 1, 1, d / 2]``.
 
     Args:
         angles: ``[s, 1, 1, d]``; every angle twice, in halves or as neighbours.
-        dtype: of the queries.
-        interleaved: neighbours.
-
-    Returns:
-        Two tensors ``[s, 1, 1, d / 2]``.
+        dtype: dtype of the queries.
+        interleaved: equal angles are neighbours.
     """
     once = angles[..., ::2] if interleaved else angles.chunk(2, dim=-1)[0]
     return once.cos().to(dtype), once.sin().to(dtype)
@@ -217,17 +204,17 @@ def queries_keys_values(
     """Take a projection apart, norm queries and keys, rotate them.
 
     The values are copied, so that the projection's memory is freed, and so that the gradients of
-    all three enter that of the projection in one kernel.
+    all three enter the gradient of the projection in one kernel.
 
     Args:
         projected: ``[s, b, g * (n / g + 2) * d]``: each group's queries, its key and its value.
-        bias: of the projection, to be added here.
+        bias: bias of the projection, to be added here.
         groups: g of this rank.
         head_dim: d.
         cos, sin: see `rotary_table`; None rotates nothing.
         interleaved: neighbouring features make a pair, else the halves.
-        q_weight, q_bias, k_weight, k_bias: of the norms, ``[d]``.
-        spec: of the norms; None norms nothing.
+        q_weight, q_bias, k_weight, k_bias: weights of the norms, ``[d]``.
+        spec: see `NormSpec`; None norms nothing.
 
     Returns:
         ``[s, b, n, d]``, ``[s, b, g, d]``, ``[s, b, g, d]``.
@@ -264,10 +251,11 @@ class LayerNorm(torch.nn.LayerNorm):
         super().__init__(hidden_size, eps=eps)
         self.zero_centered = zero_centered
         self.compiled = compiled
-        _finish(self, zero_centered)
+        if zero_centered:
+            torch.nn.init.zeros_(self.weight)
 
     def forward(self, input: Tensor | None) -> Any:
-        """The norm of ``input``, or, given None, `Weights`."""
+        """Return the norm of ``input``, or `Weights` if it is None."""
         if input is None:
             return self.weight, self.bias
         function = normed if self.compiled else norm
@@ -283,32 +271,29 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps)
         self.zero_centered = zero_centered
         self.compiled = compiled
-        _finish(self, zero_centered)
+        if zero_centered:
+            torch.nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor | None) -> Any:
-        """The norm of ``x``, or, given None, `Weights`."""
+        """Return the norm of ``x``, or `Weights` if it is None."""
         if x is None:
             return self.weight, None
         function = normed if self.compiled else norm
         return function(x, self.weight, None, spec_of(self))
 
 
-def _finish(norm: torch.nn.Module, zero_centered: bool) -> None:
-    if zero_centered:
-        torch.nn.init.zeros_(norm.weight)  # type: ignore[arg-type]
-
-
 def weights_of(norm: LayerNorm | RMSNorm) -> Weights:
-    """Weight and bias, for functions that norm by themselves.
+    """Return weight and bias, for functions that norm by themselves.
 
-    By a call of the module, for whose sake data parallelism waits until it has gathered them.
+    They come by a call of the module, because data parallelism waits there until it has gathered
+    them.
     """
     weights: Weights = norm(None)
     return weights
 
 
 def spec_of(norm: LayerNorm | RMSNorm) -> NormSpec:
-    """What `pointwise` is to know of a norm."""
+    """Return what the functions of this module need to know of a norm."""
     kind = "RMSNorm" if isinstance(norm, RMSNorm) else "LayerNorm"
     assert norm.eps is not None
     return kind, norm.eps, norm.zero_centered

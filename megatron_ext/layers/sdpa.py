@@ -1,20 +1,19 @@
-"""torch's scaled_dot_product_attention with the kernel that is fastest on the device tried first.
+"""Attention by torch's kernels: scaled_dot_product_attention, and FlexAttention for masks on a GPU.
 
-On Hopper and data-center Blackwell GPUs cuDNN's kernels come before FlashAttention 2, which was
-written for the GPUs before them; torch orders them so by itself only from cuDNN 9.15.1 on, whose
-predecessors it distrusts at lengths that 128 does not divide (pytorch/pytorch, issue 169849). A
-kernel that does not fit a call is passed over, up to the products written out.
+`attend` tries the kernel that is fastest on the device first. On Hopper and data-center Blackwell
+GPUs cuDNN's kernels come before FlashAttention 2, which was written for the GPUs before them; torch
+orders them so by itself only from cuDNN 9.15.1 on, whose predecessors it distrusts at lengths that
+128 does not divide (pytorch/pytorch, issue 169849). A kernel that does not fit a call is passed
+over, up to the products written out. None of cuDNN's and FlashAttention's kernels needs a copy:
+both take any strides of ``[b, n, s, d]`` but the last, and return their output in the queries'
+layout, so tensors in Megatron's order ``[s, b, n, d]`` go in as views and come back contiguous.
+Grouped keys are not repeated.
 
-None of cuDNN's and FlashAttention's kernels needs a copy: both take any strides of ``[b, n, s, d]``
-but the last, and return their output in the queries' layout, so that tensors in Megatron's order
-``[s, b, n, d]`` go in as views and come back contiguous. Grouped keys are not repeated.
-
-Masked attention on a GPU through torch's FlexAttention, which skips what no query sees.
-
-A dense mask leaves SDPA its slower kernels only, which compute forbidden scores too: with documents
-of an eighth of the sequence sixteen times as many as are allowed. Here the mask is summed up in
-blocks of 128 x 128 once for each mask, and shared by the layers; blocks that no query sees are
-skipped, and the mask itself is read in those that are partly seen.
+`flex_attend` skips what no query sees. A dense mask leaves SDPA its slower kernels only, which
+compute forbidden scores too: with documents of an eighth of the sequence sixteen times as many as
+are allowed. Here the mask is summed up in blocks of 128 x 128 once for each mask, and shared by the
+layers; blocks that no query sees are skipped, and the mask itself is read in those that are partly
+seen.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ ONLY: Mapping[AttnBackend, tuple[SDPBackend, ...]] = {
     AttnBackend.fused: (SDPBackend.CUDNN_ATTENTION,),
     AttnBackend.unfused: (SDPBackend.MATH,),
 }
-"""What ``--attention-backend`` leaves; "fused" is Megatron-LM's word for cuDNN."""
+"""The kernels that ``--attention-backend`` leaves; "fused" is Megatron-LM's word for cuDNN."""
 
 CUDNN_FIRST = (
     SDPBackend.CUDNN_ATTENTION,
@@ -67,20 +66,17 @@ def attend(
     scale: float | None = None,
     backend: AttnBackend = AttnBackend.auto,
 ) -> Tensor:
-    """``softmax(q k * scale) v``.
+    """Return ``softmax(q k * scale) v``, ``[b, n, q, d]``.
 
     Args:
         query: ``[b, n, q, d]``, of any strides but the last.
         key: ``[b, g, k, d]``, g groups of keys and values.
         value: ``[b, g, k, d]``.
-        mask: True where a query sees a key, ``[b, 1, q, k]``, or a bias of torch; None is none.
+        mask: True where a query sees a key, ``[b, 1, q, k]``, or a bias of torch.
         causal: queries see no later keys; not with a mask.
-        dropout: of the probabilities.
+        dropout: dropout of the probabilities.
         scale: None means ``1 / sqrt(d)``.
         backend: the only kernel to take on a GPU; auto takes the fastest that fits.
-
-    Returns:
-        ``[b, n, q, d]``.
 
     Raises:
         ConfigError: the only kernel does not fit.
@@ -110,7 +106,7 @@ def attend(
 
 
 def kernels_for(query: Tensor, key: Tensor, backend: AttnBackend) -> Sequence[SDPBackend]:
-    """The kernels to try, in order; none leaves it to torch."""
+    """Return the kernels to try, in order; none leaves it to torch."""
     if not query.is_cuda:
         return ()
     if backend in ONLY:
@@ -122,12 +118,12 @@ def kernels_for(query: Tensor, key: Tensor, backend: AttnBackend) -> Sequence[SD
 
 
 def prefers_cudnn(capability: tuple[int, int], version: int, lengths: Sequence[int]) -> bool:
-    """Whether cuDNN's kernels are the fastest, and trusted at these lengths.
+    """Return whether cuDNN's kernels are the fastest, and trusted at these lengths.
 
     Args:
-        capability: of the GPU.
-        version: of cuDNN, 91501 for 9.15.1.
-        lengths: of queries and keys.
+        capability: compute capability of the GPU.
+        version: version of cuDNN, 91501 for 9.15.1.
+        lengths: lengths of queries and keys.
     """
     whole_tiles = all(length % TILE == 0 for length in lengths)
     trusted = version >= (CUDNN_OF_TORCH_2_8 if whole_tiles else CUDNN_ANY_LENGTH)
@@ -135,7 +131,7 @@ def prefers_cudnn(capability: tuple[int, int], version: int, lengths: Sequence[i
 
 
 NUM_KEPT = 16
-"""Block masks kept of those that follow from positions alone."""
+"""How many block masks are kept of those that follow from positions alone."""
 
 
 @dataclass(frozen=True)
@@ -153,10 +149,10 @@ class Span:
     window: tuple[int, int] | None
 
 
-def fits(query: Tensor, dropout: float) -> bool:
-    """Whether FlexAttention takes the queries ``[b, n, q, d]`` of a GPU.
+def flex_fits(query: Tensor, dropout: float) -> bool:
+    """Return whether FlexAttention takes the queries ``[b, n, q, d]`` of a GPU.
 
-    It has no dropout, and before torch 2.7 head sizes that are powers of 2 only.
+    It has no dropout, and before torch 2.7 only head sizes that are powers of 2.
     """
     d = query.size(-1)
     is_power = d >= 16 and d & (d - 1) == 0
@@ -165,37 +161,34 @@ def fits(query: Tensor, dropout: float) -> bool:
 
 
 def flex_attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
-    """``softmax(q k * scale) v`` where the mask allows it.
+    """Return ``softmax(q k * scale) v`` where the mask allows it, ``[b, n, q, d]``.
 
     Args:
         query: ``[b, n, q, d]``.
         key: ``[b, g, k, d]``.
         value: ``[b, g, k, d]``.
         mask: see `block_mask`.
-        scale: of the scores.
-
-    Returns:
-        ``[b, n, q, d]``.
+        scale: scale of the scores.
     """
-    out: Tensor = compiled()(
+    out: Tensor = compiled_flex_attention()(
         query, key, value, block_mask=mask, scale=scale, enable_gqa=query.size(1) != key.size(1)
     )
     return out
 
 
 @cache
-def compiled() -> Callable[..., Any]:
-    """FlexAttention as one kernel; uncompiled it makes all scores."""
+def compiled_flex_attention() -> Callable[..., Any]:
+    """Return FlexAttention as one kernel; uncompiled it makes all scores."""
     return torch.compile(flex_attention)
 
 
 def block_mask(query: Tensor, key: Tensor, span: Span, forbidden: Tensor | None) -> BlockMask:
-    """The block mask of ``[b, n, q, d]`` and ``[b, g, k, d]``, made at its first use.
+    """Return the block mask of ``[b, n, q, d]`` and ``[b, g, k, d]``, made at its first use.
 
     Args:
-        query, key: of which the lengths and the device count.
-        span: see there.
-        forbidden: ``[b or 1, 1, q, k]``, True where forbidden; None is none.
+        query, key: only their lengths and device matter.
+        span: what positions allow.
+        forbidden: ``[b or 1, 1, q, k]``, True where forbidden; None forbids nothing.
     """
     lengths = query.size(2), key.size(2)
     if forbidden is None:
@@ -235,7 +228,7 @@ class _NewestMask:
         self._made: dict[Any, BlockMask] = {}
 
     def find(self, span: Span, lengths: tuple[int, int], forbidden: Tensor) -> BlockMask:
-        """The block mask of ``[b or 1, 1, q, k]``, a mask or a part of one."""
+        """Return the block mask of ``[b or 1, 1, q, k]``, a mask or a part of one."""
         version = 0 if forbidden.is_inference() else forbidden._version
         key = (forbidden.untyped_storage().data_ptr(), version, forbidden.device)
         if key != self._key:
@@ -252,7 +245,7 @@ _newest = _NewestMask()
 def _rule(
     span: Span, first_query: Tensor, forbidden: Tensor | None
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Whether query q of sample b sees key k."""
+    """Return the function that says whether query q of sample b sees key k."""
     (left, right), causal = span.window or (-1, -1), span.causal
     per_sample = forbidden is not None and forbidden.size(0) > 1
 

@@ -1,8 +1,8 @@
 """Layer specs: Transformer Engine where it is asked for, else our torch layers.
 
-The torch spec is megatron-core's local spec with our norm, our attention and our router, which
-also work under sequence and context parallelism and without Transformer Engine. Parameter names
-and the order of initialization are those of the local spec.
+The torch spec is megatron-core's local spec with our norm, our attention and our router, which also
+work under sequence and context parallelism and without Transformer Engine. Parameter names and the
+order of initialization are those of the local spec.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ RECOMPUTED_WITH_TE = ("layernorm", "moe_act", "mla_up_proj")
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed."""
+    """Return whether Transformer Engine is installed."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -75,12 +75,7 @@ class TorchSpecProvider(LocalSpecProvider):  # type: ignore[misc]
 
 
 def torch_layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
-    """One transformer layer of the torch spec.
-
-    Args:
-        config: for the options that change the parts of a layer.
-        moe: a layer of experts instead of a dense MLP.
-    """
+    """Return the spec of one transformer layer; with ``moe``, of experts instead of a dense MLP."""
     backend = TorchSpecProvider()
     mlp = get_mlp_module_spec_for_backend(
         backend, num_experts=config.num_moe_experts if moe else None, moe_grouped_gemm=False
@@ -119,7 +114,7 @@ def torch_layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
 
 
 def expert_pattern(config: TransformerConfig) -> list[bool]:
-    """Which layers hold experts.
+    """Return which layers hold experts.
 
     Raises:
         ConfigError: a pattern whose length is not the number of layers.
@@ -159,12 +154,11 @@ def _use_own_router(layers: Sequence[ModuleSpec]) -> None:
 def layer_spec(
     config: TransformerConfig, *, impl: str, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The decoder layers of one pipeline chunk, and its final norm.
+    """Return the decoder layers of one pipeline chunk, and its final norm.
 
     Args:
-        config: megatron-core's configuration.
         impl: ``transformer_engine`` for its layers, anything else for ours.
-        vp_stage: the virtual chunk on this rank.
+        vp_stage: virtual chunk on this rank.
 
     Raises:
         ConfigError: an option that needs Transformer Engine, or a bad pattern of experts.
@@ -187,7 +181,7 @@ def layer_spec(
 def mtp_block_spec(
     config: TransformerConfig, *, impl: str, vp_stage: int | None = None
 ) -> ModuleSpec | None:
-    """The multi-token-prediction block, whose layers are like the decoder's last one."""
+    """Return the multi-token-prediction block, whose layers are like the decoder's last one."""
     if impl == TE_IMPL:
         layers = get_gpt_decoder_layer_specs(config, True, normalization=config.normalization)
         _use_own_router(layers)

@@ -1,4 +1,11 @@
-"""x"""
+"""megatron-core's self-attention and MLPs, with compiled pointwise parts.
+
+Without Transformer Engine megatron-core rotates by ten kernels for queries and keys each, and makes
+their cosines anew in every layer; here norm and rotary embedding of queries and keys are one
+kernel, and the cosines are made once. megatron-core compiles SwiGLU and GELU with a bias, behind
+options that it refuses for other activations and without biases; here every activation is compiled,
+with its bias and the scale of an expert's tokens.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +36,15 @@ WithBias = tuple[Tensor, Tensor | None]
 Table = tuple[Tensor, Tensor]
 
 _tables: Any = WeakIdKeyDictionary()
-"""Cosines and sines by the tensor of angles, which all layers are given, and all steps."""
+"""Cosines and sines by the tensor of angles, which all layers and all steps are given."""
 
 
 def table_of(angles: Tensor, dtype: torch.dtype, *, interleaved: bool) -> Table:
-    """Cosines and sines of rotary angles, made once for each tensor of angles.
+    """Return cosines and sines of rotary angles, made once for each tensor of angles.
 
     Args:
         angles: ``[s, 1, 1, d]``, see `rotary_table`.
-        dtype: of queries and keys.
+        dtype: dtype of queries and keys.
         interleaved: neighbouring features make a pair.
     """
     tables: dict[torch.dtype, Table] = _tables.setdefault(angles, {})
@@ -48,7 +55,7 @@ def table_of(angles: Tensor, dtype: torch.dtype, *, interleaved: bool) -> Table:
 
 
 def without_bias(linear: Any, x: Tensor) -> WithBias:
-    """The output of one of megatron-core's linear layers without its bias, and the bias."""
+    """Return the output of one of megatron-core's linear layers without its bias, and the bias."""
     before, linear.skip_bias_add = linear.skip_bias_add, True
     try:
         output: WithBias = linear(x)
@@ -58,17 +65,16 @@ def without_bias(linear: Any, x: Tensor) -> WithBias:
 
 
 class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
-    """See the module."""
+    """megatron-core's self-attention; see the module."""
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> WithBias:
-        """``[s, b, h]`` to the same, and the bias that is to be added.
+        """Return the output ``[s, b, h]`` and the bias that is to be added.
 
         Args:
             hidden_states: ``[s, b, h]``.
             attention_mask: True where forbidden, ``[b, 1, s, s]``; None means causal.
-            kwargs: as megatron-core's.
         """
         rotary = kwargs.pop("rotary_pos_emb", None)
         asked = any(value is not None for value in kwargs.values())
@@ -90,9 +96,10 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
         return output
 
     def _fuses(self, x: Tensor) -> bool:
-        """Whether queries and keys are made by `queries_keys_values`.
+        """Return whether queries and keys are made by `queries_keys_values`.
 
-        Not where fewer groups than tensor-parallel ranks make megatron-core gather them.
+        They are not where there are fewer groups than tensor-parallel ranks, since megatron-core
+        gathers them then.
         """
         config = self.config
         return (
@@ -103,7 +110,7 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
         )
 
     def _projected(self, hidden: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``[s, b, n, d]``, keys and values ``[s, b, g, d]``."""
+        """Return queries ``[s, b, n, d]``, keys and values ``[s, b, g, d]``."""
         projected, bias = without_bias(self.linear_qkv, hidden)
         interleaved = self.config.rotary_interleaved
         cos, sin = None, None
@@ -144,12 +151,11 @@ class MLP(core.MLP):  # type: ignore[misc]
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
     ) -> WithBias:
-        """``[s, b, h]`` to the same, and the bias that is to be added.
+        """Return the output, shaped like the input, and the bias that is to be added.
 
         Args:
             hidden_states: ``[s, b, h]``, or an expert's tokens ``[tokens, h]``.
             per_token_scale: ``[tokens]``, what the router gives the tokens of an expert.
-            kwargs: as megatron-core's.
         """
         if fusions_of(self.config).activation and compiles(hidden_states):
             output, bias = self._fused(hidden_states, per_token_scale)
@@ -160,7 +166,7 @@ class MLP(core.MLP):  # type: ignore[misc]
         return output, bias
 
     def _fused(self, hidden_states: Tensor, per_token_scale: Tensor | None) -> WithBias:
-        """`forward` with a compiled activation."""
+        """Do what `forward` does, with a compiled activation."""
         wide, bias = self.linear_fc1(hidden_states)
         scale = None if per_token_scale is None else per_token_scale.unsqueeze(-1)
         name = NAMES[self.config.activation_func]
@@ -179,9 +185,10 @@ OWN = {core.MLP: MLP, CoreSharedExpertMLP: SharedExpertMLP}
 
 
 def use_own_mlps(module: torch.nn.Module) -> None:
-    """Make megatron-core's MLPs within a module ours, which hold nothing more.
+    """Turn megatron-core's MLPs within a module into ours, which hold nothing more.
 
-    megatron-core names their class itself, for experts, or gives its process groups to no other.
+    megatron-core names their class itself for experts, and gives its process groups to no other
+    class.
     """
     for part in module.modules():
         if type(part) in OWN:

@@ -1,4 +1,4 @@
-"""What a run with Transformer Engine's layers needs beyond megatron-core's specs.
+"""What a run with Transformer Engine's layers needs in addition to megatron-core's specs.
 
 At its start: variables of the environment, a GPU that has the recipe, buffers of overlapped
 communication. And a layer whose weight gradients are summed by Transformer Engine's kernel, which
@@ -10,21 +10,18 @@ from __future__ import annotations
 import copy
 import importlib
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import is_te_min_version
 
+from megatron_ext.config.run import RunConfig
 from megatron_ext.config.transformer_engine import TE_IMPL, read_overlap_settings
 from megatron_ext.device.rates import FIRST, Capability, engine_recipes
 from megatron_ext.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from megatron_ext.config.run import RunConfig
 
 CUDA_OF_BLOCKWISE = (12, 9)
 
@@ -32,7 +29,7 @@ CUDA_OF_BLOCKWISE = (12, 9)
 def recipe_error(
     recipe: str, capability: Capability, cuda: tuple[int, ...] | None = None
 ) -> str | None:
-    """Why a GPU cannot run a recipe of Transformer Engine, in one sentence; None if it can.
+    """Return why a GPU cannot run a recipe of Transformer Engine, in one sentence; None if it can.
 
     Args:
         recipe: ``--fp8-recipe``.
@@ -59,44 +56,36 @@ def recipe_error(
 
 
 def prepare_transformer_engine(config: RunConfig) -> None:
-    """Make this rank ready for Transformer Engine's layers; before any of them is built.
+    """Make this rank ready for Transformer Engine's layers, before any of them is built.
 
-    Does nothing in a run of the torch layers. All ranks call this together.
+    It does nothing in a run of the torch layers. All ranks call this together.
 
     Raises:
         ConfigError: a GPU or a build of torch that cannot run what is asked for.
     """
     if config.model.transformer_impl != TE_IMPL:
         return
-    os.environ.update(_environment(config))
+    # Variables in the place of arguments that Transformer Engine does not have.
+    scaled = config.model.apply_query_key_layer_scaling
+    os.environ["NVTE_APPLY_QK_LAYER_SCALING"] = str(int(scaled))
+    if config.training.deterministic_mode:
+        os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     if config.fp8.fp8_format is not None:
-        _check_recipe(config.fp8.fp8_recipe)
+        cuda = torch.version.cuda
+        built_with = None if cuda is None else tuple(map(int, cuda.split(".")))
+        capability = torch.cuda.get_device_capability()
+        error = recipe_error(config.fp8.fp8_recipe, capability, built_with)
+        if error is not None:
+            raise ConfigError(error)
     if config.engine.tp_comm_overlap:
         _initialize_user_buffers(config)
 
 
-def _environment(config: RunConfig) -> dict[str, str]:
-    """Variables in the place of arguments that Transformer Engine does not have."""
-    scaled = config.model.apply_query_key_layer_scaling
-    variables = {"NVTE_APPLY_QK_LAYER_SCALING": str(int(scaled))}
-    if config.training.deterministic_mode:
-        variables["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
-    return variables
-
-
-def _check_recipe(recipe: str) -> None:
-    cuda = torch.version.cuda
-    built_with = None if cuda is None else tuple(map(int, cuda.split(".")))
-    error = recipe_error(recipe, torch.cuda.get_device_capability(), built_with)
-    if error is not None:
-        raise ConfigError(error)
-
-
 def buffer_arguments(config: RunConfig, modes: Any = None) -> dict[str, Any]:
-    """What ``initialize_ub`` of Transformer Engine is called with.
+    """Return the arguments of Transformer Engine's ``initialize_ub``.
 
     Args:
-        config: with ``--tp-comm-overlap``.
+        config: a run with ``--tp-comm-overlap``.
         modes: its ``UserBufferQuantizationMode``, which it has from version 2.7 on; else None.
     """
     model, engine, fp8 = config.model, config.engine, config.fp8

@@ -1,4 +1,9 @@
-"""x"""
+"""megatron-core's transformer layer, with its pointwise parts fused across its submodules.
+
+megatron-core's layer adds a branch to the residual stream in one kernel and norms the sum in
+another, and autograd adds the gradients of norm and residual connection in a third. Here the sum
+and its norm are one kernel, and so are the gradients.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +38,13 @@ from megatron_ext.layers.submodules import WithBias, use_own_mlps
 
 
 def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
-    """megatron-core's function of the same name, with `bias_dropout_add` where it compiles.
+    """Return megatron-core's function of this name, with `bias_dropout_add` where it compiles.
 
     A residual stream in float32 stays so, where core rounds it to the 16 bits of ``x``.
 
     Args:
         training: drop elements.
-        fused: ``--no-bias-dropout-fusion`` does without.
+        fused: false under ``--no-bias-dropout-fusion``.
     """
     unfused: Callable[..., Tensor] = core_bias_dropout_add(training, fused=False)
 
@@ -55,8 +60,7 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
 
 
 class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
-    """megatron-core's layer, with our `AlltoAllDispatcher` where it dispatches by all-to-all, with
-    masks that no layout changes where ``--deterministic-dropout`` asks for them, and fused.
+    """megatron-core's layer with fused parts, our all-to-all dispatcher and our dropout masks.
 
     Attributes:
         graphs: what replays the layer in training; None where it is always run kernel by kernel.
@@ -87,7 +91,7 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
                 self.mlp.token_dispatcher.set_shared_experts(self.mlp.shared_experts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output and its context, by a graph where there is one for the call."""
+        """Return the layer's output and its context, by a graph where there is one for the call."""
         graphs = self.graphs
         if graphs is not None and self.training and torch.is_grad_enabled():
             if graphs.takes(kwargs):
@@ -104,13 +108,7 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
     def forward(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """megatron-core's forward pass, or the same of fused parts.
-
-        Args:
-            hidden_states: ``[s, b, h]``.
-            args: as megatron-core's.
-            kwargs: as megatron-core's.
-        """
+        """Run megatron-core's forward pass on ``[s, b, h]``, or the same of fused parts."""
         if args or not self._fuses(hidden_states, kwargs):
             given: tuple[Tensor, Tensor | None] = super().forward(hidden_states, *args, **kwargs)
             return given
@@ -129,7 +127,7 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
         return self._forward_post_mlp(output, hidden), kwargs.get("context")
 
     def _fuses(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
-        """Whether nothing is asked for that only megatron-core's forward pass does."""
+        """Return whether nothing is asked for that only megatron-core's forward pass does."""
         known = ("attention_mask", "rotary_pos_emb", "padding_mask", "context_mask")
         asked = any(value is not None for name, value in kwargs.items() if name not in known)
         return (
@@ -142,14 +140,14 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
         )
 
     def _norm_with_residual(self, norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``x`` and its norm."""
+        """Return ``x`` and its norm."""
         if not norm.compiled:
             return x, norm(x)
         residual, normed = norm_with_residual(x, *weights_of(norm), spec_of(norm))
         return residual, normed
 
     def _added(self, output: WithBias, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-        """The residual stream after a branch, and its norm."""
+        """Return the residual stream after a branch, and its norm."""
         training = bool(self.training)
         bda = self.self_attn_bda
         if bda is not get_bias_dropout_add or not norm.compiled:

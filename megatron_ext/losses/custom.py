@@ -31,7 +31,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 import yaml
@@ -45,9 +45,7 @@ from megatron_ext.losses.blockwise_loss import blockwise_loss
 from megatron_ext.losses.contract import Report, mtp_report, number_of_targets, pair
 from megatron_ext.losses.linear_cross_entropy import weighted_linear_cross_entropy
 from megatron_ext.losses.vocabulary import VocabularyHead
-
-if TYPE_CHECKING:
-    from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.context import ParallelContext
 
 _TAKEN = (
     "kind iteration consumed_samples learning_rate grad_norm loss_scale global_batch_size split "

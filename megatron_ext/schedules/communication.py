@@ -12,17 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Placement
 from megatron_ext.schedules.plan import Action, Kind
-
-if TYPE_CHECKING:
-    from megatron_ext.parallel.context import ParallelContext
 
 _DIMENSIONS = 3
 _PENDING = 64

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -24,13 +24,11 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.communication import Channels, GradientSync
 from megatron_ext.schedules.graphs import StepGraphs
 from megatron_ext.schedules.orders import build_plan
 from megatron_ext.schedules.plan import Action, Kind, Plan
-
-if TYPE_CHECKING:
-    from megatron_ext.parallel.context import ParallelContext
 
 
 def scale_by_tokens(

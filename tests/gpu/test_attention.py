@@ -66,7 +66,7 @@ def test_block_masks_give_float64s_numbers(window: Any, documents: bool) -> None
     with one_gpu() as context:
         module = ours(SMALL, context)
         module.window_size = window
-        if not block_mask.fits(inputs.query.permute(1, 2, 0, 3), 0.0):
+        if not block_mask.flex_fits(inputs.query.permute(1, 2, 0, 3), 0.0):
             pytest.skip("Triton is not installed")
         assert_near(outcome(lambda *qkv: module(*qkv, mask), inputs), truth)
 
@@ -87,7 +87,7 @@ def seconds_with(module: DotProductAttention, inputs: Inputs, mask: Tensor | Non
 def test_documents_cost_less_than_one_long_one() -> None:
     shape = Shape(8192, 1, 16, 16, 128)
     inputs = make_inputs(shape, DEVICE, torch.bfloat16)
-    if not block_mask.fits(inputs.query.permute(1, 2, 0, 3), 0.0):
+    if not block_mask.flex_fits(inputs.query.permute(1, 2, 0, 3), 0.0):
         pytest.skip("Triton is not installed")
     mask = plain.documents(shape.s, [list(range(512, 8192, 512))])[:, None].to(DEVICE)
     with one_gpu() as context:

@@ -28,8 +28,8 @@ ENDS = [[40, 170], [129]]
 @pytest.fixture(autouse=True)
 def flexible(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the path of a GPU, uncompiled."""
-    monkeypatch.setattr(block_mask, "fits", lambda query, dropout: True)
-    monkeypatch.setattr(block_mask, "compiled", lambda: flex_attention)
+    monkeypatch.setattr(block_mask, "flex_fits", lambda query, dropout: True)
+    monkeypatch.setattr(block_mask, "compiled_flex_attention", lambda: flex_attention)
     block_mask._of_positions.cache_clear()
     monkeypatch.setattr(block_mask, "_newest", block_mask._NewestMask())
 
@@ -161,7 +161,7 @@ def test_making_blocks_takes_a_few_bytes_for_a_pair_of_positions() -> None:
 def test_what_flex_attention_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     query = torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16)
-    assert not block_mask.fits(query, 0.0), "a CPU has its own ways"
+    assert not block_mask.flex_fits(query, 0.0), "a CPU has its own ways"
 
     class Cuda:
         is_cuda = True
@@ -175,4 +175,4 @@ def test_what_flex_attention_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(block_mask, "compiles", lambda query: True)
     given: list[Any] = [(Cuda(128), 0.0), (Cuda(96), 0.0), (Cuda(128), 0.1), (Cuda(8), 0.0)]
-    assert [block_mask.fits(*one) for one in given] == [True, False, False, False]
+    assert [block_mask.flex_fits(*one) for one in given] == [True, False, False, False]

@@ -1,8 +1,7 @@
-"""``y = x W^T + b`` with its three products in 8 bits; `passes` counts what it costs.
+"""``y = x W^T + b`` with its three products in 8 bits, and what its layers do once a step.
 
-Weights that are cast to 8 bits once a step.
-
-What the delayed recipe does between two steps.
+`fp8_linear` makes the products. `KeptWeights` lets each layer cast its weight to 8 bits once a
+step; `AmaxHistories` does what the delayed recipe needs between two steps.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from megatron_ext.layers.weight_gradients import DeferredWeightGradients, gradie
 
 @dataclass(frozen=True)
 class Fp8Call:
-    """What one layer's products are made with.
+    """The settings of one layer's products.
 
     Attributes:
-        scaling: of the layer.
+        scaling: where the layer's scales come from.
         tp_group: ranks that hold the other parts of the weight; None where nothing is sent.
         sequence_parallel: the input is gathered, and its gradient reduce-scattered, along s.
         allreduce_dgrad: the input's gradient is summed over the ranks.
         parameter: the weight, hidden from autograd, whose gradient goes to ``queue``.
-        queue: where a zero-bubble schedule puts weight gradients off; None lets autograd have them.
+        queue: where a zero-bubble schedule defers weight gradients; None leaves them to autograd.
         adds_to_main_grad: add the weight's gradient to its ``main_grad``, where it has one.
     """
 
@@ -50,16 +49,16 @@ class Fp8Call:
 
     @property
     def trains(self) -> bool:
-        """The weight wants a gradient."""
+        """Return whether the weight wants a gradient."""
         return self.parameter.requires_grad and torch.is_grad_enabled()
 
 
 def fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Fp8Call) -> Tensor:
-    """The layer's output ``[s, b, out/tp]``.
+    """Return the layer's output ``[s, b, out/tp]``.
 
     Args:
         input: ``[s, b, in]`` as the layer's products take it, or ``[s/tp, b, in]`` under sequence
-            parallelism. Any dimensions but the last.
+            parallelism; any number of dimensions before the last.
         weight: ``[out, in]`` on this rank.
         bias: ``[out]``.
         call: see `Fp8Call`.
@@ -114,10 +113,11 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def _entered(input: Tensor, call: Fp8Call, trains: bool) -> tuple[Quantized, tuple[Tensor, ...]]:
-    """All tokens of the input, and what the backward pass needs of it.
+    """Return all tokens of the input in 8 bits, and what the backward pass needs of it.
 
-    That is its transpose in 8 bits, half of what the input takes. Under sequence parallelism it is
-    this rank's rows in 8 bits, which are gathered again; without ``--fp8-wgrad`` the input.
+    The backward pass needs its transpose in 8 bits, half of what the input takes. Under sequence
+    parallelism it is this rank's rows in 8 bits, which are gathered again; without ``--fp8-wgrad``
+    the input.
     """
     scaling, flat = call.scaling, input.flatten(0, -2)
     in_8_bits = trains and scaling.config.fp8_wgrad
@@ -138,13 +138,13 @@ def _entered(input: Tensor, call: Fp8Call, trains: bool) -> tuple[Quantized, tup
 def _weight_gradient(
     call: Fp8Call, flat: Tensor, gradient: Quantized | None, kept: list[Tensor]
 ) -> Callable[[torch.dtype], Tensor]:
-    """What computes the gradient ``[out, in]`` of the weight, in a dtype.
+    """Return a function that computes the gradient ``[out, in]`` of the weight in a given dtype.
 
     Args:
-        call: of the layer.
-        flat: gradient of the output ``[tokens, out]``.
+        call: see `Fp8Call`.
+        flat: gradient of the output, ``[tokens, out]``.
         gradient: its transpose in 8 bits; None without ``--fp8-wgrad``.
-        kept: as `_entered` gives.
+        kept: what `_entered` kept.
     """
 
     def from_values(dtype: torch.dtype) -> Tensor:
@@ -165,7 +165,7 @@ def _weight_gradient(
 
 
 def _given(compute: Callable[[torch.dtype], Tensor], call: Fp8Call) -> Tensor | None:
-    """Put the weight's gradient where it belongs; what autograd gets of it."""
+    """Put the weight's gradient where it belongs, and return what autograd gets."""
     weight = call.parameter
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     adds = main_grad is not None and call.adds_to_main_grad
@@ -184,13 +184,13 @@ class KeptWeights:
     """The 8-bit weights of a rank's model chunks, while nothing changes the weights.
 
     Within `kept` a layer casts its weight at its first use, as it is and transposed, for all
-    micro-batches, chunks and recomputations. That is 2 bytes for each parameter of an 8-bit layer,
-    beside the bfloat16 weight; they are given back before the optimizer updates the weights, so
-    that they never meet its temporary memory, and an average that is swapped in for an evaluation
-    never meets them. Outside a layer casts its weight whenever it needs it.
+    micro-batches, chunks and recomputations. This takes 2 bytes for each parameter of an 8-bit
+    layer in addition to the bfloat16 weight. They are given back before the optimizer updates the
+    weights, so that they never meet its temporary memory, and an average that is swapped in for an
+    evaluation never meets them. Outside of `kept` a layer casts its weight whenever it needs it.
 
     Args:
-        chunks: of the model, with or without wrappers; without 8-bit layers nothing is kept.
+        chunks: model chunks, with or without wrappers; without 8-bit layers nothing is kept.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
@@ -200,7 +200,7 @@ class KeptWeights:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep them within; the weights must not change."""
+        """Keep 8-bit weights inside the block, where the weights must not change."""
         for scaling in self._scalings:
             scaling.keeps_weight = True
         try:
@@ -214,7 +214,7 @@ class AmaxHistories:
     """The delayed scalings of a rank's model chunks; none with other recipes.
 
     Args:
-        chunks: of the model, with or without wrappers.
+        chunks: model chunks, with or without wrappers.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
@@ -228,7 +228,9 @@ class AmaxHistories:
 
     @property
     def scalings(self) -> list[DelayedScaling]:
-        """In the order of the modules, which is that of all ranks of a pipeline stage."""
+        """Return the scalings in the order of the modules, the same on all ranks of a pipeline
+        stage.
+        """
         return self._scalings
 
     @torch.no_grad()
@@ -247,14 +249,14 @@ class AmaxHistories:
         self._ask()
 
     def _ask(self) -> None:
-        """Which layers have whole histories, without waiting for the device."""
+        """Ask which layers have whole histories, without waiting for the device."""
         lacking = [x for x in self._scalings if not (x.has_history or x.parts.may_idle)]
         if lacking:
             histories = torch.stack([scaling.amax_history for scaling in lacking])
             self._asked = lacking, HostCopy(histories.any(dim=1).all(dim=1))
 
     def _learn(self) -> None:
-        """The answer of the step before."""
+        """Read the answer of the step before."""
         if self._asked is None:
             return
         scalings, answer = self._asked
@@ -264,7 +266,7 @@ class AmaxHistories:
 
 
 def _advance(scalings: Sequence[DelayedScaling]) -> None:
-    """The same of layers that lie on the same ranks."""
+    """Advance the histories of layers that lie on the same ranks."""
     amax = torch.stack([scaling.amax for scaling in scalings])
     # How collectives compare NaN is not defined.
     amax = torch.where(amax.isfinite(), amax, torch.inf)

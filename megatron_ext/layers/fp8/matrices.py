@@ -1,6 +1,4 @@
-"""The two 8-bit floating-point formats, and matrices in them.
-
-Quantization by as few passes over memory as there can be.
+"""8-bit floating-point matrices: their formats, quantization in few passes, and their product.
 
 A product ``a b^T`` wants both matrices contiguous along what it sums over. So each of the three
 matrices of a layer is wanted twice, as it is (R, rows) and transposed (C, columns):
@@ -22,17 +20,15 @@ what                                delayed  tensorwise  rowwise
 input, at each forward pass: R, C   2 + 2    4 + 2       6 + 2
 gradient, at each backward: R, C    2 + 2    4 + 2       6 + 2
 weight, once a step: R, C           2 + 2    4 + 2       6 + 2
-=================================  =======  ==========  =======
+==================================  =======  ==========  =======
 
-The delayed recipe knows its scale beforehand, so that the largest magnitude is a by-product; one
-scale for the tensor takes a pass before the cast; scales of rows are found while a row lies in the
-cache, those of columns take a pass. Step by step, as on a CPU, the same is 6 to 10 passes. Under
-sequence parallelism the input's C is made of the 8-bit rows that were sent (1 + 1 in the backward
-pass instead of 1 in the forward pass). With experts the delayed recipe is as tensorwise, since one
-that had no tokens yet has no scale either. A reference: torchao's float8 training, whose kernels
-are compiled alike.
-
-The product of two 8-bit matrices.
+The delayed recipe knows its scale beforehand, so the largest magnitude is a by-product; one scale
+for the tensor takes a pass before the cast; scales of rows are found while a row lies in the cache,
+those of columns take a pass. Step by step, as on a CPU, the same is 6 to 10 passes. Under sequence
+parallelism the input's C is made of the 8-bit rows that were sent (1 + 1 in the backward pass
+instead of 1 in the forward pass). With experts the delayed recipe costs what tensorwise costs,
+since an expert that had no tokens yet has no scale. torchao's float8 training compiles its kernels
+alike.
 """
 
 from __future__ import annotations
@@ -53,7 +49,7 @@ from megatron_ext.layers.compiled import compiled
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 GRADIENT_FORMATS = {"e4m3": E4M3, "hybrid": E5M2}
-"""Of ``--fp8-format``; inputs and weights are in e4m3 always."""
+"""Format of gradients by ``--fp8-format``; inputs and weights are in e4m3 always."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +66,15 @@ class Quantized:
     scale: Tensor
 
     def dequantized(self) -> Tensor:
-        """``[m, k]`` in float32."""
+        """Return ``[m, k]`` in float32."""
         return self.values.float() * self.scale.reciprocal()
 
     def transposed(self) -> Quantized:
-        """``[k, m]``, filled up as `turned` does."""
+        """Return ``[k, m]``, filled up as `turned` does."""
         return Quantized(turned(self.values), self.scale.t())
 
     def gathered(self, group: ProcessGroup) -> Quantized:
-        """The rows of all ranks, which have the same scales or one for each row."""
+        """Gather the rows of all ranks, which have the same scales or one for each row."""
         values = _gather_along_first_dim(self.values.view(torch.uint8), group)
         scale = self.scale
         if scale.dim() and scale.size(1) == 1:
@@ -87,7 +83,7 @@ class Quantized:
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x * scale`` in an 8-bit format, contiguous; what is beyond its range is cut off.
+    """Return ``x * scale`` in an 8-bit format, contiguous; what is beyond its range is cut off.
 
     Args:
         x: any floating-point matrix ``[m, k]``.
@@ -102,9 +98,9 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def turned(values: Tensor) -> Tensor:
-    """The transpose ``[k, m]`` of 8-bit values ``[m, k]``, contiguous.
+    """Return the transpose ``[k, m]`` of 8-bit values ``[m, k]``, contiguous.
 
-    A product sums over m, which on a GPU must divide by 16, so that columns of zeros fill it up.
+    A product sums over m, which on a GPU must divide by 16, so columns of zeros fill it up.
     """
     missing = -values.size(0) % UNIT
     if missing:
@@ -113,7 +109,7 @@ def turned(values: Tensor) -> Tensor:
 
 
 def largest(x: Tensor, along: int | None = None) -> Tensor:
-    """The largest magnitude, in float32; 0 of nothing, NaN where there is one.
+    """Return the largest magnitude, in float32; 0 of nothing, NaN where there is one.
 
     Args:
         x: a matrix ``[m, k]``.
@@ -128,10 +124,10 @@ def largest(x: Tensor, along: int | None = None) -> Tensor:
 
 
 def scale_for(amax: Tensor, limit: float | Tensor, margin: int = 0) -> Tensor:
-    """What brings magnitudes of up to ``amax`` to the largest number of a format over 2^margin.
+    """Return what brings magnitudes of up to ``amax`` to a format's largest number over 2^margin.
 
-    Transformer Engine's formula, ``limit / amax / 2^margin``. Nothing but zeros has the scale 1,
-    and what holds an infinity or a NaN the scale NaN, so that it gives NaN wherever it goes, as
+    This is Transformer Engine's formula, ``limit / amax / 2^margin``. Nothing but zeros has the
+    scale 1. What holds an infinity or a NaN has the scale NaN: it gives NaN wherever it goes, as
     without quantization, and the step is skipped.
 
     Args:
@@ -166,14 +162,14 @@ class Pass(NamedTuple):
 def quantize(
     x: Tensor, amax: Tensor | None, dtype: torch.dtype, along: int | None, wanted: Wanted
 ) -> Pass:
-    """Scale by the matrix's largest magnitudes, and cast; the number is the scale.
+    """Scale by the matrix's largest magnitudes, and cast; the number of the pass is the scale.
 
     Args:
         x: ``[m, k]``.
-        amax: as `largest` gives; None to find it here.
+        amax: what `largest` returns; None to find it here.
         dtype: an 8-bit format.
         along: see `largest`.
-        wanted: layouts.
+        wanted: which layouts to return.
     """
     amax = largest(x, along) if amax is None else amax
     scale = scale_for(amax, torch.finfo(dtype).max)
@@ -181,7 +177,7 @@ def quantize(
 
 
 def quantize_with(x: Tensor, scale: Tensor, dtype: torch.dtype, wanted: Wanted) -> Pass:
-    """Cast with a scale ``[]``; the number is the largest magnitude, a by-product."""
+    """Cast with a scale ``[]``; the number of the pass is the largest magnitude, a by-product."""
     return Pass(largest(x), *_layouts(x, scale, dtype, wanted))
 
 
@@ -202,8 +198,8 @@ def _layouts(
 class Function:
     """A pure function of a matrix, which is compiled where the matrix lies on a GPU.
 
-    Once for each shape, since a kernel that knows its lengths writes a transpose faster; with the
-    number of rows left open where it differs from step to step.
+    It is compiled once for each shape, since a kernel that knows its lengths writes a transpose
+    faster, or with the number of rows left open where that differs from step to step.
 
     Args:
         function: its first argument is the matrix.
@@ -213,13 +209,7 @@ class Function:
         self._fixed, self._open = compiled(function, by_shape=True), compiled(function)
 
     def __call__(self, x: Tensor, *more: Any, varies: bool = False) -> Any:
-        """The function's value.
-
-        Args:
-            x: the matrix.
-            more: further arguments.
-            varies: this matrix has another number of rows every time.
-        """
+        """Call the function; ``varies`` leaves the number of rows open."""
         return (self._open if varies else self._fixed)(x, *more)
 
 
@@ -229,21 +219,18 @@ QUANTIZE_WITH = Function(quantize_with)
 
 
 def product(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """``a b^T``, summed in float32.
+    """Return ``a b^T``, summed in float32, ``[m, n]``.
 
-    On a GPU by ``torch._scaled_mm``. On a CPU the same arithmetic step by step: products of 8-bit
+    A GPU uses ``torch._scaled_mm``, a CPU the same arithmetic step by step: products of 8-bit
     numbers are exact in float32, so only the order of the sums differs. The layout of the arguments
     is checked on both.
 
     Args:
         a: ``[m, k]``; may be in e5m2.
         b: ``[n, k]`` in e4m3.
-        dtype: of the result. With scales for rows a GPU rounds to bfloat16 before.
+        dtype: dtype of the result. With scales for rows a GPU rounds to bfloat16 before.
         fast: sum in the tensor cores' fewer bits, as Transformer Engine does in forward passes;
             without effect on a CPU.
-
-    Returns:
-        ``[m, n]``.
 
     Raises:
         ValueError: matrices or scales that `check_layout` refuses.
@@ -262,7 +249,7 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = Fals
 
 
 def arguments(a: Quantized, b: Quantized, dtype: torch.dtype) -> dict[str, Any]:
-    """What ``torch._scaled_mm`` is given for ``a b^T``."""
+    """Return what ``torch._scaled_mm`` is given for ``a b^T``."""
     return {
         "a": a.values,
         "b": b.values.t(),
@@ -278,18 +265,18 @@ def check_layout(
 ) -> None:
     """Refuse what ``torch._scaled_mm`` could not multiply on some GPU.
 
-    The rules are those of ATen's ``ScaledBlas.cpp`` and ``RowwiseScaledMM.cu`` in torch 2.6 to
-    2.13, the strictest of them.
+    The rules are the strictest of ATen's ``ScaledBlas.cpp`` and ``RowwiseScaledMM.cu`` in torch 2.6
+    to 2.13.
 
     Args:
         a: ``[m, k]``, row by row.
         b: ``[k, n]``, column by column.
         scale_a: what brings a back, float32; ``[]``, or ``[m, 1]`` for its rows.
         scale_b: ``[]`` or ``[1, n]``.
-        out_dtype: of the result.
+        out_dtype: dtype of the result.
 
     Raises:
-        ValueError: with the rule.
+        ValueError: the rule that is broken.
     """
     m, k, n = a.size(0), a.size(1), b.size(1)
     by_rows = bool(scale_a.dim() or scale_b.dim())

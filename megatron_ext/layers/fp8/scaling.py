@@ -1,6 +1,4 @@
-"""Which ranks hold parts of the tensors that a layer's products take.
-
-Where the scales of a layer's tensors come from.
+"""Where the scales of a layer's tensors come from, and over which ranks they are completed.
 
 No scale may depend on how a tensor is cut: the largest magnitude of a part is completed over the
 ranks that hold the other parts (`Parts`). Data-parallel ranks hold other micro-batches, which are
@@ -38,22 +36,22 @@ class Role(IntEnum):
     INPUT = 0
     WEIGHT = 1
     GRADIENT = 2
-    """Of the output."""
+    """The gradient of the output."""
 
 
 class Parts:
     """Which ranks hold the other parts of what a scale covers; None where it is whole.
 
     Args:
-        pgs: groups of this rank.
-        cuts_input: the layer is row-parallel, so that the input's features are cut; otherwise the
+        pgs: process groups of this rank.
+        cuts_input: the layer is row-parallel, so the input's features are cut; otherwise the
             output's are.
         cuts_sequence: the input comes cut along the sequence (sequence parallelism).
         varies: the number of tokens differs from product to product.
     """
 
     may_idle: ClassVar[bool] = False
-    """There may be no tokens at all in a step."""
+    """Whether a step may bring no tokens at all."""
 
     def __init__(
         self,
@@ -69,7 +67,7 @@ class Parts:
         self._cuts_sequence = cuts_sequence
 
     def of_tensor(self, role: Role) -> ProcessGroup | None:
-        """For one scale of a whole tensor."""
+        """Return the ranks for one scale of a whole tensor."""
         if role is Role.WEIGHT:
             return _if_several(self._pgs.tp)
         cut = self._cuts_input or self._cuts_sequence
@@ -78,11 +76,15 @@ class Parts:
         return _if_several(self._pgs.tp_cp if cut else self._pgs.cp)
 
     def of_rows(self, role: Role) -> ProcessGroup | None:
-        """For one scale of each row: of a token, or of an output feature of the weight."""
+        """Return the ranks for one scale of each row: of a token, or of an output feature of the
+        weight.
+        """
         return _if_several(self._pgs.tp) if self._cuts_features(role) else None
 
     def of_columns(self, role: Role) -> ProcessGroup | None:
-        """For one scale of each column: over all tokens, or of an input feature of the weight."""
+        """Return the ranks for one scale of each column: over all tokens, or of an input
+        feature.
+        """
         if role is Role.WEIGHT:
             return None if self._cuts_input else _if_several(self._pgs.tp)
         cut = role is Role.INPUT and self._cuts_sequence
@@ -92,37 +94,34 @@ class Parts:
         return self._cuts_input if role is not Role.GRADIENT else not self._cuts_input
 
     def of_step(self) -> tuple[ProcessGroup, ...]:
-        """Groups over which the largest magnitudes of a step are completed, one after the other:
-        of all ranks that hold parts or copies of the layer.
+        """Return the groups over which the largest magnitudes of a step are completed, in order.
+
+        Together they hold all ranks with parts or copies of the layer.
         """
         return (self._pgs.tp_dp_cp,)
 
 
 class ExpertParts(Parts):
-    """Of a layer of an expert, to whose tokens belongs what a dispatcher brings to its rank.
+    """Which ranks hold the other parts in a layer of an expert.
 
-    Which these are depends on the layout, as the scales of the recipes that look at the tensor
-    itself do then.
+    The tokens that a dispatcher brings to a rank are the whole input there. Which tokens these are
+    depends on the layout, so the scales of recipes that look at the tensor itself do too.
     """
 
     may_idle: ClassVar[bool] = True
 
     def of_tensor(self, role: Role) -> ProcessGroup | None:
-        """See `Parts.of_tensor`."""
         cut = role is Role.WEIGHT or self._cuts_features(role)
         return _if_several(self._pgs.expt_tp) if cut else None
 
     def of_rows(self, role: Role) -> ProcessGroup | None:
-        """See `Parts.of_rows`."""
         return _if_several(self._pgs.expt_tp) if self._cuts_features(role) else None
 
     def of_columns(self, role: Role) -> ProcessGroup | None:
-        """See `Parts.of_columns`."""
         cut = role is Role.WEIGHT and not self._cuts_input
         return _if_several(self._pgs.expt_tp) if cut else None
 
     def of_step(self) -> tuple[ProcessGroup, ...]:
-        """See `Parts.of_step`."""
         return (self._pgs.expt_tp, self._pgs.expt_dp)
 
 
@@ -131,11 +130,11 @@ def _if_several(group: ProcessGroup) -> ProcessGroup | None:
 
 
 HISTORY = ".fp8.amax_history"
-"""Ends the names of the delayed recipe's state, of all that there is in a checkpoint."""
+"""The end of the names of the delayed recipe's state, all of it that a checkpoint holds."""
 
 
 def _over(amax: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The largest over a group; infinite where a rank's is not finite."""
+    """Return the largest magnitude over a group; infinite where a rank's is not finite."""
     if group is None:
         return amax
     # How collectives compare NaN is not defined.
@@ -160,11 +159,11 @@ class Scaling(torch.nn.Module):
     """One scale for each tensor, from the tensor itself (``--fp8-recipe tensorwise``).
 
     Args:
-        config: with a format.
+        config: section with a format.
         parts: how the layer is cut.
 
     Attributes:
-        keeps_weight: the weight stays as it is for a while, so that it is cast once (`weights`).
+        keeps_weight: the weight does not change for a while, so it is cast once (`KeptWeights`).
         kept_weight: what it was cast to.
     """
 
@@ -178,29 +177,20 @@ class Scaling(torch.nn.Module):
         self.kept_weight: Pair | None = None
 
     def pair(self, x: Tensor, role: Role, *, columns: bool) -> Pair:
-        """A matrix ``[m, k]`` in 8 bits.
-
-        Args:
-            x: the matrix.
-            role: of it.
-            columns: also transposed.
-        """
+        """Return a matrix ``[m, k]`` in 8 bits, with ``columns`` also transposed."""
         wanted: Wanted = "both" if columns else "rows"
         scale, rows, turned = self._quantize(x, role, wanted)
         assert rows is not None
         return Pair(Quantized(rows, scale), None if turned is None else Quantized(turned, scale))
 
     def rows(self, x: Tensor, role: Role) -> Quantized:
-        """A matrix ``[m, k]``, to be summed along k."""
+        """Return a matrix ``[m, k]`` in 8 bits, to be summed along k."""
         return self.pair(x, role, columns=False).rows
 
     def columns(self, x: Tensor, role: Role, scale: Tensor) -> Quantized:
-        """The transpose ``[k, m]`` of a matrix ``[m, k]``, to be summed along m.
+        """Return the transpose ``[k, m]`` of a matrix ``[m, k]`` in 8 bits, to be summed along m.
 
-        Args:
-            x: the matrix.
-            role: of it.
-            scale: what `rows` gave the same matrix.
+        ``scale`` is what `rows` gave the same matrix.
         """
         _, _, turned = QUANTIZE_WITH(
             x, scale, self.formats[role], "columns", varies=self.parts.varies
@@ -208,17 +198,14 @@ class Scaling(torch.nn.Module):
         return Quantized(turned, scale)
 
     def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
-        """A matrix ``[m, k]`` whose transpose is what `columns` would give.
+        """Return a matrix ``[m, k]`` whose transpose is what `columns` would give.
 
-        Args:
-            x: the matrix.
-            role: of it.
-            rows: what `rows` gave the same matrix.
+        ``rows`` is what the method `rows` gave the same matrix.
         """
         return rows
 
     def weight(self, weight: Tensor) -> Pair:
-        """The layer's weight; from the second time on as kept, where it is."""
+        """Return the layer's weight in 8 bits, cast again only where it is not kept."""
         if not self.keeps_weight:
             return self.pair(weight, Role.WEIGHT, columns=False)
         if self.kept_weight is None:
@@ -226,11 +213,9 @@ class Scaling(torch.nn.Module):
         return self.kept_weight
 
     def weight_columns(self, weight: Tensor, scale: Tensor) -> Quantized:
-        """The transpose of the layer's weight, for a backward pass.
+        """Return the transpose of the layer's weight ``[out, in]``, for a backward pass.
 
-        Args:
-            weight: ``[out, in]``.
-            scale: of its rows in the forward pass.
+        ``scale`` is the scale of its rows in the forward pass.
         """
         if self.kept_weight is not None and self.kept_weight.columns is not None:
             return self.kept_weight.columns
@@ -239,7 +224,7 @@ class Scaling(torch.nn.Module):
     def _quantize(
         self, x: Tensor, role: Role, wanted: Wanted
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Scale, rows and columns."""
+        """Return scale, rows and columns."""
         varies = self.parts.varies
         amax = _over(LARGEST(x, varies=varies), self.parts.of_tensor(role))
         found: Pass = QUANTIZE(x, amax, self.formats[role], None, wanted, varies=varies)
@@ -250,20 +235,20 @@ class RowScaling(Scaling):
     """A scale for each row that a product sums along (``--fp8-recipe rowwise``)."""
 
     def pair(self, x: Tensor, role: Role, *, columns: bool) -> Pair:
-        """See `Scaling.pair`; the scales are ``[m, 1]`` and ``[k, 1]``."""
+        """The scales are ``[m, 1]`` and ``[k, 1]``."""
         found = self._along(x, role, 1, "rows")
         assert found.rows is not None
         rows = Quantized(found.rows, found.number)
         return Pair(rows, self.columns(x, role, rows.scale) if columns else None)
 
     def columns(self, x: Tensor, role: Role, scale: Tensor) -> Quantized:
-        """See `Scaling.columns`; the scale is made anew, ``[k, 1]``."""
+        """The scale is made anew, ``[k, 1]``."""
         found = self._along(x, role, 0, "columns")
         assert found.columns is not None
         return Quantized(found.columns, found.number.t())
 
     def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
-        """See `Scaling.across`; the scale is made anew, ``[1, k]``."""
+        """The scale is made anew, ``[1, k]``."""
         found = self._along(x, role, 0, "rows")
         assert found.rows is not None
         return Quantized(found.rows, found.number)
@@ -280,21 +265,22 @@ class RowScaling(Scaling):
 class DelayedScaling(Scaling):
     """One scale for each tensor, from the steps before (``--fp8-recipe delayed``).
 
-    The scales of a step are those of its beginning, whatever the order of its micro-batches, and
-    what it sees is gathered as a maximum, so that a pass that is computed twice counts once.
-    `history.AmaxHistories` moves them on after the step. Before its first history, in the first
-    step of all and while it was nothing but zeros or not finite, a tensor has the scale of its own:
-    Transformer Engine's 1 would lose gradients that are below the smallest number of the format.
+    The scales of a step are fixed at its beginning, whatever the order of its micro-batches, and
+    the magnitudes that it sees are gathered as a maximum, so that a pass that is computed twice
+    counts once. `AmaxHistories` moves them on after the step. Before its first history, in the
+    first step of all and while it was nothing but zeros or not finite, a tensor has a scale of its
+    own: Transformer Engine's 1 would lose gradients that are below the smallest number of the
+    format.
 
     Attributes:
-        amax_history: largest magnitudes, ``[steps, 3]`` float32, the latest first; zero where
-            there is none yet. The only state that a checkpoint holds.
-        scale: that follows from it, ``[3]``.
-        amax: of the step so far, on this rank, ``[3]``.
-        has_history: the host knows that all three tensors have one, so that a pass over a tensor
-            for its largest magnitude is saved.
-        limits: the largest numbers of the three formats, ``[3]``; here, since what a step sends to
-            the device anew it waits for.
+        amax_history: largest magnitudes, ``[steps, 3]`` float32, the latest first; zero where there
+            is none yet. The only state that a checkpoint holds.
+        scale: what follows from it, ``[3]``.
+        amax: largest magnitudes of the step so far, on this rank, ``[3]``.
+        has_history: the host knows that all three tensors have one, so a pass over a tensor for its
+            largest magnitude is saved.
+        limits: the largest numbers of the three formats, ``[3]``; kept on the device, because a
+            step would wait for a copy.
     """
 
     amax_history: Tensor
@@ -353,7 +339,7 @@ class DelayedScaling(Scaling):
             self.amax[role] = torch.maximum(self.amax[role], amax)
 
     def scale_of(self, histories: Tensor) -> Tensor:
-        """Scales ``[..., 3]`` that follow from histories ``[..., steps, 3]``."""
+        """Return scales ``[..., 3]`` that follow from histories ``[..., steps, 3]``."""
         if self.config.fp8_amax_compute_algo == "max":
             amax = histories.amax(dim=-2)
         else:
@@ -362,7 +348,7 @@ class DelayedScaling(Scaling):
 
 
 def _follow_history(scaling: Any, _keys: Any) -> None:
-    """After a history was loaded."""
+    """Derive the scales after a history was loaded."""
     scaling.scale.copy_(scaling.scale_of(scaling.amax_history))
     scaling.has_history = bool(scaling.amax_history.any(dim=0).all())
 
@@ -372,4 +358,4 @@ RECIPES: dict[str, type[Scaling]] = {
     "rowwise": RowScaling,
     "delayed": DelayedScaling,
 }
-"""By ``--fp8-recipe``."""
+"""Scalings by ``--fp8-recipe``."""
