@@ -26,7 +26,7 @@ OPTIMIZERS = {"adam": AdamOptimizerConfig, "sgd": SGDOptimizerConfig}
 
 
 def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """The optimizer of this rank's chunks; biases and norm weights do not decay.
+    """Build the optimizer of this rank's chunks; biases and norm weights do not decay.
 
     The process groups are those that `parallel.init_groups` created in megatron-core: passing them
     as a collection would lose the Gloo groups that checkpoints on GPUs need.
@@ -82,7 +82,7 @@ class CountedAdam(torch.optim.AdamW):
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """With the count of each group that has been updated."""
+        """Return the state with the count of each group that has been updated."""
         state = super().state_dict()
         for group in state["param_groups"]:
             counts = [state["state"][i]["step"] for i in group["params"] if i in state["state"]]
@@ -91,7 +91,7 @@ class CountedAdam(torch.optim.AdamW):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Also without the count of each parameter."""
+        """Load a state that may lack the count of each parameter."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             count = group.pop("step", None)
@@ -103,7 +103,7 @@ class CountedAdam(torch.optim.AdamW):
 def take_torchs_adam(optimizer: MegatronOptimizer) -> None:
     """Replace the Adam of Transformer Engine or apex, which cannot skip an update by itself.
 
-    megatron-core takes it wherever it is installed. It has made no update yet.
+    megatron-core takes it wherever it is installed. It must have made no update yet.
     """
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)

@@ -1,12 +1,12 @@
-"""Exponential moving average of the weights: fp32, one shard beside each shard of the optimizer.
+"""Exponential moving average of the weights: fp32, cut like the shards of the optimizer.
 
 After each applied update
 
     average <- average + (1 - decay) * (weight - average),
 
-where the weight is the fp32 one that the optimizer updates, so that the average of a bf16 model
-moves from the first step on. Each operation rounds once: neither the place of a number in its shard
-nor the number of ranks changes a bit of the average.
+where the weight is the fp32 one that the optimizer updates, so the average of a bf16 model moves
+from the first step on. Each operation rounds once: neither the place of a number in its shard nor
+the number of ranks changes a bit of the average.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class _Part:
     """The part of one parameter that this rank averages.
 
     Attributes:
-        parameter: of the model, as this rank holds it.
-        main: what the optimizer updates of it on this rank: a piece of the flattened parameter,
-            which is empty where other ranks update all of it; or the whole.
+        parameter: parameter of the model, as this rank holds it.
+        main: what the optimizer updates on this rank: a piece of the flattened parameter, which is
+            empty where other ranks update all of it; or the whole.
         average: like ``main``, in fp32.
         start: where the piece begins.
         group: ranks that hold the other pieces, in order; None where this one holds the whole.
@@ -49,7 +49,9 @@ class _Part:
     group: ProcessGroup | None = None
 
     def whole(self) -> Tensor:
-        """The average in the parameter's shape; all ranks of the group call this together."""
+        """Return the average in the parameter's shape; all ranks of the group call this
+        together.
+        """
         if self.group is None:
             return self.average.view(self.parameter.shape)
         bits = torch.zeros(self.parameter.numel(), dtype=torch.int32, device=self.parameter.device)
@@ -74,12 +76,12 @@ class ShardedEMA:
     ranks call them together.
 
     Args:
-        chunks: of the model; only looked at where there is no optimizer.
+        chunks: chunks of the model; only looked at where there is no optimizer.
         optimizer: megatron-core's, of any kind; None averages nothing, but holds what a checkpoint
             gives, whole.
         decay: share of the average that an update leaves.
-        start: first training step, counted from 1, that is averaged. After the steps before it the
-            average is the weights.
+        start: first training step, counted from 1, that is averaged. Until then the average is the
+            weights.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class ShardedEMA:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Let the average be the weights."""
+        """Set the average to the weights."""
         for part in self._parts:
             part.average.copy_(part.main)
 
@@ -113,9 +115,9 @@ class ShardedEMA:
 
         Args:
             step: training steps done, this one and skipped ones included.
-            applied: whether it updated them, bool ``[]`` on their device, for whose value the host
-                does not wait: the average stays where it is after a step that was skipped. None
-                if it did.
+            applied: whether the step updated the weights, bool ``[]`` on their device; the host
+                does not wait for it. The average stays where it is after a skipped step. None means
+                that it did.
         """
         if self._swapped:
             raise RuntimeError("The averaged weights are in the model; put the others back first.")
@@ -132,7 +134,7 @@ class ShardedEMA:
 
     @torch.no_grad()
     def gathered(self) -> Iterator[tuple[Parameter, Tensor]]:
-        """Each trained parameter with its average, fp32, in the shape that this rank holds.
+        """Yield each trained parameter with its average, fp32, in the shape that this rank holds.
 
         One at a time is gathered from the data-parallel ranks. All ranks consume all of them.
         """
@@ -147,19 +149,19 @@ class ShardedEMA:
 
     @property
     def parameters(self) -> list[Parameter]:
-        """The trained parameters, in the order of `gathered`."""
+        """Return the trained parameters, in the order of `gathered`."""
         return [part.parameter for part in self._parts]
 
     @contextmanager
     def swapped_in(self, chunks: Iterable[Module]) -> Iterator[None]:
-        """Averaged weights in the model inside of the block, and then the others, bit for bit.
+        """Put averaged weights in the model inside the block, and restore the others bit for bit.
 
         The others wait in the host's memory, so that no rank needs another one to bring them back,
         also after an error. Forward hooks that gather parameters must be off
         (`optim.update.ParameterGather.paused`).
 
         Args:
-            chunks: whose parameters are exchanged; wrapped ones will do.
+            chunks: their parameters are exchanged; wrapped ones will do.
 
         Raises:
             RuntimeError: already swapped in, or hooks are on.
@@ -189,7 +191,7 @@ def _whole_part(parameter: Parameter, main: Tensor) -> _Part:
 
 
 def _parts_of(optimizer: Any) -> Iterator[_Part]:
-    """A part for each parameter of one optimizer, in an order that its replicas share."""
+    """Yield a part for each parameter of one optimizer, in an order that its replicas share."""
     if getattr(optimizer, "is_stub_optimizer", False):
         return
     if isinstance(optimizer, DistributedOptimizer):
@@ -205,7 +207,10 @@ def _parts_of(optimizer: Any) -> Iterator[_Part]:
 
 
 def _shards_of(optimizer: Any) -> Iterator[_Part]:
-    """Parameters lie in the buffers in the same order on all ranks, also those of other ranks."""
+    """Yield the parts of one distributed optimizer.
+
+    Parameters lie in the buffers in the same order on all ranks, also those of other ranks.
+    """
     models = [*optimizer.model_float16_groups, *optimizer.model_fp32_groups]
     mains = [*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups]
     main_of = dict(_pairs(models, mains))
@@ -227,7 +232,7 @@ def _pairs(models: Any, mains: Any) -> Iterator[tuple[Parameter, Tensor]]:
 
 
 def _in_batches(parts: Sequence[_Part]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Weights and averages, so many at a time that their differences stay small."""
+    """Yield weights and averages, so many at a time that their differences stay small."""
     mains: list[Tensor] = []
     averages: list[Tensor] = []
     size = 0

@@ -5,9 +5,10 @@ weight into NaN. Here the global gradient norm, which all model-parallel ranks a
 Where torch's fused Adam updates, the device decides by itself, and the host learns of it later.
 
 A skipped step uses up its samples and counts as an iteration, but the learning rate stays where it
-is: like Megatron-LM, the schedule counts updates only, so that no part of a warm-up is lost.
+is: like Megatron-LM, the schedule counts updates only, so no part of a warm-up is lost.
 
-Forward hooks that gather parameters while the forward pass runs (--overlap-param-gather).
+`ParameterGather` switches the hooks that gather parameters in the forward pass
+(--overlap-param-gather).
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from megatron_ext.device.streams import HostCopy
 
 
 class UpdateResult:
-    """What an update did: known on the device at once, and on the host to whom asks.
+    """What an update did, known on the device at once and on the host when it asks.
 
-    To ask waits for this update, but not for what was launched after it.
+    The host then waits for this update, but not for what was launched after it.
 
     Attributes:
         flag: bool ``[]`` on the device, what `applied` says.
@@ -50,22 +51,22 @@ class UpdateResult:
 
     @property
     def known(self) -> bool:
-        """Whether the host has asked already."""
+        """Return whether the host has asked already."""
         return "_numbers" in self.__dict__
 
     @property
     def applied(self) -> bool:
-        """False when the step was skipped for a non-finite gradient."""
+        """Return False when the step was skipped for a non-finite gradient."""
         return bool(self._numbers[0])
 
     @property
     def grad_norm(self) -> float:
-        """Global L2 norm before clipping; NaN or infinite when the step was skipped."""
+        """Return the global L2 norm before clipping; not finite when the step was skipped."""
         return self._numbers[1]
 
     @property
     def num_zeros(self) -> float | None:
-        """Zeros in the gradient, where they are counted and the step was not skipped."""
+        """Return the zeros in the gradient, where they are counted and the step was not skipped."""
         return self._numbers[2] if self.zeros is not None and self.applied else None
 
 
@@ -79,7 +80,10 @@ def update_parameters(optimizer: MegatronOptimizer, clip_grad: float) -> UpdateR
     """
     if optimizer.prepare_grads():
         _share_loss_scale(optimizer)
-        return _overflow()
+        norm = torch.tensor(math.inf, dtype=torch.float64, device=_device())
+        overflow = UpdateResult(torch.isfinite(norm), norm)
+        assert not overflow.applied
+        return overflow
     norm = global_grad_norm(optimizer)
     zeros = count_zeros(optimizer) if optimizer.config.log_num_zeros_in_grad else None
     update = UpdateResult(torch.isfinite(norm), norm, zeros)
@@ -96,7 +100,7 @@ def _share_loss_scale(optimizer: MegatronOptimizer) -> None:
     """Let all parts of a chain follow the one whose gradients have overflown.
 
     Each part of megatron-core's chain has a dynamic scale of its own, which it lowers after its own
-    overflows only; but the loss is multiplied by one, that of the first part.
+    overflows only; but the loss is multiplied by the scale of the first part.
     """
     parts = [part for part in parts_of(optimizer) if getattr(part, "grad_scaler", None)]
     scales = [p.grad_scaler.state_dict() for p in parts if p.found_inf.item() > 0]
@@ -104,16 +108,10 @@ def _share_loss_scale(optimizer: MegatronOptimizer) -> None:
         part.grad_scaler.load_state_dict(scales[0])
 
 
-def _overflow() -> UpdateResult:
-    """Of a step whose gradients a loss scale has made infinite, as megatron-core has found."""
-    norm = torch.tensor(math.inf, dtype=torch.float64, device=_device())
-    update = UpdateResult(torch.isfinite(norm), norm)
-    assert not update.applied
-    return update
-
-
 def decides_on_device(optimizer: MegatronOptimizer) -> bool:
-    """Whether updates are skipped without asking the host: all are those of torch's fused Adam."""
+    """Return whether updates are skipped without asking the host: torch's fused Adam makes them
+    all.
+    """
     return all(
         isinstance(part.optimizer, torch.optim.Adam)
         and all(group["fused"] for group in part.optimizer.param_groups)
@@ -140,7 +138,7 @@ def _update_where_finite(
 
 
 def _with_parameters(optimizer: MegatronOptimizer) -> list[Any]:
-    """The parts of a chain that have something to update."""
+    """Return the parts of a chain that have something to update."""
     return [x for x in parts_of(optimizer) if not getattr(x, "is_stub_optimizer", False)]
 
 
@@ -149,22 +147,25 @@ def _device() -> torch.device:
 
 
 def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
-    """The optimizers of a chain: one for the dense parameters, one for the experts."""
+    """Return the optimizers of a chain: one for the dense parameters, one for the experts."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def global_grad_norm(optimizer: MegatronOptimizer) -> Tensor:
-    """L2 norm of all gradients, each counted once, float64 ``[]``; all ranks call this together.
+    """Return the L2 norm of all gradients, each counted once, float64 ``[]``.
 
-    Squares are summed in short pieces, and the pieces in double precision. All in single precision,
-    as megatron-core sums them, the result depends on how the ranks cut the gradients: 2e-6 between
-    one and eight ranks for a model of 0.4 million parameters.
+    All ranks call this together. Squares are summed in short pieces, and the pieces in double
+    precision. Summed in single precision, as by megatron-core, the result depends on how the ranks
+    cut the gradients: 2e-6 between one and eight ranks for a model of 0.4 million parameters.
     """
     return _over_ranks(optimizer, _sum_of_squares).sqrt()
 
 
 def count_zeros(optimizer: MegatronOptimizer) -> Tensor:
-    """Zeros of all gradients, each counted once, float64 ``[]``; all ranks call this together."""
+    """Return the zeros of all gradients, each counted once, float64 ``[]``.
+
+    All ranks call this together.
+    """
 
     def zeros(grads: list[Tensor]) -> Tensor:
         return torch.stack([grad.numel() - torch.count_nonzero(grad) for grad in grads]).sum()
@@ -175,7 +176,7 @@ def count_zeros(optimizer: MegatronOptimizer) -> Tensor:
 def _over_ranks(
     optimizer: MegatronOptimizer, statistic: Callable[[list[Tensor]], Tensor]
 ) -> Tensor:
-    """Sum of a statistic of the gradients over the parts and the ranks that share them."""
+    """Sum a statistic of the gradients over the parts and the ranks that share them."""
     total = torch.zeros((), dtype=torch.float64, device=_device())
     for part in parts_of(optimizer):
         grads = part.get_main_grads_for_grad_norm()
@@ -188,7 +189,7 @@ def _over_ranks(
 
 
 def _sum_of_squares(grads: list[Tensor]) -> Tensor:
-    """On a GPU in a few kernels for all gradients, whose blocks sum short pieces by themselves."""
+    """Return the sum of squares; a GPU takes a few kernels, whose blocks sum short pieces."""
     if grads[0].is_cuda:
         return torch.nn.utils.get_total_norm(grads, foreach=True).double().square()
     total = torch.zeros((), dtype=torch.float64)
@@ -198,9 +199,9 @@ def _sum_of_squares(grads: list[Tensor]) -> Tensor:
 
 
 def _square(grad: torch.Tensor, piece: int = 1024) -> torch.Tensor:
-    """Sum of squares, exact to about 1e-9: short pieces in single precision, their sum in double.
+    """Return a sum of squares exact to about 1e-9: short pieces in single precision, then double.
 
-    Three times faster on a CPU than converting the gradient to double precision.
+    This is three times faster on a CPU than converting the gradient to double precision.
     """
     flat = grad.reshape(-1)
     whole = flat.numel() // piece * piece
@@ -230,12 +231,16 @@ class ParameterGather:
     """
 
     def __init__(
-        self, chunks: list[DistributedDataParallel], core: TransformerConfig, *, overlap: bool
+        self,
+        chunks: list[DistributedDataParallel],
+        transformer_config: TransformerConfig,
+        *,
+        overlap: bool,
     ) -> None:
         self._chunks = chunks
-        self._core = core
+        self._transformer_config = transformer_config
         self._overlap = overlap
-        self._sync_func = core.param_sync_func
+        self._sync_func = transformer_config.param_sync_func
         self._on = overlap
 
     def switch_off(self, *, gather: bool) -> None:
@@ -243,7 +248,7 @@ class ParameterGather:
         if self._on:
             for chunk in self._chunks:
                 chunk.disable_forward_pre_hook(param_sync=gather)
-            self._core.param_sync_func = None
+            self._transformer_config.param_sync_func = None
             self._on = False
 
     def switch_on(self) -> None:
@@ -251,12 +256,12 @@ class ParameterGather:
         if self._overlap and not self._on:
             for chunk in self._chunks:
                 chunk.enable_forward_pre_hook()
-            self._core.param_sync_func = self._sync_func
+            self._transformer_config.param_sync_func = self._sync_func
             self._on = True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Whole parameters inside the block, for evaluation and checkpoints."""
+        """Keep whole parameters inside the block, for evaluation and checkpoints."""
         was_on = self._on
         self.switch_off(gather=True)
         try:

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Print the timeline and its price; returns the exit code."""
+    """Print the timeline and its price, and return the exit code."""
     args = _parser().parse_args(argv)
     chunks = args.chunks or DEFAULT_CHUNKS.get(args.schedule, 1)
     durations = Durations(*(time / chunks for time in args.times))

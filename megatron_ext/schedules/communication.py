@@ -1,11 +1,10 @@
-"""Messages between pipeline ranks.
+"""What leaves a rank within a step: messages between pipeline ranks, and gradients of done chunks.
 
 megatron-core's P2PCommunicator names neighbours (previous, next), which on two ranks are the same
-peer, so its messages can swap; here a message names its ends. Messages to higher and to lower ranks
-go through process groups of their own: the channel between two ranks then carries one direction
-only, and both ends use it in the order of the plan.
-
-When the data-parallel communication of each model chunk starts within a step.
+peer, so its messages can swap; in `Channels` a message names its ends. Messages to higher and to
+lower ranks go through process groups of their own: the channel between two ranks then carries one
+direction only, and both ends use it in the order of the plan. `GradientSync` says when the
+data-parallel communication of each model chunk starts.
 """
 
 from __future__ import annotations
@@ -31,18 +30,23 @@ class Channels:
     """The messages of one step on one rank.
 
     Args:
-        config: megatron-core's, for the dtype of the messages and whether their shapes vary.
-        context: groups of this rank.
-        shape: of all messages, ``[s, b, h]``; where shapes vary each is sent ahead of its message.
+        transformer_config: gives the dtype of the messages and whether their shapes vary.
+        context: process groups of this rank.
+        shape: shape of all messages, ``[s, b, h]``; where shapes vary each is sent ahead of its
+            message.
     """
 
     def __init__(
-        self, config: TransformerConfig, context: ParallelContext, shape: Sequence[int]
+        self, transformer_config: TransformerConfig, context: ParallelContext, shape: Sequence[int]
     ) -> None:
         self.rank = context.pp_rank
         self.groups = context.pipeline_channels
-        self.shape = None if config.variable_seq_lengths or config.mtp_standalone else shape
-        self.dtype = config.pipeline_dtype
+        self.shape = (
+            None
+            if transformer_config.variable_seq_lengths or transformer_config.mtp_standalone
+            else shape
+        )
+        self.dtype = transformer_config.pipeline_dtype
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.sent: dict[tuple[Kind, int, int], list[tuple[torch.distributed.Work, Tensor]]] = {}
         self.received: dict[tuple[Kind, int, int], tuple[torch.distributed.Work, Tensor]] = {}
@@ -105,10 +109,10 @@ class GradientSync:
     """Starts the data-parallel communication of each chunk when the chunk is done.
 
     Until the last backward pass of a chunk its gradients are only added up. With
-    ``--overlap-grad-reduce`` their reduction starts during that pass; with
-    ``--align-grad-reduce``, or where weight gradients are deferred, right after it. As in
-    megatron-core's schedules there is nothing to align with where one chunk is all or the first of
-    the pipeline, whose backward pass is the last.
+    ``--overlap-grad-reduce`` their reduction starts during that pass; with ``--align-grad-reduce``,
+    or where weight gradients are deferred, right after it. As in megatron-core's schedules there is
+    nothing to align with where one chunk is all or the first of the pipeline, whose backward pass
+    is the last.
 
     megatron-core takes a bucket as complete when as many gradients have come as in a step that it
     has counted; one that is not complete after the pass, because a parameter was not used, is
@@ -118,15 +122,15 @@ class GradientSync:
     def __init__(
         self,
         chunks: Sequence[Any],
-        config: TransformerConfig,
+        transformer_config: TransformerConfig,
         actions: Sequence[Action],
         placement: Placement,
     ) -> None:
         self.placement = placement
         self.chunks = chunks
-        self.no_sync = _list_of(config.no_sync_func, len(chunks))
-        self.grad_sync = _list_of(config.grad_sync_func, len(chunks))
-        self.param_sync = _list_of(config.param_sync_func, len(chunks))
+        self.no_sync = _list_of(transformer_config.no_sync_func, len(chunks))
+        self.grad_sync = _list_of(transformer_config.grad_sync_func, len(chunks))
+        self.param_sync = _list_of(transformer_config.param_sync_func, len(chunks))
         self.halves = any(action.kind is Kind.WEIGHT for action in actions)
         last_to_end = len(chunks) == 1 and any(action.stage == 0 for action in actions)
         self.during = not self.halves and (last_to_end or not self.grad_sync)
@@ -138,7 +142,7 @@ class GradientSync:
         self.gathered = 0
 
     def start(self) -> None:
-        """Before the first action."""
+        """Stop the reduction of gradients, before the first action."""
         if self.no_sync:
             for index, no_sync in enumerate(self.no_sync):
                 self.waiting[index] = no_sync()
@@ -156,7 +160,7 @@ class GradientSync:
             self._release(self.placement.chunk_of(action.stage))
 
     def computed(self, action: Action) -> None:
-        """After gradients were computed: reduce those of a chunk that is done."""
+        """Reduce the gradients of a chunk that is done, after gradients were computed."""
         if not self.grad_sync or self.last.get(action.stage) != action:
             return
         chunk = self.placement.chunk_of(action.stage)
@@ -173,7 +177,7 @@ class GradientSync:
                 bucket.start_grad_sync()
 
     def finish(self) -> None:
-        """After the last action."""
+        """Release all chunks, after the last action."""
         for chunk in list(self.waiting):
             self._release(chunk)
 
@@ -183,12 +187,12 @@ class GradientSync:
 
 
 def _list_of(hook: Any, length: int) -> list[Callable[..., Any]]:
-    """megatron-core's hooks are one function or one for each chunk."""
+    """Return megatron-core's hooks, one function or one for each chunk, as a list."""
     if hook is None:
         return []
     return list(hook) if isinstance(hook, list) else [hook] * length
 
 
 def _buckets(chunk: Any) -> list[Any]:
-    """Groups of buckets of megatron-core's DDP whose gradients are reduced together."""
+    """Return the groups of buckets of megatron-core's DDP whose gradients are reduced together."""
     return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]

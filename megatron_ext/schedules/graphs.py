@@ -21,11 +21,11 @@ def records_graphs(flags: CudaGraphConfig, device: str) -> bool:
 
 
 def most_in_flight(actions: Sequence[Action], placement: Placement) -> list[int]:
-    """How many micro-batches each chunk of a rank holds at most, forwarded but not yet backward.
+    """Return how many micro-batches each chunk of a rank holds at most between the two passes.
 
     Args:
-        actions: of the rank, in order.
-        placement: of the stages.
+        actions: actions of the rank, in order.
+        placement: placement of the stages.
     """
     now, most = [0] * placement.num_chunks, [0] * placement.num_chunks
     for action in actions:
@@ -39,7 +39,7 @@ def most_in_flight(actions: Sequence[Action], placement: Placement) -> list[int]
 
 
 def graphable_layers(chunk: torch.nn.Module) -> list[TransformerLayer]:
-    """The layers of a model chunk that graphs are made of.
+    """Return the layers of a model chunk that graphs are made of.
 
     Raises:
         ConfigError: the model has none, since its layers are its own.
@@ -61,7 +61,7 @@ class StepGraphs:
     any before adds to them.
 
     Args:
-        chunks: of this rank, in the order of their stages.
+        chunks: chunks of this rank, in the order of their stages.
         warmup_steps: ``--cuda-graph-warmup-steps``.
 
     Raises:

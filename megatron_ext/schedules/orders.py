@@ -1,8 +1,7 @@
-"""The classic orders: no pipelining, 1F1B, interleaved 1F1B, and forward passes only.
+"""The orders in which ranks run their passes, by the name of the schedule.
 
-Zero-bubble orders: input gradients go first, weight gradients fill the gaps.
-
-Schedules by name.
+The classic ones are no pipelining, 1F1B, interleaved 1F1B, and forward passes only; in zero-bubble
+orders input gradients go first and weight gradients fill the gaps. `build_plan` adds the messages.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from megatron_ext.schedules.plan import (
 
 
 def one_f_one_b(placement: Placement, num_microbatches: int) -> list[Order]:
-    """One forward, one backward (PipeDream-Flush, arXiv:2006.09503; arXiv:2104.04473, fig. 3).
+    """Return one forward, one backward (PipeDream-Flush, arXiv:2006.09503; arXiv:2104.04473, fig.
+    3).
 
     A rank warms up with one forward pass for each stage after it, and so holds the activations of
     at most ``pipeline_size - rank`` micro-batches. On one rank this is no pipelining.
@@ -44,7 +44,7 @@ def one_f_one_b(placement: Placement, num_microbatches: int) -> list[Order]:
 
 
 def interleaved(placement: Placement, num_microbatches: int, group_size: int) -> list[Order]:
-    """Interleaved 1F1B (arXiv:2104.04473, section 2.2), in megatron-core's order.
+    """Return interleaved 1F1B (arXiv:2104.04473, section 2.2), in megatron-core's order.
 
     A chunk handles a group of micro-batches before the next chunk takes over.
 
@@ -74,7 +74,7 @@ def interleaved(placement: Placement, num_microbatches: int, group_size: int) ->
 
 
 def forward_only_order(placement: Placement, num_microbatches: int) -> list[Order]:
-    """Forward passes alone, for evaluation; groups of micro-batches go through chunk by chunk."""
+    """Return forward passes alone, for evaluation; groups of micro-batches pass chunk by chunk."""
     groups = _groups(num_microbatches, placement.pipeline_size, at_least=1)
     table = chunk_order(groups, placement.num_chunks)
     return [
@@ -84,7 +84,9 @@ def forward_only_order(placement: Placement, num_microbatches: int) -> list[Orde
 
 
 def _groups(num_microbatches: int, group_size: int, *, at_least: int) -> list[int]:
-    """Sizes of the groups; a last one below ``at_least`` is added to the one before it."""
+    """Return the sizes of the groups; a last one below ``at_least`` is added to the one
+    before it.
+    """
     whole, rest = divmod(num_microbatches, group_size)
     sizes = [group_size] * whole
     if rest and sizes and rest < at_least:
@@ -95,7 +97,7 @@ def _groups(num_microbatches: int, group_size: int, *, at_least: int) -> list[in
 
 
 def chunk_order(groups: list[int], num_chunks: int) -> list[tuple[int, int]]:
-    """``(microbatch, chunk)`` group by group, within a group chunk by chunk."""
+    """Return ``(microbatch, chunk)`` group by group, within a group chunk by chunk."""
     table, first = [], 0
     for size in groups:
         table += [(first + i, chunk) for chunk in range(num_chunks) for i in range(size)]
@@ -104,7 +106,7 @@ def chunk_order(groups: list[int], num_chunks: int) -> list[tuple[int, int]]:
 
 
 def _alternate(forwards: Order, backwards: Order, warmup: int) -> Order:
-    """Warm-up, one forward and one backward in turn, cool-down."""
+    """Return warm-up, one forward and one backward in turn, cool-down."""
     order = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         order += [forward, backward]
@@ -112,11 +114,11 @@ def _alternate(forwards: Order, backwards: Order, warmup: int) -> Order:
 
 
 def zb_h1(placement: Placement, num_microbatches: int) -> list[Order]:
-    """ZB-H1 (arXiv:2401.10241, section 2.2): the memory of 1F1B, a third of its bubble.
+    """Return ZB-H1 (arXiv:2401.10241, section 2.2): the memory of 1F1B, a third of its bubble.
 
     Rank r warms up as in 1F1B and runs the weight gradient of a micro-batch r micro-batches late,
-    so each rank holds ``pipeline_size`` activations at most. The bubble is
-    ``(pipeline_size - 1) * (forward + input_gradient - weight_gradient)``.
+    so each rank holds ``pipeline_size`` activations at most. The bubble is ``(pipeline_size - 1) *
+    (forward + input_gradient - weight_gradient)``.
     """
     orders = []
     for rank in range(placement.pipeline_size):
@@ -147,9 +149,9 @@ class _Rank:
     )
 
     def may_forward(self, chunk: int) -> bool:
-        """Whether the memory of 1F1B leaves room for one more forward pass.
+        """Return whether the memory of 1F1B leaves room for one more forward pass.
 
-        A rank holds ``2 * pipeline_size`` activations of its half-size chunks. On the way there it
+        A rank holds ``2 * pipeline_size`` activations of its half-size chunks. On the way forth it
         leaves room for those that it will hold on the way back before any gradient arrives.
         """
         size, done = self.placement.pipeline_size, self.counts
@@ -159,7 +161,7 @@ class _Rank:
         return chunk == 1 or pending < 2 * size - self.rank - 1
 
     def choose(self, now: float, ends: dict[tuple[Kind, int, int], float]) -> Action | None:
-        """The best computation that is ready, None while the rank is busy or has to wait."""
+        """Return the best computation that is ready, None while the rank is busy or has to wait."""
         if self.free_at > now:
             return None
         for kind in (Kind.INPUT, Kind.FORWARD, Kind.WEIGHT):
@@ -183,13 +185,13 @@ class _Rank:
 
 
 def zb_v(placement: Placement, num_microbatches: int, durations: Durations = EVEN) -> list[Order]:
-    """ZB-V (arXiv:2405.15362): two chunks on each rank, there and back, in the memory of 1F1B.
+    """Return ZB-V (arXiv:2405.15362): two chunks on each rank in V shape, in the memory of 1F1B.
 
-    A list scheduler: time runs, and a rank that is free takes the first computation that is ready,
-    input gradients before forward passes before weight gradients, later stages first.
+    This is a list scheduler: time runs, and a rank that is free takes the first computation that is
+    ready, input gradients before forward passes before weight gradients, later stages first.
 
     Args:
-        placement: there and back.
+        placement: V-shaped.
         num_microbatches: any number.
         durations: what the order is made for; it is right for any times, and best for these.
     """
@@ -219,12 +221,12 @@ def build_plan(
     forward_only: bool = False,
     durations: Durations = EVEN,
 ) -> Plan:
-    """The lists of actions of all pipeline ranks for one step.
+    """Return the lists of actions of all pipeline ranks for one step.
 
     Args:
         schedule: one of `SCHEDULES`.
-        pipeline_size: ranks.
-        num_microbatches: of each data-parallel rank.
+        pipeline_size: number of pipeline ranks.
+        num_microbatches: micro-batches of each data-parallel rank.
         num_chunks: stages on each rank; more than one for interleaved, two for zb-v.
         group_size: micro-batches that an interleaved chunk handles before the next chunk; default
             and least: the pipeline size.

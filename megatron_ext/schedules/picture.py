@@ -27,7 +27,7 @@ NAMES = {
 
 
 def text(plan: Plan, cost: Price, columns: int = 0) -> str:
-    """The timeline in letters, one column for each unit of time.
+    """Draw the timeline in letters, one column for each unit of time.
 
     A computation is its letter and the micro-batch's number, then dashes while it lasts; later
     chunks are in small letters, and dots are idle time.

@@ -1,12 +1,10 @@
-"""A pipeline schedule is data: for each pipeline rank, a list of actions.
+"""A pipeline schedule is data: for each pipeline rank, a list of actions, and what they cost.
 
 A plan is made in two steps. An order says which forward and backward passes a rank runs, one after
-the other (`orders.py`, `zero_bubble.py`). `with_messages` then adds the sends and receives, so that
-all lists are cuts of one total order of events in which each message is a single event. Such lists
-cannot deadlock: whatever the channels hold, the first event in that order that has not happened
-can happen.
-
-What a plan costs: time, bubble and memory.
+the other (`orders`). `with_messages` then adds the sends and receives, so that all lists are cuts
+of one total order of events in which each message is a single event. Such lists cannot deadlock:
+whatever the channels hold, the first event in that order that has not happened can happen. `price`
+tells the time, the bubble and the memory of a plan.
 """
 
 from __future__ import annotations
@@ -47,8 +45,8 @@ class Action:
     Attributes:
         kind: what is done.
         microbatch: index of the micro-batch in the step.
-        stage: the model stage that this rank acts for, counted along the whole model.
-        peer: the pipeline rank at the other end of a message, None for computation.
+        stage: model stage that this rank acts for, counted along the whole model.
+        peer: pipeline rank at the other end of a message, None for computation.
     """
 
     kind: Kind
@@ -76,7 +74,7 @@ class Durations:
     weight_gradient: float = 1.0
 
     def of(self, kind: Kind) -> float:
-        """Time of a computation."""
+        """Return the time of a computation."""
         if kind is Kind.BACKWARD:
             return self.input_gradient + self.weight_gradient
         return {
@@ -94,7 +92,7 @@ class CyclicOrder(ValueError):
 
 
 def needs(action: Action, placement: Placement) -> Iterator[tuple[Kind, int, int]]:
-    """What must have been computed before: ``(kind, microbatch, stage)``.
+    """Yield what must have been computed before: ``(kind, microbatch, stage)``.
 
     For the input gradient of the next stage the kind is INPUT, whether that stage computes it as
     INPUT or within BACKWARD.
@@ -111,7 +109,7 @@ def needs(action: Action, placement: Placement) -> Iterator[tuple[Kind, int, int
 
 
 def gives(action: Action) -> tuple[Kind, int, int]:
-    """The key under which other actions need this computation."""
+    """Return the key under which other actions need this computation."""
     kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
     return kind, action.microbatch, action.stage
 
@@ -131,12 +129,12 @@ def timeline(
     durations: Durations = EVEN,
     latency: float = 0.0,
 ) -> list[list[Timed]]:
-    """When each rank runs each computation, if every one starts as soon as it can.
+    """Return when each rank runs each computation, if every one starts as soon as it can.
 
     Args:
         orders: for each rank, its computations; messages are ignored.
-        placement: of the stages.
-        durations: of the computations.
+        placement: placement of the stages.
+        durations: times of the computations.
         latency: time of a message between two ranks.
 
     Raises:
@@ -169,7 +167,7 @@ def timeline(
 
 
 def _message(action: Action, placement: Placement) -> tuple[Action, Action] | None:
-    """The send and the receive that a computation causes, None where its result stays."""
+    """Return the send and the receive that a computation causes, None where its result stays."""
     sender = placement.rank_of(action.stage)
     if action.kind is Kind.FORWARD:
         kinds, stage = (Kind.SEND_OUTPUT, Kind.RECEIVE_INPUT), action.stage + 1
@@ -191,8 +189,8 @@ def with_messages(
 ) -> list[Order]:
     """Add the sends and receives to the ranks' computations.
 
-    A send follows its computation; the receive stands where that computation ends in the
-    timeline, before what the receiver finishes later, so that it is posted ahead of its use.
+    A send follows its computation; the receive stands where that computation ends in the timeline,
+    before what the receiver finishes later, so it is posted ahead of its use.
 
     Raises:
         CyclicOrder: the orders cannot be run.
@@ -219,8 +217,8 @@ class Plan:
 
     Attributes:
         schedule: its name, such as ``1f1b``.
-        placement: of the stages.
-        num_microbatches: of each data-parallel rank.
+        placement: placement of the stages.
+        num_microbatches: micro-batches of each data-parallel rank.
         ranks: for each pipeline rank its actions, messages included.
     """
 
@@ -239,8 +237,8 @@ class Price:
         makespan: time from the first start to the last end.
         bubble: time that the busiest rank is idle: the makespan without its work.
         bubble_share: ``bubble / makespan``.
-        peak_activations: for each rank, the most stage activations held at once; one is let go
-            when its weight gradient is done.
+        peak_activations: for each rank, the most stage activations held at once; one is let go when
+            its weight gradient is done.
     """
 
     timeline: list[list[Timed]]
@@ -251,13 +249,7 @@ class Price:
 
 
 def price(plan: Plan, durations: Durations = EVEN, latency: float = 0.0) -> Price:
-    """Simulate a plan with given times of its actions.
-
-    Args:
-        plan: any.
-        durations: of one stage's computations.
-        latency: of a message between two ranks.
-    """
+    """Simulate a plan with given times of its actions; ``latency`` is the time of a message."""
     timed = timeline([list(rank) for rank in plan.ranks], plan.placement, durations, latency)
     makespan = max((rank[-1].end for rank in timed if rank), default=0.0)
     work = max(sum(entry.end - entry.start for entry in rank) for rank in timed)
@@ -272,7 +264,7 @@ def price(plan: Plan, durations: Durations = EVEN, latency: float = 0.0) -> Pric
 
 
 def _peak(actions: Sequence[Action]) -> int:
-    """Most activations held at once; one that is never let go counts for its own time only."""
+    """Return the most activations held at once; one never let go counts for its own time only."""
     trains = any(action.kind is not Kind.FORWARD for action in actions if action.kind in COMPUTE)
     held = peak = 0
     for action in actions:

@@ -1,7 +1,4 @@
-"""Runs one rank's list of actions over megatron-core's ``forward_step`` and ``backward_step``.
-
-Division of a step's gradients by its tokens, without asking the device how many there were.
-"""
+"""Runs one rank's list of actions over megatron-core's ``forward_step`` and ``backward_step``."""
 
 from __future__ import annotations
 
@@ -41,14 +38,14 @@ def scale_by_tokens(
 ) -> None:
     """Divide the gradients by the tokens of all data- and context-parallel ranks.
 
-    The arithmetic of megatron-core's ``finalize_model_grads``, which waits for the device to learn
-    whether there was a token at all; here the device decides by itself.
+    This is the arithmetic of megatron-core's ``finalize_model_grads``, which waits for the device
+    to learn whether there was a token at all; here the device decides by itself.
 
     Args:
-        chunks: of this rank, their gradients summed over the data-parallel ranks.
-        num_tokens: of this rank's micro-batches, int ``[]``; it is overwritten.
-        pp: ranks of the pipeline.
-        dp_cp: data- and context-parallel ranks.
+        chunks: chunks of this rank, their gradients summed over the data-parallel ranks.
+        num_tokens: tokens of this rank's micro-batches, int ``[]``; it is overwritten.
+        pp: pipeline group.
+        dp_cp: data- and context-parallel group.
         last_stage_rank: rank within ``pp`` that has counted.
     """
     torch.distributed.broadcast(num_tokens, group=pp, group_src=last_stage_rank)
@@ -67,20 +64,21 @@ class PipelineEngine:
     """Runs plans on this rank's model chunks.
 
     Args:
-        schedule: its name in `schedules.SCHEDULES`.
-        chunks: of this rank, in the order of their stages, each wrapped for data parallelism.
-        config: megatron-core's, with its hooks for the synchronization of gradients and
+        schedule: its name in `orders.SCHEDULES`.
+        chunks: chunks of this rank, in the order of their stages, each wrapped for data
+            parallelism.
+        transformer_config: megatron-core's, with its hooks for the synchronization of gradients and
             parameters set as for megatron-core's own schedules.
-        context: groups of this rank.
+        context: process groups of this rank.
         group_size: see `build_plan`.
-        graphs: of the chunks' layers; None runs them kernel by kernel.
+        graphs: graphs of the chunks' layers; None runs them kernel by kernel.
     """
 
     def __init__(
         self,
         schedule: str,
         chunks: Sequence[torch.nn.Module],
-        config: TransformerConfig,
+        transformer_config: TransformerConfig,
         context: ParallelContext,
         *,
         group_size: int | None = None,
@@ -88,13 +86,13 @@ class PipelineEngine:
     ) -> None:
         self.schedule = schedule
         self.chunks = list(chunks)
-        self.config = config
+        self.transformer_config = transformer_config
         self.context = context
         self.group_size = group_size
         self.graphs = graphs
 
     def plan(self, num_microbatches: int, *, forward_only: bool) -> Plan:
-        """The plan of a step, the same on all ranks."""
+        """Return the plan of a step, the same on all ranks."""
         return cached_plan(
             self.schedule,
             pipeline_size=self.context.layout.pipeline_model_parallel_size,
@@ -118,12 +116,12 @@ class PipelineEngine:
         """Run one step, and finalize its gradients.
 
         Args:
-            forward_step: ``(data_iterator, model)`` to the output and the loss function, as
+            forward_step: maps ``(data_iterator, model)`` to the output and the loss function, as
                 megatron-core's schedules take it.
-            data_iterators: for each chunk of this rank.
-            num_microbatches: of each data-parallel rank.
-            shape: of what passes from stage to stage on this rank, ``[s, b, h]``; not used where
-                shapes vary and are sent along.
+            data_iterators: one for each chunk of this rank.
+            num_microbatches: micro-batches of each data-parallel rank.
+            shape: shape of what passes from stage to stage on this rank, ``[s, b, h]``; not used
+                where shapes vary and are sent along.
             forward_only: no gradients.
             collect_non_loss_data: the loss function is called with ``non_loss_data=True``.
             force_all_reduce: every data-parallel rank gets all reduced gradients.
@@ -134,24 +132,26 @@ class PipelineEngine:
         plan = self.plan(num_microbatches, forward_only=forward_only)
         step = _Step(self, plan, forward_step, data_iterators, shape)
         step.trains, step.collect_non_loss_data = not forward_only, collect_non_loss_data
-        config = self.config
-        finalizes = config.finalize_model_grads_func is not None and not forward_only
+        transformer_config = self.transformer_config
+        finalizes = transformer_config.finalize_model_grads_func is not None and not forward_only
         on_last = self.context.is_last_stage
         if self.graphs is not None and not forward_only:
             self.graphs.before_step(step.actions, plan.placement)
         embedding = None
         if finalizes:
-            embedding = clear_embedding_activation_buffer(config, self.chunks, on_last)
+            embedding = clear_embedding_activation_buffer(transformer_config, self.chunks, on_last)
         step.run()
         if finalizes:
-            finish_embedding_wgrad_compute(config, embedding, on_last, self.context.pgs.tp)
-            config.finalize_model_grads_func(
+            finish_embedding_wgrad_compute(
+                transformer_config, embedding, on_last, self.context.pgs.tp
+            )
+            transformer_config.finalize_model_grads_func(
                 self.chunks,
                 None,
                 pg_collection=self.context.pgs,
                 force_all_reduce=force_all_reduce,
             )
-            if config.calculate_per_token_loss:
+            if transformer_config.calculate_per_token_loss:
                 scale_by_tokens(
                     self.chunks,
                     step.num_tokens,
@@ -179,14 +179,16 @@ class _Step:
         self.plan = plan
         self.placement = plan.placement
         self.chunks = engine.chunks
-        self.config = engine.config
+        self.transformer_config = engine.transformer_config
         self.context = engine.context
         self.forward_step_func = forward_step_func
         self.data_iterators = data_iterators
         self.actions = plan.ranks[engine.context.pp_rank]
-        self.channels = Channels(engine.config, engine.context, shape)
-        self.sync = GradientSync(engine.chunks, engine.config, self.actions, plan.placement)
-        self.deferred: Any = getattr(engine.config, "weight_gradients", None)
+        self.channels = Channels(engine.transformer_config, engine.context, shape)
+        self.sync = GradientSync(
+            engine.chunks, engine.transformer_config, self.actions, plan.placement
+        )
+        self.deferred: Any = getattr(engine.transformer_config, "weight_gradients", None)
         self.inputs: dict[tuple[int, int], Tensor | None] = {}
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.gradients: dict[tuple[int, int], Tensor] = {}
@@ -194,7 +196,7 @@ class _Step:
         self.num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
 
     def run(self) -> None:
-        """All actions, in order; then the last messages are waited for."""
+        """Run all actions, in order; then wait for the last messages."""
         if self.trains:
             self.sync.start()
         for action in self.actions:
@@ -218,14 +220,14 @@ class _Step:
         if action.kind is Kind.SEND_OUTPUT:
             output = self.outputs[key] if self.trains else self.outputs.pop(key)
             self.channels.send(action, output)
-            deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+            deallocate_output_tensor(output, self.transformer_config.deallocate_pipeline_outputs)
         elif action.kind is Kind.SEND_GRADIENT:
             self.channels.send(action, self.gradients.pop(key))
         else:
             self.channels.receive(action)
 
     def forward(self, action: Action) -> None:
-        """Forward pass of one micro-batch through one chunk."""
+        """Run the forward pass of one micro-batch through one chunk."""
         key = action.microbatch, action.stage
         chunk_index = self.placement.chunk_of(action.stage)
         entering = self._input(action)
@@ -238,7 +240,7 @@ class _Step:
             self.plan.num_microbatches,
             entering,
             self.reports,
-            self.config,
+            self.transformer_config,
             cp_group_size=self.context.pgs.cp.size(),
             collect_non_loss_data=self.collect_non_loss_data,
             is_first_microbatch=action.microbatch == 0,
@@ -253,7 +255,7 @@ class _Step:
             self.outputs[key] = output
 
     def _input(self, action: Action) -> Tensor | None:
-        """What the stage before gave, None for the first stage."""
+        """Return what the stage before gave, None for the first stage."""
         if action.stage == 0:
             return None
         before = action.microbatch, action.stage - 1
@@ -262,11 +264,13 @@ class _Step:
         else:
             output = self.outputs[before] if self.trains else self.outputs.pop(before)
             entering = output.detach()
-            deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+            deallocate_output_tensor(output, self.transformer_config.deallocate_pipeline_outputs)
         return entering.requires_grad_(self.trains)
 
     def backward(self, action: Action) -> None:
-        """Backward pass of one micro-batch through one chunk, whole or of the input alone."""
+        """Run the backward pass of one micro-batch through one chunk, whole or of the input
+        alone.
+        """
         key = action.microbatch, action.stage
         gradient = None
         if action.stage < self.placement.num_stages - 1:
@@ -283,7 +287,7 @@ class _Step:
                 self.outputs.pop(key),
                 gradient,
                 ModelType.encoder_or_decoder,
-                self.config,
+                self.transformer_config,
             )
         if action.stage > 0:
             self.gradients[key] = given

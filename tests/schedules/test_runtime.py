@@ -308,7 +308,7 @@ def check_deferral(context: ParallelContext) -> None:
     """Weight gradients really come after later input gradients, not within them."""
     engine, chunks = engine_of("zb-h1", context)
     events: list[tuple[str, tuple[int, int]]] = []
-    queue: Any = engine.config.weight_gradients
+    queue: Any = engine.transformer_config.weight_gradients
     collect, compute = queue.collect, queue.compute
     queue.collect = lambda key: (events.append(("I", key)), collect(key))[1]
     queue.compute = lambda key: (events.append(("W", key)), compute(key))[1]
