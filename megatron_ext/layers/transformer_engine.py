@@ -1,8 +1,9 @@
-"""What a run with Transformer Engine's layers needs in addition to megatron-core's specs.
+"""Transformer Engine's layers need more than megatron-core's specs: this file prepares a rank for
+them.
 
-At its start: variables of the environment, a GPU that has the recipe, buffers of overlapped
-communication. And a layer whose weight gradients are summed by Transformer Engine's kernel, which
-megatron-core's own output layer could not do.
+At the start of a run it sets variables of the environment, checks that the GPU has the recipe, and
+makes the buffers of overlapped communication. It also has a layer whose weight gradients are summed
+by Transformer Engine's kernel, which megatron-core's own output layer could not do.
 """
 
 from __future__ import annotations

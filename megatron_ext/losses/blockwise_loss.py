@@ -26,7 +26,7 @@ TokenLosses = Callable[[Tensor, VocabularyHead, Inputs], Tensor | tuple[Tensor, 
 
 @dataclass(frozen=True)
 class _Work:
-    """What the blocks of one micro-batch have in common; inputs and weights are flattened."""
+    """The common data of one micro-batch's blocks; inputs and weights are flattened."""
 
     loss: TokenLosses
     head: Head

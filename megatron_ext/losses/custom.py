@@ -56,7 +56,7 @@ _TAKEN = (
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss needs of one micro-batch on one rank; s is this rank's part of the sequence.
+    """The inputs of a loss for one micro-batch on one rank; s is this rank's part of the sequence.
 
     Attributes:
         weights: weights of the tokens, 0 where there is no target, ``[b, s]``; the loss of a step

@@ -30,7 +30,7 @@ from megatron_ext.device.streams import HostCopy
 
 
 class UpdateResult:
-    """What an update did, known on the device at once and on the host when it asks.
+    """Result of an update, known on the device at once and on the host when it asks.
 
     The host then waits for this update, but not for what was launched after it.
 

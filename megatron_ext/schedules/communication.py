@@ -1,4 +1,4 @@
-"""What leaves a rank within a step: messages between pipeline ranks, and gradients of done chunks.
+"""Communication within a step: messages between pipeline ranks, and gradients of done chunks.
 
 megatron-core's P2PCommunicator names neighbours (previous, next), which on two ranks are the same
 peer, so its messages can swap; in `Channels` a message names its ends. Messages to higher and to

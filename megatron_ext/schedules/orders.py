@@ -137,7 +137,7 @@ def zb_h1(placement: Placement, num_microbatches: int) -> list[Order]:
 
 @dataclass
 class _Rank:
-    """What one rank has done so far; counts are indexed by kind and chunk."""
+    """The state of one rank in the scheduler; counts are indexed by kind and chunk."""
 
     placement: Placement
     rank: int

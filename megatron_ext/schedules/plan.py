@@ -17,7 +17,7 @@ from megatron_ext.parallel.grid import Placement
 
 
 class Kind(Enum):
-    """What an action does.
+    """Kinds of actions.
 
     BACKWARD computes the gradients of the input and of the weights together; INPUT and WEIGHT are
     its two halves (arXiv:2401.10241, where they are called B and W).

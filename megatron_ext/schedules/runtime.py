@@ -155,8 +155,8 @@ class PipelineEngine:
                 scale_by_tokens(
                     self.chunks,
                     step.num_tokens,
-                    pp=self.context.pgs.pp,
-                    dp_cp=self.context.pgs.dp_cp,
+                    pp=pgs.pp,
+                    dp_cp=pgs.dp_cp,
                     last_stage_rank=self.context.last_stage_rank,
                 )
         return step.reports

@@ -145,7 +145,7 @@ Wanted = Literal["rows", "columns", "both"]
 
 
 class Pass(NamedTuple):
-    """What a pass over a matrix ``[m, k]`` gives.
+    """Results of a pass over a matrix ``[m, k]``.
 
     Attributes:
         number: scale or largest magnitude; float32 ``[]``, ``[m, 1]`` or ``[1, k]``.

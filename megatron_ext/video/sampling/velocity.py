@@ -98,7 +98,7 @@ class ParallelVelocity:
                 "None for one without; give it, or leave it out."
             )
         tp_size = context.pgs.tp.size()
-        self._multiple = cp_size * (tp_size if engine.config.sequence_parallel else 1)
+        self._multiple = cp_size * (tp_size if engine.transformer_config.sequence_parallel else 1)
 
     @property
     def device(self) -> torch.device:

@@ -198,7 +198,7 @@ def test_a_users_own_model_is_sampled_from(context: ParallelContext) -> None:
 def test_a_model_that_lacks_a_method_is_refused(context: ParallelContext) -> None:
     engine = own_velocity(context).engine
     with pytest.raises(ConfigError, match="model Incomplete must have a method `boundary_shape"):
-        ParallelVelocity(engine, [Incomplete(engine.config)], context, patch_size=2)
+        ParallelVelocity(engine, [Incomplete(engine.transformer_config)], context, patch_size=2)
 
 
 @ranks(cp=2)
