@@ -142,14 +142,10 @@ class PipelineEngine:
             embedding = clear_embedding_activation_buffer(transformer_config, self.chunks, on_last)
         step.run()
         if finalizes:
-            finish_embedding_wgrad_compute(
-                transformer_config, embedding, on_last, self.context.pgs.tp
-            )
+            pgs = self.context.pgs
+            finish_embedding_wgrad_compute(transformer_config, embedding, on_last, pgs.tp)
             transformer_config.finalize_model_grads_func(
-                self.chunks,
-                None,
-                pg_collection=self.context.pgs,
-                force_all_reduce=force_all_reduce,
+                self.chunks, None, pg_collection=pgs, force_all_reduce=force_all_reduce
             )
             if transformer_config.calculate_per_token_loss:
                 scale_by_tokens(
