@@ -118,7 +118,7 @@ def measure(rounds: int, steps: int) -> tuple[list[float], list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         torch_device = device.activate(0)
         context = init_groups(
-            Layout.from_config(config), device, init_method=f"file://{folder}/rendezvous"
+            Layout.from_config(config.parallel), device, init_method=f"file://{folder}/rendezvous"
         )
         runs = []
         for _ in range(2):

@@ -138,7 +138,9 @@ def run_rank(config: RunConfig, tokenizer: Tokenizer, folder: Path) -> int:
     device = select()
     torch_device = device.activate(int(os.environ["LOCAL_RANK"]))
     torch.set_num_threads(1)
-    context = init_groups(Layout.from_config(config), device, init_method=f"file://{folder}/store")
+    context = init_groups(
+        Layout.from_config(config.parallel), device, init_method=f"file://{folder}/store"
+    )
     seed_everything(context, config.training.seed)
     run = build_run(config, FLOW, context, torch_device, tokenizer)
     with redirect_stdout(None):

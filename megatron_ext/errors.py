@@ -1,8 +1,6 @@
-"""The four kinds of error that a user can meet, and how a program ends by Ctrl-C.
+"""The four kinds of error that a user can meet, and how programs and their processes end.
 
-Each message is one sentence: the name, the value, the rule, and what to do.
-
-Processes that end with the process that forked them, even where that is killed.
+The message of an error is one sentence: the name, the value, the rule, and what to do.
 """
 
 from __future__ import annotations
@@ -21,11 +19,10 @@ EXIT_CODE_INTERRUPTED = 130
 
 
 class MegatronExtError(Exception):
-    """Base of every error that this package raises on purpose.
+    """The base of every error that this package raises on purpose.
 
     Args:
-        messages: one sentence, or several that belong together (all the errors of a
-            configuration are reported at once).
+        messages: one sentence, or several that belong together, such as all of a configuration's.
     """
 
     def __init__(self, messages: str | Sequence[str]) -> None:

@@ -135,7 +135,7 @@ def check_resume(config: RunConfig) -> None:
             path,
             dict(common.get("content_metadata") or {}),
             arguments,
-            Layout.from_config(config),
+            Layout.from_config(config.parallel),
             distributed=config.optimizer.use_distributed_optimizer,
             has_main_weights=config.precision.bf16 or config.precision.fp16,
         )

@@ -27,7 +27,11 @@ def stage_reads_data(config: RunConfig, context: ParallelContext) -> bool:
     others need them only where attention stops at document ends, whose mask is made from the ids.
     """
     ends = context.is_first_stage or context.is_last_stage
-    return ends or context.pp_rank == mtp_rank(config) or config.data.reset_attention_mask
+    return (
+        ends
+        or context.pp_rank == mtp_rank(config.model, config.parallel)
+        or config.data.reset_attention_mask
+    )
 
 
 def reads_dataset(config: RunConfig, context: ParallelContext) -> bool:

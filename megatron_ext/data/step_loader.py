@@ -22,7 +22,7 @@ from megatron_ext.data.batch import (
     with_mtp_targets,
     with_reduced_weights,
 )
-from megatron_ext.device.streams import sent
+from megatron_ext.device.streams import to_device
 
 if TYPE_CHECKING:
     from megatron_ext.parallel.context import ParallelContext
@@ -115,8 +115,8 @@ class StepLoader:
                 # Copies, since what a loader's process has sent keeps a file open for each tensor.
                 parts = torch.stack([sample[key] for key in self.keys])
                 drawn.append((parts, sample["loss_mask"].clone()))
-            ids = sent(torch.stack([parts for parts, _ in drawn]), self.device)
-            masks = sent(torch.stack([mask for _, mask in drawn]).float(), self.device)
+            ids = to_device(torch.stack([parts for parts, _ in drawn]), self.device)
+            masks = to_device(torch.stack([mask for _, mask in drawn]).float(), self.device)
         else:
             ids = torch.empty(
                 (num_microbatches, len(self.keys), *self.shape),
@@ -181,7 +181,7 @@ class MappingLoader:
         return [
             Sample(
                 {
-                    name: sent(value, self.device) if isinstance(value, Tensor) else value
+                    name: to_device(value, self.device) if isinstance(value, Tensor) else value
                     for name, value in sample.items()
                 },
                 self.context,

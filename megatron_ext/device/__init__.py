@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from megatron_ext.device import cuda_shim as cuda_on_cpu
+from megatron_ext.device import cuda_shim
 from megatron_ext.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ Kind = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True)
 class Device:
-    """What ranks run on.
+    """The device that ranks run on.
 
     Attributes:
         kind: ``"cuda"`` or ``"cpu"``.
@@ -35,7 +35,7 @@ class Device:
     def activate(self, local_rank: int) -> torch.device:
         """Make this process use the device; every rank calls it once, before any group exists.
 
-        On a CPU this installs the answers of `cuda_on_cpu`. On GPUs it also sets the environment
+        On a CPU this installs the shim of ``torch.cuda``. On GPUs it also sets the environment
         that Megatron-LM makes its users export.
 
         Args:
@@ -45,7 +45,7 @@ class Device:
             ConfigError: more ranks than GPUs on this machine.
         """
         if self.kind == "cpu":
-            cuda_on_cpu.install()
+            cuda_shim.install()
             return torch.device("cpu")
         count = torch.cuda.device_count()
         if local_rank >= count:

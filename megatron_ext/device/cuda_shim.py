@@ -1,16 +1,10 @@
-"""The table: what each name of ``torch.cuda`` answers on a machine without a GPU.
+"""The shim that stands in for ``torch.cuda`` on a machine without a GPU.
 
-Three headings. TRUE ON A CPU: the answer holds (there is nothing to wait for, the current device
-is number 0). REDIRECTED: the request is carried out on the CPU. UNTRUE: the answer is false, and
-core needs it to be. Whatever would invent a measurement is denied. Every row names the file of
-megatron-core 0.16.1 that asks.
-
-Turning a request for a CUDA device into one for the CPU.
-
-Answering megatron-core's questions to ``torch.cuda`` on a machine without a GPU.
-
-megatron-core addresses ``torch.cuda`` by name. This module puts the answers of `answers.TABLE` in
-the place of those names, on request only, and takes them away again.
+megatron-core addresses ``torch.cuda`` by name. `install` puts the answers of `TABLE` in the place
+of those names, on request only, and `uninstall` takes them away again. Every row of the table names
+the file of megatron-core 0.16.1 that asks, and how far its answer is from a GPU's: true on a CPU
+(there is nothing to wait for), redirected (the CPU carries the request out), untrue (the answer is
+false, and core needs it to be), or denied (any answer would be an invented measurement).
 """
 
 from __future__ import annotations
@@ -25,14 +19,75 @@ from typing import Any
 
 import torch
 
-from megatron_ext.device.streams import CpuEvent, CpuStream
 from megatron_ext.errors import ConfigError, DeviceNotSupported
 
 CPU = torch.device("cpu")
 
 
+class CpuStream:
+    """A CUDA stream on a CPU: all streams are the same one, and their work is done already."""
+
+    cuda_stream = 0
+    stream_id = 0
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        """Take a device and a priority, as CUDA's does."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CpuStream)
+
+    def __hash__(self) -> int:
+        return hash(CpuStream)
+
+    def synchronize(self, *_awaited: Any) -> None:
+        """Return at once, since nothing is outstanding."""
+
+    wait_stream = wait_event = synchronize
+
+    def query(self) -> bool:
+        """Return True, since all work is done."""
+        return True
+
+    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
+        """Return an event that has happened already."""
+        return event if event is not None else CpuEvent()
+
+    def __enter__(self) -> CpuStream:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        return None
+
+
+class CpuEvent:
+    """A CUDA event on a CPU: it has happened, but when is not known."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        """Take timing and blocking options, as CUDA's does."""
+
+    def synchronize(self, *_stream: Any) -> None:
+        """Return at once, since nothing is outstanding."""
+
+    record = wait = synchronize
+
+    def query(self) -> bool:
+        """Return True, since the event has happened."""
+        return True
+
+    def elapsed_time(self, end_event: CpuEvent) -> float:
+        """Refuse what would be an invented measurement.
+
+        Raises:
+            DeviceNotSupported: always.
+        """
+        raise DeviceNotSupported(
+            "`torch.cuda.Event.elapsed_time` times a GPU, but this run is on a CPU; use "
+            "`time.perf_counter`."
+        )
+
+
 def as_cpu(device: Any) -> Any:
-    """The CPU where a CUDA device is named (an integer names one), else the argument itself."""
+    """Return the CPU for a CUDA device (an integer names one), else the argument itself."""
     if isinstance(device, bool):
         return device
     if isinstance(device, int):
@@ -45,7 +100,7 @@ def as_cpu(device: Any) -> Any:
 
 
 def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """A tensor factory whose ``device=`` may name a GPU, and which never pins memory."""
+    """Return a tensor factory whose ``device=`` may name a GPU, and which never pins memory."""
 
     @functools.wraps(factory)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -58,7 +113,7 @@ def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def moves_to_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
-    """``Tensor.to`` or ``Module.to`` whose first argument or ``device=`` may name a GPU."""
+    """Return ``Tensor.to`` or ``Module.to`` whose first argument or ``device=`` may be a GPU."""
 
     @functools.wraps(move)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +127,7 @@ def moves_to_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stays(move: Callable[..., Any]) -> Callable[..., Any]:
-    """``Tensor.cuda``, ``Module.cuda`` and ``Tensor.pin_memory``: already there."""
+    """Return ``Tensor.cuda``, ``Module.cuda`` or ``Tensor.pin_memory`` that does nothing."""
 
     @functools.wraps(move)
     def wrapper(self: Any, *_args: Any, **_kwargs: Any) -> Any:
@@ -82,7 +137,7 @@ def stays(move: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def claims_cuda_type(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """``Tensor.type()`` that names a CUDA type; with an argument it converts as ever."""
+    """Return ``Tensor.type()`` that names a CUDA type; with an argument it converts as ever."""
 
     @functools.wraps(type_of)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +150,7 @@ def claims_cuda_type(type_of: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Heading(Enum):
-    """How far the answer of a row is from what a GPU would say."""
+    """The distance of an answer from what a GPU would say."""
 
     TRUE_ON_A_CPU = "true on a CPU"
     REDIRECTED = "redirected"
@@ -109,10 +164,8 @@ class Row:
 
     Attributes:
         owner: the module or class that holds the name.
-        name: the attribute.
-        heading: see `Heading`.
-        needed_by: who asks, relative to ``megatron/core/``.
-        make: from the original attribute to its stand-in.
+        needed_by: the place that asks, relative to ``megatron/core/``.
+        make: a function from the original attribute to its stand-in.
     """
 
     owner: Any
@@ -123,7 +176,7 @@ class Row:
 
 
 def _answer(value: Any) -> Callable[[Any], Any]:
-    """A function that gives the same answer whatever it is asked."""
+    """Return the maker of a function that gives the same answer whatever it is asked."""
 
     def make(original: Any) -> Any:
         def answer(*_args: Any, **_kwargs: Any) -> Any:
@@ -156,7 +209,7 @@ def _denied(original: Any) -> Any:
 
 
 def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
-    """State of the CPU's generator, which is the only one."""
+    """Return the state of the CPU's generator, which is the only one."""
     return torch.default_generator.get_state()
 
 
@@ -172,7 +225,7 @@ def _manual_seed(seed: int) -> None:
 
 @contextlib.contextmanager
 def _stream(stream: Any) -> Any:
-    """All streams are the same one."""
+    """Do nothing, since all streams are the same one."""
     yield
 
 
@@ -273,7 +326,7 @@ _saved: list[tuple[Any, str, Any]] = []
 
 
 class _OneGenerator(logging.Filter):
-    """Drops core's warning that the CPU's random state moved: here it is the device's own."""
+    """A filter of core's warning that the CPU's random state moved: it is the device's own."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
@@ -296,7 +349,7 @@ def install() -> None:
         return
     if torch.cuda.is_available():
         raise ConfigError(
-            "`cuda_on_cpu.install` was called on a machine with a GPU, where its answers would be "
+            "`cuda_shim.install` was called on a machine with a GPU, where its answers would be "
             "wrong; use `device.select()`, or hide the GPU with `CUDA_VISIBLE_DEVICES=`."
         )
     for row in TABLE:
@@ -323,5 +376,5 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Whether the answers are in place."""
+    """Tell whether the answers are in place."""
     return bool(_saved)

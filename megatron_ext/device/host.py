@@ -17,7 +17,7 @@ RDMA = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class Host:
-    """What one process may take of its host.
+    """The limits of what one process may take of its host.
 
     Attributes:
         cores: number of cores; a fraction where a container limits the processor time.

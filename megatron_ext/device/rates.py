@@ -1,9 +1,7 @@
-"""What a device really does: seconds of a piece of work, matrix rate and copy bandwidth.
+"""What a GPU can do: products in 8 bits by its capability, measured matrix and copy rates.
 
-``python -m megatron_ext.device.rates --index 0`` prints the rates of a GPU as JSON; the doctor runs
-it apart, so that a broken driver ends that process only.
-
-What NVIDIA GPUs of a compute capability multiply in 8 bits.
+``python -m megatron_ext.device.rates --index 0`` prints the rates of a GPU as JSON, in a process of
+its own, so that a broken driver ends that process only.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from megatron_ext.errors import DeviceNotSupported
 Capability = tuple[int, int]
 
 FP8: Capability = (8, 9)
-"""Of the first GPUs with 8-bit products, Ada; Hopper (9.0) and newer have them too."""
+"""The capability of the first GPUs with 8-bit products, Ada; Hopper and newer have them too."""
 
 FIRST: dict[str, Capability] = {
     "delayed": FP8,
@@ -31,16 +29,14 @@ FIRST: dict[str, Capability] = {
     "blockwise": (9, 0),
     "mxfp8": (10, 0),
 }
-"""The first compute capability with the products of a recipe of Transformer Engine; a recipe of the
-user's own may need any.
-"""
+"""The first capability with the products of each recipe of Transformer Engine."""
 
 CONSUMER_BLACKWELL: Capability = (12, 0)
-"""The first without MXFP8 again."""
+"""The first capability without MXFP8 again."""
 
 
 def engine_recipes(capability: Capability) -> tuple[str, ...]:
-    """Recipes of Transformer Engine that a GPU has the products for.
+    """Return the recipes of Transformer Engine that a GPU has the products for.
 
     The rules are those of ``transformer_engine/pytorch/quantization.py`` 2.9: its blocks of 128
     are made for Hopper, and MXFP8 for Blackwell of data centres (10.0 and 10.3).
@@ -59,13 +55,11 @@ COPIED = 2**30
 def seconds_of(
     work: Callable[[], object], device: torch.device, *, repeats: int = 10, warm_ups: int = 3
 ) -> float:
-    """Median time of a piece of work in seconds: by CUDA's events on a GPU, by the clock on a CPU.
+    """Return the median seconds of some work, by CUDA's events on a GPU and the clock on a CPU.
 
     Args:
-        work: is called again and again.
-        device: it computes on.
         repeats: measured calls, each by itself.
-        warm_ups: calls before.
+        warm_ups: calls before them.
     """
     for _ in range(warm_ups):
         work()
@@ -90,22 +84,21 @@ def _by_the_clock(work: Callable[[], object]) -> float:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether the device multiplies 8-bit floats: Ada (sm_89), Hopper (sm_90) and newer."""
+    """Tell whether the device multiplies 8-bit floats: Ada (sm_89), Hopper and newer do."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8
 
 
 def matrix_rate(
     device: torch.device, dtype: torch.dtype = torch.bfloat16, size: int = MATRIX
 ) -> float:
-    """Operations per second of a square matrix product, of normal random numbers.
+    """Return the operations per second of a square product of normal random numbers.
 
     Zeros would flatter the device, which then takes less power and clocks higher. A product of m,
     n and k counts 2 m n k operations.
 
     Args:
-        device: to be measured.
-        dtype: of both factors; ``float8_e4m3fn`` goes through ``torch._scaled_mm`` with a scale for
-            each factor and gives bfloat16.
+        dtype: dtype of both factors; ``float8_e4m3fn`` goes through ``torch._scaled_mm`` with a
+            scale for each factor and gives bfloat16.
         size: rows and columns of each factor.
 
     Raises:
@@ -140,11 +133,10 @@ def matrix_rate(
 
 
 def copy_rate(device: torch.device, size: int = COPIED) -> float:
-    """Bytes per second, read and written, of a copy within the memory of the device.
+    """Return the bytes per second, read and written, of a copy within the device's memory.
 
     Args:
-        device: to be measured.
-        size: bytes of the copied block; it should be far more than the caches hold.
+        size: bytes of the copied block, which should be far more than the caches hold.
     """
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -154,7 +146,7 @@ def copy_rate(device: torch.device, size: int = COPIED) -> float:
 def rates(
     device: torch.device, size: int = MATRIX, copied: int = COPIED
 ) -> dict[str, float | None]:
-    """``bf16``, ``fp8`` (None without a unit for it) and ``copy``; see the functions above."""
+    """Return the rates ``bf16``, ``fp8`` (None without a unit for it) and ``copy``."""
     eight = matrix_rate(device, torch.float8_e4m3fn, size) if has_fp8(device) else None
     return {
         "bf16": matrix_rate(device, torch.bfloat16, size),

@@ -1,9 +1,4 @@
-"""Streams and events of a device that does one thing after the other.
-
-Copies between the host and a device for which nobody waits.
-
-The beginning and the end of CUDA graphs.
-"""
+"""What a device does beside the host: copies for which nobody waits, and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,86 +7,13 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_ext.errors import DeviceNotSupported
 
-
-class CpuStream:
-    """A CUDA stream on a CPU: all streams are the same one, and their work is done already."""
-
-    cuda_stream = 0
-    stream_id = 0
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        """Takes a device and a priority, as CUDA's does."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CpuStream)
-
-    def __hash__(self) -> int:
-        return hash(CpuStream)
-
-    def wait_stream(self, stream: CpuStream) -> None:
-        """Nothing is outstanding."""
-
-    def wait_event(self, event: CpuEvent) -> None:
-        """Nothing is outstanding."""
-
-    def synchronize(self) -> None:
-        """Nothing is outstanding."""
-
-    def query(self) -> bool:
-        """Whether all work is done."""
-        return True
-
-    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
-        """An event that has happened already."""
-        return event if event is not None else CpuEvent()
-
-    def __enter__(self) -> CpuStream:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        return None
-
-
-class CpuEvent:
-    """A CUDA event on a CPU: it has happened, but when is not known."""
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        """Takes timing and blocking options, as CUDA's does."""
-
-    def record(self, stream: CpuStream | None = None) -> None:
-        """All earlier work is done."""
-
-    def wait(self, stream: CpuStream | None = None) -> None:
-        """Nothing is outstanding."""
-
-    def synchronize(self) -> None:
-        """Nothing is outstanding."""
-
-    def query(self) -> bool:
-        """Whether the event has happened."""
-        return True
-
-    def elapsed_time(self, end_event: CpuEvent) -> float:
-        """Would be an invented measurement.
-
-        Raises:
-            DeviceNotSupported: always.
-        """
-        raise DeviceNotSupported(
-            "`torch.cuda.Event.elapsed_time` times a GPU, but this run is on a CPU; use "
-            "`time.perf_counter`."
-        )
-
-
-def sent(host: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, or the tensor itself where it lies there.
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on the device, or the tensor itself where it lies there.
 
     A GPU fetches by itself from pinned memory only; from other memory the host copies first, and
     without ``non_blocking`` it also waits for all that the GPU has still to do. The copy has a
@@ -99,25 +21,21 @@ def sent(host: Tensor, device: torch.device) -> Tensor:
     """
     if device.type != "cuda" or host.device.type != "cpu":
         return host.to(device, non_blocking=True)
-    beside, current = _copies(device), torch.cuda.current_stream(device)
-    with torch.cuda.stream(beside):
-        there = host.pin_memory().to(device, non_blocking=True)
-    current.wait_stream(beside)
-    there.record_stream(current)
-    return there
+    copies, current = _stream_of_copies(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(copies):
+        copy = host.pin_memory().to(device, non_blocking=True)
+    current.wait_stream(copies)
+    copy.record_stream(current)
+    return copy
 
 
 @functools.cache
-def _copies(device: torch.device) -> torch.cuda.Stream:
+def _stream_of_copies(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class HostCopy:
-    """A few numbers on their way to the host.
-
-    Args:
-        values: on any device, ``[n]``.
-    """
+    """A few numbers ``[n]``, on any device, on their way to the host."""
 
     def __init__(self, values: Tensor) -> None:
         self._host = values
@@ -129,7 +47,7 @@ class HostCopy:
             self._arrived.record()
 
     def read(self) -> list[float]:
-        """The numbers; waits for what computes them, but not for what was launched after it."""
+        """Return the numbers; wait until they are computed, but not for later work."""
         if self._arrived is not None:
             self._arrived.synchronize()
         numbers: list[float] = self._host.tolist()
@@ -138,7 +56,7 @@ class HostCopy:
 
 @contextmanager
 def other_threads_go_on() -> Iterator[None]:
-    """What other threads ask of the GPU does not spoil what this one captures within.
+    """Let other threads use the GPU without spoiling what this one captures within.
 
     The thread of a data loader that pins memory would end a capture of the default mode, and with
     it itself. `torch.cuda.make_graphed_callables` takes no mode, so it gets another `graph`.

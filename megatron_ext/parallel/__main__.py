@@ -17,7 +17,7 @@ TITLES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline", "ep":
 
 
 def parse(argv: list[str]) -> Layout:
-    """The layout's own fields as flags."""
+    """Read a layout from flags that are named like its fields."""
     parser = argparse.ArgumentParser(prog="python -m megatron_ext.parallel", description=__doc__)
     for field in fields(Layout):
         flag = "--" + field.name.replace("_", "-")
@@ -31,7 +31,7 @@ def parse(argv: list[str]) -> Layout:
 
 
 def grid_table(layout: Layout) -> Table:
-    """One row for each rank, with its position along each axis."""
+    """Return a row for each rank, with its position along each axis."""
     axes = [axis for axis in layout.order.split("-") if axis != "ep"]
     table = Table("rank", *(f"{TITLES[a]} ({layout.sizes()[a]})" for a in axes), title="ranks")
     for rank in range(layout.world_size):
@@ -41,7 +41,7 @@ def grid_table(layout: Layout) -> Table:
 
 
 def group_table(layout: Layout) -> Table:
-    """One row for each kind of group with more than one rank, with all its groups."""
+    """Return a row for each kind of group with more than one rank, with all its groups."""
     table = Table("group", "size", "ranks of each group", title="process groups")
     kinds = [(axes, layout.groups(axes)) for axes in DENSE_GROUPS]
     if layout.expert_model_parallel_size > 1 or layout.expert_tp != layout.sizes()["tp"]:
@@ -53,14 +53,14 @@ def group_table(layout: Layout) -> Table:
 
 
 def _short(ranks: list[int]) -> str:
-    """``[0-3]`` for neighbours, ``[0,4,8]`` otherwise."""
+    """Write ranks as ``[0-3]`` where they are neighbours, else as ``[0,4,8]``."""
     if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
         return f"[{ranks[0]}-{ranks[-1]}]"
     return f"[{','.join(map(str, ranks))}]"
 
 
 def main(argv: list[str]) -> int:
-    """Entry point; returns the exit code."""
+    """Print the grid and the groups; return the exit code."""
     try:
         layout = parse(argv)
     except ConfigError as error:

@@ -1,7 +1,4 @@
-"""From a layout to process groups and seeds; the only file that reads ``parallel_state``.
-
-Groups of a second layout on the ranks of a run, for a network that lies otherwise.
-"""
+"""From a layout to process groups and seeds; the only file that reads ``parallel_state``."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,24 +16,21 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroup
 
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.pipeline import mtp_stage
 from megatron_ext.device import Device
 from megatron_ext.device.streams import destroy_graphs
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.grid import Layout, Placement, groups_of
 
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Where this rank stands, and the groups that it belongs to.
+    """The position of this rank, and the groups that it belongs to.
 
     Attributes:
-        layout: sizes and grid.
         rank: global rank.
-        tp_rank, pp_rank, dp_rank, cp_rank: position along each axis.
         pgs: megatron-core's collection of process groups, handed down to everything that
             communicates.
         pipeline_channels: two more groups of the pipeline's ranks, for the messages to higher and
@@ -55,28 +48,29 @@ class ParallelContext:
 
     @property
     def placement(self) -> Placement:
-        """Which pipeline rank holds which stage."""
+        """Return where each stage lies."""
         return self.layout.placement
 
     @property
     def last_stage_rank(self) -> int:
-        """The pipeline rank that holds the last stage, where the loss is computed."""
+        """Return the pipeline rank that holds the last stage, where the loss is computed."""
         return self.placement.rank_of(self.placement.num_stages - 1)
 
     @property
     def is_first_stage(self) -> bool:
-        """This rank holds the first stage, with the embedding."""
+        """Tell whether this rank holds the first stage, with the embedding."""
         return self.pp_rank == self.placement.rank_of(0)
 
     @property
     def is_last_stage(self) -> bool:
-        """This rank holds the last stage, with the loss."""
+        """Tell whether this rank holds the last stage, with the loss."""
         return self.pp_rank == self.last_stage_rank
 
     @property
     def reporting_rank(self) -> int:
-        """The last rank that holds the last stage; the very last rank, as in Megatron-LM, but for
-        schedules whose last stage lies elsewhere.
+        """Return the last of the ranks that hold the last stage.
+
+        It is the very last rank, as in Megatron-LM, unless the schedule puts that stage elsewhere.
         """
         ranks = range(self.layout.world_size)
         holders = [r for r in ranks if self.layout.position(r)["pp"] == self.last_stage_rank]
@@ -84,7 +78,7 @@ class ParallelContext:
 
     @property
     def is_reporting_rank(self) -> bool:
-        """This rank reports; see `reporting_rank`."""
+        """Tell whether this rank reports; see `reporting_rank`."""
         return self.rank == self.reporting_rank
 
     def destroy(self) -> None:
@@ -108,7 +102,7 @@ def destroy_groups() -> None:
 
 
 class NoAnswer(Enum):
-    """How a rank learns that another one is not there, and what it says."""
+    """The two ways to learn that another rank is not there, with the sentence for each."""
 
     TIMEOUT = (
         "waited in vain for another rank until `--distributed-timeout-minutes` were over; look at "
@@ -130,20 +124,19 @@ def contact_fault(error: BaseException) -> NoAnswer | None:
     return NoAnswer.TIMEOUT if "imed out" in text or "timeout" in text else NoAnswer.LOST
 
 
-def mtp_rank(config: RunConfig) -> int | None:
-    """The pipeline rank that holds multi-token prediction, None without it."""
-    if not config.model.mtp_num_layers:
+def mtp_rank(model: ModelConfig, parallel: ParallelConfig) -> int | None:
+    """Return the pipeline rank that holds multi-token prediction, None without it."""
+    if not model.mtp_num_layers:
         return None
-    return Layout.from_config(config).placement.rank_of(mtp_stage(config.parallel))
+    return Layout.from_config(parallel).placement.rank_of(mtp_stage(parallel))
 
 
 def embedding_ranks(*, tied: bool, mtp_rank: int | None) -> Callable[[list[int]], list[int]]:
-    """Which ranks of a pipeline hold copies of the word embedding that must stay equal.
+    """Return a function to the ranks of a pipeline that hold copies of the word embedding.
 
     Args:
         tied: the output layer uses the embedding's weight.
-        mtp_rank: the pipeline rank with multi-token prediction, which has its own copy; None
-            without.
+        mtp_rank: the pipeline rank with multi-token prediction, which has its own copy, if any.
     """
 
     def ranks(pp_ranks: list[int]) -> list[int]:
@@ -172,8 +165,6 @@ def init_groups(
     WORLD_SIZE, and MASTER_ADDR or ``init_method``) unless it is already. A failure leaves no group.
 
     Args:
-        layout: what to build.
-        device: decides the backend.
         timeout_minutes: how long a collective may take.
         get_embedding_ranks: see `embedding_ranks`; None means first and last stage.
         init_method: rendezvous address such as ``file:///path``; a single rank needs none.
@@ -239,7 +230,7 @@ def _build_groups(
 def pipeline_channels(
     layout: Layout, pipeline: ProcessGroup, timeout: timedelta
 ) -> tuple[ProcessGroup, ProcessGroup]:
-    """Two groups for each pipeline; on one stage nothing is ever sent."""
+    """Create two groups for each pipeline; with one stage nothing is ever sent."""
     if layout.pipeline_model_parallel_size == 1:
         return pipeline, pipeline
     mine, rank = [], torch.distributed.get_rank()
@@ -265,7 +256,7 @@ def _context(layout: Layout, timeout: timedelta) -> ParallelContext:
 
 
 def _check_against_grid(context: ParallelContext) -> None:
-    """megatron-core's groups are the grid's, or the run would train something else."""
+    """Check that megatron-core's groups are the grid's, or the run would train something else."""
     layout, pgs = context.layout, context.pgs
     checks = {"tp": pgs.tp, "pp": pgs.pp, "cp": pgs.cp, "dp": pgs.dp, "dp-cp": pgs.dp_cp}
     for axes, group in checks.items():
@@ -284,8 +275,6 @@ def seed_everything(
     """Seed all generators as Megatron-LM does: apart for each pipeline stage.
 
     Args:
-        context: this rank.
-        seed: ``--seed``.
         data_parallel_random_init: start the replicas from different weights.
 
     Raises:
@@ -302,15 +291,15 @@ def seed_everything(
     model_parallel_cuda_manual_seed(seed)
 
 
-def groups_beside(layout: Layout, *, timeout_minutes: float = 10) -> ParallelContext:
-    """Create the groups of a layout beside those of the run, which stay as they are.
+def secondary_groups(layout: Layout, *, timeout_minutes: float = 10) -> ParallelContext:
+    """Create the groups of a second layout, for a network that lies otherwise on a run's ranks.
 
     All ranks of the run call this together. megatron-core's ``parallel_state`` keeps the run's
     groups, so that whatever is built on these must be given them; the collection holds tensor-,
     context-, pipeline- and data-parallel groups, and asking it for another raises AttributeError.
 
     Args:
-        layout: of all ranks of the run, with neither experts nor virtual stages.
+        layout: the layout of all ranks, with neither experts nor virtual stages.
         timeout_minutes: how long a collective may take.
     """
     timeout = timedelta(minutes=timeout_minutes)
@@ -332,7 +321,7 @@ def groups_beside(layout: Layout, *, timeout_minutes: float = 10) -> ParallelCon
 
 
 def peers(step: int, block: int, world_size: int, *, timeout_minutes: float = 10) -> ProcessGroup:
-    """The ranks at this rank's place in each of the stretches that a block consists of.
+    """Create a group of the ranks at this rank's place in each of the stretches of a block.
 
     All ranks of the run call this together.
 
@@ -340,7 +329,6 @@ def peers(step: int, block: int, world_size: int, *, timeout_minutes: float = 10
         step: consecutive ranks of a stretch.
         block: consecutive ranks of a block, a multiple of ``step``.
         world_size: all ranks, a multiple of ``block``.
-        timeout_minutes: how long a collective may take.
     """
     sizes = {"place": step, "stretch": block // step, "block": world_size // block}
     ranks = groups_of(("place", "stretch", "block"), sizes, {"stretch"})
@@ -348,7 +336,7 @@ def peers(step: int, block: int, world_size: int, *, timeout_minutes: float = 10
 
 
 def _group(groups: list[list[int]], timeout: timedelta) -> ProcessGroup:
-    """Create all groups of a kind; this rank's."""
+    """Create all groups of a kind; return this rank's."""
     own: ProcessGroup
     own, _ = torch.distributed.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
         groups, timeout=timeout

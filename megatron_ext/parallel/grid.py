@@ -1,10 +1,8 @@
-"""The rank grid, in pure Python: which ranks form which group.
+"""The rank grid, in pure Python: which ranks form which group, and which rank holds which stage.
 
 Ranks are numbered with tensor parallelism innermost, then context, data and pipeline parallelism
 (pipeline before data with ``--use-tp-pp-dp-mapping``); experts use a second grid over the same
 ranks, with expert-tensor, expert, expert-data and pipeline parallelism.
-
-Which pipeline rank holds which stage of the model.
 """
 
 from __future__ import annotations
@@ -12,26 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
 
-from megatron_ext.config.parallel import rank_errors
+from megatron_ext.config.parallel import ParallelConfig, rank_errors
 from megatron_ext.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which rank holds which stage.
+    """The pipeline rank and the virtual chunk that hold each stage.
 
     Stages run through the ranks again and again (0 1 2 0 1 2, the virtual chunks of interleaving),
-    or there and back (0 1 2 2 1 0).
-
-    Attributes:
-        pipeline_size: ranks.
-        num_chunks: stages on each rank.
-        v_shape: there and back, with two chunks.
+    or, in a V shape with two chunks on each rank, there and back (0 1 2 2 1 0).
     """
 
     pipeline_size: int
@@ -40,19 +29,20 @@ class Placement:
 
     @property
     def num_stages(self) -> int:
+        """Return the number of stages on all ranks."""
         return self.pipeline_size * self.num_chunks
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline rank that holds a stage."""
+        """Return the pipeline rank that holds a stage."""
         turn, position = divmod(stage, self.pipeline_size)
         return self.pipeline_size - 1 - position if self.v_shape and turn == 1 else position
 
     def chunk_of(self, stage: int) -> int:
-        """Index of a stage among the chunks of its rank."""
+        """Return the index of a stage among the chunks of its rank."""
         return stage // self.pipeline_size
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        """The stage that is a rank's chunk."""
+        """Return the stage that a rank holds as one of its chunks."""
         position = self.pipeline_size - 1 - rank if self.v_shape and chunk == 1 else rank
         return chunk * self.pipeline_size + position
 
@@ -62,11 +52,10 @@ EXPERT_GROUPS = ("ep", "tp-ep", "tp-ep-pp", "dp")
 
 
 def groups_of(order: tuple[str, ...], sizes: dict[str, int], varying: set[str]) -> list[list[int]]:
-    """All groups along some axes of a grid.
+    """Return all groups along some axes of a grid.
 
     Args:
         order: axes, fastest-changing first.
-        sizes: ranks along each axis.
         varying: the axes that run within a group; the others are fixed in it.
 
     Returns:
@@ -89,14 +78,9 @@ def groups_of(order: tuple[str, ...], sizes: dict[str, int], varying: set[str]) 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks of a run are shared out; the data-parallel size follows from the others.
+    """The parallel sizes of a run; the data-parallel size follows from the others.
 
     Attributes:
-        world_size: all ranks.
-        tensor_model_parallel_size: ranks that share each matrix.
-        pipeline_model_parallel_size: stages.
-        context_parallel_size: ranks that share each sequence.
-        expert_model_parallel_size: ranks that share the experts.
         expert_tensor_parallel_size: ranks that share each expert; None means the tensor size.
         virtual_pipeline_model_parallel_size: chunks of each stage, None without interleaving.
         use_tp_pp_dp_mapping: number pipeline stages before data-parallel replicas.
@@ -129,9 +113,8 @@ class Layout:
             raise ConfigError(errors)
 
     @classmethod
-    def from_config(cls, config: RunConfig) -> Layout:
-        """The layout that a run asks for."""
-        parallel = config.parallel
+    def from_config(cls, parallel: ParallelConfig) -> Layout:
+        """Return the layout that a run asks for."""
         return cls(
             world_size=parallel.world_size,
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -146,7 +129,7 @@ class Layout:
 
     @property
     def placement(self) -> Placement:
-        """Which pipeline rank holds which stage."""
+        """Return where each stage lies."""
         return Placement(
             self.pipeline_model_parallel_size,
             self.virtual_pipeline_model_parallel_size or 1,
@@ -155,7 +138,7 @@ class Layout:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that one replica of the model takes."""
+        """Return how many ranks one replica of the model takes."""
         return (
             self.tensor_model_parallel_size
             * self.pipeline_model_parallel_size
@@ -164,22 +147,22 @@ class Layout:
 
     @property
     def data_parallel_size(self) -> int:
-        """Replicas of the model."""
+        """Return the number of replicas of the model."""
         return self.world_size // self.model_parallel_size
 
     @property
     def expert_tp(self) -> int:
-        """Ranks that share each expert."""
+        """Return how many ranks share each expert."""
         size = self.expert_tensor_parallel_size
         return self.tensor_model_parallel_size if size is None else size
 
     @property
     def order(self) -> str:
-        """The order of the axes in megatron-core's notation."""
+        """Return the order of the axes in megatron-core's notation."""
         return "tp-cp-ep-pp-dp" if self.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
 
     def sizes(self) -> dict[str, int]:
-        """Ranks along each axis of the dense grid."""
+        """Return the number of ranks along each axis of the dense grid."""
         return {
             "tp": self.tensor_model_parallel_size,
             "cp": self.context_parallel_size,
@@ -189,7 +172,7 @@ class Layout:
         }
 
     def expert_sizes(self) -> dict[str, int]:
-        """Ranks along each axis of the experts' grid."""
+        """Return the number of ranks along each axis of the experts' grid."""
         fixed = {
             "tp": self.expert_tp,
             "cp": 1,
@@ -199,15 +182,15 @@ class Layout:
         return {**fixed, "dp": self.world_size // prod(fixed.values())}
 
     def groups(self, axes: str) -> list[list[int]]:
-        """The groups of the dense grid along axes such as ``"tp"`` or ``"dp-cp"``."""
+        """Return the groups of the dense grid along axes such as ``"tp"`` or ``"dp-cp"``."""
         return groups_of(tuple(self.order.split("-")), self.sizes(), set(axes.split("-")))
 
     def expert_groups(self, axes: str) -> list[list[int]]:
-        """The groups of the experts' grid along axes such as ``"ep"`` or ``"tp-ep"``."""
+        """Return the groups of the experts' grid along axes such as ``"ep"`` or ``"tp-ep"``."""
         return groups_of(tuple(self.order.split("-")), self.expert_sizes(), set(axes.split("-")))
 
     def position(self, rank: int) -> dict[str, int]:
-        """Index of a rank along each axis of the dense grid."""
+        """Return the index of a rank along each axis of the dense grid."""
         sizes, index = self.sizes(), {}
         for axis in self.order.split("-"):
             index[axis] = rank % sizes[axis]

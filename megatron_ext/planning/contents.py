@@ -54,7 +54,7 @@ class Ranks:
 
 def ranks_of(config: RunConfig) -> dict[str, Any]:
     """The fields of `Ranks` of a resolved configuration, by name."""
-    layout = Layout.from_config(config)
+    layout = Layout.from_config(config.parallel)
     sizes, experts = layout.sizes(), layout.expert_sizes()
     return {
         "b": config.training.micro_batch_size or 0,
@@ -165,7 +165,7 @@ class Stage:
 
 def stages(config: RunConfig) -> list[Stage]:
     """All stages, along the model."""
-    placement = Layout.from_config(config).placement
+    placement = Layout.from_config(config.parallel).placement
     last, total = placement.num_stages - 1, config.model.num_layers or 0
     depths = config.model.mtp_num_layers or 0
     with_depths = mtp_stage(config.parallel) if depths else None

@@ -201,13 +201,13 @@ def pretrain(
     """
     torch_device = device.activate(int(os.environ.get("LOCAL_RANK", "0")))
     context = init_groups(
-        Layout.from_config(config),
+        Layout.from_config(config.parallel),
         device,
         timeout_minutes=config.parallel.distributed_timeout_minutes,
         hierarchical_context_parallel_sizes=config.engine.hierarchical_context_parallel_sizes,
         get_embedding_ranks=embedding_ranks(
             tied=not config.model.untie_embeddings_and_output_weights,
-            mtp_rank=mtp_rank(config),
+            mtp_rank=mtp_rank(config.model, config.parallel),
         ),
     )
     try:

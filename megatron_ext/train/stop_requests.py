@@ -9,7 +9,7 @@ from types import FrameType
 import torch
 
 from megatron_ext.config.training import TrainingConfig
-from megatron_ext.device.streams import HostCopy, sent
+from megatron_ext.device.streams import HostCopy, to_device
 
 EXIT_CODE_SIGNAL = 143
 """Exit code of a run that saved and stopped because of the exit signal (128 + SIGTERM)."""
@@ -50,7 +50,7 @@ class StopRequests:
         if not self._watch_signal and self._limit_s is None:
             return None
         over = self._limit_s is not None and time.time() - self._started > self._limit_s
-        flags = sent(torch.tensor([self._signalled, over], dtype=torch.int32), device)
+        flags = to_device(torch.tensor([self._signalled, over], dtype=torch.int32), device)
         torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
         answer: HostCopy | None = HostCopy(flags)
         if late is None:

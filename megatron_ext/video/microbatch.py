@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_ext.device.streams import sent
+from megatron_ext.device.streams import to_device
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.run import MODES, ConditionConfig
 from megatron_ext.video.data.conditions import (
@@ -152,12 +152,12 @@ class FlowBatchBuilder:
         )
         times = timesteps(
             config.flow,
-            sent(self._normals(randomness, samples, t), latents.device),
+            to_device(self._normals(randomness, samples, t), latents.device),
             shift_factor(config.flow, (t, h, w), self._patch),
         )
-        noise = sent(randomness.noise, latents.device)
+        noise = to_device(randomness.noise, latents.device)
         x_t, velocity = noised(latents, noise, times, config.flow.sigma_min)
-        masks = sent(frame_masks(randomness.modes, t, config.conditions), latents.device)
+        masks = to_device(frame_masks(randomness.modes, t, config.conditions), latents.device)
         per_frame = tokens_per_frame((t, h, w), self._patch)
         num_text, num_image = batch.text.size(1), t * per_frame
         targets = None
@@ -168,7 +168,7 @@ class FlowBatchBuilder:
                 velocity=pack(velocity, self._patch),
                 weights=weights,
                 times=times,
-                modes=sent(randomness.modes, latents.device),
+                modes=to_device(randomness.modes, latents.device),
                 usual_weight=weights.sum() / self._context.pgs.cp.size(),
             )
             targets = self._own(whole, num_text)
@@ -207,8 +207,8 @@ class FlowBatchBuilder:
         return drop_text(
             Text(batch.text, batch.pooled),
             self._null,
-            sent(randomness.drop_text, device),
-            sent(randomness.drop_pooled, device),
+            to_device(randomness.drop_text, device),
+            to_device(randomness.drop_pooled, device),
         )
 
     def _given(

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def test_time_is_the_median_after_the_warm_up() -> None:
-    pauses = iter([0.2, 0.0, 0.03, 0.0])
+    pauses = iter([0.3, 0.0, 0.5, 0.0])
     calls = []
 
     def work() -> None:
@@ -24,7 +24,7 @@ def test_time_is_the_median_after_the_warm_up() -> None:
 
     found = seconds_of(work, CPU, repeats=3, warm_ups=1)
     assert len(calls) == 4
-    assert found < 0.02
+    assert found < 0.2
 
 
 def test_rates_count_operations_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

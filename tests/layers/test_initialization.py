@@ -93,10 +93,13 @@ def weights_of(words: str, num_ranks: int, folder: Path) -> dict[str, Tensor]:
     folder.mkdir()
     config, vocab_size = config_of(words, num_ranks)
     groups = embedding_ranks(
-        tied=not config.model.untie_embeddings_and_output_weights, mtp_rank=mtp_rank(config)
+        tied=not config.model.untie_embeddings_and_output_weights,
+        mtp_rank=mtp_rank(config.model, config.parallel),
     )
     arguments = {"config": config, "vocab_size": vocab_size, "folder": folder}
-    run_on_ranks(save_weights, Layout.from_config(config), arguments, get_embedding_ranks=groups)
+    run_on_ranks(
+        save_weights, Layout.from_config(config.parallel), arguments, get_embedding_ranks=groups
+    )
     full: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.pt")):
         for name, shape, offset, part in torch.load(path):

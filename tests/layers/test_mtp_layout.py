@@ -156,7 +156,7 @@ def copies_after_three_steps(context: ParallelContext, config: RunConfig) -> Non
     run = build_run(config, GPT, context, torch.device("cpu"), tokenizer)
     pipeline = torch.distributed.get_process_group_ranks(context.pgs.pp)
     tied = not config.model.untie_embeddings_and_output_weights
-    holders = embedding_ranks(tied=tied, mtp_rank=mtp_rank(config))(pipeline)
+    holders = embedding_ranks(tied=tied, mtp_rank=mtp_rank(config.model, config.parallel))(pipeline)
     held = embedding_copy(run.chunks) if context.rank in holders else None
     before = None if held is None else held.clone()
     for step in range(3):
@@ -194,10 +194,10 @@ def test_d06_copies_of_the_embedding_stay_equal_with_a_decoupled_learning_rate(
     tie: str, num_ranks: int, words: str
 ) -> None:
     config = parsed(f"{words} --decoupled-lr 1e-2", *TIES[tie], num_ranks=num_ranks)
-    groups = embedding_ranks(tied=tie == "tied", mtp_rank=mtp_rank(config))
+    groups = embedding_ranks(tied=tie == "tied", mtp_rank=mtp_rank(config.model, config.parallel))
     run_on_ranks(
         copies_after_three_steps,
-        Layout.from_config(config),
+        Layout.from_config(config.parallel),
         {"config": config},
         get_embedding_ranks=groups,
     )

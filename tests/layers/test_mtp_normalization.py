@@ -325,7 +325,9 @@ def test_d12_without_labels_on_a_stage_of_its_own(tmp_path: Path) -> None:
     config = config_of("--mtp-num-layers", "2", *PIPELINE.split(), num_ranks=3)
     run_on_ranks(
         check_pipeline_logits,
-        Layout.from_config(config),
+        Layout.from_config(config.parallel),
         {"config": config, "path": path},
-        get_embedding_ranks=embedding_ranks(tied=False, mtp_rank=mtp_rank(config)),
+        get_embedding_ranks=embedding_ranks(
+            tied=False, mtp_rank=mtp_rank(config.model, config.parallel)
+        ),
     )

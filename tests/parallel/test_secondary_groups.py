@@ -6,7 +6,7 @@ import torch
 from megatron.core import parallel_state
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
-from megatron_ext.parallel.context import ParallelContext, groups_beside, peers
+from megatron_ext.parallel.context import ParallelContext, peers, secondary_groups
 from megatron_ext.parallel.grid import Layout
 from tests.ranks import ranks
 
@@ -26,7 +26,7 @@ def sums(group: ProcessGroup) -> float:
 def test_a_second_layout_has_its_own_groups_of_consecutive_ranks(context: ParallelContext) -> None:
     run = {axes: members(getattr(context.pgs, axes)) for axes in ("tp", "cp", "pp", "dp", "dp_cp")}
     rank = context.rank
-    other = groups_beside(Layout(4, 1, 2, use_tp_pp_dp_mapping=True))
+    other = secondary_groups(Layout(4, 1, 2, use_tp_pp_dp_mapping=True))
     wanted = {
         "tp": [rank],
         "cp": [rank],
@@ -49,7 +49,7 @@ def test_a_second_layout_has_its_own_groups_of_consecutive_ranks(context: Parall
 
 @ranks(cp=2, dp=2)
 def test_replicas_of_a_second_layout_with_context_parallelism(context: ParallelContext) -> None:
-    other = groups_beside(Layout(4, context_parallel_size=2))
+    other = secondary_groups(Layout(4, context_parallel_size=2))
     assert members(other.pgs.dp_cp) == [0, 1, 2, 3]
     assert members(other.pgs.dp) == members(context.pgs.dp)
 

@@ -70,7 +70,7 @@ def collect(
         ConfigError: a step that the run does not have.
         DataError: the data cannot be read, or ends.
     """
-    layout = Layout.from_config(config)
+    layout = Layout.from_config(config.parallel)
     replicas = layout.data_parallel_size
     iterations = number_of_iterations(config, replicas)
     if first < 1 or count < 1 or first + count - 1 > iterations:

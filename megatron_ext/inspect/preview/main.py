@@ -75,7 +75,7 @@ def preview(
         device=kind,
         checkpoint_config=stored_config(words),
     ).config
-    replicas = Layout.from_config(config).data_parallel_size
+    replicas = Layout.from_config(config.parallel).data_parallel_size
     if not 0 <= options.rank < replicas:
         raise ConfigError(
             f"`--rank` ({options.rank}) must be one of the {replicas} data-parallel ranks of the "

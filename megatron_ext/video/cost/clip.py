@@ -139,7 +139,7 @@ def dealt(config: RunConfig, blocks: Sequence[range]) -> list[Stage]:
         config: of the run.
         blocks: of each stage, along the model.
     """
-    placement = Layout.from_config(config).placement
+    placement = Layout.from_config(config.parallel).placement
     last = len(blocks) - 1
     return [
         Stage(
@@ -158,4 +158,4 @@ def dealt(config: RunConfig, blocks: Sequence[range]) -> list[Stage]:
 
 def num_stages(config: RunConfig) -> int:
     """Pipeline stages, virtual ones included."""
-    return Layout.from_config(config).placement.num_stages
+    return Layout.from_config(config.parallel).placement.num_stages

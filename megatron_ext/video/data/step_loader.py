@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from megatron_ext.data.loader import BatchSource
-from megatron_ext.device.streams import sent
+from megatron_ext.device.streams import to_device
 from megatron_ext.errors import loader_ends_with_parent
 from megatron_ext.train.batch_size import StepStats
 from megatron_ext.video.cost.flops import flops_of_clip, flops_of_frames
@@ -100,7 +100,9 @@ class VideoLoader:
         group = self._context.pgs.tp
         if group.size() == 1:
             assert batch is not None
-            own = {name: sent(tensor, self._device) for name, tensor in batch.tensors().items()}
+            own = {
+                name: to_device(tensor, self._device) for name, tensor in batch.tensors().items()
+            }
             return VideoBatch.from_tensors(own)
         return _received(batch, self._device, group)
 
@@ -116,7 +118,7 @@ def _received(batch: VideoBatch | None, device: torch.device, group: Any) -> Vid
     got = {}
     for name, (shape, dtype) in about[0].items():
         if batch is not None:
-            got[name] = sent(tensors[name], device).contiguous()
+            got[name] = to_device(tensors[name], device).contiguous()
         else:
             got[name] = torch.empty(shape, dtype=dtype, device=device)
         torch.distributed.broadcast(got[name], group=group, group_src=0)

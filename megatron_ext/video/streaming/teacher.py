@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from megatron_ext.config.lora import LoraConfig
 from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
-from megatron_ext.parallel.context import groups_beside, peers
+from megatron_ext.parallel.context import peers, secondary_groups
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.video.model.wan.inputs import check_inputs
 from megatron_ext.video.sampling.velocity import forward_engine
@@ -64,7 +64,7 @@ def build_teacher(
     run, minutes = context.layout, config.parallel.distributed_timeout_minutes
     # A group is of consecutive ranks, so that the replicas of the teacher vary slowest.
     layout = Layout(run.world_size, sizes.tensor, sizes.pipeline, use_tp_pp_dp_mapping=True)
-    lies = groups_beside(layout, timeout_minutes=minutes)
+    lies = secondary_groups(layout, timeout_minutes=minutes)
     core = build_transformer_config(own)
     step, block = sorted((run.model_parallel_size, sizes.ranks))
     return ParallelTeacher(

@@ -1,13 +1,34 @@
-"""The end of CUDA graphs, which must come before that of the process groups."""
+"""Copies to a device, which on a CPU are the tensor itself, and the end of CUDA graphs."""
 
 from __future__ import annotations
 
 from unittest import mock
 
-from megatron_ext.device.streams import destroy_graphs
+import pytest
+import torch
+
+from megatron_ext.device.streams import destroy_graphs, to_device
 from megatron_ext.parallel.context import ParallelContext
 from tests.graph_stand_in import Capture, CpuGraph, graphs_on_a_cpu
 from tests.ranks import ranks
+
+
+def test_on_the_host_nothing_is_copied() -> None:
+    x = torch.arange(3)
+    assert to_device(x, torch.device("cpu")) is x
+
+
+@pytest.mark.gpu
+def test_a_copy_arrives_and_nobody_waits() -> None:
+    host = torch.arange(1 << 20)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        there = to_device(host, torch.device("cuda"))
+        again = to_device(there, there.device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert again is there
+    assert torch.equal(there.cpu(), host)
 
 
 def test_all_graphs_are_destroyed_whoever_holds_them() -> None:

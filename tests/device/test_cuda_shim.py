@@ -14,8 +14,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
-from megatron_ext.device import Device, select
-from megatron_ext.device import cuda_shim as cuda_on_cpu
+from megatron_ext.device import Device, cuda_shim, select
 from megatron_ext.device.cuda_shim import TABLE, Heading
 from megatron_ext.errors import ConfigError, DeviceNotSupported
 
@@ -36,9 +35,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the answers a
 
 @pytest.fixture
 def installed() -> Iterator[None]:
-    cuda_on_cpu.install()
+    cuda_shim.install()
     yield
-    cuda_on_cpu.uninstall()
+    cuda_shim.uninstall()
 
 
 def test_the_surface_is_frozen() -> None:
@@ -64,26 +63,26 @@ def test_uninstall_restores_torch() -> None:
         return [vars(row.owner).get(row.name) for row in TABLE]
 
     before = state()
-    cuda_on_cpu.install()
-    cuda_on_cpu.install()
+    cuda_shim.install()
+    cuda_shim.install()
     assert state() != before
-    cuda_on_cpu.uninstall()
+    cuda_shim.uninstall()
     assert state() == before
-    cuda_on_cpu.uninstall()
-    assert not cuda_on_cpu.is_installed()
+    cuda_shim.uninstall()
+    assert not cuda_shim.is_installed()
 
 
 def test_it_refuses_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="was called on a machine with a GPU"):
-        cuda_on_cpu.install()
+        cuda_shim.install()
 
 
 def test_it_says_once_that_timings_are_of_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        cuda_on_cpu.install()
-        cuda_on_cpu.install()
-    cuda_on_cpu.uninstall()
+        cuda_shim.install()
+        cuda_shim.install()
+    cuda_shim.uninstall()
     assert sum("CPU timings" in record.message for record in caplog.records) == 1
 
 
