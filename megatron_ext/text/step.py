@@ -1,15 +1,16 @@
-"""The forward step of GPT pretraining and fine-tuning, and the loss that it ends in."""
+"""The forward step of GPT pretraining and fine-tuning, and its loss."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_ext.config.loss import LossConfig
+from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
 from megatron_ext.layers.mtp import (
     MTPTargets,
@@ -25,14 +26,11 @@ from megatron_ext.losses.contract import (
     weighted_token_loss,
 )
 from megatron_ext.losses.custom import HiddenStatesLoss, TokenLoss, load_loss
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-    from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.context import ParallelContext
 
 
 def mtp_targets(config: RunConfig, batch: Batch, counts: StepCounts | None) -> MTPTargets | None:
-    """What the multi-token-prediction depths are to learn; None outside training."""
+    """Return the targets of the multi-token-prediction depths; None outside training."""
     if not batch.mtp_labels or counts is None:
         return None
     factor = config.model.mtp_loss_scaling_factor
@@ -43,17 +41,16 @@ def mtp_targets(config: RunConfig, batch: Batch, counts: StepCounts | None) -> M
     return MTPTargets(batch.mtp_labels, batch.mtp_loss_weights, weights)
 
 
-def own_loss(config: RunConfig) -> TokenLoss[Any] | None:
-    """The loss of the user's own that a run asks for."""
-    loss = config.loss
-    return None if loss.loss is None else load_loss(loss.loss, tuple(loss.loss_args))
+def custom_loss(config: LossConfig) -> TokenLoss[Any] | None:
+    """Return the custom loss that a run asks for, None without ``--loss``."""
+    return None if config.loss is None else load_loss(config.loss, tuple(config.loss_args))
 
 
 def prepare_batches(
     config: RunConfig, batches: Sequence[Batch], context: ParallelContext
 ) -> Sequence[Batch]:
-    """Let a loss of the user's own see all micro-batches of a step; see `Task.prepare_batches`."""
-    loss = own_loss(config)
+    """Let a custom loss see all micro-batches of a step; see `Task.prepare_batches`."""
+    loss = custom_loss(config.loss)
     if loss is None:
         return batches
     built = loss.build(batches, context)
@@ -64,7 +61,7 @@ def prepare_batches(
 
 
 def hidden_states_loss(config: RunConfig, *, training: bool) -> HiddenStatesLoss:
-    """The chunked loss of a run; evaluation reports it without label smoothing and z-loss."""
+    """Return the chunked loss; evaluation reports it without label smoothing and z-loss."""
     options: dict[str, Any] = {}
     if training:
         options = {
@@ -72,7 +69,7 @@ def hidden_states_loss(config: RunConfig, *, training: bool) -> HiddenStatesLoss
             "z_loss_coefficient": config.loss.z_loss_coeff,
             "gradient_accumulation_fusion": config.model.gradient_accumulation_fusion,
         }
-    return HiddenStatesLoss(config.loss.cross_entropy_chunk_size, options, own_loss(config))
+    return HiddenStatesLoss(config.loss.cross_entropy_chunk_size, options, custom_loss(config.loss))
 
 
 def gpt_forward_step(
@@ -80,55 +77,26 @@ def gpt_forward_step(
 ) -> tuple[Tensor, LossFunction]:
     """Run one chunk on one micro-batch; see `Task.forward_step`."""
     targets = mtp_targets(config, batch, counts)
+
+    def share() -> Tensor | float:
+        per_token = config.training.calculate_per_token_loss
+        return share_of_step(batch.loss_weights, counts, per_token=per_token)
+
+    def whole(losses: Tensor) -> tuple[Tensor, Tensor, Report]:
+        return weighted_token_loss(
+            losses, weights=batch.loss_weights, share=share(), mtp_targets=targets
+        )
+
+    def chunked(hidden: Tensor) -> tuple[Tensor, Tensor, Report]:
+        loss = hidden_states_loss(config, training=counts is not None)
+        head = output_head(model)
+        return loss(hidden, head=head, batch=batch, share=share(), mtp_targets=targets)
+
     inputs = (batch.tokens, batch.position_ids, batch.attention_mask)
     if config.loss.cross_entropy_impl == "chunked":
-        hidden = model(*inputs, mtp_targets=targets, hidden_states_only=True, **_as_it_is(config))
-        return hidden, partial(
-            _chunked, config=config, batch=batch, model=model, counts=counts, targets=targets
-        )
+        # megatron-core's wrapper would cast hidden states of 16 bits to float32.
+        uncast = {"fp32_output": False} if config.precision.bf16 or config.precision.fp16 else {}
+        hidden = model(*inputs, mtp_targets=targets, hidden_states_only=True, **uncast)
+        return hidden, chunked
     losses = model(*inputs, labels=batch.labels, mtp_targets=targets)
-    return losses, partial(_whole, config=config, batch=batch, counts=counts, targets=targets)
-
-
-def _as_it_is(config: RunConfig) -> dict[str, bool]:
-    """Keep hidden states in 16 bits, which megatron-core's wrapper would cast to float32."""
-    return {"fp32_output": False} if config.precision.bf16 or config.precision.fp16 else {}
-
-
-def _share(config: RunConfig, batch: Batch, counts: StepCounts | None) -> Tensor | float:
-    per_token = config.training.calculate_per_token_loss
-    return share_of_step(batch.loss_weights, counts, per_token=per_token)
-
-
-def _whole(
-    losses: Tensor,
-    *,
-    config: RunConfig,
-    batch: Batch,
-    counts: StepCounts | None,
-    targets: MTPTargets | None,
-) -> tuple[Tensor, Tensor, Report]:
-    return weighted_token_loss(
-        losses,
-        weights=batch.loss_weights,
-        share=_share(config, batch, counts),
-        mtp_targets=targets,
-    )
-
-
-def _chunked(
-    hidden: Tensor,
-    *,
-    config: RunConfig,
-    batch: Batch,
-    model: torch.nn.Module,
-    counts: StepCounts | None,
-    targets: MTPTargets | None,
-) -> tuple[Tensor, Tensor, Report]:
-    return hidden_states_loss(config, training=counts is not None)(
-        hidden,
-        head=output_head(model),
-        batch=batch,
-        share=_share(config, batch, counts),
-        mtp_targets=targets,
-    )
+    return losses, whole

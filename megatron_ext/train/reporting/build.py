@@ -1,7 +1,4 @@
-"""The reporters of a run; only the reporting rank has any.
-
-TensorBoard and Weights & Biases, under Megatron-LM's tags and a few common ones.
-"""
+"""The reporters of a run, which only the reporting rank has, and those that go to servers."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def iteration_scalars(record: IterationRecord, config: LoggingConfig) -> dict[str, float]:
-    """Tags and values of one report."""
+    """Return the tags and values of one report, under Megatron-LM's names."""
     scalars = {
         "learning-rate": record.learning_rate,
         "batch-size": float(record.global_batch_size),
@@ -64,7 +61,7 @@ def _memory() -> dict[str, float]:
 
 
 def evaluation_scalars(record: EvaluationRecord, config: LoggingConfig) -> dict[str, float]:
-    """Tags and values of one evaluation."""
+    """Return the tags and values of one evaluation, under Megatron-LM's names."""
     scalars = {}
     for name, value in record.losses.items():
         scalars[f"{name} {record.split}"] = value
@@ -75,7 +72,7 @@ def evaluation_scalars(record: EvaluationRecord, config: LoggingConfig) -> dict[
 
 
 def _leave_errors_to_the_next_call() -> None:
-    """Let TensorBoard's thread print no traceback: its error is raised again by the next call."""
+    """Let TensorBoard's thread print no traceback; its next call raises the error again."""
     usual = threading.excepthook
 
     def hook(arguments: threading.ExceptHookArgs) -> None:
@@ -87,7 +84,7 @@ def _leave_errors_to_the_next_call() -> None:
 
 
 class TensorBoard:
-    """Writes event files; each of Megatron-LM's tags also against consumed samples."""
+    """Writes event files, with each of Megatron-LM's tags against consumed samples too."""
 
     def __init__(self, folder: str, config: LoggingConfig) -> None:
         try:
@@ -157,7 +154,7 @@ class WeightsAndBiases:
 
 
 class Reporters:
-    """All sinks of a run; a context manager that closes them."""
+    """All sinks of a run, which a context manager closes."""
 
     def __init__(self, sinks: list[Reporter]) -> None:
         self.sinks = sinks
@@ -177,7 +174,7 @@ class Reporters:
 
     @contextmanager
     def _going_on(self, sink: Reporter) -> Iterator[None]:
-        """Let a sink that cannot write, as on a full disk, be warned of once and tried again."""
+        """Warn once of a sink that cannot write, as on a full disk, and try it again later."""
         try:
             yield
         except OSError as error:
@@ -192,7 +189,7 @@ class Reporters:
 
     @property
     def writer(self) -> Any:
-        """TensorBoard's writer; None without ``--tensorboard-dir`` and on other ranks."""
+        """Return TensorBoard's writer; None without ``--tensorboard-dir`` and on other ranks."""
         return next((x.writer for x in self.sinks if isinstance(x, TensorBoard)), None)
 
     def say(self, text: str) -> None:
@@ -215,7 +212,7 @@ class Reporters:
 
 
 class ProgressFile:
-    """``progress.txt`` in the save folder (--log-progress)."""
+    """Appends to ``progress.txt`` in the save folder (``--log-progress``)."""
 
     def __init__(self, folder: Path, world_size: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -243,10 +240,10 @@ class ProgressFile:
 def build_reporters(
     config: RunConfig, context: ParallelContext, *, resumed_at: int, num_iterations: int
 ) -> Reporters:
-    """The sinks that a run asks for; none on ranks other than the last.
+    """Build the sinks that a run asks for; ranks other than the reporting rank have none.
 
     Raises:
-        ConfigError: TensorBoard or Weights & Biases asked for but not installed, or a folder that
+        ConfigError: TensorBoard or Weights & Biases is asked for but not installed, or a folder
             cannot be written.
     """
     if not context.is_reporting_rank:

@@ -1,8 +1,6 @@
-"""Lines as Megatron-LM prints them, so that what reads its logs reads ours.
+"""Reports that need no server: printed lines, ``metrics.jsonl`` and ``loss.png``.
 
-``metrics.jsonl``: one line for each report, always, without any server.
-
-``loss.png``: losses, learning rate and gradient norm of a run, for a person to look at.
+The lines are Megatron-LM's, so that programs which read its logs read ours.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> str:
-    """The line of one report; our own fields stand between Megatron-LM's and the counts."""
+    """Return the line of one report; our fields stand between Megatron-LM's and its counts."""
     parts = [
         f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {record.iteration:8d}/{record.num_iterations:8d}",
         f"consumed samples: {record.consumed_samples:12d}",
@@ -57,7 +55,7 @@ def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> s
 
 
 def evaluation_lines(record: EvaluationRecord) -> list[str]:
-    """The framed line of one evaluation."""
+    """Return the line of one evaluation with its frame, as three lines."""
     where = f"iteration {record.iteration}"
     if record.final:
         where += f" on {record.split} set"
@@ -74,7 +72,7 @@ def evaluation_lines(record: EvaluationRecord) -> list[str]:
 
 
 class LinePrinter:
-    """Prints the lines; on a terminal a progress bar stays below them."""
+    """Prints the lines, below which a progress bar stays on a terminal."""
 
     def __init__(self, *, on_gpu: bool, num_iterations: int, iteration: int, bar: bool) -> None:
         self._on_gpu = on_gpu
@@ -108,9 +106,9 @@ _NOT_FINITE = {word: float(word) for word in ("NaN", "Infinity", "-Infinity")}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file; a last line that a kill cut short is left out.
+    """Read the rows of a metrics file, without a last line that a kill has cut short.
 
-    Numbers that are not finite come back as such, see `MetricsFile`.
+    The words for numbers that are not finite, see `MetricsFile`, are read as these numbers.
     """
     rows: list[dict[str, Any]] = []
     if path.exists():
@@ -128,7 +126,7 @@ def _number(value: Any) -> Any:
 
 
 def _as_json(row: Mapping[str, Any]) -> str:
-    """One line of JSON, which knows no numbers that are not finite: they become words."""
+    """Return one line of JSON, in which words stand for numbers that are not finite."""
     words = {name: _word(value) for name, value in row.items()}
     return json.dumps(words, allow_nan=False) + "\n"
 
@@ -140,7 +138,7 @@ def _word(value: Any) -> Any:
 
 
 class MetricsFile:
-    """Appends to ``metrics.jsonl``; a resumed run first removes what it will do again.
+    """Appends to ``metrics.jsonl``; a resumed run first removes the steps that it will repeat.
 
     Each line is strict JSON: a number that is not finite, such as the gradient norm of a skipped
     step, is the word ``NaN``, ``Infinity`` or ``-Infinity``, as in Protocol Buffers' JSON.
@@ -203,7 +201,8 @@ class MetricsFile:
 
 
 SECONDS_BETWEEN_PLOTS = 60.0
-SMOOTHED_FROM = 200  # rows
+SMOOTHED_FROM = 200
+"""Number of rows from which a line is smoothed."""
 
 Row = dict[str, Any]
 
@@ -238,7 +237,7 @@ def plot_metrics(rows: list[Row], path: Path, title: str = "") -> None:
 
 
 def _plot_losses(axes: Axes, train: list[Row], evaluations: list[Row], resumed: list[int]) -> None:
-    # `train/loss` is one of the others under a common name.
+    # `train/loss` repeats another loss under a common name.
     names = dict.fromkeys(
         name for row in train for name in row if name.endswith("loss") and "/" not in name
     )
@@ -274,7 +273,7 @@ def _plot_line(axes: Axes, train: list[Row], name: str, label: str, color: str) 
 
 
 def _draw(axes: Axes, steps: list[int], values: list[float], **style: Any) -> None:
-    """A line; of a long and noisy run the smoothed line, with the measured one behind it."""
+    """Draw a line; a long and noisy one is drawn smoothed, with the measured one behind it."""
     if len(values) < SMOOTHED_FROM or style.get("color"):
         marker = "." if len(values) < 60 else ""
         axes.plot(steps, values, marker=marker, markersize=4, linewidth=1.4, **style)
@@ -284,7 +283,7 @@ def _draw(axes: Axes, steps: list[int], values: list[float], **style: Any) -> No
 
 
 def _smoothed(values: list[float]) -> list[float]:
-    """Exponential moving average over about a fiftieth of the run, without a slow start."""
+    """Average exponentially over about a fiftieth of the run, without a slow start."""
     keep = 1 - 1 / max(2.0, len(values) / 50)
     mean, weight, out = 0.0, 0.0, []
     for value in values:
@@ -295,7 +294,7 @@ def _smoothed(values: list[float]) -> list[float]:
 
 
 def _series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:
-    """Iterations and values of the rows that have the value."""
+    """Return the iterations and values of the rows that have the value."""
     mine = [row for row in rows if row.get(name) is not None]
     return [row["iteration"] for row in mine], [float(row[name]) for row in mine]
 
@@ -322,7 +321,7 @@ class LossPlot:
             self._draw()
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
-        """The next drawing shows it."""
+        """Do nothing; the next drawing shows the evaluation."""
 
     def close(self) -> None:
         self._draw()

@@ -1,4 +1,4 @@
-"""What is reported, as plain values; and the protocol of what reports it."""
+"""The values that a run reports, and the protocol of the objects that report them."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class IterationRecord:
-    """The steps since the last report.
+    """A report on the steps since the last report.
 
     Attributes:
         iteration: training steps done.
         num_iterations: steps of the whole run.
         consumed_samples: samples used by all ranks.
         seconds: mean duration of a step.
-        learning_rate: after the last step.
+        learning_rate: learning rate after the last step.
         global_batch_size: samples of the last step.
-        losses: mean over the reported steps that had an update, by name.
-        loss_scale: of fp16; 1 otherwise.
-        grad_norm: of the last step before clipping; not finite when it was skipped.
-        samples: of one step, the mean of the steps that are reported.
-        tokens: positions of one step, the mean of the steps that are reported.
-        flops: floating-point operations of one step on all ranks.
-        world_size: ranks.
+        losses: mean of each loss by name over the reported steps that had an update.
+        loss_scale: scale of fp16; 1 otherwise.
+        grad_norm: norm before clipping in the last step; not finite when the step was skipped.
+        samples: mean number of samples in a step.
+        tokens: mean number of positions in a step.
+        flops: mean number of floating-point operations in a step, on all ranks.
+        world_size: number of ranks.
         skipped: steps without an update since the last report.
-        nans: those whose loss was not finite.
+        nans: skipped steps whose loss was not finite.
         total_skipped: steps without an update in the whole run.
-        num_zeros: zeros in the gradient, where counted.
-        params_norm: norm of the parameters, where asked for.
-        peak_flops: of one GPU, None where it is not known.
-        sample_name: what the samples are called, where their rate is to be shown.
-        memory: of this rank's GPU by name, in bytes; empty on a CPU.
-        epoch: passes through the training data so far; None where it has no epochs.
+        num_zeros: zeros in the gradient, where they are counted.
+        params_norm: norm of the parameters, where it is asked for.
+        peak_flops: peak of one GPU in operations per second, None where it is not known.
+        sample_name: name of the samples, where their rate is to be shown.
+        memory: bytes of this rank's GPU by name; empty on a CPU.
+        epoch: passes through the training data so far; None where the data has no epochs.
     """
 
     iteration: int
@@ -61,10 +61,11 @@ class IterationRecord:
 
     @property
     def common(self) -> dict[str, float]:
-        """What fine-tuning tools show, under their names; the loss is the first that is reported.
+        """Return the values that fine-tuning tools show, under the names of these tools.
 
-        ``train/skipped_iterations`` counts from the start of the run, ``train/time(s)`` is the
-        mean duration of a step, ``train/throughput`` is in samples per second.
+        ``train/loss`` is the first loss that is reported, ``train/skipped_iterations`` counts from
+        the start of the run, ``train/time(s)`` is the mean duration of a step, and
+        ``train/throughput`` is in samples per second.
         """
         return {
             "train/loss": next(iter(self.losses.values()), math.nan),
@@ -80,48 +81,49 @@ class IterationRecord:
 
     @property
     def samples_per_second(self) -> float:
-        """Of all ranks together."""
+        """Return the samples per second of all ranks together."""
         return self.samples / self.seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together."""
+        """Return the tokens per second of all ranks together."""
         return self.tokens / self.seconds
 
     @property
     def tflops_per_device(self) -> float:
-        """10^12 floating-point operations per second and device."""
+        """Return the floating-point operations per second and device, in 10^12."""
         return self.flops / self.seconds / self.world_size / 1e12
 
     @property
     def mfu(self) -> float | None:
-        """Share of the peak of the GPUs that the model uses; None where the peak is unknown."""
+        """Return the share of the peak of the GPUs that the model uses; None for unknown GPUs."""
         if self.peak_flops is None:
             return None
         return self.tflops_per_device * 1e12 / self.peak_flops
 
     @property
     def seconds_left(self) -> float:
-        """Until the last step, at the present speed."""
+        """Return the seconds until the last step, at the present speed."""
         return (self.num_iterations - self.iteration) * self.seconds
 
 
 AVERAGED = " ema"
-"""Ends the name of a split that was evaluated with the averaged weights."""
+"""Suffix of the name of a split that was evaluated with the averaged weights."""
 LANGUAGE_LOSS = "lm loss"
 """The loss of language models; others, and further values beside it, have no perplexity."""
 
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """One evaluation.
+    """A report on one evaluation.
 
     Attributes:
-        split: ``validation`` or ``test`` (with a number where there are several), and `AVERAGED`.
+        split: ``validation`` or ``test``, with a number where there are several sets, and with
+            `AVERAGED` for averaged weights.
         iteration: training steps done.
-        losses: by name.
+        losses: mean losses by name.
         consumed_samples: training samples used so far.
-        final: after the last step.
+        final: the evaluation follows the last step.
         perplexity: `LANGUAGE_LOSS` is a cross-entropy, whose exponential is a perplexity.
     """
 
@@ -133,16 +135,16 @@ class EvaluationRecord:
     perplexity: bool = True
 
     def perplexity_of(self, name: str) -> float | None:
-        """The perplexity of a loss, None where the word means nothing; as Megatron-LM caps it."""
+        """Return the perplexity of a loss with Megatron-LM's cap; None where it means nothing."""
         if not self.perplexity or name != LANGUAGE_LOSS:
             return None
         return math.exp(min(20, self.losses[name]))
 
     @property
     def common(self) -> dict[str, float]:
-        """The first loss of a validation split, under the name that fine-tuning tools show.
+        """Return the first loss of a validation split, under the name of fine-tuning tools.
 
-        It is ``val/loss``, with the number of the set or `AVERAGED` behind it.
+        The name is ``val/loss``, with the number of the set or `AVERAGED` behind it.
         """
         which = self.split.removeprefix("validation")
         if which == self.split or not self.losses:
@@ -151,7 +153,7 @@ class EvaluationRecord:
 
 
 class Reporter(Protocol):
-    """Something that reports."""
+    """A sink of reports, such as a file or a server."""
 
     def on_iteration(self, record: IterationRecord) -> None:
         """Report training steps."""
@@ -160,4 +162,4 @@ class Reporter(Protocol):
         """Report an evaluation."""
 
     def close(self) -> None:
-        """Finish; nothing follows."""
+        """Finish; no report follows."""
