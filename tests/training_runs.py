@@ -10,7 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_ext.config.parser import parse_args
+from megatron_ext.data.indexed import optimal_dtype
+from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.device import select
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import pretrain, stored_config
@@ -37,6 +41,16 @@ TINY = (
     "--num-workers 0 --log-interval 1 --split 90,5,5 --eval-iters 0 --eval-interval 100"
 ).split()
 """The recorded llama model, without its length and data."""
+
+
+LAYOUTS = {
+    "one": (1, ""),
+    "dp2": (2, ""),
+    "dp2plain": (2, "--no-use-distributed-optimizer"),
+    "tp2pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+}
+"""Number of ranks and flags of some layouts."""
+NULL = "--tokenizer-type NullTokenizer --vocab-size 90".split()
 
 
 def mock_data() -> list[str]:
@@ -84,3 +98,21 @@ def _load_matplotlib() -> None:
 def training_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows that report training steps."""
     return [row for row in rows if row["kind"] == "train"]
+
+
+def without(words: Sequence[str], *names: str) -> list[str]:
+    """Return flags without some that take one value."""
+    kept = list(words)
+    for name in names:
+        at = kept.index(name)
+        del kept[at : at + 2]
+    return kept
+
+
+def documents(prefix: Path, number: int) -> str:
+    """Write a dataset of different documents of 70 tokens, and return its prefix."""
+    rng = np.random.default_rng(0)
+    with IndexedWriter(str(prefix), optimal_dtype(90)) as writer:
+        for _ in range(number):
+            writer.add_document(rng.integers(0, 89, size=70), [70])
+    return str(prefix)

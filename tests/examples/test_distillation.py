@@ -18,7 +18,7 @@ from megatron_ext.losses.vocabulary import VocabularyHead
 from megatron_ext.text.sft.dataset import SftDataset, build_splits
 from megatron_ext.text.tokenizers import build_tokenizer
 from tests.text.sft import tiny
-from tests.training.test_sft import MODEL
+from tests.text.sft.test_runs import MODEL
 from tests.training_runs import train_on_ranks, training_rows
 
 V, K, H = 50, 4, 8

@@ -10,7 +10,7 @@ import pytest
 
 from tests.host_syncs import READ, record_steps
 from tests.text.sft import tiny
-from tests.training.test_sft import MODEL, batching
+from tests.text.sft.test_runs import MODEL, batching
 from tests.training_runs import train_on_ranks
 
 

@@ -1,4 +1,4 @@
-"""Criteria 13, 15 and 16 of the losses' specification, by their numbers, in whole runs."""
+"""Whole runs: skipped steps, the schedule of the learning rate, resumed data, validation."""
 
 from __future__ import annotations
 
@@ -10,38 +10,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_ext.config.parser import parse_args
-from megatron_ext.data.indexed import optimal_dtype
-from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
 from pretrain_gpt import GPT
-from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
+from tests.training_runs import (
+    LAYOUTS,
+    NULL,
+    TINY,
+    documents,
+    mock_data,
+    train_on_ranks,
+    training_rows,
+    without,
+)
 
-LAYOUTS = {
-    "one": (1, ""),
-    "dp2": (2, ""),
-    "dp2plain": (2, "--no-use-distributed-optimizer"),
-    "tp2pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
-}
 SAME_WEIGHTS = [word for word in TINY if word != "--use-cpu-initialization"]
 """The tiny model, with weights that do not depend on the layout."""
 
 Rows = list[dict[str, Any]]
-
-
-def without(words: Sequence[str], *names: str) -> list[str]:
-    """Flags without some that take one value."""
-    kept = list(words)
-    for name in names:
-        at = kept.index(name)
-        del kept[at : at + 2]
-    return kept
 
 
 def train(
@@ -99,7 +90,7 @@ def poison(run: Run, *, rank: int, step: int, value: float, folder: Path) -> Non
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("layout", ["dp2", "dp2plain", "tp2pp2"])
-def test_criterion_13_a_bad_gradient_on_one_rank_skips_the_step_on_all(
+def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(
     layout: str, value: float, tmp_path: Path
 ) -> None:
     ranks = LAYOUTS[layout][0]
@@ -152,7 +143,7 @@ def dense_norm(run: Run, folder: Path) -> None:
     observe(run, folder, note)
 
 
-def test_criterion_13_the_logged_norm_is_the_dense_one_before_clipping(tmp_path: Path) -> None:
+def test_the_logged_norm_is_the_dense_one_before_clipping(tmp_path: Path) -> None:
     """Weights ten times as large make a gradient that must be clipped."""
     words = "--train-iters 2 --init-method-std 0.2 --clip-grad 1.0"
     norms: dict[str, list[float]] = {}
@@ -172,7 +163,7 @@ def test_criterion_13_the_logged_norm_is_the_dense_one_before_clipping(tmp_path:
 
 
 @pytest.mark.parametrize("steps", [8, 16])
-def test_criterion_15_the_schedule_starts_at_zero_and_ends_with_the_run(
+def test_the_schedule_starts_at_zero_and_ends_with_the_run(
     steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = without(SAME_WEIGHTS, "--lr-warmup-iters", "--lr-decay-iters")
@@ -206,7 +197,7 @@ def digest_data(run: Run, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("layout", "loader"), [("dp2", "cyclic"), ("tp2pp2", "single")])
-def test_criterion_15_a_resumed_run_repeats_order_rate_and_loss(
+def test_a_resumed_run_repeats_order_rate_and_loss(
     layout: str, loader: str, tmp_path: Path
 ) -> None:
     """Also in the middle of an epoch, and with evaluations, which draw samples of their own."""
@@ -237,18 +228,6 @@ def test_criterion_15_a_resumed_run_repeats_order_rate_and_loss(
         assert mine == want, key
 
 
-NULL = "--tokenizer-type NullTokenizer --vocab-size 90".split()
-
-
-def documents(prefix: Path, number: int) -> str:
-    """A dataset of documents of 70 tokens, each different."""
-    rng = np.random.default_rng(0)
-    with IndexedWriter(str(prefix), optimal_dtype(90)) as writer:
-        for _ in range(number):
-            writer.add_document(rng.integers(0, 89, size=70), [70])
-    return str(prefix)
-
-
 def validation_losses(rows: Rows) -> list[float]:
     return [row["lm loss"] for row in rows if row["kind"] == "evaluation"]
 
@@ -270,7 +249,7 @@ def dense_loss(run: Run, folder: Path, flags: Sequence[str]) -> None:
     (folder / "dense.json").write_text(json.dumps([total / count, len(dataset)]))
 
 
-def test_criterion_16_validation_is_the_sum_over_all_targets(tmp_path: Path) -> None:
+def test_validation_is_the_sum_over_all_targets(tmp_path: Path) -> None:
     """Eleven samples or so in batches of 16 or 4: none is left out, and none counts twice."""
     prefix = documents(tmp_path / "docs", 40)
     tiny = without(
@@ -298,7 +277,7 @@ def test_criterion_16_validation_is_the_sum_over_all_targets(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("full", ["--eval-iters 1", "--full-validation"])
-def test_criterion_16_no_validation_set_is_no_failure(full: str, tmp_path: Path) -> None:
+def test_no_validation_set_is_no_failure(full: str, tmp_path: Path) -> None:
     flags = without(TINY, "--split", "--eval-interval", "--eval-iters")
     source = [*NULL, "--data-path", documents(tmp_path / "docs", 20)]
     words = f"--split 100,0,0 --eval-interval 1 --train-iters 2 {full}"

@@ -1,4 +1,4 @@
-"""Criterion 14: what unequal micro-batches weigh, against one micro-batch of all their rows."""
+"""Unequal micro-batches weigh as much as one micro-batch of all their rows."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def compare(words: list[str], fits: Callable[[float], bool]) -> None:
 
 
 @pytest.mark.parametrize("impl", ["chunked", "eager"])
-def test_criterion_14_unequal_micro_batches_equal_one(impl: str) -> None:
+def test_unequal_microbatches_equal_one(impl: str) -> None:
     compare(["--cross-entropy-impl", impl], lambda error: error <= 1e-6)
 
 
-def test_criterion_14_the_mean_of_means_does_not() -> None:
+def test_the_mean_of_means_depends_on_the_microbatches() -> None:
     compare(["--no-calculate-per-token-loss"], lambda error: error > 0.1)

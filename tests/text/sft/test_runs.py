@@ -89,7 +89,7 @@ def padded(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[st
         ),
     ],
 )
-def test_criterion_12_packed_equals_padded(
+def test_packed_equals_padded(
     model: str,
     kind: str,
     ranks: int,
@@ -106,7 +106,7 @@ def test_criterion_12_packed_equals_padded(
 
 
 @pytest.mark.parametrize("kind", list(BATCHING))
-def test_criterion_12_a_long_conversation_is_an_error(kind: str, data: list[str]) -> None:
+def test_a_long_conversation_is_an_error(kind: str, data: list[str]) -> None:
     words = [*MODEL, *data, "--train-iters", "1", *batching(kind).split()]
     with pytest.raises(
         DataError,
@@ -118,7 +118,7 @@ def test_criterion_12_a_long_conversation_is_an_error(kind: str, data: list[str]
 
 @pytest.mark.parametrize("kind", list(BATCHING))
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_criterion_12_truncation_keeps_exact_slices(kind: str, side: str, data: list[str]) -> None:
+def test_truncation_keeps_exact_slices(kind: str, side: str, data: list[str]) -> None:
     words = [*MODEL, *data, "--train-iters", "1", *batching(kind).split()]
     whole = _splits(words)
     cut = _splits([*words, "--sft-max-length", "60", "--sft-truncation", side])

@@ -1,4 +1,4 @@
-"""Best checkpoints and early stops, decided alike on every rank and kept over a resume."""
+"""Best checkpoints and early stopping, decided alike on every rank and kept over a resume."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ from megatron_ext.checkpoint.files import published
 from megatron_ext.checkpoint.publish import BEST_TRACKER, BestCheckpoint, doomed, with_candidate
 from megatron_ext.train.callbacks import evaluation
 from megatron_ext.train.callbacks.early_stopping import mean_validation_loss
-from tests.training.test_criteria import LAYOUTS, NULL, documents, without
-from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
+from tests.training_runs import (
+    LAYOUTS,
+    NULL,
+    TINY,
+    documents,
+    mock_data,
+    train_on_ranks,
+    training_rows,
+    without,
+)
 
 Rows = list[dict[str, Any]]
 
@@ -46,7 +54,7 @@ KEEP = "--eval-iters 1 --train-iters 12 --save-interval 4 --keep-best 2 --keep-l
     ("layout", "parts"),
     [pytest.param("one", (12,), marks=pytest.mark.slow), ("one", (4, 10, 12)), ("dp2", (6, 12))],
 )
-def test_the_best_stay_and_what_they_outdo_goes(
+def test_the_best_checkpoints_stay_and_those_they_supersede_go(
     layout: str, parts: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the run was broken; 2, 6 and 8 are gone, 10 is the best, 12 the newest."""
@@ -120,7 +128,7 @@ def test_weights_that_do_not_change_stop_a_real_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--keep-best", "--early-stop-patience"])
-def test_a_watched_loss_needs_a_validation_split(
+def test_the_validation_loss_needs_a_validation_split(
     flag: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     flags = without(TINY, "--split", "--eval-iters")

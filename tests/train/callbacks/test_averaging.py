@@ -18,7 +18,7 @@ from tests.checkpoint.huggingface.models import in_child
 from tests.checkpoint.tiny import whole_tensors
 from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
 
-TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
+TOOL = Path(__file__).parents[3] / "tools" / "convert_checkpoint.py"
 SMALL = [
     *TINY,
     *mock_data(),
@@ -81,7 +81,7 @@ MOE = "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --moe-
     ],
 )
 def test_a_run_averages_each_applied_update_once(ranks: int, more: str, tmp_path: Path) -> None:
-    """Eight micro-batches and a skipped step change nothing (trap 4)."""
+    """Eight micro-batches and a skipped step change nothing."""
     flags = [*EMA, *more.split(), "--save-interval", "1", "--no-save-optim", "--ema-start", "3"]
     prepare = partial(_spoil_step, step=4)
     rows = training_rows(_train(tmp_path, *flags, ranks=ranks, prepare=prepare))
@@ -139,7 +139,7 @@ def test_tied_and_predicting_copies_of_the_embedding_stay_equal(tmp_path: Path) 
     _assert_closed_form(tmp_path, [1, 2, 3])
 
 
-def test_criterion_20_a_resumed_run_averages_bit_for_bit(tmp_path: Path) -> None:
+def test_a_resumed_run_averages_bit_for_bit(tmp_path: Path) -> None:
     """Whatever the format of the optimizer's own state; the other one is that of the next test."""
     flags = [*EMA, "--bf16", "--save-interval", "3", "--ema-start", "2"]
     flags.append("--no-dist-ckpt-optim-fully-reshardable")
@@ -154,7 +154,7 @@ def test_criterion_20_a_resumed_run_averages_bit_for_bit(tmp_path: Path) -> None
     assert all(torch.equal(found[name], average) for name, average in wanted.items())
 
 
-def test_criterion_20_one_rank_goes_on_as_tp2_pp2(tmp_path: Path) -> None:
+def test_one_rank_goes_on_as_tp2_pp2(tmp_path: Path) -> None:
     flags = [*EMA, "--save-interval", "3"]
     _train(tmp_path / "whole", *flags)
     broken = tmp_path / "broken"

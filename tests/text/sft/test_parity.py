@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.text.sft import tiny
-from tests.training.test_sft import MODEL
+from tests.text.sft.test_runs import MODEL
 from tools.parity import main
 
 PACKED = "[--sft-batching token-budget]"
