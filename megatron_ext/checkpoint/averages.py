@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from megatron_ext.checkpoint.unpickling import stored_entries
 from megatron_ext.optim.ema import ShardedEMA
-from megatron_ext.parallel.collectives import together
+from megatron_ext.parallel.collectives import gather_or_raise
 
 EMA = "ema"
 PREFIX = f"{EMA}."
@@ -38,7 +38,7 @@ def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> b
         ema: of the run, None where it keeps no averages.
         notes: gets a sentence where only one of the two has averages.
     """
-    there = together(lambda: holds_averages(path), f"{path} cannot be read")[0]
+    there = gather_or_raise(lambda: holds_averages(path), f"{path} cannot be read")[0]
     if ema is not None and not there:
         notes.append(f"{path} holds no averaged weights, so they start from the loaded ones.")
     if ema is None and there:

@@ -70,7 +70,6 @@ from megatron_ext.checkpoint.state import (
 )
 from megatron_ext.checkpoint.storage import (
     describe_written,
-    on_first_rank,
     one_line,
     read_state,
     save_strategy,
@@ -83,7 +82,7 @@ from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.optim.ema import ShardedEMA
-from megatron_ext.parallel.collectives import together
+from megatron_ext.parallel.collectives import gather_or_raise, on_first_rank
 from megatron_ext.parallel.context import ParallelContext
 
 
@@ -241,7 +240,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: a missing, partial, damaged or foreign checkpoint.
         """
-        found = self._find()
+        found = on_first_rank(lambda: find(self._config), "looking for a checkpoint")
         if found is None:
             return None
         verify(found, self._context)
@@ -300,7 +299,7 @@ class CheckpointManager:
         own = self._base or FrozenBase(None, "unknown seed")
         if given is not None:
             look = partial(FrozenBase.given, given, average=average)
-            own = together(look, f"{given} cannot be read")[0]
+            own = gather_or_raise(look, f"{given} cannot be read")[0]
         own.check(path, recorded, "--pretrained-checkpoint")
         asked = dataclasses.replace(self._config, load=None, save=None)
         CheckpointManager(asked, self._context).load(model=model, optimizer=None, scheduler=None)
@@ -319,14 +318,7 @@ class CheckpointManager:
                 with_optimizer=with_optimizer,
             )
 
-        return together(compare, f"{found.path} cannot be compared with the run")[0]
-
-    def _find(self) -> Found | None:
-        """What to load; rank 0 looks, all agree."""
-        return together(
-            lambda: find(self._config) if self._context.rank == 0 else None,
-            "looking for a checkpoint",
-        )[0]
+        return gather_or_raise(compare, f"{found.path} cannot be compared with the run")[0]
 
     def _requested_state(
         self,
@@ -375,8 +367,8 @@ class CheckpointManager:
             return weights_in(bare)
 
         what = f"{path} cannot be compared with the model"
-        wanted = set[str]().union(*together(check, what))
-        notes += together(lambda: check_unwanted(path, wanted, strictness), what)[0]
+        wanted = set[str]().union(*gather_or_raise(check, what))
+        notes += gather_or_raise(lambda: check_unwanted(path, wanted, strictness), what)[0]
         state = sharded_state(model, optimizer, metadata=metadata, is_loading=True)
         if ema is not None:
             state[EMA] = averages_to_load(ema, {key: state[key] for key in keys})

@@ -1,6 +1,6 @@
-"""From written files to a published checkpoint, and the removal of old ones; rank 0's work.
+"""Publishes a checkpoint under its final name and removes old ones; only rank 0 does this.
 
-The checkpoints of the lowest validation loss, and the file that names the best of them.
+The checkpoints of the lowest validation loss may be kept besides, and a file names the best.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ from megatron_ext.checkpoint.files import (
     published,
     replaced_folder_of,
     sync_folder,
+    write_durably,
     write_manifest,
 )
 
 logger = logging.getLogger(__name__)
+
+BEST_TRACKER = "best_checkpointed_iteration.txt"
 
 
 def prepare(root: Path, iteration: int) -> None:
@@ -45,7 +48,7 @@ def prepare(root: Path, iteration: int) -> None:
 
 
 def temporary_folder_of(root: Path, iteration: int) -> Path:
-    """Where the files of an iteration are written before they are published."""
+    """Return where the files of an iteration are written before they are published."""
     final = folder_of(root, iteration)
     return final.with_name(final.name + TEMPORARY_SUFFIX)
 
@@ -71,25 +74,25 @@ def publish(root: Path, iteration: int, files: dict[str, dict[str, Any]]) -> Non
         shutil.rmtree(replaced)
 
 
-def doomed(
+def expired(
     older: list[int],
     *,
     retain: int | None,
     keep: int | None,
     best: Collection[int] = (),
-    outdone: Collection[int] = (),
+    superseded: Collection[int] = (),
 ) -> list[int]:
-    """Which older checkpoints go after a new one was published.
+    """Return which older checkpoints are removed after a new one was published.
 
     Args:
         older: iterations before the new one, ascending.
-        retain: ``--save-retain-interval``: as in Megatron-LM, the one before goes unless its
-            iteration is a multiple.
-        keep: ``--keep-last``: so many stay, the new one included; multiples of ``retain`` stay
+        retain: ``--save-retain-interval``. As in Megatron-LM, the checkpoint before the new one
+            is removed unless its iteration is a multiple of this.
+        keep: ``--keep-last``. So many stay, the new one included; multiples of ``retain`` stay
             as well.
-        best: ``--keep-best``: these stay besides, and do not count for ``keep``.
-        outdone: these were saved for being among the best only, and no longer are; they go, but
-            for multiples of ``retain``.
+        best: ``--keep-best``. These stay besides, and do not count for ``keep``.
+        superseded: these were saved only for being among the best, and no longer are. They are
+            removed, but for multiples of ``retain``.
     """
     gone: set[int] = set()
     if retain is not None and older and older[-1] % retain:
@@ -98,7 +101,7 @@ def doomed(
         counted = [i for i in older if i not in best]
         beyond = counted[: max(0, len(counted) - (keep - 1))]
         gone |= {i for i in beyond if retain is None or i % retain}
-    gone |= {i for i in older if i in outdone and (retain is None or i % retain)}
+    gone |= {i for i in older if i in superseded and (retain is None or i % retain)}
     return sorted(gone - set(best))
 
 
@@ -109,15 +112,15 @@ def remove_old(
     retain: int | None,
     keep: int | None,
     best: Collection[int] = (),
-    outdone: Collection[int] = (),
+    superseded: Collection[int] = (),
 ) -> None:
-    """Remove the checkpoints that the flags do not keep; see `doomed`.
+    """Remove the checkpoints that the flags do not keep; see `expired`.
 
     A symbolic link is left alone. A folder that cannot be removed is reported, and does not end
     the run: the new checkpoint is safe.
     """
     older = [iteration for iteration in published(root) if iteration < newest]
-    for iteration in doomed(older, retain=retain, keep=keep, best=best, outdone=outdone):
+    for iteration in expired(older, retain=retain, keep=keep, best=best, superseded=superseded):
         folder = folder_of(root, iteration)
         if folder.is_symlink():
             continue
@@ -130,17 +133,13 @@ def remove_old(
             logger.warning("The old checkpoint %s could not be removed: %s.", folder, error)
 
 
-BEST_TRACKER = "best_checkpointed_iteration.txt"
-
-
 @dataclass(frozen=True)
 class BestCheckpoint:
-    """A checkpoint among the best.
+    """A checkpoint among those of the lowest validation loss.
 
     Attributes:
-        iteration: training steps done.
         loss: validation loss.
-        regular: it would have been saved for another reason too.
+        regular: whether it would have been saved for another reason too.
     """
 
     iteration: int
@@ -151,9 +150,9 @@ class BestCheckpoint:
 def with_candidate(
     best: Sequence[BestCheckpoint], new: BestCheckpoint, keep: int
 ) -> tuple[list[BestCheckpoint], list[BestCheckpoint]]:
-    """The ``keep`` best, lowest loss first, and the former ones that are no longer among them.
+    """Return the ``keep`` best, lowest loss first, and the former ones no longer among them.
 
-    Of equal losses the earlier stays.
+    Where losses are equal, the earlier checkpoint stays.
     """
     others = [entry for entry in best if entry.iteration != new.iteration]
     ranked = sorted([*others, new], key=lambda entry: entry.loss)
@@ -173,9 +172,6 @@ def write_best(root: Path, best: BestCheckpoint) -> None:
     if not folder_of(root, best.iteration).is_dir():
         return
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(f"{best.iteration} {best.loss!r}\n")
-        file.flush()
-        os.fsync(file.fileno())
+    write_durably(temporary, f"{best.iteration} {best.loss!r}\n")
     os.replace(temporary, path)
     sync_folder(root)

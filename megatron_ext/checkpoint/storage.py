@@ -13,7 +13,6 @@ Verifying a checkpoint, and reading its sharded state.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +57,7 @@ from megatron_ext.checkpoint.unpickling import (
     PlainObjectsPlanner,
 )
 from megatron_ext.errors import CheckpointError
-from megatron_ext.parallel.collectives import together
+from megatron_ext.parallel.collectives import gather_or_raise, on_first_rank
 from megatron_ext.parallel.context import contact_fault
 
 if TYPE_CHECKING:
@@ -194,7 +193,7 @@ def describe_written(folder: Path, progress: dict[str, Any], run_config: dict[st
         return {path.name: describe_file(path) for path in mine}
 
     files: Files = {}
-    for part in together(describe, f"{folder} cannot be read back"):
+    for part in gather_or_raise(describe, f"{folder} cannot be read back"):
         files.update(part)
     on_first_rank(lambda: _check_index(folder, files), f"{folder} cannot be read back")
     return files
@@ -209,12 +208,6 @@ def _check_index(folder: Path, files: Files) -> None:
                 f"{folder / place.relative_path} is too short for `{index.fqn}`; the file system "
                 "lost what was written, so give another `--save`."
             )
-
-
-def on_first_rank(work: Callable[[], Any], what: str) -> None:
-    """Work that rank 0 does for all, and that fails on all."""
-    rank = torch.distributed.get_rank()
-    together(lambda: (work(), None)[1] if rank == 0 else None, what)
 
 
 def first_failure(error: CheckpointException) -> tuple[int, str]:
@@ -254,7 +247,7 @@ def verify(found: Found, context: ParallelContext) -> None:
         if fault is not None:
             raise CheckpointError(refusal(found.root, found.iteration, fault))
 
-    together(compare, f"{path} cannot be read")
+    gather_or_raise(compare, f"{path} cannot be read")
 
 
 def read_state(
@@ -307,7 +300,7 @@ def read_state(
             f"Of {path} these names are {kind}: {sorted(keys)}" for kind, keys in named if keys
         ]
         if raises:
-            together(lambda: _refuse(differ), f"{path} cannot be loaded")
+            gather_or_raise(lambda: _refuse(differ), f"{path} cannot be loaded")
         notes += [f"{text}." for text in differ]
     return dict(loaded)
 

@@ -1,8 +1,7 @@
-"""Letting one rank's failure become every rank's, so that none waits for another for ever.
+"""Work of some ranks whose failure becomes every rank's, so that none waits for another for ever.
 
-Work of the reporting rank alone, whose failure is every rank's, so that none waits for ever.
-
-Work that one rank of a replica does for the others: large encoders are held once.
+`gather_or_raise` and `on_first_rank` are for work on checkpoints. The others are for work that one
+rank does for the run, or for its replica, such as encoding with a large model that is held once.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import CheckpointError, DataError, MegatronExtError
 
@@ -22,69 +22,62 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def together(work: Callable[[], T], what: str) -> list[T]:
-    """Run local work on every rank and gather the results.
+def from_all_ranks(
+    value: T, fault: MegatronExtError | None, group: ProcessGroup | None = None
+) -> list[T]:
+    """Gather the values of all ranks, by rank; all ranks call this together.
 
     Args:
-        work: does not communicate.
-        what: names the work in the error.
+        fault: what went wrong on this rank.
+        group: ranks that take part, None for all of the run.
 
-    Returns:
-        The results of all ranks, by rank.
+    Raises:
+        MegatronExtError: the first fault, on every rank.
+    """
+    gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(gathered, (value, fault), group=group)
+    for _, found in gathered:
+        if found is not None:
+            raise found
+    return [entry for entry, _ in gathered]
+
+
+def gather_or_raise(work: Callable[[], T], what: str) -> list[T]:
+    """Run work that does not communicate on every rank, and gather the results by rank.
+
+    Args:
+        what: names the work in the error.
 
     Raises:
         CheckpointError: on every rank, with the first failing rank's message.
     """
     result: T | None = None
-    fault: str | None = None
+    fault: CheckpointError | None = None
     try:
         result = work()
+    except CheckpointError as error:
+        fault = error
     except Exception as error:
-        fault = str(error) if isinstance(error, CheckpointError) else f"{what}: {error}"
-    gathered: list[tuple[T | None, str | None]] = [
-        (None, None) for _ in range(torch.distributed.get_world_size())
-    ]
-    torch.distributed.all_gather_object(gathered, (result, fault))
-    for _, message in gathered:
-        if message is not None:
-            raise CheckpointError(message)
-    return [value for value, _ in gathered]  # type: ignore[misc]
+        fault = CheckpointError(f"{what}: {error}")
+    return from_all_ranks(result, fault)  # type: ignore[arg-type]
 
 
-def on_reporting_rank(work: Callable[[], T], what: str, context: ParallelContext) -> T | None:
-    """Run work that does not communicate; all ranks call this together.
-
-    Args:
-        work: for the reporting rank.
-        what: names the work in the error.
-        context: of this rank.
-
-    Returns:
-        Its result on the reporting rank, None on the others.
+def on_first_rank(work: Callable[[], T], what: str) -> T:
+    """Run work that does not communicate on rank 0 alone, and return its result on every rank.
 
     Raises:
-        MegatronExtError: what the work raised, on every rank; a DataError for any other exception,
-            whose traceback the reporting rank prints.
+        CheckpointError: see `gather_or_raise`.
     """
-    result: T | None = None
-    fault: list[MegatronExtError | None] = [None]
-    if context.is_reporting_rank:
-        result, fault[0] = attempted(work, what, context)
-    torch.distributed.broadcast_object_list(fault, src=context.reporting_rank)
-    if fault[0] is not None:
-        raise fault[0]
-    return result
+    is_first = torch.distributed.get_rank() == 0
+    return gather_or_raise(lambda: work() if is_first else None, what)[0]  # type: ignore[return-value]
 
 
 def attempted(
     work: Callable[[], T], what: str, context: ParallelContext
 ) -> tuple[T | None, MegatronExtError | None]:
-    """The result of work of this rank, or what is to be said of its failure.
+    """Return the result of this rank's work, or the error that tells of its failure.
 
-    Args:
-        work: see `on_reporting_rank`.
-        what: names the work in the error.
-        context: of this rank.
+    An error that is not this package's becomes a DataError, and its traceback is printed.
     """
     try:
         return work(), None
@@ -97,83 +90,61 @@ def attempted(
         )
 
 
-def is_first_of_replica(context: ParallelContext) -> bool:
-    """This rank is the first of its tensor- and context-parallel ranks."""
-    return context.tp_rank == 0 and context.cp_rank == 0
+def on_reporting_rank(work: Callable[[], T], what: str, context: ParallelContext) -> T | None:
+    """Run work that does not communicate on the reporting rank; all ranks call this together.
+
+    Args:
+        what: names the work in the error.
+
+    Returns:
+        The result on the reporting rank, None on the others.
+
+    Raises:
+        MegatronExtError: on every rank of the run, see `attempted`.
+    """
+    return _on_some_ranks(context.is_reporting_rank, work, what, context, None)
 
 
 def on_first_of_replica(work: Callable[[], T], what: str, context: ParallelContext) -> T | None:
-    """Run work that does not communicate on one rank of each replica; all ranks call this together.
-
-    Args:
-        work: for the first rank.
-        what: names the work in the error.
-        context: of this rank.
-
-    Returns:
-        Its result on the first rank of a replica, None on the others.
-
-    Raises:
-        MegatronExtError: what the work raised on the first rank that failed, on every rank of the
-            run; a DataError for any other exception, whose traceback that rank prints.
-    """
-    result, fault = _done(work, what, context)
-    from_all_ranks(None, fault)
-    return result
+    """Do the same as `on_reporting_rank` on the first rank of each replica."""
+    return _on_some_ranks(is_first_of_replica(context), work, what, context, None)
 
 
 def on_first_of_this_replica(
     work: Callable[[], T], what: str, context: ParallelContext
 ) -> T | None:
-    """As `on_first_of_replica`, but for one replica alone, whose ranks call this together.
+    """Do the same as `on_first_of_replica` in one replica, whose ranks call this together.
 
     Other replicas do not hear of an error; see `from_all_ranks`.
     """
-    result, fault = _done(work, what, context)
-    if context.pgs.tp_cp.size() > 1:
-        faults = [fault]
-        torch.distributed.broadcast_object_list(faults, group=context.pgs.tp_cp, group_src=0)
-        fault = faults[0]
-    if fault is not None:
-        raise fault
+    return _on_some_ranks(is_first_of_replica(context), work, what, context, context.pgs.tp_cp)
+
+
+def _on_some_ranks(
+    works: bool,
+    work: Callable[[], T],
+    what: str,
+    context: ParallelContext,
+    group: ProcessGroup | None,
+) -> T | None:
+    result, fault = attempted(work, what, context) if works else (None, None)
+    from_all_ranks(None, fault, group)
     return result
 
 
-def from_all_ranks(value: T, fault: MegatronExtError | None) -> list[T]:
-    """Values of all ranks, by rank; all call this together.
-
-    Args:
-        value: of this rank.
-        fault: what went wrong on it.
-
-    Raises:
-        MegatronExtError: the first fault, on every rank.
-    """
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, (value, fault))
-    for _, found in gathered:
-        if found is not None:
-            raise found
-    return [entry for entry, _ in gathered]
-
-
-def _done(
-    work: Callable[[], T], what: str, context: ParallelContext
-) -> tuple[T | None, MegatronExtError | None]:
-    """Work of the first rank of a replica: its result, and what is to be raised on other ranks."""
-    return attempted(work, what, context) if is_first_of_replica(context) else (None, None)
+def is_first_of_replica(context: ParallelContext) -> bool:
+    """Return whether this rank is the first of its tensor- and context-parallel ranks."""
+    return context.tp_rank == 0 and context.cp_rank == 0
 
 
 def share(
     known: Tensor | None, shape: Sequence[int], context: ParallelContext, device: torch.device
 ) -> Tensor:
-    """What the first rank of the replica knows, on all its ranks, which call this together.
+    """Give what the first rank of a replica knows to all its ranks, which call this together.
 
     Args:
-        known: float tensor on the first rank; not looked at on the others.
-        shape: of it.
-        context: of this rank.
-        device: of the result.
+        known: float tensor of the shape on the first rank; not looked at on the others.
+        device: device of the result.
 
     Returns:
         float32.

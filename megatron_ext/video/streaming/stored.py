@@ -17,7 +17,7 @@ from megatron_ext.checkpoint.compatibility import check_unwanted, weights_in
 from megatron_ext.checkpoint.state import CRITIC, apply_state, chunk_keys, sharded_state
 from megatron_ext.checkpoint.unpickling import common_state_of, stored_entries
 from megatron_ext.errors import CheckpointError
-from megatron_ext.parallel.collectives import together
+from megatron_ext.parallel.collectives import gather_or_raise
 from megatron_ext.video.streaming.sequence import StreamingSequence
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class StreamingState:
                 )
             return found
 
-        stored = together(names, f"{path} cannot be read")[0]
+        stored = gather_or_raise(names, f"{path} cannot be read")[0]
         if self._critic.base is not None:
             check_base(path, self._critic.base)
         state = self._critic_state(metadata, with_optimizer=with_optimizer, is_loading=True)
@@ -159,8 +159,8 @@ class StreamingState:
         """Refuse a critic with fewer blocks than the stored one."""
         chunks = {key: state[key] for key in chunk_keys(self._critic.chunks) if key in state}
         what = f"{path} cannot be compared with the critic"
-        wanted = set[str]().union(*together(lambda: weights_in(chunks), what))
-        self._left_out = together(lambda: check_unwanted(path, wanted), what)[0]
+        wanted = set[str]().union(*gather_or_raise(lambda: weights_in(chunks), what))
+        self._left_out = gather_or_raise(lambda: check_unwanted(path, wanted), what)[0]
 
     def _critic_state(
         self, metadata: dict[str, Any], *, with_optimizer: bool, is_loading: bool
