@@ -25,7 +25,7 @@ from megatron_ext.checkpoint.compatibility import LENIENT, is_new_branch
 from megatron_ext.checkpoint.files import MANIFEST, describe_file, standing_folder_of
 from megatron_ext.checkpoint.state import Chunks, apply_state, chunk_keys, sharded_state
 from megatron_ext.checkpoint.storage import read_state, verify
-from megatron_ext.checkpoint.stored import Found, choose, find
+from megatron_ext.checkpoint.stored import CheckpointRef, choose, find
 from megatron_ext.checkpoint.unpickling import common_state_of, stored_entries
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.errors import CheckpointError
@@ -267,7 +267,7 @@ def refuse_adapters_alone(path: Path, recorded: FrozenBase | None) -> None:
 
 
 def load_adapters(
-    found: Found,
+    found: CheckpointRef,
     base: FrozenBase,
     model: Chunks,
     section: str,

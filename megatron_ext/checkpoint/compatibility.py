@@ -150,7 +150,7 @@ def weights_in(state: dict[str, Any]) -> set[str]:
     return {tensor.key for tensor in tensors_in(state)}
 
 
-def check_unwanted(path: Path, wanted: Collection[str], strictness: str = "") -> list[str]:
+def check_unexpected(path: Path, wanted: Collection[str], strictness: str = "") -> list[str]:
     """Compare what a checkpoint holds with what is asked of it.
 
     Optimizer and random states, averages, and other networks are not looked at.

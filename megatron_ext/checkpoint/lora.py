@@ -22,7 +22,7 @@ from megatron_ext.checkpoint.adapters import FrozenBase, load_adapters, stored_a
 from megatron_ext.checkpoint.conversion import verified_folder
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.state import CRITIC
-from megatron_ext.checkpoint.stored import Found, choose, stored_progress
+from megatron_ext.checkpoint.stored import CheckpointRef, choose, stored_progress
 from megatron_ext.checkpoint.unpickling import read_tensors
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.config.lora import DEFAULT_ALPHA, LoraConfig
@@ -173,7 +173,7 @@ def _load_section(
     root, given = Path(str(config.checkpoint.load)), config.checkpoint.pretrained_checkpoint
     iteration = choose(root, config.checkpoint.ckpt_step)
     assert iteration is not None and base is not None
-    found = Found(root, iteration, weights_only=False)
+    found = CheckpointRef(root, iteration, weights_only=False)
     if given is not None:
         base = FrozenBase.given(given, average=config.checkpoint.pretrained_average)
         under = dataclasses.replace(config.checkpoint, load=None, ckpt_step=None)

@@ -38,7 +38,7 @@ from megatron_ext.checkpoint.changes import check_changes
 from megatron_ext.checkpoint.compatibility import (
     check_model,
     check_optimizer,
-    check_unwanted,
+    check_unexpected,
     weights_in,
 )
 from megatron_ext.checkpoint.files import folder_of
@@ -60,7 +60,7 @@ from megatron_ext.checkpoint.resume import (
 )
 from megatron_ext.checkpoint.state import (
     Chunks,
-    Companion,
+    ExtraState,
     LoadedCheckpoint,
     apply_state,
     chunk_keys,
@@ -76,7 +76,13 @@ from megatron_ext.checkpoint.storage import (
     verify,
     write_state,
 )
-from megatron_ext.checkpoint.stored import RUN_CONFIG, Found, find, read_json, stored_progress
+from megatron_ext.checkpoint.stored import (
+    RUN_CONFIG,
+    CheckpointRef,
+    find,
+    read_json,
+    stored_progress,
+)
 from megatron_ext.checkpoint.unpickling import common_state_of
 from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.config.run import RunConfig
@@ -118,9 +124,9 @@ class CheckpointManager:
         progress: dict[str, Any],
         run_config: dict[str, Any],
         ema: ShardedEMA | None = None,
-        companion: Companion | None = None,
+        extra_state: ExtraState | None = None,
         best: Sequence[BestCheckpoint] = (),
-        outdone: Collection[int] = (),
+        superseded: Collection[int] = (),
     ) -> Path:
         """Write a checkpoint aside, verify it, publish it, then remove old ones.
 
@@ -128,10 +134,10 @@ class CheckpointManager:
             progress: counters that JSON can hold.
             run_config: the resolved configuration, sections of plain values.
             ema: averaged weights, where the run keeps any.
-            companion: what belongs to the run besides its model.
+            extra_state: what belongs to the run besides its model.
             best: the checkpoints of the lowest validation loss, lowest first; the tracker of the
                 best names the first, and none is removed.
-            outdone: iterations that are no longer among them and have no other reason to stay.
+            superseded: iterations that are no longer among them and have no other reason to stay.
 
         Returns:
             The published folder.
@@ -145,7 +151,7 @@ class CheckpointManager:
         root = Path(config.save)
         on_first_rank(lambda: prepare(root, iteration), f"`--save` ({root}) cannot be written")
         temporary = temporary_folder_of(root, iteration)
-        state = self._state(model, optimizer, scheduler, run_config, ema, companion)
+        state = self._state(model, optimizer, scheduler, run_config, ema, extra_state)
         state.update(common_state(iteration, progress, run_config))
         strategy = save_strategy(
             config.ckpt_format,
@@ -173,7 +179,7 @@ class CheckpointManager:
                 retain=config.save_retain_interval,
                 keep=config.keep_last,
                 best={entry.iteration for entry in best},
-                outdone=outdone,
+                superseded=superseded,
             )
         return folder_of(root, iteration)
 
@@ -184,7 +190,7 @@ class CheckpointManager:
         scheduler: OptimizerParamScheduler | None,
         run_config: dict[str, Any],
         ema: ShardedEMA | None,
-        companion: Companion | None,
+        extra_state: ExtraState | None,
     ) -> dict[str, Any]:
         """What a checkpoint holds besides counters and configuration."""
         config = self._config
@@ -200,9 +206,9 @@ class CheckpointManager:
         )
         if ema is not None:
             state[EMA] = averages_to_save(ema, {key: state[key] for key in chunk_keys(model)})
-        if companion is not None:
+        if extra_state is not None:
             cut = {**metadata, "dp_cp_group": self._context.pgs.dp_cp}
-            state |= companion.state_to_save(cut, with_optimizer=not config.no_save_optim)
+            state |= extra_state.state_to_save(cut, with_optimizer=not config.no_save_optim)
         if self._base is not None:
             leave_out_base(state, chunk_keys(model))
             state[BASE] = self._base.record()
@@ -221,7 +227,7 @@ class CheckpointManager:
         optimizer: MegatronOptimizer | None,
         scheduler: OptimizerParamScheduler | None,
         ema: ShardedEMA | None = None,
-        companion: Companion | None = None,
+        extra_state: ExtraState | None = None,
         run_config: RunConfig | None = None,
     ) -> LoadedCheckpoint | None:
         """Load what ``--load`` (or ``--pretrained-checkpoint``) asks for.
@@ -255,7 +261,16 @@ class CheckpointManager:
         with_optimizer = loads_optimizer(found, self._config, arguments, notes)
         if run_config is not None:
             used = optimizer is not None and with_optimizer
-            notes += self._changes(found, run_config, with_optimizer=used)
+            notes += gather_or_raise(
+                lambda: check_changes(
+                    path,
+                    run_config,
+                    read_json(path / RUN_CONFIG),
+                    weights_only=found.weights_only,
+                    with_optimizer=used,
+                ),
+                f"{path} cannot be compared with the run",
+            )[0]
         with_averages = not found.weights_only and goes_on_averaging(path, ema, notes)
         kept_optimizer = optimizer if with_optimizer else None
         kept_ema = ema if with_averages else None
@@ -265,7 +280,7 @@ class CheckpointManager:
         if loads_random(found, self._config, arguments, self._context.layout, notes):
             apart = getattr(arguments, "data_parallel_random_init", False)
             state["rng_state"] = random_state(self._context, every_replica=apart)
-        goes_on = companion if not found.weights_only else None
+        goes_on = extra_state if not found.weights_only else None
         if goes_on is not None:
             metadata = {**common["content_metadata"], "dp_cp_group": self._context.pgs.dp_cp}
             state |= goes_on.state_to_load(path, metadata, with_optimizer=with_optimizer)
@@ -305,24 +320,9 @@ class CheckpointManager:
         CheckpointManager(asked, self._context).load(model=model, optimizer=None, scheduler=None)
         self._base = own
 
-    def _changes(self, found: Found, run_config: RunConfig, *, with_optimizer: bool) -> list[str]:
-        """Sentences about flags that differ from those of a checkpoint."""
-
-        def compare() -> list[str]:
-            stored = read_json(found.path / RUN_CONFIG)
-            return check_changes(
-                found.path,
-                run_config,
-                stored,
-                weights_only=found.weights_only,
-                with_optimizer=with_optimizer,
-            )
-
-        return gather_or_raise(compare, f"{found.path} cannot be compared with the run")[0]
-
     def _requested_state(
         self,
-        found: Found,
+        found: CheckpointRef,
         model: Chunks,
         optimizer: MegatronOptimizer | None,
         ema: ShardedEMA | None,
@@ -368,7 +368,7 @@ class CheckpointManager:
 
         what = f"{path} cannot be compared with the model"
         wanted = set[str]().union(*gather_or_raise(check, what))
-        notes += gather_or_raise(lambda: check_unwanted(path, wanted, strictness), what)[0]
+        notes += gather_or_raise(lambda: check_unexpected(path, wanted, strictness), what)[0]
         state = sharded_state(model, optimizer, metadata=metadata, is_loading=True)
         if ema is not None:
             state[EMA] = averages_to_load(ema, {key: state[key] for key in keys})

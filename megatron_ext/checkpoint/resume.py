@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from megatron_ext.checkpoint.changes import check_changes
 from megatron_ext.checkpoint.compatibility import check_optimizer, same_model_ranks
 from megatron_ext.checkpoint.files import checksum_fault, read_manifest
-from megatron_ext.checkpoint.stored import RUN_CONFIG, Found, find, read_json, refusal
+from megatron_ext.checkpoint.stored import RUN_CONFIG, CheckpointRef, find, read_json, refusal
 from megatron_ext.checkpoint.unpickling import common_state_of
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.context import ParallelContext
@@ -142,7 +142,7 @@ def check_resume(config: RunConfig) -> None:
 
 
 def loads_optimizer(
-    found: Found, config: CheckpointConfig, arguments: Namespace, notes: list[str]
+    found: CheckpointRef, config: CheckpointConfig, arguments: Namespace, notes: list[str]
 ) -> bool:
     """Whether the optimizer is wanted and there.
 
@@ -161,7 +161,7 @@ def loads_optimizer(
 
 
 def loads_random(
-    found: Found,
+    found: CheckpointRef,
     config: CheckpointConfig,
     arguments: Namespace,
     layout: Layout,

@@ -172,7 +172,7 @@ CRITIC = "critic"
 """Begins the names of the weights of a network that judges the model of the run."""
 
 
-class Companion(Protocol):
+class ExtraState(Protocol):
     """Adds its own keys to the state of a run; all ranks call each method together."""
 
     def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:

@@ -50,7 +50,7 @@ from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from megatron_ext.checkpoint.files import checksum_fault, describe_file, make_durable, read_manifest
-from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG, Found, refusal
+from megatron_ext.checkpoint.stored import PROGRESS, RUN_CONFIG, CheckpointRef, refusal
 from megatron_ext.checkpoint.unpickling import (
     MetadataReader,
     PlainCommonStrategy,
@@ -231,7 +231,7 @@ def refusal_within(error: BaseException) -> str | None:
     return str(error) if isinstance(error, CheckpointError) else None
 
 
-def verify(found: Found, context: ParallelContext) -> None:
+def verify(found: CheckpointRef, context: ParallelContext) -> None:
     """Compare the checksums, each rank its share of the files.
 
     Raises:

@@ -27,7 +27,7 @@ PROGRESS = "progress.json"
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointRef:
     """A checkpoint to load, and whether only its weights are wanted."""
 
     root: Path
@@ -39,7 +39,7 @@ class Found:
         return standing_folder_of(self.root, self.iteration)
 
 
-def find(config: CheckpointConfig) -> Found | None:
+def find(config: CheckpointConfig) -> CheckpointRef | None:
     """What the flags say to load.
 
     Returns:
@@ -59,7 +59,7 @@ def find(config: CheckpointConfig) -> Found | None:
             )
         iteration = choose(root, step) if root.is_dir() else None
         if iteration is not None:
-            return Found(root, iteration, weights_only)
+            return CheckpointRef(root, iteration, weights_only)
     for name, wanted in (
         ("--resume-mode path", config.resume_mode == "path"),
         ("--exit-on-missing-checkpoint", config.exit_on_missing_checkpoint),

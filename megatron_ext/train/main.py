@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_ext.checkpoint.files import check_save_folder, hold_save_folder, root_of
+from megatron_ext.checkpoint.files import root_of
+from megatron_ext.checkpoint.lock import check_save_folder, hold_save_folder
 from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.config.parser import parse_args, read_words
 from megatron_ext.device import Device, select

@@ -109,7 +109,7 @@ class Run:
                 progress=self.progress.to_dict(),
                 run_config=self.config.to_dict(),
                 ema=self.ema,
-                companion=self.runner.companion,
+                extra_state=self.runner.extra_state,
                 best=self.progress.best_checkpoints,
-                outdone=superseded,
+                superseded=superseded,
             )

@@ -68,7 +68,7 @@ def build_run(
         optimizer=optimizer,
         scheduler=scheduler,
         ema=ema,
-        companion=runner.companion,
+        extra_state=runner.extra_state,
         run_config=config,
     )
     run = Run(

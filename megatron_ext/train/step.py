@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_ext.checkpoint.state import Companion
+from megatron_ext.checkpoint.state import ExtraState
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
 from megatron_ext.data.step_loader import iterators_per_chunk
@@ -60,10 +60,10 @@ class StepRunner:
         observer: called before the update, when every data-parallel rank holds whole gradients.
         check_zeroed: called with the chunks after their gradients have been set to zero; None
             where nothing is to be checked.
-        companion: what a checkpoint holds besides the model of the run; None for nothing.
+        extra_state: what a checkpoint holds besides the model of the run; None for nothing.
     """
 
-    companion: Companion | None = None
+    extra_state: ExtraState | None = None
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.checkpoint.files import NAME, _lock, hold_save_folder
+from megatron_ext.checkpoint.lock import LOCK, _lock, hold_save_folder
 from megatron_ext.errors import CheckpointError
 from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
@@ -85,8 +85,8 @@ def test_every_rank_learns_of_another_run(context: Any, tmp_path: Path) -> None:
     torch.distributed.barrier()
     for _ in range(2):
         with hold_save_folder(str(tmp_path), context):
-            assert (tmp_path / NAME).is_file()
+            assert (tmp_path / LOCK).is_file()
     torch.distributed.barrier()
     refused = pytest.raises(CheckpointError, match=r"`--save` \(.*/x\) cannot be written \(Not")
-    with refused, hold_save_folder(str(tmp_path / NAME / "x"), context):
+    with refused, hold_save_folder(str(tmp_path / LOCK / "x"), context):
         pass

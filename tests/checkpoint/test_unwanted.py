@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from megatron_ext.checkpoint import compatibility as unwanted
-from megatron_ext.checkpoint.compatibility import check_unwanted
+from megatron_ext.checkpoint.compatibility import check_unexpected
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.state import LoadedCheckpoint
 from megatron_ext.config.checkpoint import CheckpointConfig
@@ -127,18 +127,18 @@ def test_what_is_not_of_the_model_is_let_alone(
     stored = dict.fromkeys((*MODEL, *more), TENSOR)
     stored |= {name: BytesStorageMetadata() for name in ("states", "blocks.7._extra_state/shard_0")}
     monkeypatch.setattr(unwanted, "stored_entries", lambda _: stored)
-    notes = check_unwanted(tmp_path, MODEL, "assume_ok_unexpected")
+    notes = check_unexpected(tmp_path, MODEL, "assume_ok_unexpected")
     assert len(notes) == (note is not None)
     for said in notes:
         count, name = str(note).split(" .* as ")
         assert f"{tmp_path} holds {count} that the model does not take, such as {name}" in said
     # Averages in the place of weights are these weights.
     averaged = [f"ema.{name}" for name in MODEL]
-    assert check_unwanted(tmp_path, averaged, "assume_ok_unexpected") == notes
+    assert check_unexpected(tmp_path, averaged, "assume_ok_unexpected") == notes
 
 
 def test_one_of_two_heads_may_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = dict.fromkeys(("mtp.layers.0.w", "mtp.layers.1.w"), TENSOR)
     monkeypatch.setattr(unwanted, "stored_entries", lambda _: stored)
-    (note,) = check_unwanted(tmp_path, ["mtp.layers.0.w"], "assume_ok_unexpected")
+    (note,) = check_unexpected(tmp_path, ["mtp.layers.0.w"], "assume_ok_unexpected")
     assert "holds 1 weight(s) that the model does not take, such as `mtp.layers.1.w`;" in note

@@ -109,7 +109,7 @@ class StreamingRunner(StepRunner):
     """Trains the generator in one of so many steps, the critic in all, on one long sequence.
 
     The generator is the model of the run. Critic, teacher and the sequence belong to the runner,
-    which hands them to checkpoints as its companion.
+    which hands them to checkpoints as its extra state.
 
     Args:
         config: of the run.
@@ -128,7 +128,7 @@ class StreamingRunner(StepRunner):
         work: what the steps compute.
     """
 
-    companion: StreamingState
+    extra_state: StreamingState
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class StreamingRunner(StepRunner):
         prompts = FilePrompts.build(config, context, self.device)
         self.negative_text = prompts.encode([streaming.negative_prompt])
         self.sequence = self._sequence(prompts)
-        self.companion = StreamingState(self.critic, self.sequence, context, Settings.of(config))
+        self.extra_state = StreamingState(self.critic, self.sequence, context, Settings.of(config))
         self.work = WorkCounter([self.generator.network, self.critic.network, self.teacher])
 
     @property
@@ -203,7 +203,7 @@ class StreamingRunner(StepRunner):
             consumed_samples: not looked at, the sequence counts its own.
             num_samples: by which the schedules of the learning rates move on.
         """
-        kinds = passes(self.options, self.companion.steps, num_microbatches)
+        kinds = passes(self.options, self.extra_state.steps, num_microbatches)
         networks: dict[Pass, TrainedNetwork] = {"critic": self.critic, "generator": self.generator}
         trained = {kind: network for kind, network in networks.items() if kind in kinds}
         for network in trained.values():
@@ -227,7 +227,7 @@ class StreamingRunner(StepRunner):
 
     def _move_on(self, updates: dict[Pass, UpdateResult], num_samples: int) -> None:
         """Count the step; both learning rates follow the steps of the run, not the updates."""
-        self.companion.steps += 1
+        self.extra_state.steps += 1
         networks: dict[Pass, TrainedNetwork] = {"critic": self.critic, "generator": self.generator}
         for kind, network in networks.items():
             if kind in updates:

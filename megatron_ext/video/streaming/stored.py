@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.utils._pytree import tree_map_only
 
 from megatron_ext.checkpoint.adapters import BASE, FrozenBase, leave_out_base, put_back_base
-from megatron_ext.checkpoint.compatibility import check_unwanted, weights_in
+from megatron_ext.checkpoint.compatibility import check_unexpected, weights_in
 from megatron_ext.checkpoint.state import CRITIC, apply_state, chunk_keys, sharded_state
 from megatron_ext.checkpoint.unpickling import common_state_of, stored_entries
 from megatron_ext.errors import CheckpointError
@@ -60,7 +60,7 @@ class Settings:
 
 
 class StreamingState:
-    """What a streaming run holds besides its generator; a `checkpoint.state.Companion`.
+    """What a streaming run holds besides its generator; a `checkpoint.state.ExtraState`.
 
     The generator lies in the checkpoint as any run's model, the critic under names that begin with
     ``critic.``. The teacher does not change and is not saved. Each data-parallel replica has its
@@ -91,7 +91,7 @@ class StreamingState:
         self.steps = 0
 
     def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:
-        """See `Companion`."""
+        """See `ExtraState`."""
         state = self._critic_state(metadata, with_optimizer=with_optimizer, is_loading=False)
         stands = _on_host(self._sequence.state_dict())
         cache = stands.pop("cache", None)
@@ -104,7 +104,7 @@ class StreamingState:
     def state_to_load(
         self, path: Path, metadata: dict[str, Any], *, with_optimizer: bool
     ) -> dict[str, Any]:
-        """See `Companion`; objects of another layout are left out."""
+        """See `ExtraState`; objects of another layout are left out."""
 
         def names() -> set[str]:
             found = set(stored_entries(path))
@@ -124,7 +124,7 @@ class StreamingState:
         return {**state, **{k: v for k, v in wanted.items() if v.unique_key in stored}}
 
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
-        """See `Companion`."""
+        """See `ExtraState`."""
         critic, progress = self._critic, loaded[PROGRESS]
         notes += self._left_out
         if critic.base is not None:
@@ -160,7 +160,7 @@ class StreamingState:
         chunks = {key: state[key] for key in chunk_keys(self._critic.chunks) if key in state}
         what = f"{path} cannot be compared with the critic"
         wanted = set[str]().union(*gather_or_raise(lambda: weights_in(chunks), what))
-        self._left_out = gather_or_raise(lambda: check_unwanted(path, wanted), what)[0]
+        self._left_out = gather_or_raise(lambda: check_unexpected(path, wanted), what)[0]
 
     def _critic_state(
         self, metadata: dict[str, Any], *, with_optimizer: bool, is_loading: bool

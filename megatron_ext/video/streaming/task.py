@@ -80,7 +80,7 @@ def streaming_step_stats(run: Run, num_microbatches: int) -> StepStats:
     """Chunks' samples and tokens; see `Task.step_stats`. The runner counts the operations."""
     runner = run.runner
     assert isinstance(runner, StreamingRunner)
-    chunks = len(passes(runner.options, runner.companion.steps, num_microbatches))
+    chunks = len(passes(runner.options, runner.extra_state.steps, num_microbatches))
     rows = run.rows_of(1) * chunks
     return StepStats(
         samples=run.rows_of(num_microbatches),

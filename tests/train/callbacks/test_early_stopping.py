@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.checkpoint.files import published
-from megatron_ext.checkpoint.publish import BEST_TRACKER, BestCheckpoint, doomed, with_candidate
+from megatron_ext.checkpoint.publish import BEST_TRACKER, BestCheckpoint, expired, with_candidate
 from megatron_ext.train.callbacks import evaluation
 from megatron_ext.train.callbacks.early_stopping import mean_validation_loss
 from tests.training_runs import (
@@ -152,7 +152,7 @@ def test_of_equal_losses_the_earlier_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("retain", "keep", "best", "outdone", "gone"),
+    ("retain", "keep", "best", "superseded", "gone"),
     [
         (None, None, {2}, {4}, [4]),
         (None, 1, {2}, {6}, [4, 6, 8]),
@@ -163,7 +163,7 @@ def test_of_equal_losses_the_earlier_stays() -> None:
     ],
 )
 def test_what_goes_when_ten_is_saved(
-    retain: int | None, keep: int | None, best: set[int], outdone: set[int], gone: list[int]
+    retain: int | None, keep: int | None, best: set[int], superseded: set[int], gone: list[int]
 ) -> None:
     older = [2, 4, 6, 8]
-    assert doomed(older, retain=retain, keep=keep, best=best, outdone=outdone) == gone
+    assert expired(older, retain=retain, keep=keep, best=best, superseded=superseded) == gone

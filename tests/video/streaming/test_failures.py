@@ -36,7 +36,7 @@ def _fail(run: Run, where: str) -> None:
     inner = runner._pass
 
     def failing(kind: str, accumulation: int) -> Any:
-        if runner.companion.steps == 1 and kind == where:
+        if runner.extra_state.steps == 1 and kind == where:
             raise RuntimeError("out of memory")
         return inner(kind, accumulation)  # type: ignore[arg-type]
 
@@ -66,7 +66,7 @@ def _record_start(run: Run, path: Path) -> None:
     runner = runner_of(run)
     content = {
         "iteration": run.progress.iteration,
-        "steps": runner.companion.steps,
+        "steps": runner.extra_state.steps,
         "sequence": runner.sequence.state,
         "generator": weights(runner.generator.network),
         "critic": weights(runner.critic.network),
@@ -116,7 +116,7 @@ def test_a_run_of_another_kind_is_not_gone_on_with(
         """Save without what a streaming run adds."""
         save = run.checkpoints.save
         run.checkpoints.save = lambda *args, **parts: save(  # type: ignore[method-assign]
-            *args, **{**parts, "companion": None}
+            *args, **{**parts, "extra_state": None}
         )
 
     run(tmp_path, "--train-iters 1", save="plain", prepare=hide_critic)

@@ -39,7 +39,7 @@ def in_the_middle(run: Run) -> None:
     """The loaded sequence has some of its chunks, and the cache some of its frames."""
     runner = runner_of(run)
     state = runner.sequence.state
-    assert runner.companion.steps == SAVED
+    assert runner.extra_state.steps == SAVED
     assert state is not None and 0 < state.chunk < CHUNKS
     assert runner.sequence.generator.cache.state_dict()["end"] == state.current_length
 
@@ -97,7 +97,7 @@ def _linger(run: Run) -> None:
     train = runner.train
 
     def slow(*args: Any) -> Any:
-        if runner.companion.steps > SAVED:
+        if runner.extra_state.steps > SAVED:
             time.sleep(60)
         return train(*args)
 

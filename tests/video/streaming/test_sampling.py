@@ -44,7 +44,7 @@ def _snapshot(run: Run) -> dict[str, Any]:
         "random": [torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()],
         "numpy": np.random.get_state(legacy=False)["state"]["key"],
         "grad": torch.is_grad_enabled(),
-        "steps": runner.companion.steps,
+        "steps": runner.extra_state.steps,
         "progress": run.progress.to_dict(),
     }
 

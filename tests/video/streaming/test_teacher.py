@@ -184,7 +184,7 @@ def watch(run: Run, path: Path) -> None:
         for parameter in own:
             assert not parameter.requires_grad and parameter.grad is None
             assert not hasattr(parameter, "main_grad")
-        path.write_text(str(runner.companion.steps))
+        path.write_text(str(runner.extra_state.steps))
         return result
 
     runner.train = watched  # type: ignore[method-assign]
