@@ -19,9 +19,9 @@ from benchmarks.streaming_setup import heading, one_rank, saved_as, show, table_
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device import select
+from megatron_ext.device.gpus import peak_flops
 from megatron_ext.device.rates import has_fp8, matrix_rate
 from megatron_ext.errors import MegatronExtError
-from megatron_ext.text.cost import peak_flops
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
@@ -78,7 +78,7 @@ class Llama:
     def flops_per_token(self, length: int) -> float:
         """Return the operations of a forward and a backward pass, causal attention counted half.
 
-        Only matrix products count, as in Megatron-LM and in ``text.cost.flops_per_sample``.
+        Only matrix products count, as in Megatron-LM and in ``text.cost.flops.flops_per_sample``.
         """
         products = self.hidden * self.head_size * (2 * self.heads + 2 * self.groups)
         products += 3 * self.hidden * self.ffn + self.heads * self.head_size * length

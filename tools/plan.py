@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a run would take on any number of GPUs, without a GPU and without starting anything.
+"""Plan a run on any number of GPUs, without a GPU and without starting anything.
 
 Prints all errors of the flags, or: parameters and memory of each pipeline stage, the bubble of the
 schedule, the bytes of each kind of communication, estimated step time and MFU, and whether it fits.
@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +32,23 @@ from megatron_ext.errors import end_on_interrupt, run_program
 if __name__ == "__main__":
     end_on_interrupt()
 
+import pretrain_gpt
 import pretrain_video
 from megatron_ext.config.flags import COUNT, SIZE
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.reporting import GPU_NAMES
 from megatron_ext.config.run import RunConfig
+from megatron_ext.device.gpus import Gpu
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.planning.checks import check_core
-from megatron_ext.planning.hardware import Gpu, gpu_named
+from megatron_ext.planning.hardware import gpu_named
+from megatron_ext.planning.memory import worst_case
+from megatron_ext.planning.network import TaskCost
 from megatron_ext.planning.picture import save
 from megatron_ext.planning.report import console, search_table, show
 from megatron_ext.planning.search import search
-from megatron_ext.train.main import silence_known_warnings
+from megatron_ext.train.main import cost_of, silence_known_warnings
 from megatron_ext.train.preflight import preflight, with_vocabulary
-from megatron_ext.video.cost.clip import Clip
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,50 +74,54 @@ def main(argv: Sequence[str]) -> int:
         gpu = gpu_named(args.gpu)
         if args.video:
             refuse_for_video(args)
-            return plan(*read_video(words, args.world_size, args.gpu), gpu, args.png)
-        config = read(words, 1 if args.search else args.world_size, args.gpu)
+            config, cost = read_video(words, args.world_size, args.gpu)
+        else:
+            config, cost = read(words, 1 if args.search else args.world_size, args.gpu)
         if args.search:
-            return propose(config, args.world_size, gpu, args.count)
-        return plan(config, (), gpu, args.png)
+            return propose(config, args.world_size, gpu, cost, args.count)
+        return plan(config, gpu, cost, args.png)
     except MegatronExtError as error:
         print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
         return 2
 
 
-def read(words: Sequence[str], world_size: int, gpu: str) -> RunConfig:
-    """The run that flags describe, for GPUs of a kind.
+def read(words: Sequence[str], world_size: int, gpu: str) -> tuple[RunConfig, TaskCost | None]:
+    """Return the text run that flags describe, for GPUs of a kind, and its cost.
 
     Raises:
         ConfigError: with one sentence for every error.
     """
-    parsed = parse_args(words, world_size=world_size, device="cuda", defaults=planned_for(gpu))
-    for note in parsed.notes:
-        print(f"> {note}")
-    return with_vocabulary(parsed.config)
+    config = with_vocabulary(parsed(words, world_size, gpu, {}))
+    return config, cost_of(pretrain_gpt.task_of(config), config)
 
 
-def planned_for(gpu: str) -> dict[str, Any]:
-    """What makes flags those of a plan, which may ask for what this machine lacks."""
-    return {"dry_run": True, "dry_run_gpu": gpu}
-
-
-def read_video(words: Sequence[str], world_size: int, gpu: str) -> tuple[RunConfig, Sequence[Clip]]:
-    """A video run on GPUs, and the buckets of its data; none with ``--task streaming``.
+def read_video(
+    words: Sequence[str], world_size: int, gpu: str
+) -> tuple[RunConfig, TaskCost | None]:
+    """Return a video run on GPUs, whose data is opened, and its cost.
 
     Raises:
         ConfigError, DataError: with one sentence for every error.
     """
-    defaults = {**pretrain_video.defaults_of(words), **planned_for(gpu)}
-    parsed = parse_args(words, world_size=world_size, device="cuda", defaults=defaults)
-    for note in parsed.notes:
+    config = parsed(words, world_size, gpu, pretrain_video.defaults_of(words))
+    task = pretrain_video.task_of(config)
+    config, _ = preflight(config, task.preflight)
+    return config, cost_of(task, config)
+
+
+def parsed(
+    words: Sequence[str], world_size: int, gpu: str, defaults: Mapping[str, Any]
+) -> RunConfig:
+    """Return the run of some flags as a plan, which may ask for what this machine lacks."""
+    planned = {**defaults, "dry_run": True, "dry_run_gpu": gpu}
+    found = parse_args(words, world_size=world_size, device="cuda", defaults=planned)
+    for note in found.notes:
         print(f"> {note}")
-    task = pretrain_video.task_of(parsed.config)
-    config, _ = preflight(parsed.config, task.preflight)
-    return config, () if task.clips is None else task.clips(config)
+    return found.config
 
 
 def refuse_for_video(args: argparse.Namespace) -> None:
-    """What is there for text alone.
+    """Refuse what is there for text models alone.
 
     Raises:
         ConfigError: with one sentence for each of the flags.
@@ -129,18 +136,20 @@ def refuse_for_video(args: argparse.Namespace) -> None:
         raise ConfigError(found)
 
 
-def plan(config: RunConfig, clips: Sequence[Clip], gpu: Gpu, png: Path | None) -> int:
+def plan(config: RunConfig, gpu: Gpu, cost: TaskCost | None, png: Path | None) -> int:
     """Print the plan and draw the pictures; returns the exit code."""
     check_core(config)
-    fits = show(config, gpu, clips)
-    if png is not None:
-        print("wrote " + " and ".join(str(path) for path in save(config, png, gpu)))
+    fits = show(config, gpu, cost)
+    if png is not None and cost is not None:
+        network, _ = worst_case(cost.cases(config))
+        print("wrote " + " and ".join(str(path) for path in save(network, png, gpu)))
     return 0 if fits else 1
 
 
-def propose(config: RunConfig, world_size: int, gpu: Gpu, count: int) -> int:
+def propose(config: RunConfig, world_size: int, gpu: Gpu, cost: TaskCost | None, count: int) -> int:
     """Print the best layouts."""
-    found = search(config, world_size, gpu, count=count)
+    assert cost is not None
+    found = search(config, world_size, gpu, cost, count=count)
     console().print(search_table(found))
     return 0 if found.best else 1
 

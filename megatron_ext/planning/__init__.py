@@ -1,7 +1,8 @@
 """What a run costs, computed from its configuration: no GPU, no process group, any number of ranks.
 
-contents.py (which stage holds what) -> parameters.py, buffers.py (exact state of a rank)
-                                     -> activations.py -> memory.py (peak of each pipeline rank)
-                                     -> flops.py, communication.py, hardware.py -> step_time.py
-search.py (the best layouts), report.py and picture.py (what is shown; ``tools/plan.py``)
+stages.py (how a run is cut) -> state.py (exact bytes that a rank keeps between steps)
+-> network.py (what a plan asks of a task: formulas of its networks)
+-> memory.py (peak of each pipeline rank), hardware.py (what GPUs reach) -> step_time.py
+-> search.py (the best layouts), report.py and picture.py (what ``--dry-run`` and ``tools/plan.py``
+show), checks.py (what is refused before any rank starts)
 """

@@ -1,22 +1,16 @@
-"""What is asked before any rank is started: megatron-core's own rules, and the host's memory."""
+"""What is checked before any rank starts: megatron-core's own rules, and the host's memory."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
+from megatron_ext.config.run import RunConfig
 from megatron_ext.device.host import this_host
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.planning.hardware import size
-from megatron_ext.planning.memory import rank_state
-from megatron_ext.planning.models import network_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from megatron_ext.config.run import RunConfig
-    from megatron_ext.planning.contents import Stage
+from megatron_ext.planning.network import Network, TaskCost
+from megatron_ext.planning.state import rank_state
 
 
 def check_core(config: RunConfig) -> None:
@@ -34,29 +28,25 @@ def check_core(config: RunConfig) -> None:
         ) from error
 
 
-def check_host_memory(config: RunConfig) -> None:
-    """Check that a text run on CPUs does not need more memory than this host has.
+def check_host_memory(config: RunConfig, cost: TaskCost | None) -> None:
+    """Check that a run on CPUs does not need more memory than this host has.
 
-    What is counted is the least: weights, gradients, optimizer state, and the activations of one
+    The least is counted: weights, gradients, optimizer state, and the activations of one
     micro-batch. The kernel would end the ranks without a word, the first of them or another
     program.
 
     Args:
-        config: resolved, with its vocabulary; ranks are shared equally by its hosts.
+        config: a resolved run, whose ranks are shared equally by its hosts.
+        cost: the task's; nothing is checked where it does not follow from the flags alone.
 
     Raises:
-        ConfigError: it needs more.
+        ConfigError: the run needs more.
     """
-    if config.device != "cpu" or config.video.video:
+    if config.device != "cpu" or cost is None or not cost.from_flags:
         return
-    network, ranks = network_of(config), config.parallel.world_size
+    needed = max(_least_memory(case.network) for case in cost.cases(config))
+    ranks = config.parallel.world_size
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    needed = 0
-    for stages in _stages_by_rank(network.stages()):
-        weights = [list(network.weights(stage)) for stage in stages]
-        state = rank_state(config, network.sizes, stages[0].rank, weights)
-        held = state.parameters if config.training.skip_train else state.total
-        needed += held + sum(network.activations(stage).kept for stage in stages)
     needed = needed * here // max(1, config.parallel.pipeline_model_parallel_size)
     memory = this_host().memory
     if needed > memory:
@@ -67,7 +57,13 @@ def check_host_memory(config: RunConfig) -> None:
         )
 
 
-def _stages_by_rank(stages: Sequence[Stage]) -> list[list[Stage]]:
-    """Return the stages of a model as lists, one for each pipeline rank."""
-    ranks = sorted({stage.rank for stage in stages})
-    return [[stage for stage in stages if stage.rank == rank] for rank in ranks]
+def _least_memory(network: Network) -> int:
+    """Return the bytes that one rank of each place in the pipeline needs at least, in all."""
+    config, stages, needed = network.config, network.stages(), 0
+    for rank in range(network.sizes.pp):
+        mine = [stage for stage in stages if stage.rank == rank]
+        weights = [network.weights(stage) for stage in mine]
+        state = rank_state(config, network.sizes, rank, weights)
+        needed += state.parameters if config.training.skip_train else state.total
+        needed += sum(network.activations(stage).kept for stage in mine)
+    return needed

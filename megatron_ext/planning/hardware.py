@@ -1,134 +1,26 @@
-"""What GPUs can do: rates, memory and links from NVIDIA's datasheets, or measured by the doctor.
+"""The GPUs of a plan: a kind of `device.gpus` or a measured machine, and what is assumed of it.
 
-Rates are dense (datasheets quote twice as much with sparsity). Links are bytes a second in one
-direction: NVLink's datasheet figure counts both, so it is halved here. Between nodes the table
-assumes one InfiniBand port for each GPU, 400 Gbit/s with Hopper and Blackwell (DGX H100/H200/B200),
-200 Gbit/s with Ampere (DGX A100).
-
-Sources: NVIDIA A100 Tensor Core GPU Datasheet (nvidia-a100-datasheet-nvidia-us-2188504),
-NVIDIA H100 Tensor Core GPU Datasheet, NVIDIA H200 Tensor Core GPU Datasheet, NVIDIA HGX and DGX
-B200 datasheets (a system's figures divided by its eight GPUs), NVIDIA L40S Datasheet.
-
-What a run reaches of these rates is in no datasheet: `assumptions` has what is assumed of it.
-
-GPUs as ``tools/doctor.py --json`` found them.
-
-Numbers of bytes as people read them.
+Shares multiply the figures of the datasheets. They stand here with where they come from because
+nothing but a measurement could say them; a plan prints the table, and a file of the doctor
+(``tools/doctor.py --json``) takes the place of the first three.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.device.gpus import GB, GPUS, Gpu, Measured
 from megatron_ext.errors import ConfigError
+from megatron_ext.planning.stages import Ranks
 
-GB = 10**9
-TFLOPS = 10**12
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One kind of GPU.
-
-    Attributes:
-        name: short, as the table has it.
-        bf16: dense bfloat16 rate, operations a second.
-        fp8: dense fp8 rate; None where there is none.
-        fp32: rate of float32 products without TensorFloat.
-        memory: bytes.
-        memory_bandwidth: bytes a second.
-        link: to another GPU of the node, bytes a second in one direction.
-        network: to a GPU of another node, the same.
-        per_node: GPUs of a node.
-        hopper: Hopper or newer, whose matrix library takes more memory.
-        measured: what the doctor measured of this very machine; None for datasheets alone.
-    """
-
-    name: str
-    bf16: float
-    fp8: float | None
-    fp32: float
-    memory: int
-    memory_bandwidth: float
-    link: float
-    network: float
-    per_node: int = 8
-    hopper: bool = False
-    measured: Measured | None = None
-
-    def peak(self, width: int) -> float:
-        """The dense rate of products of numbers with ``width`` bytes.
-
-        Raises:
-            ConfigError: fp8 on a GPU without it.
-        """
-        rate = {1: self.fp8, 2: self.bf16, 4: self.fp32}[width]
-        if rate is None:
-            raise ConfigError(
-                f"The GPU {self.name} has no fp8 products, but `--fp8-format` asks for them; plan "
-                "for H100, H200, B200 or L40S, or leave `--fp8-format` out."
-            )
-        return rate
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Rates of a machine, see `inspect.doctor.findings.Rates`.
-
-    Attributes:
-        bf16: operations a second of a large bfloat16 product.
-        fp8: of an 8-bit one; None where there is none.
-        copy: bytes a second that a copy within the memory reads and writes.
-        source: the file.
-    """
-
-    bf16: float
-    fp8: float | None
-    copy: float
-    source: str
-
-
-def _gpu(
-    name: str,
-    rates: tuple[float, float | None, float],
-    memory: tuple[int, float],
-    links: tuple[float, float],
-    *,
-    hopper: bool = False,
-) -> Gpu:
-    """From TFLOP/s, GB, GB/s."""
-    bf16, fp8, fp32 = rates
-    return Gpu(
-        name=name,
-        bf16=bf16 * TFLOPS,
-        fp8=None if fp8 is None else fp8 * TFLOPS,
-        fp32=fp32 * TFLOPS,
-        memory=memory[0] * GB,
-        memory_bandwidth=memory[1] * GB,
-        link=links[0] * GB,
-        network=links[1] * GB,
-        hopper=hopper,
-    )
-
-
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        _gpu("A100-40GB", (312, None, 19.5), (40, 1555), (300, 25)),
-        _gpu("A100", (312, None, 19.5), (80, 2039), (300, 25)),
-        _gpu("L40S", (362, 733, 91.6), (48, 864), (32, 25)),
-        _gpu("H100", (989, 1979, 67), (80, 3350), (450, 50), hopper=True),
-        _gpu("H200", (989, 1979, 67), (141, 4800), (450, 50), hopper=True),
-        _gpu("B200", (2250, 4500, 80), (180, 8000), (900, 50), hopper=True),
-    )
-}
+MIB = 2**20
 
 
 def gpu_named(name: str) -> Gpu:
-    """A GPU of the table, or of a file that the doctor wrote.
+    """Return a GPU of the table, or of a file that the doctor wrote.
 
     Args:
         name: as the table has it, in any case; or a path that ends in ``.json``.
@@ -150,21 +42,21 @@ def gpu_named(name: str) -> Gpu:
 PCIE = 25.0 * GB
 """Bytes a second each way between GPUs of which nothing is known but the slot, PCIe 4.0 x16."""
 FP32_SHARE = 1 / 16
-"""Of a bf16 rate, that of float32 products on GPUs that the table lacks; about that of H100."""
+"""The rate of float32 products on GPUs that the table lacks, over the bf16 rate; about H100's."""
 _RULE = "must be what `tools/doctor.py --json > machine.json` wrote on a machine with GPUs"
 
 
 def gpu_of_file(path: str) -> Gpu:
-    """The GPUs of a machine, the slowest of them where they differ.
+    """Return the GPUs of a machine, the slowest of them where they differ.
 
-    Figures that the doctor cannot measure, which are those of links and networks, are the
-    datasheet's where the table has the kind, and else those of PCIe.
+    The doctor cannot measure links and networks: their figures are the datasheet's where the table
+    has the kind, and else those of PCIe.
 
     Raises:
         ConfigError: no such file, another one, or one without measured rates.
     """
     given = f"`--dry-run-gpu` ({path})"
-    found = _gpus(path, given)
+    found = _read_gpus(path, given)
     rated = [gpu for gpu in found if isinstance(gpu.get("rates"), dict)]
     if not rated:
         raise ConfigError(
@@ -173,12 +65,12 @@ def gpu_of_file(path: str) -> Gpu:
         )
     try:
         slowest = min(rated, key=lambda gpu: float(gpu["rates"]["bf16"]))
-        return _gpu_of_measured(slowest, path)
+        return _measured_gpu(slowest, path)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{given} {_RULE}, but its rates cannot be read.") from error
 
 
-def _gpus(path: str, given: str) -> list[dict[str, Any]]:
+def _read_gpus(path: str, given: str) -> list[dict[str, Any]]:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -192,41 +84,199 @@ def _gpus(path: str, given: str) -> list[dict[str, Any]]:
     return gpus
 
 
-def _gpu_of_measured(found: dict[str, Any], path: str) -> Gpu:
-    rates, name = found["rates"], str(found["name"])
+def _measured_gpu(found: dict[str, Any], path: str) -> Gpu:
+    rates, name, memory = found["rates"], str(found["name"]), int(found["memory"])
     fp8 = None if rates["fp8"] is None else float(rates["fp8"])
     measured = Measured(float(rates["bf16"]), fp8, float(rates["copy"]), path)
     positive = (measured.bf16, measured.copy, *(() if fp8 is None else (fp8,)))
-    memory = int(found["memory"])
     if not all(0 < rate < float("inf") for rate in positive) or memory <= 0:
         raise ValueError("rates must be positive")
-    known = _known(name, memory)
-    if known is None:
-        return Gpu(
-            name=name,
-            bf16=measured.bf16,
-            fp8=fp8,
-            fp32=measured.bf16 * FP32_SHARE,
-            memory=memory,
-            memory_bandwidth=measured.copy,
-            link=PCIE,
-            network=PCIE,
-            hopper=int(found["capability"][0]) >= 9,
-            measured=measured,
-        )
-    figures = {**vars(known), "name": name, "memory": memory, "measured": measured}
-    return Gpu(**figures)
+    known = _closest_kind(name, memory)
+    if known is not None:
+        return replace(known, name=name, memory=memory, measured=measured)
+    return Gpu(
+        name=name,
+        bf16=measured.bf16,
+        fp8=fp8,
+        fp32=measured.bf16 * FP32_SHARE,
+        memory=memory,
+        memory_bandwidth=measured.copy,
+        link=PCIE,
+        network=PCIE,
+        hopper=int(found["capability"][0]) >= 9,
+        measured=measured,
+    )
 
 
-def _known(name: str, memory: int) -> Gpu | None:
-    """The kind in the table; of kinds with one name the one whose memory comes closest."""
+def _closest_kind(name: str, memory: int) -> Gpu | None:
+    """Return the kind in the table; of kinds with one name the one whose memory comes closest."""
     kinds = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in name.split()]
     kinds += [gpu for gpu in GPUS.values() if f"{gpu.name.partition('-')[0]}-" in name]
     return min(kinds, key=lambda gpu: abs(gpu.memory - memory), default=None)
 
 
+def _assumed(value: float, what: str, source: str) -> Any:
+    return field(default=value, metadata={"what": what, "source": source})
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of rates that are reached; each says in its metadata what it is and why.
+
+    Raises:
+        ConfigError: a share outside of (0, 1], or of [0, 1] for what is hidden.
+    """
+
+    products: float = _assumed(
+        0.73,
+        "of the datasheet's bf16 or fp32 rate, by a large matrix product",
+        "720 of 989 TFLOP/s on H100 (SemiAnalysis, MI300X vs H100 vs H200, 2024)",
+    )
+    fp8_products: float = _assumed(
+        0.65,
+        "of the datasheet's fp8 rate, by a large 8-bit product",
+        "1280 of 1979 TFLOP/s on H100 (the same)",
+    )
+    copies: float = _assumed(
+        0.90,
+        "of the datasheet's memory bandwidth, by a copy",
+        "about 3.0 of 3.35 TB/s on H100, as STREAM-like benchmarks report",
+    )
+    layers: float = _assumed(
+        0.85,
+        "of the rate of a large product, by those of layers, attention among them",
+        "chosen so that runs come to the MFU of 0.38 to 0.47 that Llama 3 (arXiv:2407.21783, "
+        "table 4) and Megatron-LM's README report on H100",
+    )
+    kernels: float = _assumed(
+        0.85,
+        "of the rate of a copy, by kernels that read and write",
+        "a guess; eager kernels of several inputs stay below a copy",
+    )
+    links: float = _assumed(
+        0.75,
+        "of a link's bandwidth, by collectives",
+        "about 350 of 450 GB/s on H100 (NVIDIA/nccl issue 864)",
+    )
+    hidden: float = _assumed(
+        0.80,
+        "of the replicas' exchange that overlaps, where the run asks for overlap",
+        "a guess; the first and the last bucket are never hidden",
+    )
+
+    def __post_init__(self) -> None:
+        found = [
+            f"`{name}` ({value}) must be above 0 and at most 1; use 0.7."
+            for name, value in vars(self).items()
+            if not (0 <= value <= 1) or (value == 0 and name != "hidden")
+        ]
+        if found:
+            raise ConfigError(found)
+
+
+DEFAULT = Efficiency()
+
+
+def assumed(gpu: Gpu, efficiency: Efficiency = DEFAULT) -> list[tuple[str, str, str, bool]]:
+    """Return name, value and meaning of each share, and whether a measurement replaces it."""
+    replaced = {"products", "copies"} if gpu.measured is not None else set[str]()
+    if gpu.measured is not None and gpu.measured.fp8 is not None:
+        replaced.add("fp8_products")
+    return [
+        (
+            x.name,
+            f"{getattr(efficiency, x.name):.2f}",
+            f"{x.metadata['what']}; {x.metadata['source']}",
+            x.name in replaced,
+        )
+        for x in fields(efficiency)
+    ]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The operations and bytes a second that a kind of GPU is taken to reach."""
+
+    gpu: Gpu
+    efficiency: Efficiency = DEFAULT
+
+    def products(self, width: int) -> float:
+        """Return the rate of the products of layers, for numbers with ``width`` bytes.
+
+        Raises:
+            ConfigError: fp8 on a GPU without it.
+        """
+        measured, share = self.gpu.measured, self.efficiency.layers
+        if measured is not None and width == 2:
+            return measured.bf16 * share
+        if measured is not None and width == 1 and measured.fp8 is not None:
+            return measured.fp8 * share
+        reached = self.efficiency.fp8_products if width == 1 else self.efficiency.products
+        return self.gpu.peak(width) * reached * share
+
+    @property
+    def memory(self) -> float:
+        """Return the rate of kernels that read and write."""
+        measured, efficiency = self.gpu.measured, self.efficiency
+        copied = self.gpu.memory_bandwidth * efficiency.copies
+        return (copied if measured is None else measured.copy) * efficiency.kernels
+
+    def link(self, span: int) -> float:
+        """Return the rate between ranks of which ``span`` neighbours form a group."""
+        link = self.gpu.link if span <= self.gpu.per_node else self.gpu.network
+        return link * self.efficiency.links
+
+
+CUDA_CONTEXT = 600 * MIB
+NCCL_BUFFER, NCCL_CHANNELS = 4 * MIB, 24
+FRAGMENTED = 0.05
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Bytes on a GPU that torch's tensors never fill.
+
+    Attributes:
+        context: CUDA's context and the code of its kernels; 0.4 to 0.6 GiB are usual.
+        matrix_library: cuBLAS and cuBLASLt, a workspace each: torch takes 32 MiB on Hopper and
+            newer, 8 MiB on others (``aten/src/ATen/cuda/CublasHandlePool.cpp``), for the stream of
+            the computation and a second one.
+        channels: NCCL's buffers: 4 MiB (``NCCL_BUFFSIZE``) both ways on 24 channels of each group
+            of ranks.
+        fragments: share of activations that the allocator's blocks leave unused; a guess.
+    """
+
+    context: int
+    matrix_library: int
+    channels: int
+    fragments: int
+
+    @classmethod
+    def of(cls, gpu: Gpu, ranks: Ranks, moving: int) -> Reserve:
+        """Return what is kept free on a GPU.
+
+        Args:
+            ranks: the sizes of the groups that send messages.
+            moving: bytes of activations and transient tensors, which the allocator cuts and joins.
+        """
+        groups = [ranks.tp, ranks.cp, ranks.dp * ranks.cp, ranks.ep]
+        count = sum(size > 1 for size in groups) + 2 * (ranks.pp > 1)
+        workspace = (32 if gpu.hopper else 8) * MIB
+        return cls(
+            context=CUDA_CONTEXT,
+            matrix_library=2 * 2 * workspace,
+            channels=count * 2 * NCCL_CHANNELS * NCCL_BUFFER,
+            fragments=round(FRAGMENTED * moving),
+        )
+
+    @property
+    def total(self) -> int:
+        """Return all of it."""
+        return sum(getattr(self, part.name) for part in fields(self))
+
+
 def size(count: float) -> str:
-    """Bytes in GB, small ones in MB (powers of ten), a dash for none."""
+    """Return a number of bytes in GB, a small one in MB (powers of ten), a dash for none."""
     if not count:
         return "–"
     return f"{count / GB:,.2f} GB" if count >= GB / 10 else f"{count / 1e6:,.2f} MB"

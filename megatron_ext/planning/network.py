@@ -1,151 +1,243 @@
-"""What a plan asks of a model, whichever it is: `network_of` gives the formulas of a run's."""
+"""What a plan asks of a task: `TaskCost`, and behind it the formulas of a `Network`.
+
+Planning knows no model. A task hands in its networks, each of which counts the parameters, bytes,
+floating-point operations and messages of one pipeline stage; everything else follows from them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from megatron_ext.planning.activations import Activations, copies
-from megatron_ext.planning.communication import Traffic, Volume
-from megatron_ext.planning.contents import LayerBytes, Ranks, Sizes, Stage, stages
-from megatron_ext.planning.flops import Operated, Operations, step_flops
-from megatron_ext.planning.parameters import Weight, weights
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
+from megatron_ext.config.precision import Fp8Config
+from megatron_ext.config.run import RunConfig
+from megatron_ext.device.gpus import Gpu
+from megatron_ext.planning.stages import LayerBytes, Ranks, Stage
+from megatron_ext.planning.state import LINEAR, Weight
+
+MULTIPLY_AND_ADD = 2
+"""Operations for each product of two numbers that is added to a sum."""
+
+FORWARD_AND_BACKWARD = 3
+"""Matrix products of a training step for each one forward: backward there are two, for the
+gradients of the input and of the weight."""
+
+FP8_LAYOUTS = 2
+"""Layouts in which a step keeps a weight in 8 bits: as it is and transposed."""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of one micro-batch on one rank.
+
+    Attributes:
+        linear: products with weights, forward, in 16 or 32 bits.
+        fp8: products with weights, forward, in 8 bits.
+        scores: products without weights, forward, as attention has them.
+        again: products that the backward pass runs again, in 16 or 32 bits.
+        fp8_again: the same in 8 bits.
+        weights, fp8_weights: products for the gradients of weights.
+        cast: bytes that casts to 8 bits read and write, in all passes together.
+    """
+
+    linear: float = 0.0
+    fp8: float = 0.0
+    scores: float = 0.0
+    again: float = 0.0
+    fp8_again: float = 0.0
+    weights: float = 0.0
+    fp8_weights: float = 0.0
+    cast: float = 0.0
+
+    @property
+    def forward(self) -> float:
+        """Return the operations of the forward pass, in any format."""
+        return self.linear + self.fp8 + self.scores
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(*(getattr(self, x.name) + getattr(other, x.name) for x in fields(self)))
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Bytes that one rank sends, by kind of communication.
+
+    Collectives are counted as rings (and as NCCL's bus bandwidth does): see `ring`.
+
+    Attributes:
+        tensor: all-reduces of tensor parallelism, or gathers and scatters of sequence parallelism.
+        context: keys and values, or heads, of context parallelism.
+        expert: tokens on their way to experts and back.
+        pipeline: outputs and their gradients between stages.
+        data: gradients and parameters between replicas.
+        embedding: gradients of the copies of the word embedding.
+    """
+
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+    pipeline: float = 0.0
+    data: float = 0.0
+    embedding: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Return the bytes of all kinds."""
+        return float(sum(getattr(self, x.name) for x in fields(self)))
+
+    def __add__(self, other: Volume) -> Volume:
+        return Volume(*(getattr(self, x.name) + getattr(other, x.name) for x in fields(self)))
+
+    def __mul__(self, times: float) -> Volume:
+        return Volume(*(getattr(self, x.name) * times for x in fields(self)))
+
+
+def ring(ranks: int) -> float:
+    """Return the share of a tensor that a rank sends in a gather or a reduce-scatter.
+
+    An all-reduce sends twice as much.
+    """
+    return (ranks - 1) / ranks
+
+
+def fp8_bytes(fp8: Fp8Config, weights: Iterable[Weight]) -> int:
+    """Return the bytes of the 8-bit matrices that a step keeps beside weights of 8-bit layers.
+
+    With ``--fp8-param-gather`` the weight itself is one of the layouts.
+    """
+    numbers = sum(weight.numel for weight in weights if LINEAR.search(weight.name))
+    return (FP8_LAYOUTS - fp8.fp8_param_gather) * numbers
 
 
 class Network(ABC):
-    """Formulas of one model; all results are of one rank and one micro-batch.
+    """The formulas of one model; all results are for one rank and one micro-batch.
 
     Attributes:
-        config: of the run.
-        sizes: how it is cut.
+        config: the run, resolved.
+        sizes: how the run is cut.
     """
 
     config: RunConfig
     sizes: Ranks
 
-    def of_run(self, config: RunConfig) -> Network:
-        """The same model in a run whose ranks and micro-batches are the same."""
+    def with_config(self, config: RunConfig) -> Network:
+        """Return the same model in a run with the same ranks and micro-batches."""
         this: Any = self
         return dataclasses.replace(this, config=config)  # type: ignore[no-any-return]
 
     @abstractmethod
     def stages(self) -> list[Stage]:
-        """All stages, along the model."""
+        """Return all stages, along the model."""
 
     @abstractmethod
     def weights(self, stage: Stage) -> list[Weight]:
-        """Parameters of a stage, in the order of its module."""
+        """Return the parameters of a stage, in the order of its module."""
 
     @abstractmethod
     def activations(self, stage: Stage) -> LayerBytes:
-        """What a stage keeps for its backward pass."""
+        """Return what a stage keeps for its backward pass."""
 
     def deferred(self, stage: Stage) -> int:
-        """What weight gradients of a stage that are put off need."""
+        """Return the bytes that a stage keeps for weight gradients that are put off."""
         return 0
 
-    def copies(self, stage: Stage) -> int:
-        """Matrices in 8 bits that a stage keeps within a step for all of its micro-batches."""
-        eight = self.config.fp8.fp8_format is not None
-        return copies(self.config, self.weights(stage)) if eight else 0
+    def fp8_weights(self, stage: Stage) -> int:
+        """Return the bytes of 8-bit matrices that all micro-batches of a step share."""
+        fp8 = self.config.fp8
+        return fp8_bytes(fp8, self.weights(stage)) if fp8.fp8_format is not None else 0
 
     @abstractmethod
     def layer(self) -> LayerBytes:
-        """A layer, the last or the most frequent kind of them, without full recomputation."""
+        """Return a layer of the last or the most frequent kind, without full recomputation."""
 
     @property
     @abstractmethod
-    def entering(self) -> int:
-        """What a layer keeps that is recomputed: its input."""
+    def layer_input(self) -> int:
+        """Return the bytes of a layer's input, all that a layer keeps that is run again."""
+
+    def loss(self) -> LayerBytes | None:
+        """Return what output layer and loss keep, None where a plan does not show it."""
+        return None
 
     @property
     @abstractmethod
     def boundary(self) -> int:
-        """Bytes that one stage sends to the next."""
+        """Return the bytes that one stage sends to the next."""
 
     @abstractmethod
-    def operations(self, stage: Stage) -> Operated:
-        """Floating-point operations of a stage."""
+    def flops(self, stage: Stage) -> Flops:
+        """Return the floating-point operations of a stage."""
 
     @abstractmethod
     def traffic(self, stage: Stage) -> Volume:
-        """Bytes that a stage sends, forward and backward."""
+        """Return the bytes that a stage sends, forward and backward."""
 
     @abstractmethod
     def step_flops(self) -> float:
-        """Operations of a training step on all ranks, recomputation not counted."""
+        """Return the operations of a training step on all ranks, recomputation not counted."""
 
     @property
     @abstractmethod
     def tokens(self) -> int:
-        """Of a sequence."""
+        """Return the tokens of a sample."""
 
-    def messages(self, stage: Stage, num_stages: int) -> float:
-        """Output to the next stage and gradient to the one before, where they are elsewhere."""
+    def messages(self, stage: Stage) -> float:
+        """Return the bytes of a stage's output and of the gradient of its input.
+
+        The first stage has no gradient to send, and the last one no output.
+        """
         if self.sizes.pp == 1:
             return 0.0
-        return float(self.boundary * ((stage.index < num_stages - 1) + (stage.index > 0)))
+        last = self.sizes.pp * (self.config.parallel.virtual_pipeline_model_parallel_size or 1) - 1
+        return float(self.boundary * ((stage.index < last) + (stage.index > 0)))
 
 
 @dataclass(frozen=True)
-class GptNetwork(Network):
-    """A GPT; see `Network`."""
+class Case:
+    """A network on one kind of batch of a run, such as the samples of one size.
 
-    config: RunConfig
-    sizes: Sizes
+    Attributes:
+        network: the formulas for these batches.
+        name: what a report calls the kind; empty where a run has one kind only.
+        share: share of the steps of an epoch.
+        columns: what a report says about the kind besides, by the heads of its table.
+    """
 
-    def stages(self) -> list[Stage]:
-        """See `contents.stages`."""
-        return stages(self.config)
+    network: Network
+    name: str = ""
+    share: float = 1.0
+    columns: Mapping[str, str] = field(default_factory=dict)
 
-    def weights(self, stage: Stage) -> list[Weight]:
-        """See `parameters.weights`."""
-        return weights(self.config, self.sizes, stage)
 
-    def activations(self, stage: Stage) -> LayerBytes:
-        """See `Activations.stage`."""
-        return Activations(self.config, self.sizes).stage(stage)
+Report = tuple[Sequence[Table | str], bool]
+"""The parts of a report in their order, and whether the run fits the GPU that is asked about."""
 
-    def deferred(self, stage: Stage) -> int:
-        """See `Activations.deferred`."""
-        return Activations(self.config, self.sizes).deferred(stage)
 
-    def copies(self, stage: Stage) -> int:
-        """See `Activations.copies`."""
-        return Activations(self.config, self.sizes).copies(stage)
+@dataclass(frozen=True)
+class TaskCost:
+    """What a task says about the cost of its runs.
 
-    def layer(self) -> LayerBytes:
-        """The last one."""
-        return Activations(self.config, self.sizes).layer(self.sizes.layers - 1)
+    Attributes:
+        cases: ``(config)`` to the kinds of batches of a resolved run; may open its data.
+        modes: modes of recomputation that a plan compares, from none to most.
+        recompute: ``(config, mode)`` to the same run with one of the modes.
+        from_flags: the cases follow from the flags alone, without the data. Then layouts can be
+            searched, and a run on CPUs is checked against the memory of its host.
+        report: ``(config, gpu)`` to a report that takes the place of the usual one, for a task
+            whose step does not train one network; the GPU may be None.
+    """
 
-    @property
-    def entering(self) -> int:
-        """A residual stream."""
-        return Activations(self.config, self.sizes).residual
+    cases: Callable[[RunConfig], Sequence[Case]] = lambda _: ()
+    modes: tuple[str, ...] = ("none",)
+    recompute: Callable[[RunConfig, str], RunConfig] = lambda config, _: config
+    from_flags: bool = False
+    report: Callable[[RunConfig, Gpu | None], Report] | None = None
 
-    @property
-    def boundary(self) -> int:
-        """A residual stream."""
-        return self.entering
-
-    def operations(self, stage: Stage) -> Operated:
-        """See `Operations.stage`."""
-        return Operations(self.config, self.sizes).stage(stage)
-
-    def traffic(self, stage: Stage) -> Volume:
-        """See `Traffic`."""
-        return Traffic(self.config, self.sizes).microbatch(stage)
-
-    def step_flops(self) -> float:
-        """See `flops.step_flops`."""
-        return step_flops(self.config, self.sizes, self.stages())
-
-    @property
-    def tokens(self) -> int:
-        """``--seq-length``."""
-        return self.sizes.s
+    def modes_of(self, config: RunConfig) -> tuple[str, ...]:
+        """Return the modes of recomputation that a run can have; graphs keep all activations."""
+        return self.modes if config.cuda_graphs.cuda_graph_impl == "none" else ("none",)

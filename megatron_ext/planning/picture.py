@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megatron_ext.planning.hardware import GB, Gpu
+from megatron_ext.device.gpus import GB, Gpu
 from megatron_ext.planning.memory import RankMemory, memory, step_plan
+from megatron_ext.planning.network import Network
 from megatron_ext.schedules.picture import save as save_schedule
 from megatron_ext.schedules.picture import write_figure
 from megatron_ext.schedules.plan import price
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
 
 COLORS = {
     "weights": "#7aa6da",
@@ -26,29 +23,28 @@ COLORS = {
 
 
 def parts_of(rank: RankMemory) -> dict[str, int]:
-    """Bytes by the names of `COLORS`."""
+    """Return the bytes of a rank by the names of `COLORS`."""
     state = rank.state
     values = (state.parameters, state.gradients, state.optimizer, state.average)
     return dict(zip(COLORS, (*values, rank.activations, rank.transient), strict=True))
 
 
-def save(config: RunConfig, path: Path, gpu: Gpu | None = None) -> list[Path]:
+def save(network: Network, path: Path, gpu: Gpu | None = None) -> list[Path]:
     """Draw the schedule of a run and its memory.
 
     Args:
-        config: a resolved text run with its vocabulary.
-        path: of the schedule's picture; that of the memory is beside it, with ``_memory`` in its
-            name.
-        gpu: whose memory is drawn as a line.
+        path: where the picture of the schedule goes; the picture of the memory lies next to it,
+            with ``_memory`` in its name.
+        gpu: its memory is drawn as a line.
 
     Returns:
         Both files.
     """
-    plan = step_plan(config)
+    plan = step_plan(network.config)
     save_schedule(plan, price(plan), path)
-    beside = path.with_name(f"{path.stem}_memory{path.suffix}")
-    save_memory(memory(config, plan), beside, gpu)
-    return [path, beside]
+    second = path.with_name(f"{path.stem}_memory{path.suffix}")
+    save_memory(memory(network, plan), second, gpu)
+    return [path, second]
 
 
 def save_memory(ranks: Sequence[RankMemory], path: Path, gpu: Gpu | None) -> None:

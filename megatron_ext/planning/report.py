@@ -5,108 +5,95 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from megatron_ext.config.cuda_graphs import CudaGraphConfig
-from megatron_ext.planning.activations import Activations
-from megatron_ext.planning.assumptions import assumed
+from megatron_ext.config.run import RunConfig
+from megatron_ext.device.gpus import Gpu
 from megatron_ext.planning.checks import check_core
-from megatron_ext.planning.communication import Volume
-from megatron_ext.planning.contents import Sizes
-from megatron_ext.planning.hardware import Gpu, gpu_named, size
+from megatron_ext.planning.hardware import assumed, gpu_named, size
 from megatron_ext.planning.memory import (
     RankMemory,
+    fullest,
     memory,
-    modes_of,
     num_microbatches,
     step_plan,
-    with_recomputation,
+    worst_case,
 )
-from megatron_ext.planning.models import network_of
-from megatron_ext.planning.network import Network
-from megatron_ext.planning.parameters import distinct
-from megatron_ext.planning.search import Found
+from megatron_ext.planning.network import Case, Network, Report, TaskCost, Volume
+from megatron_ext.planning.search import SearchResult
+from megatron_ext.planning.state import distinct
 from megatron_ext.planning.step_time import Estimate, estimate, rank_volume
 from megatron_ext.schedules.plan import price
-from megatron_ext.video.cost.clip import Clip
-from megatron_ext.video.streaming.cost import fits_on, streaming_memory, streaming_plan
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
 
 MILLION = 10**6
+NO_COST = (
+    "This task does not say what its model costs, so memory and time are not estimated; give the "
+    "task a `cost`."
+)
 
 
 def console() -> Console:
-    """Wide enough for the tables where the output is no terminal."""
+    """Return a console that is wide enough for the tables where the output is no terminal."""
     return Console(
         width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, soft_wrap=False
     )
 
 
-def print_plan(config: RunConfig, clips: Sequence[Clip] = ()) -> bool:
+def print_plan(config: RunConfig, cost: TaskCost | None) -> bool:
     """Print what ``--dry-run`` asks for; returns whether the run fits, see `show`.
 
-    Args:
-        config: a resolved run; of text with its vocabulary.
-        clips: of flow matching, those of each bucket.
-
     Raises:
-        ConfigError: see `check_core`, `network_of` and `gpu_named`.
+        ConfigError: see `check_core` and `gpu_named`.
     """
     check_core(config)
     name = config.planning.dry_run_gpu
-    return show(config, None if name is None else gpu_named(name), clips)
+    return show(config, None if name is None else gpu_named(name), cost)
 
 
-def show(config: RunConfig, gpu: Gpu | None, clips: Sequence[Clip] = ()) -> bool:
+def show(config: RunConfig, gpu: Gpu | None, cost: TaskCost | None) -> bool:
     """Print all tables of a run; returns whether it fits, True where no GPU is named.
 
     Args:
-        config: see `print_plan`.
+        config: a resolved run.
         gpu: the kind to estimate time for; None leaves time out.
-        clips: see `print_plan`.
+        cost: the task's; None leaves the schedule alone to show.
     """
+    parts, fits = report(config, gpu, cost)
     out = console()
-    if config.video.streams:
-        found = streaming_memory(config)
-        for part in streaming_plan(config, found, gpu):
-            out.print(part)
-        return gpu is None or fits_on(config, found, gpu)
-    network = worst_of(config, clips)
-    ranks = memory(config, network=network)
-    out.print(headline(network, ranks))
-    out.print(parameter_table(ranks))
-    if clips:
-        out.print(bucket_table(config, clips, gpu))
-    out.print(memory_table(network, ranks))
-    out.print(recomputation_table(network))
-    out.print(volume_table(network, ranks))
-    for line in schedule_lines(config):
-        out.print(line)
+    for part in parts:
+        out.print(part)
+    return fits
+
+
+def report(config: RunConfig, gpu: Gpu | None, cost: TaskCost | None) -> Report:
+    """Return the parts that `show` prints, and whether the run fits."""
+    if cost is None:
+        return [NO_COST, *schedule_lines(config)], True
+    if cost.report is not None:
+        return cost.report(config, gpu)
+    return report_cases(cost.cases(config), gpu, cost)
+
+
+def report_cases(cases: Sequence[Case], gpu: Gpu | None, cost: TaskCost) -> Report:
+    """Return the tables of a run, for the kind of batches that needs most memory."""
+    network, ranks = worst_case(cases)
+    parts: list[Table | str] = [headline(network, ranks), parameter_table(ranks)]
+    if cases[0].name:
+        parts.append(bucket_table(cases, gpu))
+    parts += [memory_table(network, ranks), recomputation_table(network, cost)]
+    parts += [volume_table(network, ranks), *schedule_lines(network.config)]
     if gpu is None:
-        return True
-    cost = estimate(config, gpu, network=network)
-    for line in time_lines(cost):
-        out.print(line)
-    out.print(reserve_table(cost))
-    out.print(assumption_table(gpu))
-    return cost.fits
-
-
-def worst_of(config: RunConfig, clips: Sequence[Clip]) -> Network:
-    """The network on the bucket whose clips need most memory; of text the network."""
-    networks = [network_of(config, clip) for clip in clips] or [network_of(config)]
-    return max(
-        networks, key=lambda network: max(rank.total for rank in memory(config, network=network))
-    )
+        return parts, True
+    found = estimate(network, gpu)
+    parts += [*time_lines(found, cost), reserve_table(found), assumption_table(gpu)]
+    return parts, found.fits
 
 
 def headline(network: Network, ranks: list[RankMemory]) -> str:
-    """The layout in one line."""
+    """Return the layout in one line."""
     x, config = network.sizes, network.config
     sizes = {"tp": x.tp, "cp": x.cp, "pp": x.pp, "dp": x.dp, "ep": x.ep}
     shown = " × ".join(f"{name} {count}" for name, count in sizes.items() if count > 1) or "1 rank"
@@ -119,42 +106,40 @@ def headline(network: Network, ranks: list[RankMemory]) -> str:
 
 
 def number_format(config: RunConfig) -> str:
-    """Of activations and products."""
+    """Return the format of activations and products."""
     wide = "bf16" if config.precision.bf16 else "fp16" if config.precision.fp16 else "fp32"
-    eight, te = config.fp8.fp8_format, config.model.transformer_impl == "transformer_engine"
+    fp8, te = config.fp8.fp8_format, config.model.transformer_impl == "transformer_engine"
     layers = "; Transformer Engine's layers priced as the torch layers" if te else ""
-    if eight is None:
+    if fp8 is None:
         return wide + layers
-    return f"{wide}, layers in fp8 ({eight}, {config.fp8.fp8_recipe}){layers}"
+    return f"{wide}, layers in fp8 ({fp8}, {config.fp8.fp8_recipe}){layers}"
 
 
 def model_parameters(ranks: list[RankMemory]) -> int:
-    """Distinct parameters of the whole model; see `distinct`."""
+    """Return the distinct parameters of the whole model; see `distinct`."""
     return distinct(chunk for rank in ranks for chunk in rank.weights)
 
 
-def bucket_table(config: RunConfig, clips: Sequence[Clip], gpu: Gpu | None) -> Table:
-    """One row for each bucket, the most frequent and the fullest named."""
+def bucket_table(cases: Sequence[Case], gpu: Gpu | None) -> Table:
+    """Return one row for each kind of batch, the most frequent and the fullest named."""
     table = Table(
-        "bucket", "clips at a time", "tokens", "share of steps", "peak", "step (s)", "",
-        title="buckets",
-    )  # fmt: skip
-    networks = [network_of(config, clip) for clip in clips]
-    peaks = [max(r.total for r in memory(config, network=network)) for network in networks]
-    typical = max(clips, key=lambda clip: clip.share)
-    for clip, network, peak in zip(clips, networks, peaks, strict=True):
-        seconds = "" if gpu is None else f"{estimate(config, gpu, network=network).seconds:.3g}"
-        notes = ["worst"] * (peak == max(peaks)) + ["typical"] * (clip == typical)
+        "bucket", *cases[0].columns, "share of steps", "peak", "step (s)", "", title="buckets"
+    )
+    peaks = [fullest(memory(case.network)).total for case in cases]
+    typical = max(cases, key=lambda case: case.share)
+    for case, peak in zip(cases, peaks, strict=True):
+        seconds = "" if gpu is None else f"{estimate(case.network, gpu).seconds:.3g}"
+        notes = ["worst"] * (peak == max(peaks)) + ["typical"] * (case == typical)
         table.add_row(
-            clip.name, str(clip.micro_batch_size), f"{clip.num_text} + {clip.num_image}",
-            f"{clip.share:.1%}", size(peak), seconds, ", ".join(notes),
+            case.name, *case.columns.values(), f"{case.share:.1%}", size(peak), seconds,
+            ", ".join(notes),
         )  # fmt: skip
-    table.caption = "tokens: text + image; all other tables are of the worst bucket"
+    table.caption = "all other tables are of the worst bucket"
     return table
 
 
 def parameter_table(ranks: list[RankMemory]) -> Table:
-    """One row for each stage."""
+    """Return one row for each stage."""
     table = Table("stage", "pipeline rank", "holds", "parameters of a rank", title="stages")
     for stage, weights in sorted(
         ((stage, w) for rank in ranks for stage, w in zip(rank.stages, rank.weights, strict=True)),
@@ -172,14 +157,20 @@ def parameter_table(ranks: list[RankMemory]) -> Table:
 
 
 def memory_table(network: Network, ranks: list[RankMemory]) -> Table:
-    """One row for each pipeline rank, as the run is configured."""
+    """Return one row for each pipeline rank, as the run is configured."""
     table = Table(
         "pipeline rank", "weights", "gradients", "optimizer", "EMA", "fp8 weights", "activations",
         "in flight", "for a moment", "peak", title="memory of a rank",
     )  # fmt: skip
     for rank in ranks:
         state = rank.state
-        parts = (state.parameters, state.gradients, state.optimizer, state.average, rank.copies)
+        parts = (
+            state.parameters,
+            state.gradients,
+            state.optimizer,
+            state.average,
+            rank.fp8_weights,
+        )
         table.add_row(
             str(rank.rank),
             *(size(part) for part in (*parts, rank.activations)),
@@ -194,41 +185,34 @@ def memory_table(network: Network, ranks: list[RankMemory]) -> Table:
 
 
 def _distributed(network: Network) -> str:
-    """The largest optimizer state if it were shared over the replicas."""
+    """Say how large the optimizer state would be if the replicas shared it."""
     config = network.config
     shared = replace(config.optimizer, use_distributed_optimizer=True)
-    ranks = _memory_as(network, replace(config, optimizer=shared))
+    ranks = memory(network.with_config(replace(config, optimizer=shared)))
     return f"optimizer {size(max(rank.state.optimizer for rank in ranks))}"
 
 
-def _memory_as(network: Network, config: RunConfig) -> list[RankMemory]:
-    """The memory of the same clips or sequences in a run that differs a little."""
-    return memory(config, network=network.of_run(config))
-
-
-def recomputation_table(network: Network) -> Table:
-    """Activations of a layer and of the fullest rank in each mode."""
+def recomputation_table(network: Network, cost: TaskCost) -> Table:
+    """Return the activations of a layer and of the fullest rank in each mode."""
     table = Table(
         "recomputation", "a layer keeps", "fullest rank: activations", "peak",
         title="activations by recomputation",
     )  # fmt: skip
-    config = network.config
-    for mode in modes_of(config):
-        other = network.of_run(with_recomputation(config, mode))
-        kept = other.entering if mode == "full" else other.layer().kept
-        fullest = max(memory(other.config, network=other), key=lambda rank: rank.total)
-        activations = fullest.activations + fullest.transient
-        table.add_row(mode, size(kept), size(activations), size(fullest.total))
-    if not config.video.video:
-        head = Activations(config, Sizes.of(config)).head()
+    for mode in cost.modes_of(network.config):
+        other = network.with_config(cost.recompute(network.config, mode))
+        kept = other.layer_input if mode == "full" else other.layer().kept
+        most = fullest(memory(other))
+        table.add_row(mode, size(kept), size(most.activations + most.transient), size(most.total))
+    loss = network.loss()
+    if loss is not None:
         table.caption = (
-            f"of them logits and loss: {size(head.kept)}, for a moment {size(head.transient)}"
+            f"of them logits and loss: {size(loss.kept)}, for a moment {size(loss.transient)}"
         )
     return table
 
 
 def volume_table(network: Network, ranks: list[RankMemory]) -> Table:
-    """Bytes that a rank of each place in the pipeline sends in a step."""
+    """Return the bytes that a rank of each place in the pipeline sends in a step."""
     names = [field.name for field in fields(Volume)]
     table = Table("pipeline rank", *names, title="bytes that a rank sends in a step")
     for rank in ranks:
@@ -238,7 +222,7 @@ def volume_table(network: Network, ranks: list[RankMemory]) -> Table:
 
 
 def schedule_lines(config: RunConfig) -> list[str]:
-    """The bubble of the schedule when all stages take the same time."""
+    """Say what the bubble of the schedule is when all stages take the same time."""
     plan = step_plan(config)
     cost = price(plan)
     return [
@@ -248,8 +232,8 @@ def schedule_lines(config: RunConfig) -> list[str]:
     ]
 
 
-def time_lines(found: Estimate) -> list[str]:
-    """Time, throughput, utilization, and whether it fits."""
+def time_lines(found: Estimate, cost: TaskCost) -> list[str]:
+    """Say time, throughput, utilization, and whether the run fits."""
     gpu = found.gpu
     needed = found.peak + found.reserve.total
     lines = [
@@ -261,12 +245,12 @@ def time_lines(found: Estimate) -> list[str]:
         f"{size(found.reserve.total)} make {size(needed)} of {size(gpu.memory)}",
     ]
     if not found.fits:
-        lines.append(_advice(found))
+        lines.append(_advice(found, cost))
     return lines
 
 
 def reserve_table(found: Estimate) -> Table:
-    """What no tensor of the run may take; assumed, not measured."""
+    """Return what no tensor of the run may take; assumed, not measured."""
     reserve = found.reserve
     rows = (
         ("CUDA context and kernels", reserve.context),
@@ -281,7 +265,7 @@ def reserve_table(found: Estimate) -> Table:
 
 
 def assumption_table(gpu: Gpu) -> Table:
-    """Shares of the rates that are taken to be reached, and which of them were measured."""
+    """Return the shares of rates that are taken to be reached, and which were measured."""
     table = Table("assumed", "share", "of what, and why", title="what the time rests on")
     for name, value, what, replaced in assumed(gpu):
         table.add_row(name, "measured" if replaced else value, what)
@@ -295,8 +279,8 @@ def assumption_table(gpu: Gpu) -> Table:
     return table
 
 
-def _advice(found: Estimate) -> str:
-    """The first of the usual remedies that helps."""
+def _advice(found: Estimate, cost: TaskCost) -> str:
+    """Return the first of the usual remedies that helps."""
     config, network = found.config, found.network
     limit = found.gpu.memory - found.reserve.total
     shared = replace(config.optimizer, use_distributed_optimizer=True)
@@ -305,18 +289,18 @@ def _advice(found: Estimate) -> str:
     config = replace(config, cuda_graphs=CudaGraphConfig())
     instead = " in place of --cuda-graph-impl" if graphs else ""
     remedies |= {
-        f"{mode} recomputation{instead}": with_recomputation(config, mode)
-        for mode in modes_of(config)
+        f"{mode} recomputation{instead}": cost.recompute(config, mode)
+        for mode in cost.modes_of(config)
         if mode != "none"
     }
     for name, run in remedies.items():
-        if max(rank.total for rank in _memory_as(network, run)) <= limit:
+        if fullest(memory(network.with_config(run))).total <= limit:
             return f"it would fit with {name}"
     return "neither the distributed optimizer nor recomputation suffices; use more ranks (--search)"
 
 
-def search_table(found: Found) -> Table:
-    """The best layouts."""
+def search_table(found: SearchResult) -> Table:
+    """Return one row for each of the best layouts."""
     table = Table(
         "layout", "dp", "micro-batch", "recompute", "step (s)", "tokens/s", "MFU", "bubble", "peak",
         title=f"best of {found.fitting} layouts that fit ({found.tried} tried)",

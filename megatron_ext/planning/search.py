@@ -6,17 +6,14 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
 
+from megatron_ext.config.run import RunConfig
+from megatron_ext.device.gpus import Gpu
 from megatron_ext.errors import ConfigError
-from megatron_ext.planning.assumptions import DEFAULT, Efficiency
-from megatron_ext.planning.hardware import Gpu
-from megatron_ext.planning.memory import memory, modes_of, with_recomputation
-from megatron_ext.planning.models import network_of
+from megatron_ext.planning.hardware import DEFAULT, Efficiency
+from megatron_ext.planning.memory import fullest, worst_case
+from megatron_ext.planning.network import TaskCost
 from megatron_ext.planning.step_time import Estimate, estimate, reserve_of
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
 
 MOST_CHUNKS = 4
 MOST_REASONS = 5
@@ -24,13 +21,13 @@ MOST_REASONS = 5
 
 @dataclass(frozen=True)
 class Candidate:
-    """Sizes to try.
+    """A layout to try.
 
     Attributes:
         tp, pp, cp, ep: ranks along each axis.
-        chunks: of each pipeline rank.
-        micro_batch: sequences of a forward pass.
-        recompute: a mode of `memory.modes_of`.
+        chunks: virtual chunks of each pipeline rank.
+        micro_batch: samples of a forward pass.
+        recompute: a mode of recomputation, see `TaskCost.modes`.
     """
 
     tp: int
@@ -41,8 +38,8 @@ class Candidate:
     micro_batch: int
     recompute: str
 
-    def of(self, config: RunConfig, world_size: int) -> RunConfig:
-        """The run in this layout, checked.
+    def of(self, config: RunConfig, world_size: int, cost: TaskCost) -> RunConfig:
+        """Return the run in this layout, checked.
 
         Raises:
             ConfigError: it cannot be run so.
@@ -68,7 +65,7 @@ class Candidate:
             config.optimizer, use_distributed_optimizer=config.optimizer.optimizer == "adam"
         )
         run = dataclasses.replace(config, parallel=parallel, training=training, optimizer=optimizer)
-        return with_recomputation(run, self.recompute).finalize(world_size, config.device)
+        return cost.recompute(run, self.recompute).finalize(world_size, config.device)
 
     def __str__(self) -> str:
         sizes = {"tp": self.tp, "pp": self.pp, "vpp": self.chunks, "cp": self.cp, "ep": self.ep}
@@ -76,13 +73,13 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search gives.
+class SearchResult:
+    """The layouts that a search finds.
 
     Attributes:
         best: layouts that fit, the fastest first, each with its estimate.
-        tried: candidates that can be run.
-        fitting: of them, those that fit.
+        tried: how many candidates can be run.
+        fitting: how many of them fit.
     """
 
     best: list[tuple[Candidate, Estimate]]
@@ -90,8 +87,8 @@ class Found:
     fitting: int
 
 
-def candidates(config: RunConfig, world_size: int, gpu: Gpu) -> Iterator[Candidate]:
-    """All layouts worth trying; tensor parallelism stays within a node.
+def candidates(config: RunConfig, world_size: int, gpu: Gpu, cost: TaskCost) -> Iterator[Candidate]:
+    """Yield all layouts worth trying; tensor parallelism stays within a node.
 
     The micro-batch is that of the run and its halves down to 1.
     """
@@ -107,12 +104,12 @@ def candidates(config: RunConfig, world_size: int, gpu: Gpu) -> Iterator[Candida
             continue
         for chunks in range(1, MOST_CHUNKS + 1 if pp > 1 else 2):
             if layers % (pp * chunks) == 0:
-                for batch, mode in product(batches, modes_of(config)):
+                for batch, mode in product(batches, cost.modes_of(config)):
                     yield Candidate(tp, pp, cp, ep, chunks, batch, mode)
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, ascending."""
+    """Return all divisors of a number, ascending."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
@@ -120,11 +117,12 @@ def search(
     config: RunConfig,
     world_size: int,
     gpu: Gpu,
+    cost: TaskCost,
     *,
     count: int = 10,
     efficiency: Efficiency = DEFAULT,
-) -> Found:
-    """The layouts of a run that fit on a number of GPUs and take the least time.
+) -> SearchResult:
+    """Find the layouts of a run that fit on a number of GPUs and take the least time.
 
     Recomputation that a layout does not need is not tried: of each layout the cheapest mode that
     fits is priced.
@@ -133,9 +131,8 @@ def search(
         config: the run in any layout; what is not a matter of layout is kept, but the optimizer is
             distributed and sequences are cut wherever matrices are.
         world_size: GPUs.
-        gpu: their kind.
+        cost: the task's, whose cases must follow from the flags alone.
         count: layouts to return.
-        efficiency: see `Efficiency`.
 
     Raises:
         ConfigError: no layout can be run at all, with some of the reasons.
@@ -143,27 +140,25 @@ def search(
     tried, priced = 0, list[tuple[Candidate, Estimate]]()
     errors: dict[str, None] = {}
     settled: set[Candidate] = set()
-    for candidate in candidates(config, world_size, gpu):
+    for candidate in candidates(config, world_size, gpu, cost):
         layout = dataclasses.replace(candidate, recompute="")
         if layout in settled:
             continue
         try:
-            run = candidate.of(config, world_size)
+            run = candidate.of(config, world_size, cost)
         except ConfigError as error:
             errors |= dict.fromkeys(error.messages)
             settled.add(layout)
             continue
         tried += 1
-        network = network_of(run)
-        ranks = memory(run, network=network)
-        peak = max(rank.total for rank in ranks)
-        if peak + reserve_of(gpu, network, ranks).total > gpu.memory:
+        network, ranks = worst_case(cost.cases(run))
+        if fullest(ranks).total + reserve_of(gpu, network, ranks).total > gpu.memory:
             continue
         settled.add(layout)
-        priced.append((candidate, estimate(run, gpu, efficiency, network)))
+        priced.append((candidate, estimate(network, gpu, efficiency)))
     if not tried:
         raise ConfigError(
             [f"No layout of {world_size} ranks can run this model.", *list(errors)[:MOST_REASONS]]
         )
     priced.sort(key=lambda entry: entry[1].seconds)
-    return Found(priced[:count], tried, len(priced))
+    return SearchResult(priced[:count], tried, len(priced))

@@ -1,45 +1,38 @@
 """An estimate of a step's time: products, memory traffic and messages, through the schedule.
 
-It is a model, not a measurement: `assumptions.Efficiency` says which shares of the rates are taken
-to be reached. Layouts of one model on one kind of GPU compare well; the seconds are rough.
+It is a model, not a measurement: `hardware.Efficiency` says which shares of the rates are taken to
+be reached. Layouts of one model on one kind of GPU compare well; the seconds are rough.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-from megatron_ext.planning.assumptions import DEFAULT, Efficiency, Rates, Reserve, reserve
-from megatron_ext.planning.communication import Volume, copies_volume, step_volume
-from megatron_ext.planning.contents import Stage
-from megatron_ext.planning.hardware import Gpu
-from megatron_ext.planning.memory import RankMemory, memory, num_microbatches, step_plan
-from megatron_ext.planning.models import network_of
-from megatron_ext.planning.network import Network
+from megatron_ext.config.run import RunConfig
+from megatron_ext.device.gpus import Gpu
+from megatron_ext.planning.hardware import DEFAULT, Efficiency, Rates, Reserve
+from megatron_ext.planning.memory import RankMemory, fullest, memory, num_microbatches, step_plan
+from megatron_ext.planning.network import Network, Volume, ring
+from megatron_ext.planning.stages import FP32, Stage
 from megatron_ext.schedules.plan import Durations, Plan, Price, price
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step costs on a kind of GPU.
+    """The cost of a step on a kind of GPU.
 
     Attributes:
-        config: the run.
-        network: its model.
+        network: the model in its run.
         gpu: the kind.
         ranks: memory of each pipeline rank.
         plan: the schedule.
-        price: its simulation; times are seconds.
+        price: the simulation of the schedule; times are seconds.
         volumes: bytes that a rank of each place in the pipeline sends in a step.
-        seconds: a step.
+        seconds: time of a step.
         flops: operations of the model in a step, on all ranks.
     """
 
-    config: RunConfig
     network: Network
     gpu: Gpu
     ranks: list[RankMemory]
@@ -50,59 +43,60 @@ class Estimate:
     flops: float
 
     @property
-    def mfu(self) -> float:
-        """Operations of the model over what the GPUs could do at the datasheet's 16-bit rate.
+    def config(self) -> RunConfig:
+        """Return the configuration of the run."""
+        return self.network.config
 
-        Of float32 that of float32; 8-bit products are compared with 16 bits too, as is usual.
+    @property
+    def mfu(self) -> float:
+        """Return the operations of the model over what the GPUs could do by the datasheet.
+
+        The rate is that of float32 or of 16 bits; 8-bit products are compared with 16 bits too, as
+        is usual.
         """
         world = self.config.parallel.world_size
         return self.flops / (self.seconds * world * self.gpu.peak(self.network.sizes.width))
 
     @property
     def tokens_per_second(self) -> float:
-        """On all ranks."""
+        """Return the tokens that all ranks together go through in a second."""
         x = self.network.sizes
         sequences = num_microbatches(self.config) * x.b * x.dp
         return sequences * self.network.tokens / self.seconds
 
     @property
     def peak(self) -> int:
-        """Bytes of the rank that needs most, without the reserve."""
-        return self.fullest.total
-
-    @property
-    def fullest(self) -> RankMemory:
-        """The rank that needs most."""
-        return max(self.ranks, key=lambda rank: rank.total)
+        """Return the bytes of the rank that needs most, without the reserve."""
+        return fullest(self.ranks).total
 
     @cached_property
     def reserve(self) -> Reserve:
-        """What the fullest rank must leave free."""
+        """Return what the fullest rank must leave free."""
         return reserve_of(self.gpu, self.network, self.ranks)
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest rank leaves the reserve."""
+        """Return whether the fullest rank leaves the reserve."""
         return self.peak + self.reserve.total <= self.gpu.memory
 
 
 def reserve_of(gpu: Gpu, network: Network, ranks: list[RankMemory]) -> Reserve:
-    """What the fullest of some ranks must leave free."""
-    fullest = max(ranks, key=lambda rank: rank.total)
-    return reserve(gpu, network.sizes, fullest.activations + fullest.transient)
+    """Return what the fullest of some ranks must leave free."""
+    most = fullest(ranks)
+    return Reserve.of(gpu, network.sizes, most.activations + most.transient)
 
 
 @dataclass(frozen=True)
 class _Clock:
-    """Times of one stage on a kind of GPU."""
+    """Times of the parts of a step on a kind of GPU, in seconds."""
 
     network: Network
     rates: Rates
 
     def durations(self, stage: Stage) -> Durations:
-        """Forward, input-gradient and weight-gradient pass of one micro-batch."""
+        """Return forward, input-gradient and weight-gradient pass of one micro-batch."""
         network = self.network
-        counted, width = network.operations(stage), network.sizes.width
+        counted, width = network.flops(stage), network.sizes.width
         rate, rate8 = self.rates.products(width), 1.0
         if counted.fp8:
             rate8 = self.rates.products(1)
@@ -114,12 +108,15 @@ class _Clock:
         touched = network.activations(stage).kept / self.rates.memory
         sent = self.exchange(network.traffic(stage)) / 2
         forward = linear + scores + cast + touched + sent
-        # Of a product without weights both factors have gradients.
+        # Both factors of a product without weights have gradients.
         inputs = linear + 2 * scores + cast + again + 2 * touched + sent
         return Durations(forward, inputs, weights)
 
     def exchange(self, volume: Volume) -> float:
-        """Seconds of the collectives within a micro-batch's passes; pipelines are simulated."""
+        """Return the time of the collectives within a micro-batch's passes.
+
+        Messages between stages are left to the simulation of the schedule.
+        """
         x, link = self.network.sizes, self.rates.link
         return (
             volume.tensor / link(x.tp)
@@ -128,21 +125,21 @@ class _Clock:
         )
 
     def latency(self) -> float:
-        """Of a message between stages."""
+        """Return the time of a message between stages."""
         x = self.network.sizes
         mapped = self.network.config.parallel.use_tp_pp_dp_mapping
         stride = x.tp * x.cp * (1 if mapped else x.dp)
         return self.network.boundary / self.rates.link(stride * x.pp) if x.pp > 1 else 0.0
 
     def update(self, rank: RankMemory) -> float:
-        """Seconds of the optimizer: its state, gradients and parameters, read and written."""
+        """Return the time in which the optimizer reads and writes its state and parameters."""
         state = rank.state
         trained = state.parameters - state.frozen
         moved = 2 * (state.optimizer + state.average) + state.gradients + trained
         return moved / self.rates.memory
 
     def replicas(self, volume: Volume) -> float:
-        """Seconds of the exchange between replicas that computation does not hide."""
+        """Return the time of the exchange between replicas that computation does not hide."""
         x, flags = self.network.sizes, self.network.config.optimizer
         ranks, link = x.dp * x.cp, self.rates.link
         seconds = volume.data / link(x.tp * ranks) if ranks > 1 else 0.0
@@ -152,38 +149,37 @@ class _Clock:
             shown -= self.rates.efficiency.hidden * (1.0 if both else 0.5)
         return seconds * shown + volume.embedding / link(x.tp * ranks * x.pp)
 
+    def slowest(self) -> Durations:
+        """Return the times of the slowest rank, averaged over its chunks."""
+        ranks, stages = [], self.network.stages()
+        for rank in range(self.network.sizes.pp):
+            times = [self.durations(stage) for stage in stages if stage.rank == rank]
+            sums = [
+                sum(getattr(time, name) for time in times) / len(times)
+                for name in ("forward", "input_gradient", "weight_gradient")
+            ]
+            ranks.append(Durations(*sums))
+        return max(ranks, key=lambda x: x.forward + x.input_gradient + x.weight_gradient)
 
-def estimate(
-    config: RunConfig,
-    gpu: Gpu,
-    efficiency: Efficiency = DEFAULT,
-    network: Network | None = None,
-) -> Estimate:
+
+def estimate(network: Network, gpu: Gpu, efficiency: Efficiency = DEFAULT) -> Estimate:
     """Estimate a step of a run.
 
     The stages are priced as if all took as long as the slowest one, which is what a pipeline in
     its steady phase waits for.
 
-    Args:
-        config: a resolved run; of text with its vocabulary.
-        gpu: the kind of GPU.
-        efficiency: see `Efficiency`.
-        network: its model; None for that of a text run.
-
     Raises:
-        ConfigError: see `network_of`; fp8 on a GPU without it.
+        ConfigError: fp8 on a GPU without it.
     """
-    network = network or network_of(config)
-    clock, plan = _Clock(network, Rates(gpu, efficiency)), step_plan(config)
-    cost = price(plan, _slowest(clock, network.stages()), clock.latency())
-    ranks = memory(config, plan, network)
+    clock, plan = _Clock(network, Rates(gpu, efficiency)), step_plan(network.config)
+    cost = price(plan, clock.slowest(), clock.latency())
+    ranks = memory(network, plan)
     volumes = [rank_volume(network, rank, plan.num_microbatches) for rank in ranks]
     after = max(
         clock.update(rank) + clock.replicas(volume)
         for rank, volume in zip(ranks, volumes, strict=True)
     )
     return Estimate(
-        config=config,
         network=network,
         gpu=gpu,
         ranks=ranks,
@@ -195,29 +191,25 @@ def estimate(
     )
 
 
-def _slowest(clock: _Clock, everything: list[Stage]) -> Durations:
-    """The mean over its chunks of the rank whose passes take longest."""
-    ranks = []
-    for rank in range(clock.network.sizes.pp):
-        times = [clock.durations(stage) for stage in everything if stage.rank == rank]
-        sums = [
-            sum(getattr(time, name) for time in times) / len(times)
-            for name in ("forward", "input_gradient", "weight_gradient")
-        ]
-        ranks.append(Durations(*sums))
-    return max(ranks, key=lambda x: x.forward + x.input_gradient + x.weight_gradient)
-
-
 def rank_volume(network: Network, rank: RankMemory, num_microbatches: int) -> Volume:
-    """What a rank of one place in the pipeline sends in a step."""
+    """Return what a rank of one place in the pipeline sends in a step."""
     total = Volume()
     for stage in rank.stages:
         total += network.traffic(stage) * num_microbatches
-    every = [weight for chunk in rank.weights for weight in chunk]
-    trained = [weight for weight in every if not weight.frozen]
-    experts = sum(weight.numel for weight in trained if weight.expert)
-    count = sum(weight.numel for weight in trained)
-    config, sizes = network.config, network.sizes
-    total += step_volume(config, sizes, rank.state, experts / max(1, count))
-    shared = sum(weight.numel for weight in trained if weight.shared)
-    return total + copies_volume(config, sizes, shared)
+    return total + _replica_volume(network, rank)
+
+
+def _replica_volume(network: Network, rank: RankMemory) -> Volume:
+    """Return what a rank sends once in a step: gradients, parameters, copies of the embedding."""
+    config, x, state = network.config, network.sizes, rank.state
+    trained = [weight for chunk in rank.weights for weight in chunk if not weight.frozen]
+    count = max(1, sum(weight.numel for weight in trained))
+    experts = sum(weight.numel for weight in trained if weight.expert) / count
+    share = ring(x.dp * x.cp) * (1 - experts) + ring(x.expert_dp) * experts
+    if config.optimizer.use_distributed_optimizer:
+        data = share * (state.gradients + state.parameters - state.frozen)
+    else:
+        data = 2 * share * state.gradients
+    copied = sum(weight.numel for weight in trained if weight.shared)
+    in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
+    return Volume(data=data, embedding=float(copied * (FP32 if in_fp32 else x.width)))

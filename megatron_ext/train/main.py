@@ -24,6 +24,7 @@ from megatron_ext.layers.compiled import compile_nothing
 from megatron_ext.parallel.context import embedding_ranks, init_groups, mtp_rank, seed_everything
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.planning.checks import check_core, check_host_memory
+from megatron_ext.planning.network import TaskCost
 from megatron_ext.planning.report import print_plan
 from megatron_ext.train.callbacks.evaluation import evaluate_at_end
 from megatron_ext.train.launch import launch, refuse
@@ -149,14 +150,25 @@ def _prepare(
         for note in parsed.notes:
             print(f"> {note}", flush=True)
     if config.planning.dry_run:
-        clips = () if chosen.clips is None else chosen.clips(config)
-        fits = print_plan(config, clips) if first else True
+        fits = print_plan(config, cost_of(chosen, config)) if first else True
         raise _NothingToRun(0 if fits else 1)
     check_core(config)
-    check_host_memory(config)
+    check_host_memory(config, cost_of(chosen, config))
     if first:
         check_save_folder(config.checkpoint.save)
     return chosen, device, config, tokenizer
+
+
+def cost_of(task: Task, config: RunConfig) -> TaskCost | None:
+    """Return what a task says about its cost; tasks that do not say it are known here for now."""
+    from megatron_ext.text.cost.network import GPT_COST
+    from megatron_ext.video.cost.flow import FLOW_COST
+    from megatron_ext.video.streaming.cost import STREAMING_COST
+
+    cost = GPT_COST
+    if config.video.video:
+        cost = STREAMING_COST if config.video.streams else FLOW_COST
+    return getattr(task, "cost", None) or cost
 
 
 def stored_config(argv: Sequence[str]) -> dict[str, Any] | None:

@@ -16,13 +16,14 @@ from megatron_ext.checkpoint.adapters import FrozenBase
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.state import LoadedCheckpoint
 from megatron_ext.data.loader import BatchSource, reads_dataset
+from megatron_ext.device.gpus import peak_flops
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.transformer_engine import prepare_transformer_engine
 from megatron_ext.optim.builder import build_optimizer, build_scheduler
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.optim.update import ParameterGather
-from megatron_ext.text.cost import flops_per_sample, peak_flops
+from megatron_ext.text.cost.flops import flops_per_sample
 from megatron_ext.text.data.gpt import Datasets
 from megatron_ext.train.batch_size import BatchSize, Progress, number_of_iterations, split_sizes
 from megatron_ext.train.reporting.start import implementation_line, parameters_line

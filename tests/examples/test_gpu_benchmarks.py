@@ -19,7 +19,7 @@ from benchmarks.peers import PEERS, Place, hugging_face_config
 from benchmarks.targets import LOSS_TIME, MFU, over, verdict
 from benchmarks.torch_llama import TorchLlama, token_loss
 from megatron_ext.layers.fp8.scaling import RECIPES
-from megatron_ext.text.cost import flops_per_sample
+from megatron_ext.text.cost.flops import flops_per_sample
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.video.config.mmdit import SIZES
 from megatron_ext.video.cost.flops import flops_of_clip

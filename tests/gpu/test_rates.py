@@ -9,10 +9,10 @@ import sys
 import pytest
 import torch
 
+from megatron_ext.device.gpus import peak_flops
 from megatron_ext.device.rates import copy_rate, has_fp8, matrix_rate
 from megatron_ext.inspect.doctor.examine import examine
 from megatron_ext.inspect.doctor.host import ThisMachine
-from megatron_ext.text.cost import peak_flops
 from tests.gpu.runs import ROOT, SECONDS
 
 pytestmark = pytest.mark.gpu

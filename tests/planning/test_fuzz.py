@@ -8,12 +8,13 @@ import traceback
 import pytest
 
 from megatron_ext.config.parser import parse_args
+from megatron_ext.device.gpus import GPUS
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.planning.checks import check_core
-from megatron_ext.planning.hardware import GPUS, gpu_named
+from megatron_ext.planning.hardware import gpu_named
 from megatron_ext.planning.memory import memory
-from megatron_ext.planning.models import network_of
 from megatron_ext.planning.step_time import estimate
+from megatron_ext.text.cost.network import GptNetwork
 from megatron_ext.train.preflight import with_padded_vocabulary
 from tests.planning.layouts import MODEL
 
@@ -102,9 +103,9 @@ def outcome(seed: int) -> str:
         config = parse_args(words_of(seed), world_size=world, device=device).config
         config = with_padded_vocabulary(config, 500)
         check_core(config)
-        network = network_of(config)
-        assert all(rank.total > 0 for rank in memory(config, network=network))
-        assert estimate(config, gpu_named(gpu), network=network).seconds > 0
+        network = GptNetwork.of(config)
+        assert all(rank.total > 0 for rank in memory(network))
+        assert estimate(network, gpu_named(gpu)).seconds > 0
     except MegatronExtError as error:
         return "errors" if error.messages and all(map(str.strip, error.messages)) else "silence"
     return "plan"

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.config.parser import parse_args
+from megatron_ext.device.gpus import GPUS
 from megatron_ext.errors import ConfigError
 from megatron_ext.inspect.doctor.findings import Examination, Rates
 from megatron_ext.inspect.doctor.findings import Gpu as Found
-from megatron_ext.planning.assumptions import DEFAULT, Efficiency, assumed, reserve
-from megatron_ext.planning.assumptions import Rates as Reached
-from megatron_ext.planning.contents import Ranks, ranks_of
-from megatron_ext.planning.hardware import GPUS, gpu_named
+from megatron_ext.planning.hardware import DEFAULT, Efficiency, Reserve, assumed, gpu_named
+from megatron_ext.planning.hardware import Rates as Reached
+from megatron_ext.planning.stages import Ranks
 from megatron_ext.planning.step_time import estimate
+from megatron_ext.text.cost.network import GptNetwork
 from megatron_ext.train.main import main
 from pretrain_gpt import GPT
 from tests.planning.layouts import MODEL
@@ -66,9 +67,9 @@ def test_a_gpu_that_the_table_lacks_has_the_links_of_its_slot(tmp_path: Path) ->
 
 def test_a_measured_machine_changes_the_time(tmp_path: Path) -> None:
     config = parse_args(LLAMA_8B.split(), world_size=8, device="cuda").config
-    fast = estimate(config, gpu_named(_file(tmp_path, H200)))
+    fast = estimate(GptNetwork.of(config), gpu_named(_file(tmp_path, H200)))
     slow = Found(0, "NVIDIA H200", (9, 0), 150 * 10**9, Rates(4e14, None, 4.2e12))
-    slower = estimate(config, gpu_named(_file(tmp_path, slow)))
+    slower = estimate(GptNetwork.of(config), gpu_named(_file(tmp_path, slow)))
     assert 1.5 * fast.seconds < slower.seconds < 2.1 * fast.seconds
 
 
@@ -108,16 +109,16 @@ def test_assumptions_say_where_they_come_from() -> None:
 
 def _ranks(words: str = "", world: int = 8) -> Ranks:
     config = parse_args([*LLAMA_8B.split(), *words.split()], world_size=world, device="cuda").config
-    return Ranks(**ranks_of(config))
+    return Ranks.of(config)
 
 
 def test_the_reserve_grows_with_groups_and_activations() -> None:
     mib, gpu = 2**20, GPUS["H100"]
-    alone = reserve(gpu, _ranks(world=1), 0)
+    alone = Reserve.of(gpu, _ranks(world=1), 0)
     assert alone.channels == alone.fragments == 0
     assert alone.matrix_library == 4 * 32 * mib
-    assert reserve(GPUS["A100"], _ranks(world=1), 0).matrix_library == 4 * 8 * mib
-    more = reserve(gpu, _ranks("--tensor-model-parallel-size 2"), 10**9)
+    assert Reserve.of(GPUS["A100"], _ranks(world=1), 0).matrix_library == 4 * 8 * mib
+    more = Reserve.of(gpu, _ranks("--tensor-model-parallel-size 2"), 10**9)
     assert more.channels == 2 * 2 * 24 * 4 * mib
     assert more.fragments == 5 * 10**7
     assert more.total > alone.total > 500 * mib

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.planning.buffers import buckets, chunk_state
-from megatron_ext.planning.contents import LayerBytes, Sizes, stages
-from megatron_ext.planning.memory import memory, rank_state, step_plan, walk, with_recomputation
-from megatron_ext.planning.parameters import Weight
+from megatron_ext.planning.memory import memory, step_plan, walk
+from megatron_ext.planning.stages import LayerBytes
+from megatron_ext.planning.state import Weight, buckets, chunk_state, rank_state
+from megatron_ext.text.cost.network import GptNetwork, with_recomputation
+from megatron_ext.text.cost.sizes import Sizes, stages
 from tests.planning.layouts import LAYOUTS, MORE, PEAKS, QUICK, QUICK_PEAKS, flags_of
 from tests.planning.measure import KINDS, Measured, configuration, measure
 
@@ -20,7 +21,7 @@ TOLERANCE = 0.10
 
 def _check_weights_and_state(name: str, ranks: list[Measured]) -> None:
     config = configuration(flags_of(name))
-    sizes, planned = Sizes.of(config), memory(config)
+    sizes, planned = Sizes.of(config), memory(GptNetwork.of(config))
     for rank in ranks:
         mine = planned[rank.place["pp"]]
         for weights, real in zip(mine.weights, rank.weights, strict=True):
@@ -45,11 +46,11 @@ def _marked(names: Iterable[str], quick: Sequence[str]) -> list[Any]:
 def test_state_exactly_and_peak_within_a_tenth(name: str, tmp_path: Path) -> None:
     ranks = measure(flags_of(name), tmp_path)
     _check_weights_and_state(name, ranks)
-    planned = memory(configuration(flags_of(name)))
+    planned = memory(GptNetwork.of(configuration(flags_of(name))))
     for rank in ranks:
         mine = planned[rank.place["pp"]]
         held = sum(rank.state[kind] for kind in KINDS[1:])
-        moving = mine.copies + mine.activations + mine.transient
+        moving = mine.fp8_weights + mine.activations + mine.transient
         assert moving == pytest.approx(rank.peak, rel=TOLERANCE)
         assert mine.total == pytest.approx(held + rank.peak, rel=TOLERANCE)
 
@@ -74,7 +75,7 @@ RECOMPUTED = {
 @pytest.mark.parametrize("mode", _marked(RECOMPUTED, ["full"]))
 def test_peak_with_recomputation(mode: str, tmp_path: Path) -> None:
     flags = [*flags_of("dp2"), *RECOMPUTED[mode].split()]
-    planned = memory(configuration(flags))[0]
+    planned = memory(GptNetwork.of(configuration(flags)))[0]
     for rank in measure(flags, tmp_path):
         assert planned.activations + planned.transient == pytest.approx(rank.peak, rel=TOLERANCE)
 
@@ -96,7 +97,7 @@ def test_buckets_follow_the_alignment_of_the_distributed_optimizer() -> None:
 def test_shares_of_all_replicas_make_the_whole() -> None:
     config = configuration(flags_of("dp2"))
     sizes = Sizes.of(config)
-    (rank,) = memory(config)
+    (rank,) = memory(GptNetwork.of(config))
     states = [chunk_state(config, sizes, rank.weights[0], replica=index) for index in range(2)]
     pieces = sum(state.optimizer for state in states) - 8 * rank.state.count
     assert pieces % 4 == 0
@@ -135,7 +136,7 @@ def test_stages_hold_every_layer_once() -> None:
 def test_recomputation_never_takes_more() -> None:
     config = configuration(flags_of("pp2"))
     peaks = {
-        mode: [rank.activations for rank in memory(with_recomputation(config, mode))]
+        mode: [rank.activations for rank in memory(GptNetwork.of(with_recomputation(config, mode)))]
         for mode in ("none", "selective", "full")
     }
     for none, selective, full in zip(*peaks.values(), strict=True):

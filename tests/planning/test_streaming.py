@@ -6,10 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.planning.parameters import Weight
+from megatron_ext.planning.state import Weight
 from megatron_ext.train.main import main
 from megatron_ext.video.config.rules import STREAMING_DEFAULTS
-from megatron_ext.video.streaming.cost import Held, StreamingMemory, not_estimated, streaming_memory
+from megatron_ext.video.streaming.cost import (
+    NetworkMemory,
+    StreamingMemory,
+    not_estimated,
+    streaming_memory,
+)
 from pretrain_video import defaults_of, task_of
 from tests.planning.measure import KINDS, Measured, Program, configuration, measure
 from tests.video.streaming.runs import flags_of
@@ -28,7 +33,7 @@ LAYOUTS = {
 QUICK = ("plain", "adapters")
 
 
-def _state(held: Held) -> dict[str, int]:
+def _state(held: NetworkMemory) -> dict[str, int]:
     return {kind: getattr(held.state, kind) for kind in KINDS}
 
 

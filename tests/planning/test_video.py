@@ -7,19 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.config.lora import LoraConfig
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
-from megatron_ext.planning.contents import Stage
-from megatron_ext.planning.hardware import GPUS
-from megatron_ext.planning.memory import memory, rank_state, with_recomputation
-from megatron_ext.planning.models import network_of
-from megatron_ext.planning.parameters import distinct
+from megatron_ext.device.gpus import GPUS
+from megatron_ext.planning.memory import fullest, memory
+from megatron_ext.planning.stages import Stage
+from megatron_ext.planning.state import distinct, rank_state
 from megatron_ext.planning.step_time import estimate
 from megatron_ext.train.main import main
 from megatron_ext.video.config.mmdit import SIZES as MMDIT_SIZES
 from megatron_ext.video.config.wan import SIZES as DIT_SIZES
 from megatron_ext.video.cost.clip import Clip
 from megatron_ext.video.cost.flops import flops_of_clip
+from megatron_ext.video.cost.flow import network_of, with_recomputation
 from megatron_ext.video.cost.wan import dit_weights
 from megatron_ext.video.data.setup import planned_clips
 from pretrain_video import defaults_of, task_of
@@ -45,7 +46,7 @@ def test_state_exactly_and_peak_within_a_tenth(name: str, clips: Path, tmp_path:
     ranks, config = measure(flags, tmp_path, program), configuration(flags, program)
     (clip,) = planned_clips(config)
     network = network_of(config, clip)
-    planned = memory(config, network=network)
+    planned = memory(network)
     for rank in ranks:
         mine = planned[rank.place["pp"]]
         for weights, real in zip(mine.weights, rank.weights, strict=True):
@@ -54,7 +55,7 @@ def test_state_exactly_and_peak_within_a_tenth(name: str, clips: Path, tmp_path:
         state = rank_state(config, network.sizes, mine.rank, mine.weights, replica=replica)
         assert {kind: getattr(state, kind) for kind in KINDS} == rank.state
         held = sum(rank.state[kind] for kind in KINDS[1:])
-        moving = mine.copies + mine.activations + mine.transient
+        moving = mine.fp8_weights + mine.activations + mine.transient
         assert moving == pytest.approx(rank.peak, rel=TOLERANCE)
         assert mine.total == pytest.approx(held + rank.peak, rel=TOLERANCE)
 
@@ -62,13 +63,12 @@ def test_state_exactly_and_peak_within_a_tenth(name: str, clips: Path, tmp_path:
 @pytest.mark.parametrize("name", DIT_SIZES)
 def test_parameters_of_video_dits_in_any_layout(name: str) -> None:
     """As their sizes count them, which tests/models compares with the modules."""
-    sizes, config = DIT_SIZES[name], RunConfig()
+    sizes = DIT_SIZES[name]
     for tp in (1, 2, 4):
         if sizes.num_heads % tp:
             continue
-        numbers = tuple(range(sizes.num_blocks))
-        stage = Stage(0, 0, 0, numbers, depths=0, embedding=True, final_norm=True, head=True)
-        assert distinct([dit_weights(config, sizes, tp, stage)]) == sizes.num_parameters
+        stage = Stage.of_layers(range(sizes.num_blocks), 0, 1)
+        assert distinct([dit_weights(LoraConfig(), sizes, tp, stage)]) == sizes.num_parameters
 
 
 def _mmdit(words: str, world: int = 8, size: str = "11b") -> RunConfig:
@@ -96,12 +96,12 @@ def test_parameters_and_operations_of_open_sora_in_any_layout(words: str) -> Non
     batch = "" if "batch" in words else " --global-batch-size 16"
     config = _mmdit(words + batch)
     network = network_of(config, CLIP)
-    planned = memory(config, network=network)
+    planned = memory(network)
     sizes = dataclasses.replace(MMDIT_SIZES["11b"], cond_embed=True)
     assert distinct(x for rank in planned for x in rank.weights) == sizes.num_parameters
     # The embedders and the last layer, which are in the log's count alone, are little.
     x = network.sizes
-    forward = sum(network.operations(stage).forward for stage in network.stages())
+    forward = sum(network.flops(stage).forward for stage in network.stages())
     counted = 3 * forward * x.tp * x.cp
     wanted = flops_of_clip(sizes, CLIP.num_text, CLIP.num_image)
     assert 0.95 * wanted < counted < 1.10 * wanted
@@ -111,7 +111,7 @@ def test_longer_clips_and_no_recomputation_take_more() -> None:
     config = _mmdit("--bf16 --use-distributed-optimizer --global-batch-size 16")
     longer = dataclasses.replace(CLIP, frames=65)
     peaks = [
-        max(r.total for r in memory(run, network=network_of(run, clip)))
+        fullest(memory(network_of(run, clip))).total
         for run, clip in (
             (config, CLIP),
             (config, longer),
@@ -120,7 +120,7 @@ def test_longer_clips_and_no_recomputation_take_more() -> None:
     ]
     assert peaks == sorted(peaks) and peaks[0] < peaks[1] < peaks[2]
     gpu = GPUS["H200"]
-    times = [estimate(config, gpu, network=network_of(config, x)) for x in (CLIP, longer)]
+    times = [estimate(network_of(config, x), gpu) for x in (CLIP, longer)]
     assert times[1].seconds > 1.9 * times[0].seconds
     assert 0 < times[0].mfu < 0.7
 

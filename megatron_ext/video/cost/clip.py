@@ -1,17 +1,16 @@
-"""The clips of a bucket as a plan sees them, and what the formulas of both models share."""
+"""The clips of a bucket as a plan sees them, and the formulas that both networks share."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
+from megatron_ext.config.precision import Fp8Config
+from megatron_ext.config.run import RunConfig
 from megatron_ext.parallel.grid import Layout
-from megatron_ext.planning.contents import FP32, LayerBytes, Ranks, Stage, ranks_of
-from megatron_ext.planning.flops import Operated
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
+from megatron_ext.planning.network import Flops, Network, ring
+from megatron_ext.planning.stages import FP32, LayerBytes, Ranks, Stage
 
 
 @dataclass(frozen=True)
@@ -19,11 +18,11 @@ class Clip:
     """The clips of a bucket.
 
     Attributes:
-        name: of the bucket.
-        frames, rows, columns: of the tokens of a clip, t × rows × columns.
+        name: name of the bucket.
+        frames, rows, columns: tokens of a clip along each side, t × rows × columns.
         num_text: text tokens of its sequence, padding included.
-        micro_batch_size: of the bucket.
-        share: of the steps of an epoch.
+        micro_batch_size: clips at a time.
+        share: share of the steps of an epoch.
     """
 
     name: str
@@ -36,126 +35,164 @@ class Clip:
 
     @property
     def num_image(self) -> int:
-        """Image tokens."""
+        """Return the number of image tokens."""
         return self.frames * self.rows * self.columns
 
 
 @dataclass(frozen=True)
-class Width:
+class BlockBytes:
     """Bytes of the tensors of a transformer block on one rank, by the tokens that they span.
 
     Attributes:
-        ranks: of the run.
+        ranks: how the run is cut.
         h: hidden size.
-        chunk: rows ``s * b`` that attention and MLPs see: those of a context-parallel rank.
+        rows: rows ``s * b`` that attention and MLPs see: those of a context-parallel rank.
     """
 
     ranks: Ranks
     h: int
-    chunk: int
+    rows: int
 
     @property
     def stream(self) -> int:
-        """The residual stream between the parallel layers, ``[s, b, h]``."""
-        return self.chunk // self.ranks.sharing * self.h * self.ranks.width
+        """Return the residual stream between the parallel layers, ``[s, b, h]``."""
+        return self.rows // self.ranks.sequence_size * self.h * self.ranks.width
 
     @property
     def whole(self) -> int:
-        """As the parallel layers see it, also under sequence parallelism."""
-        return self.chunk * self.h * self.ranks.width
+        """Return the stream as the parallel layers see it, also under sequence parallelism."""
+        return self.rows * self.h * self.ranks.width
 
     def cut(self, width: int) -> int:
-        """A tensor of ``width`` features in all, of which a tensor-parallel rank has its part."""
-        return self.chunk * width // self.ranks.tp * self.ranks.width
+        """Return a rank's part of a tensor of ``width`` features that the ranks share."""
+        return self.rows * width // self.ranks.tp * self.ranks.width
 
     def matrix(self, rows: int, columns: int) -> int:
-        """A weight's gradient, of a matrix that the tensor-parallel ranks share."""
+        """Return the gradient of a matrix that the tensor-parallel ranks share."""
         return rows * columns // self.ranks.tp * self.ranks.width
 
     @property
     def statistics(self) -> int:
-        """Of a LayerNorm of the stream."""
-        return 2 * (self.chunk // self.ranks.sharing) * FP32
+        """Return the statistics of a LayerNorm of the stream."""
+        return 2 * (self.rows // self.ranks.sequence_size) * FP32
 
     def exchanged(self, trades_heads: bool) -> int:
-        """Beyond queries, keys, values and output: what context parallelism makes of them."""
+        """Return what context parallelism adds to queries, keys, values and output."""
         if self.ranks.cp == 1:
             return 0
         return self.cut(self.h) if trades_heads else 2 * (self.ranks.cp - 1) * self.cut(self.h)
 
+    def mlp(self, inner: int, *, fp8: bool) -> LayerBytes:
+        """Return fc1's output, GELU and fc2's input, and the gradients around them.
 
-def in_8_bits(config: RunConfig, block: Operated) -> Operated:
-    """The products with weights of a block as the run multiplies them."""
-    fp8 = config.fp8
-    if fp8.fp8_format is None:
-        return block
-    weights = (0.0, block.weights) if fp8.fp8_wgrad else (block.weights, 0.0)
-    return Operated(
-        fp8=block.linear, scores=block.scores, weights=weights[0], fp8_weights=weights[1]
-    )
+        Args:
+            inner: width of the MLP.
+            fp8: its products are in 8 bits.
+        """
+        tensor, weight = self.cut(inner), self.matrix(inner, self.h)
+        of_fc1 = weight + self.whole - tensor
+        emulated = fp8 and not self.ranks.gpu
+        # On a CPU both factors of an 8-bit product, and the product, are made in fp32.
+        more = 3 * self.rows * inner // self.ranks.tp * FP32 * emulated
+        return LayerBytes(2 * tensor, max(tensor + weight, of_fc1) + more)
+
+    def saved_in_8_bits(self, fp8: Fp8Config, *, alone: int, shared: int) -> int:
+        """Return the bytes that a block keeps less of the inputs of its linear layers.
+
+        Args:
+            alone: bytes of inputs that one linear layer keeps and nothing else.
+            shared: bytes of inputs that something else keeps too, so that their 8-bit copy comes on
+                top.
+        """
+        if fp8.fp8_format is None or not fp8.fp8_wgrad:
+            return 0
+        width = self.ranks.width
+        return alone * (width - 1) // width - shared // width
 
 
-def saved_in_8_bits(config: RunConfig, width: Width, *, alone: int, shared: int) -> int:
-    """Bytes that a block keeps less of the inputs of its linear layers.
+class ClipNetwork(Network):
+    """A video network on the clips of one bucket.
 
-    Args:
-        config: of the run.
-        width: of the block.
-        alone: bytes of inputs that one linear layer keeps and nothing else.
-        shared: of those that something else keeps too, so that their 8-bit copy comes on top.
+    Attributes:
+        clip: the bucket.
     """
-    if config.fp8.fp8_format is None or not config.fp8.fp8_wgrad:
-        return 0
-    bytes_of = width.ranks.width
-    return alone * (bytes_of - 1) // bytes_of - shared // bytes_of
 
+    clip: Clip
 
-def mlp(config: RunConfig, width: Width, inner: int) -> LayerBytes:
-    """From fc1's output to fc2's input, and the gradients around them; GELU in between."""
-    tensor, weight = width.cut(inner), width.matrix(inner, width.h)
-    of_fc1 = weight + width.whole - tensor
-    emulated = config.fp8.fp8_format is not None and not width.ranks.gpu
-    # On a CPU both factors of an 8-bit product, and the product, are made in fp32.
-    more = 3 * width.chunk * inner // width.ranks.tp * FP32 * emulated
-    return LayerBytes(2 * tensor, max(tensor + weight, of_fc1) + more)
+    @property
+    @abstractmethod
+    def block_bytes(self) -> BlockBytes:
+        """Return the tensors of a block."""
+
+    @abstractmethod
+    def sample_flops(self) -> float:
+        """Return the operations of a clip, forward and backward, as the log counts them."""
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of text and image."""
+        return self.clip.num_text + self.clip.num_image
+
+    @property
+    def layer_input(self) -> int:
+        """Return the bytes of the residual stream."""
+        return self.block_bytes.stream
+
+    def step_flops(self) -> float:
+        """See `Network.step_flops`."""
+        x = self.sizes
+        micro, batch = self.config.training.batch_sizes
+        clips = batch // (micro * self.config.parallel.data_parallel_size) * x.b * x.dp
+        return self.sample_flops() * clips
+
+    @property
+    def trades_heads(self) -> bool:
+        """Return whether context parallelism trades heads for tokens."""
+        return self.config.parallel.cp_comm_type[0] == "a2a"
+
+    def context_bytes(self) -> float:
+        """Return what the self-attention of one block sends between context ranks, forward."""
+        x, head = self.sizes, self.block_bytes.cut(self.block_bytes.h)
+        return 4 * ring(x.cp) * head if self.trades_heads else 2.0 * (x.cp - 1) * head
+
+    def in_8_bits(self, block: Flops) -> Flops:
+        """Return a block with its products with weights in 8 bits, where the run asks for it."""
+        fp8 = self.config.fp8
+        if fp8.fp8_format is None:
+            return block
+        weights = (0.0, block.weights) if fp8.fp8_wgrad else (block.weights, 0.0)
+        return Flops(
+            fp8=block.linear, scores=block.scores, weights=weights[0], fp8_weights=weights[1]
+        )
 
 
 def loss(ranks: Ranks, rows: int, token_width: int) -> LayerBytes:
-    """Velocity and error of the image tokens, ``[b, n, d]``: one in fp32 is kept."""
+    """Return velocity and error of the image tokens, ``[b, n, d]``: one in fp32 is kept."""
     error = rows * token_width * FP32
     half = rows * token_width * ranks.width if ranks.half else 0
     return LayerBytes(error + half, 3 * error)
 
 
 def ranks_for(config: RunConfig, clip: Clip) -> Ranks:
-    """How a run is cut, with the micro-batches of a bucket."""
-    return Ranks(**{**ranks_of(config), "b": clip.micro_batch_size})
-
-
-def dealt(config: RunConfig, blocks: Sequence[range]) -> list[Stage]:
-    """Stages that hold these blocks.
-
-    Args:
-        config: of the run.
-        blocks: of each stage, along the model.
-    """
-    placement = Layout.from_config(config.parallel).placement
-    last = len(blocks) - 1
-    return [
-        Stage(
-            index=index,
-            rank=placement.rank_of(index),
-            chunk=placement.chunk_of(index),
-            layers=tuple(numbers),
-            depths=0,
-            embedding=index == 0,
-            final_norm=index == last,
-            head=index == last,
-        )
-        for index, numbers in enumerate(blocks)
-    ]
+    """Return how a run is cut, with the micro-batches of a bucket."""
+    return replace(Ranks.of(config), b=clip.micro_batch_size)
 
 
 def num_stages(config: RunConfig) -> int:
-    """Pipeline stages, virtual ones included."""
+    """Return the number of pipeline stages, virtual ones included."""
     return Layout.from_config(config.parallel).placement.num_stages
+
+
+def stages_of(config: RunConfig, blocks: Sequence[range]) -> list[Stage]:
+    """Return the stages of a run that hold these blocks, one range for each of them."""
+    placement = Layout.from_config(config.parallel).placement
+    return [
+        Stage.of_layers(
+            numbers,
+            index,
+            len(blocks),
+            rank=placement.rank_of(index),
+            chunk=placement.chunk_of(index),
+        )
+        for index, numbers in enumerate(blocks)
+    ]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_ext.planning.flops import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
+from megatron_ext.planning.network import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD
 from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH, MMDiTSizes
 from megatron_ext.video.config.wan import VideoDiTSizes
 from megatron_ext.video.model.wan.attention import FrameWindow

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-from megatron_ext.planning.communication import Volume, ring
-from megatron_ext.planning.contents import (
+from megatron_ext.config.run import RunConfig
+from megatron_ext.planning.network import (
+    FORWARD_AND_BACKWARD,
+    MULTIPLY_AND_ADD,
+    Flops,
+    Volume,
+    ring,
+)
+from megatron_ext.planning.stages import (
     FP32,
     LayerBytes,
     Ranks,
@@ -16,30 +22,23 @@ from megatron_ext.planning.contents import (
     recomputed,
     rms_norm,
 )
-from megatron_ext.planning.flops import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Operated
-from megatron_ext.planning.network import Network
-from megatron_ext.planning.parameters import Linear, Weight
+from megatron_ext.planning.state import Linear, Weight
 from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH, MMDiTSizes
 from megatron_ext.video.cost.clip import (
+    BlockBytes,
     Clip,
-    Width,
-    dealt,
-    in_8_bits,
+    ClipNetwork,
     loss,
-    mlp,
     num_stages,
     ranks_for,
-    saved_in_8_bits,
+    stages_of,
 )
 from megatron_ext.video.cost.flops import flops_of_clip
 from megatron_ext.video.model.mmdit.options import stage_blocks
 
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-
 
 @dataclass(frozen=True)
-class MMDiTNetwork(Network):
+class MMDiTNetwork(ClipNetwork):
     """An MMDiT on the clips of one bucket; see `Network`.
 
     The ranks of context parallelism hold unequal shares of text and image, but equal numbers of
@@ -53,32 +52,28 @@ class MMDiTNetwork(Network):
 
     @classmethod
     def of(cls, config: RunConfig, clip: Clip) -> MMDiTNetwork:
-        """Of a resolved run and a bucket of its data."""
+        """Return the network of a resolved run on a bucket of its data."""
         return cls(config, ranks_for(config, clip), config.mmdit.sizes(config.model), clip)
 
     def stages(self) -> list[Stage]:
-        """Blocks dealt by cost; double blocks come first."""
+        """Return stages whose blocks are dealt by cost; double blocks come first."""
         cost = self.config.mmdit.double_block_cost
-        return dealt(self.config, stage_blocks(self.model, num_stages(self.config), cost))
-
-    @property
-    def tokens(self) -> int:
-        """Text and image."""
-        return self.clip.num_text + self.clip.num_image
+        return stages_of(self.config, stage_blocks(self.model, num_stages(self.config), cost))
 
     @cached_property
-    def _width(self) -> Width:
+    def block_bytes(self) -> BlockBytes:
+        """Return the tensors of a block, whose rows are text and image."""
         x = self.sizes
-        return Width(x, self.model.hidden_size, self.tokens // x.cp * x.b)
+        return BlockBytes(x, self.model.hidden_size, self.tokens // x.cp * x.b)
 
     @property
     def boundary(self) -> int:
-        """Hidden states and the embedding of the timesteps, ``[s + 1, b, h]``."""
-        return self._width.stream + self._vector
+        """Return hidden states and the embedding of the timesteps, ``[s + 1, b, h]``."""
+        return self.block_bytes.stream + self._vector
 
     @property
     def _vector(self) -> int:
-        """``[b, h]``."""
+        """Return one vector for each clip, ``[b, h]``."""
         return self.sizes.b * self.model.hidden_size * self.sizes.width
 
     def _is_double(self, number: int) -> bool:
@@ -101,7 +96,7 @@ class MMDiTNetwork(Network):
         return found
 
     def _whole(self, name: str, inputs: int, outputs: int) -> list[Weight]:
-        return Linear(name, outputs, inputs).weights(self.config)
+        return Linear(name, outputs, inputs).weights(self.config.lora)
 
     def _embedding(self) -> list[Weight]:
         x, h = self.model, self.model.hidden_size
@@ -118,7 +113,7 @@ class MMDiTNetwork(Network):
         return found
 
     def _layers(self, name: str, *, fc2_bias: bool) -> dict[str, list[Weight]]:
-        """The layers that a stream and a single block have in common, by their names."""
+        """Return the layers that a stream and a single block have in common, by their names."""
         h, m, d, tp = (
             self.model.hidden_size,
             self.model.mlp_size,
@@ -132,12 +127,12 @@ class MMDiTNetwork(Network):
             "linear_fc1": Linear(f"{name}.linear_fc1", m, h, rows=tp),
             "linear_fc2": Linear(f"{name}.linear_fc2", h, m, columns=tp, bias=fc2_bias),
         }
-        found = {key: layer.weights(self.config) for key, layer in layers.items()}
+        found = {key: layer.weights(self.config.lora) for key, layer in layers.items()}
         norms = [Weight(f"{name}.norm.{x}_layernorm.weight", d) for x in "qk"]
         return {**found, "norm": norms}
 
     def _stream(self, name: str) -> list[Weight]:
-        """One stream of a double block."""
+        """Return one stream of a double block."""
         h, layers = self.model.hidden_size, self._layers(name, fc2_bias=True)
         order = "linear_qkv norm linear_proj linear_fc1 linear_fc2".split()
         found = self._whole(f"{name}.modulation", h, 6 * h)
@@ -152,135 +147,126 @@ class MMDiTNetwork(Network):
     def activations(self, stage: Stage) -> LayerBytes:
         """See `Network.activations`."""
         x, model, flags = self.sizes, self.model, self.config.mmdit
-        table = self._width.chunk * model.head_dim * FP32
+        table = self.block_bytes.rows * model.head_dim * FP32
         parts = [self._entering() if stage.embedding else LayerBytes(0, 0), LayerBytes(table, 0)]
         doubles = [self._double() for number in stage.layers if self._is_double(number)]
         singles = [self._single_block()] * (len(stage.layers) - len(doubles))
-        # Counted along the whole model: those of the stages before come first.
+        # Blocks count along the whole model: those of the stages before come first.
         for blocks, kind, asked, total in (
             (doubles, True, flags.recompute_double_blocks, model.num_double_blocks),
             (singles, False, flags.recompute_single_blocks, model.num_single_blocks),
         ):
             before = self._before(stage, double=kind)
             limit = max(0, (total if asked is None else asked) - before)
-            parts += recomputed(blocks, self._width.stream, size=1, limit=limit)
+            parts += recomputed(blocks, self.block_bytes.stream, size=1, limit=limit)
         if stage.head:
             parts.append(self._final())
             parts.append(loss(x, self._image_rows, model.token_width))
         return in_order(*parts)
 
     def layer(self) -> LayerBytes:
-        """A block of the kind of which there are more."""
+        """Return a block of the more frequent kind."""
         singles = self.model.num_single_blocks > self.model.num_double_blocks
         return self._single_block() if singles else self._double()
 
-    @property
-    def entering(self) -> int:
-        """A residual stream."""
-        return self._width.stream
-
     def _before(self, stage: Stage, *, double: bool) -> int:
-        """Blocks of a kind on the stages before."""
+        """Return the number of blocks of a kind on the stages before."""
         first = min(stage.layers)
         doubles = min(first, self.model.num_double_blocks)
         return doubles if double else first - doubles
 
     @property
     def _image_rows(self) -> int:
-        """Image tokens of the rank that holds most of them."""
-        return min(self.clip.num_image * self.sizes.b, self._width.chunk)
+        """Return the image tokens of the rank that holds most of them."""
+        return min(self.clip.num_image * self.sizes.b, self.block_bytes.rows)
 
     def _entering(self) -> LayerBytes:
-        """Embedders keep their inputs, in 16 bits a copy of them."""
+        """Return the embedders, which keep their inputs, in 16 bits a copy of them."""
         x, model = self.sizes, self.model
-        share = x.cp * x.sharing
+        share = x.cp * x.sequence_size
         features = self.clip.num_image * (model.token_width + model.cond_embed * model.cond_width)
         features += self.clip.num_text * model.text_width
         copies = x.b * features // share * x.width if x.half else 0
         weight = max(model.text_width, model.pooled_width, model.hidden_size) * model.hidden_size
-        return LayerBytes(copies + 6 * self._vector, weight * x.width + self._width.stream)
+        return LayerBytes(copies + 6 * self._vector, weight * x.width + self.block_bytes.stream)
 
     def _modulation(self, parts: int) -> LayerBytes:
-        """``Linear(SiLU(vec))``, whose weight's gradient is the last of the block."""
+        """Return ``Linear(SiLU(vec))``, whose weight's gradient is the last of the block."""
         weight = parts * self.model.hidden_size**2 * self.sizes.width
         scales = parts // 3
-        return LayerBytes((1 + parts + scales) * self._vector, weight + self._width.stream)
+        return LayerBytes((1 + parts + scales) * self._vector, weight + self.block_bytes.stream)
 
     def _attended(self, *, joins: bool) -> int:
-        """Queries, keys, values, their norms and the output; ``joins`` two streams by copies."""
-        width, h = self._width, self.model.hidden_size
-        rows = width.chunk * self.model.num_heads // self.sizes.tp
+        """Return queries, keys, values, their norms and output; ``joins`` copies two streams."""
+        width, h = self.block_bytes, self.model.hidden_size
+        rows = width.rows * self.model.num_heads // self.sizes.tp
         kept = width.cut(3 * h) + 2 * rms_norm(self.sizes, rows, self.model.head_dim)
         kept += width.cut((3 if joins else 2) * h) + width.cut(h) + rows * FP32
-        return kept + width.exchanged(self._trades_heads)
-
-    @property
-    def _trades_heads(self) -> bool:
-        return self.config.parallel.cp_comm_type[0] == "a2a"
+        return kept + width.exchanged(self.trades_heads)
 
     def _attention_transient(self) -> int:
-        """Gradients of queries, keys and values, or of the matrix before them."""
-        width, h = self._width, self.model.hidden_size
+        """Return the gradients of queries, keys and values, or of the matrix before them."""
+        width, h = self.block_bytes, self.model.hidden_size
         return max(width.matrix(3 * h, h) + width.whole, 2 * width.cut(3 * h))
 
     def _double(self) -> LayerBytes:
-        width = self._width
+        width = self.block_bytes
         entering = 2 * width.stream + width.statistics + width.whole
         # What goes through the gate is kept for the gradient of the gate.
         attention = LayerBytes(
             entering + self._attended(joins=True) + width.stream,
             width.stream + self._attention_transient(),
         )
-        inner = mlp(self.config, width, self.model.mlp_size)
+        inner = width.mlp(self.model.mlp_size, fp8=self.config.fp8.fp8_format is not None)
         second = LayerBytes(entering + inner.kept + width.stream, width.stream + inner.transient)
         both = self._modulation(6)
         vectors = LayerBytes(2 * both.kept, both.transient)
         # Each layer has an input of its own; attention keeps its output as well.
         alone = 2 * width.whole + width.cut(self.model.mlp_size)
-        return self._in_8_bits(in_order(vectors, attention, second), alone, width.cut(width.h))
+        return self._kept_in_8_bits(in_order(vectors, attention, second), alone, width.cut(width.h))
 
-    def _in_8_bits(self, block: LayerBytes, alone: int, shared: int) -> LayerBytes:
-        """See `saved_in_8_bits`."""
-        saved = saved_in_8_bits(self.config, self._width, alone=alone, shared=shared)
+    def _kept_in_8_bits(self, block: LayerBytes, alone: int, shared: int) -> LayerBytes:
+        """See `BlockBytes.saved_in_8_bits`."""
+        saved = self.block_bytes.saved_in_8_bits(self.config.fp8, alone=alone, shared=shared)
         return LayerBytes(block.kept - saved, block.transient)
 
     def _single_block(self) -> LayerBytes:
-        width = self._width
-        inner = mlp(self.config, width, self.model.mlp_size)
+        width = self.block_bytes
+        inner = width.mlp(self.model.mlp_size, fp8=self.config.fp8.fp8_format is not None)
         kept = 2 * width.stream + width.statistics + width.whole
         kept += self._attended(joins=False) + inner.kept + width.stream
         transient = max(self._attention_transient(), inner.transient + width.whole)
         both = in_order(self._modulation(3), LayerBytes(kept, width.stream + transient))
         # Two layers keep their own copy of one input, which takes as much as the input did.
         alone = width.cut(self.model.mlp_size)
-        return self._in_8_bits(both, alone, width.cut(width.h))
+        return self._kept_in_8_bits(both, alone, width.cut(width.h))
 
     def _final(self) -> LayerBytes:
-        width, x, model = self._width, self.sizes, self.model
-        output = width.chunk * model.token_width * x.width
+        width, x, model = self.block_bytes, self.sizes, self.model
+        output = width.rows * model.token_width * x.width
         kept = 3 * width.stream + width.statistics + output
         weight = 2 * model.hidden_size**2 * x.width
         return LayerBytes(kept, 2 * width.stream + weight)
 
-    def _block(self) -> Operated:
-        """A block of either kind without its modulation; see `flops_of_clip`."""
+    def _block(self) -> Flops:
+        """Return a block of either kind without its modulation; see `flops_of_clip`."""
         h, m = self.model.hidden_size, self.model.mlp_size
-        rows = MULTIPLY_AND_ADD * self._width.chunk / self.sizes.tp
+        rows = MULTIPLY_AND_ADD * self.block_bytes.rows / self.sizes.tp
         linear = rows * (4 * h * h + 2 * h * m)
-        block = Operated(linear, scores=rows * 2 * self.tokens * h, weights=linear)
-        return in_8_bits(self.config, block)
+        block = Flops(linear, scores=rows * 2 * self.tokens * h, weights=linear)
+        return self.in_8_bits(block)
 
-    def operations(self, stage: Stage) -> Operated:
-        """See `Network.operations`."""
-        h, total = self.model.hidden_size, Operated()
+    def flops(self, stage: Stage) -> Flops:
+        """See `Network.flops`."""
+        h, total = self.model.hidden_size, Flops()
         for number in stage.layers:
             parts = 12 if self._is_double(number) else 3
             vectors = MULTIPLY_AND_ADD * self.sizes.b * parts * h * h
-            total += self._block() + Operated(vectors, weights=vectors)
-        return total + Operated(again=self._block().forward * self._run_again(stage))
+            total += self._block() + Flops(vectors, weights=vectors)
+        return total + Flops(again=self._block().forward * self._run_again(stage))
 
     def _run_again(self, stage: Stage) -> int:
-        """Blocks that the backward pass runs again."""
+        """Return how many blocks the backward pass runs again."""
         flags, doubles = self.config.mmdit, sum(map(self._is_double, stage.layers))
         limits = (flags.recompute_double_blocks, flags.recompute_single_blocks)
         found = 0
@@ -291,24 +277,19 @@ class MMDiTNetwork(Network):
             found += count if limit is None else max(0, min(count, limit - before))
         return found
 
-    def step_flops(self) -> float:
-        """As the log counts them, see `flops_of_clip`."""
-        parallel, x = self.config.parallel, self.sizes
-        micro, batch = self.config.training.batch_sizes
-        clips = batch // (micro * parallel.data_parallel_size) * x.b * x.dp
-        return flops_of_clip(self.model, self.clip.num_text, self.clip.num_image) * clips
+    def sample_flops(self) -> float:
+        """See `flops_of_clip`."""
+        return flops_of_clip(self.model, self.clip.num_text, self.clip.num_image)
 
     def traffic(self, stage: Stage) -> Volume:
-        """Each half of a double block, and a single block, enters and leaves the ranks once."""
+        """Return the messages of a stage.
+
+        Each half of a double block, and a single block, enters and leaves the ranks once.
+        """
         halves = sum(2 if self._is_double(number) else 1 for number in stage.layers)
         # A gather and a reduce-scatter, or one all-reduce; in each direction.
-        forward = halves * 2 * ring(self.sizes.tp) * self._width.whole
-        context = len(stage.layers) * self._context()
+        forward = halves * 2 * ring(self.sizes.tp) * self.block_bytes.whole
+        context = len(stage.layers) * self.context_bytes()
         passes = FORWARD_AND_BACKWARD - 1 + self._run_again(stage) / len(stage.layers)
-        messages = self.messages(stage, num_stages(self.config))
+        messages = self.messages(stage)
         return Volume(tensor=forward * passes, context=context * passes, pipeline=messages)
-
-    def _context(self) -> float:
-        """Of the attention of one block, forward."""
-        x, head = self.sizes, self._width.cut(self.model.hidden_size)
-        return 4 * ring(x.cp) * head if self._trades_heads else 2.0 * (x.cp - 1) * head

@@ -1,50 +1,40 @@
-"""Every parameter of a stage of the video DiT (`video.model.wan`) on one rank.
-
-Formulas of the video DiT (`video.model.wan`): activations, operations, messages.
-"""
+"""Formulas of the video DiT (`video.model.wan`): parameters, activations, operations, messages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-from megatron_ext.planning.communication import Volume, ring
-from megatron_ext.planning.contents import FP32, LayerBytes, Ranks, Stage, in_order, recomputed
-from megatron_ext.planning.flops import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Operated
-from megatron_ext.planning.network import Network
-from megatron_ext.planning.parameters import Linear, Weight, with_frozen
+from megatron_ext.config.lora import LoraConfig
+from megatron_ext.config.run import RunConfig
+from megatron_ext.planning.network import (
+    FORWARD_AND_BACKWARD,
+    MULTIPLY_AND_ADD,
+    Flops,
+    Volume,
+    ring,
+)
+from megatron_ext.planning.stages import FP32, LayerBytes, Ranks, Stage, in_order, recomputed
+from megatron_ext.planning.state import Linear, Weight, with_frozen
 from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH
 from megatron_ext.video.config.wan import VideoDiTSizes
 from megatron_ext.video.cost.clip import (
+    BlockBytes,
     Clip,
-    Width,
-    dealt,
-    in_8_bits,
+    ClipNetwork,
     loss,
-    mlp,
     num_stages,
     ranks_for,
-    saved_in_8_bits,
+    stages_of,
 )
 from megatron_ext.video.cost.flops import flops_of_sample
 from megatron_ext.video.model.wan.attention import AttentionPlan, FrameWindow
 from megatron_ext.video.model.wan.options import stage_blocks
 
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
 
-
-def dit_weights(config: RunConfig, sizes: VideoDiTSizes, tp: int, stage: Stage) -> list[Weight]:
-    """Parameters in the order of the module.
-
-    Args:
-        config: of the run, whose adapters count.
-        sizes: of the network.
-        tp: ranks that share its matrices.
-        stage: of it.
-    """
+def dit_weights(lora: LoraConfig, sizes: VideoDiTSizes, tp: int, stage: Stage) -> list[Weight]:
+    """Return the parameters of a stage on one of ``tp`` ranks, in the order of the module."""
     h, width, found = sizes.hidden_size, sizes.token_width, list[Weight]()
     if stage.embedding:
         for name, inputs, outputs in (
@@ -55,22 +45,22 @@ def dit_weights(config: RunConfig, sizes: VideoDiTSizes, tp: int, stage: Stage) 
             ("time_in.linear_out", h, h),
             ("time_projection", h, 6 * h),
         ):
-            found += Linear(f"embedder.{name}", outputs, inputs).weights(config)
+            found += Linear(f"embedder.{name}", outputs, inputs).weights(lora)
     for number in stage.layers:
-        found += _block(config, sizes, tp, f"blocks.{number}")
+        found += _block(lora, sizes, tp, f"blocks.{number}")
     if stage.head:
         found.append(Weight("head.modulation.weight", 2 * h))
-        found += Linear("head.linear", width, h).weights(config)
-    return with_frozen(config, found)
+        found += Linear("head.linear", width, h).weights(lora)
+    return with_frozen(lora, found)
 
 
-def _block(config: RunConfig, sizes: VideoDiTSizes, tp: int, name: str) -> list[Weight]:
+def _block(lora: LoraConfig, sizes: VideoDiTSizes, tp: int, name: str) -> list[Weight]:
     h, f = sizes.hidden_size, sizes.ffn_size
 
     def layer(own: str, outputs: int, inputs: int, *, row: bool = False) -> list[Weight]:
         rows, columns = (1, tp) if row else (tp, 1)
         linear = Linear(f"{name}.{own}", outputs, inputs, rows=rows, columns=columns)
-        return linear.weights(config)
+        return linear.weights(lora)
 
     def norms(of: str) -> list[Weight]:
         return [Weight(f"{name}.{of}.{x}_norm.weight", h // tp, parts=tp) for x in "qk"]
@@ -92,14 +82,13 @@ def _block(config: RunConfig, sizes: VideoDiTSizes, tp: int, name: str) -> list[
 
 
 @dataclass(frozen=True)
-class DiTNetwork(Network):
+class DiTNetwork(ClipNetwork):
     """A video DiT on clips of one shape; see `Network`.
 
     Attributes:
-        model: its sizes.
-        clip: what it is given.
+        model: sizes of the network.
         plan: which frames see which; past frames are those of a cache.
-        num_times: timesteps of a clip, one or one for each frame.
+        num_times: timesteps of a clip: one, or one for each frame.
     """
 
     config: RunConfig
@@ -111,7 +100,7 @@ class DiTNetwork(Network):
 
     @classmethod
     def of(cls, config: RunConfig, clip: Clip) -> DiTNetwork:
-        """Of a resolved run of flow matching and a bucket of its data."""
+        """Return the network of a resolved run of flow matching on a bucket of its data."""
         plan, streaming = AttentionPlan.bidirectional(clip.frames), config.streaming
         if config.video.is_causal:
             window = FrameWindow(
@@ -123,22 +112,18 @@ class DiTNetwork(Network):
         return cls(config, ranks, sizes, clip, plan, times)
 
     def stages(self) -> list[Stage]:
-        """Blocks dealt evenly."""
-        return dealt(self.config, stage_blocks(self.model.num_blocks, num_stages(self.config)))
+        """Return stages whose blocks are dealt evenly."""
+        return stages_of(self.config, stage_blocks(self.model.num_blocks, num_stages(self.config)))
 
     def weights(self, stage: Stage) -> list[Weight]:
         """See `dit_weights`."""
-        return dit_weights(self.config, self.model, self.sizes.tp, stage)
-
-    @property
-    def tokens(self) -> int:
-        """Text and image."""
-        return self.clip.num_text + self.clip.num_image
+        return dit_weights(self.config.lora, self.model, self.sizes.tp, stage)
 
     @cached_property
-    def _width(self) -> Width:
+    def block_bytes(self) -> BlockBytes:
+        """Return the tensors of a block, whose rows are image tokens."""
         x = self.sizes
-        return Width(x, self.model.hidden_size, self.clip.num_image // x.cp * x.b)
+        return BlockBytes(x, self.model.hidden_size, self.clip.num_image // x.cp * x.b)
 
     @property
     def _text_rows(self) -> int:
@@ -146,96 +131,89 @@ class DiTNetwork(Network):
 
     @property
     def boundary(self) -> int:
-        """Hidden states, timesteps and text, ``[s + 7 f + l, b, h]``."""
+        """Return hidden states, timesteps and text, ``[s + 7 f + l, b, h]``."""
         rows = 7 * self.num_times * self.sizes.b + self._text_rows
-        return self._width.stream + rows * self.model.hidden_size * self.sizes.width
+        return self.block_bytes.stream + rows * self.model.hidden_size * self.sizes.width
 
     @property
     def _vector(self) -> int:
-        """One part of the modulation, ``[f, b, h]``."""
+        """Return one part of the modulation, ``[f, b, h]``."""
         rows = self.num_times * self.sizes.b
         return rows * self.model.hidden_size * self.sizes.width
 
     def activations(self, stage: Stage) -> LayerBytes:
         """See `Network.activations`."""
         x, model = self.sizes, self.model
-        table = self._width.chunk // x.b * model.head_dim * FP32
+        table = self.block_bytes.rows // x.b * model.head_dim * FP32
         parts = [self._entering() if stage.embedding else LayerBytes(0, 0), LayerBytes(table, 0)]
         limit = max(0, self.config.streaming.recompute_blocks - min(stage.layers))
         blocks = [self.layer()] * len(stage.layers)
-        parts += recomputed(blocks, self._width.stream, size=1, limit=limit)
+        parts += recomputed(blocks, self.block_bytes.stream, size=1, limit=limit)
         if stage.head:
             parts.append(self._final())
             parts.append(loss(x, self.clip.num_image * x.b, model.token_width))
         return in_order(*parts)
 
     def _entering(self) -> LayerBytes:
-        """Packed latents, the text's MLP, and what all blocks are told."""
+        """Return packed latents, the text's MLP, and the modulation of all blocks."""
         x, model, h = self.sizes, self.model, self.model.hidden_size
-        held = self.clip.num_image * x.b // (x.cp * x.sharing) * model.token_width * x.width
+        held = self.clip.num_image * x.b // (x.cp * x.sequence_size) * model.token_width * x.width
         text = self._text_rows * 3 * h * x.width
         copies = self._text_rows * model.text_width * x.width if x.half else 0
         weight = max(6 * h, model.text_width) * h * x.width
-        return LayerBytes(held + text + copies + 10 * self._vector, weight + self._width.stream)
+        return LayerBytes(
+            held + text + copies + 10 * self._vector, weight + self.block_bytes.stream
+        )
 
     def _selected(self) -> int:
-        """Copies of keys and values: of frames that do not lie together, or that are cached."""
+        """Return the frames whose keys and values are copied: cached ones, or apart from others."""
         frames = sum(_count(seen) for _, seen in self.plan.blocks if len(seen) > 1)
         if self.plan.past:
             frames += len(self.plan.past) + self.clip.frames
         return frames
 
     def _self_attention(self) -> int:
-        """Projection, both norms, rotated queries and keys, outputs by block and together."""
-        x, width, h = self.sizes, self._width, self.model.hidden_size
-        wide = 2 * width.chunk * h // x.tp * FP32 if x.half else 0
-        rows = width.chunk * self.model.num_heads // x.tp
+        """Return projection, both norms, rotated queries and keys, outputs by block and joined."""
+        x, width, h = self.sizes, self.block_bytes, self.model.hidden_size
+        wide = 2 * width.rows * h // x.tp * FP32 if x.half else 0
+        rows = width.rows * self.model.num_heads // x.tp
         # The scaled queries and keys, for the weights of their norms.
-        scaled = 2 * width.cut(h) * self._trains + 3 * width.chunk * FP32
+        scaled = 2 * width.cut(h) * self._trains + 3 * width.rows * FP32
         kept = width.cut(3 * h) + wide + scaled + 2 * width.cut(h) + 2 * width.cut(h) + rows * FP32
-        # Values, and the outputs, in another order: that of frames, and that of ranks.
-        kept += 2 * width.cut(h) * (x.sharing > 1)
-        shared = x.cp if not self._trades_heads else 1
+        # Values, and the outputs, in another order: by frames, and by ranks.
+        kept += 2 * width.cut(h) * (x.sequence_size > 1)
+        shared = x.cp if not self.trades_heads else 1
         kept += 2 * self._selected() * width.cut(h) // self.clip.frames * shared
-        return kept + width.exchanged(self._trades_heads)
+        return kept + width.exchanged(self.trades_heads)
 
     def _cross_attention(self) -> int:
-        """Queries of the tokens, keys and values of the text, and their norms."""
-        x, width, h = self.sizes, self._width, self.model.hidden_size
+        """Return queries of the tokens, keys and values of the text, and their norms."""
+        x, width, h = self.sizes, self.block_bytes, self.model.hidden_size
         of_text = self._text_rows * h // x.tp
-        wide = (width.chunk * h // x.tp + of_text) * FP32 if x.half else 0
-        rows = width.chunk * self.model.num_heads // x.tp
-        queries = (3 + self._trains) * width.cut(h) + (2 * width.chunk + self._text_rows) * FP32
+        wide = (width.rows * h // x.tp + of_text) * FP32 if x.half else 0
+        rows = width.rows * self.model.num_heads // x.tp
+        queries = (3 + self._trains) * width.cut(h) + (2 * width.rows + self._text_rows) * FP32
         return queries + wide + (3 + self._trains) * of_text * x.width + rows * FP32
 
     @property
     def _trains(self) -> bool:
-        """All weights are trained, those of norms and modulations among them."""
+        """Return whether all weights are trained, norms and modulations among them."""
         return self.config.lora.lora_rank is None
 
     def _adapters(self) -> int:
-        """Narrow tensors of the adapters of a block, `A x` scaled."""
-        lora, width = self.config.lora, self._width
+        """Return the narrow tensors of the adapters of a block, `A x` scaled."""
+        lora, width = self.config.lora, self.block_bytes
         rows = {"linear_qkv": 1, "linear_proj": 2, "linear_q": 1, "linear_fc1": 1, "linear_fc2": 1}
         targets = lora.lora_target_modules or []
-        tokens = width.chunk * sum(rows.get(name, 0) for name in targets)
+        tokens = width.rows * sum(rows.get(name, 0) for name in targets)
         tokens += self._text_rows * ("linear_kv" in targets)
         return tokens * (lora.lora_rank or 0) * self.sizes.width
 
-    @property
-    def _trades_heads(self) -> bool:
-        return self.config.parallel.cp_comm_type[0] == "a2a"
-
-    @property
-    def entering(self) -> int:
-        """A residual stream."""
-        return self._width.stream
-
     def layer(self) -> LayerBytes:
-        """One block."""
-        width, h = self._width, self.model.hidden_size
+        """Return one block."""
+        width, h = self.block_bytes, self.model.hidden_size
         vectors = LayerBytes(8 * self._vector, width.stream + 6 * self._vector)
-        told = LayerBytes(vectors.kept + self._adapters(), vectors.transient)
+        modulation = LayerBytes(vectors.kept + self._adapters(), vectors.transient)
         # The input and the modulated norm that the layer takes; where timesteps have a gradient
         # the norm itself, and what the gate scales.
         moved = self._trains * width.stream
@@ -246,92 +224,83 @@ class DiTNetwork(Network):
             2 * width.stream + width.statistics + self._cross_attention(),
             width.stream + max(width.matrix(h, h) + width.whole, 2 * width.cut(h)),
         )
-        inner = mlp(self.config, width, self.model.ffn_size)
+        inner = width.mlp(self.model.ffn_size, fp8=self.config.fp8.fp8_format is not None)
         fed = LayerBytes(entering + inner.kept + moved, width.stream + inner.transient)
         # Where heads lie on several ranks, a CPU adds the biases of qkv and queries twice.
         twice = 4 * width.cut(h) * (self.sizes.tp > 1 and not self.sizes.gpu)
-        block = in_order(LayerBytes(twice, 0), told, attention, crossed, fed)
+        block = in_order(LayerBytes(twice, 0), modulation, attention, crossed, fed)
         if not self._trains:
             return block
         # Into qkv, queries and fc1, fc2, and both times the heads, which attention keeps too.
         alone = 3 * width.stream + width.cut(self.model.ffn_size) + width.cut(h)
-        saved = saved_in_8_bits(self.config, width, alone=alone, shared=width.cut(h))
+        saved = width.saved_in_8_bits(self.config.fp8, alone=alone, shared=width.cut(h))
         return LayerBytes(block.kept - saved, block.transient)
 
     def without_gradient(self) -> int:
-        """The most that a pass without gradient holds: a block's widest tensors."""
-        width, h = self._width, self.model.hidden_size
+        """Return the most that a pass without gradient holds: a block's widest tensors."""
+        width, h = self.block_bytes, self.model.hidden_size
         wide = 2 * width.cut(3 * h) if self.sizes.half else 0
         past = 2 * self._selected() * width.cut(h) // self.clip.frames
         attention = width.cut(3 * h) + 4 * width.cut(h) + past + wide
         return 3 * width.stream + max(attention, 2 * width.cut(self.model.ffn_size))
 
     def _final(self) -> LayerBytes:
-        width = self._width
+        width = self.block_bytes
         output = self.clip.num_image * self.sizes.b * self.model.token_width * self.sizes.width
         kept = 3 * width.stream + width.statistics + output + 3 * self._vector
         return LayerBytes(kept, 2 * width.stream)
 
     def _attended(self) -> list[tuple[int, int]]:
-        """Tokens that attend and that they see, for each stretch of frames."""
+        """Return how many tokens attend and how many they see, for each stretch of frames."""
         per_frame = self.clip.rows * self.clip.columns
         return [
             ((own.stop - own.start) * per_frame, _count(seen) * per_frame)
             for own, seen in self.plan.blocks
         ]
 
-    def _block_operations(self) -> Operated:
-        """A block on one rank; see `flops_of_sample`."""
+    def _block_flops(self) -> Flops:
+        """Return a block on one rank; see `flops_of_sample`."""
         h, x, text = self.model.hidden_size, self.sizes, self.clip.num_text
         tokens = self.clip.num_image / x.cp
         linear = tokens * (6 * h * h + 2 * h * self.model.ffn_size) + 2 * text * h * h
         pairs = sum(queries * keys for queries, keys in self._attended())
         scores = 2 * h * (pairs / x.cp + tokens * text)
         both = [MULTIPLY_AND_ADD * found * x.b / x.tp for found in (linear, scores)]
-        block = Operated(both[0], scores=both[1], weights=both[0] * self._trains)
-        return in_8_bits(self.config, block)
+        block = Flops(both[0], scores=both[1], weights=both[0] * self._trains)
+        return self.in_8_bits(block)
 
     def _run_again(self, stage: Stage) -> int:
-        """Blocks that the backward pass runs again."""
+        """Return how many blocks the backward pass runs again."""
         limit = self.config.streaming.recompute_blocks - min(stage.layers)
         return max(0, min(len(stage.layers), limit))
 
-    def operations(self, stage: Stage) -> Operated:
-        """See `Network.operations`."""
-        block, total = self._block_operations(), Operated()
+    def flops(self, stage: Stage) -> Flops:
+        """See `Network.flops`."""
+        block, total = self._block_flops(), Flops()
         for _ in stage.layers:
             total += block
-        return total + Operated(again=block.forward * self._run_again(stage))
+        return total + Flops(again=block.forward * self._run_again(stage))
 
     def sample_flops(self) -> float:
-        """Of a sample, forward and backward, as the log counts them."""
+        """See `flops_of_sample`."""
         return FORWARD_AND_BACKWARD * flops_of_sample(
             self.model, self._attended(), num_text=self.clip.num_text, num_times=1
         )
 
-    def step_flops(self) -> float:
-        """See `Network.step_flops`."""
-        parallel, x = self.config.parallel, self.sizes
-        micro, batch = self.config.training.batch_sizes
-        clips = batch // (micro * parallel.data_parallel_size) * x.b * x.dp
-        return self.sample_flops() * clips
-
     def traffic(self, stage: Stage) -> Volume:
-        """Three times in a block tokens are gathered, or copied, and sums are shared out."""
+        """Return the messages of a stage.
+
+        Three times in a block tokens are gathered, or copied, and sums are shared out.
+        """
         x, count = self.sizes, len(stage.layers)
-        gathers = 6 * ring(x.tp) * self._width.whole
+        gathers = 6 * ring(x.tp) * self.block_bytes.whole
         # Under sequence parallelism the inputs of three matrices are gathered once more.
         backward = gathers * (1.5 if x.sequence_parallel else 1.0)
         again = self._run_again(stage) / count
-        context = self._context() * (2 + again)
-        messages = self.messages(stage, num_stages(self.config))
+        context = self.context_bytes() * (2 + again)
+        messages = self.messages(stage)
         tensor = count * (gathers * (1 + again) + backward)
         return Volume(tensor=tensor, context=count * context, pipeline=messages)
-
-    def _context(self) -> float:
-        """Of the self-attention of one block, forward."""
-        x, head = self.sizes, self._width.cut(self.model.hidden_size)
-        return 4 * ring(x.cp) * head if self._trades_heads else 2.0 * (x.cp - 1) * head
 
 
 def _count(parts: Sequence[slice]) -> int:

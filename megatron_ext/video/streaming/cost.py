@@ -1,43 +1,38 @@
-"""Memory of streaming long-tuning: three networks, the cache, and the passes of a step.
+"""Streaming long-tuning as a plan sees it: three networks, the cache, and the passes of a step.
 
-The plan of streaming long-tuning in tables.
+Its report takes the place of the usual one, see `STREAMING_COST`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from megatron_ext.config.lora import LoraConfig
-from megatron_ext.planning.assumptions import reserve
-from megatron_ext.planning.buffers import State
-from megatron_ext.planning.contents import FP32, Ranks, Stage, ranks_of
-from megatron_ext.planning.hardware import size
-from megatron_ext.planning.memory import rank_state
-from megatron_ext.planning.parameters import Weight, distinct
+from megatron_ext.config.run import RunConfig
+from megatron_ext.device.gpus import Gpu
+from megatron_ext.planning.hardware import Reserve, size
+from megatron_ext.planning.network import Report, TaskCost
+from megatron_ext.planning.stages import FP32, Ranks, Stage
+from megatron_ext.planning.state import State, Weight, distinct, rank_state
 from megatron_ext.video.cost.clip import Clip
 from megatron_ext.video.cost.wan import DiTNetwork, dit_weights
 from megatron_ext.video.model.wan.attention import AttentionPlan, FrameWindow
 from megatron_ext.video.model.wan.options import stage_blocks
 from megatron_ext.video.streaming.teacher_config import TeacherSizes, teacher_sizes
 
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-    from megatron_ext.planning.hardware import Gpu
-
 
 @dataclass(frozen=True)
-class Held:
+class NetworkMemory:
     """A network of the run on one rank.
 
     Attributes:
         name: generator, critic or teacher.
-        weights: on the rank that holds most of it.
+        weights: its weights on the rank that holds most of it.
         state: what the rank keeps of it between steps.
-        parameters: of the whole network.
+        parameters: number of parameters of the whole network.
     """
 
     name: str
@@ -48,12 +43,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Pass:
-    """Work of a step, and the most that it holds besides state and cache.
-
-    Attributes:
-        name: of it.
-        size: bytes.
-    """
+    """One pass of a step, and the bytes that it holds at most besides state and cache."""
 
     name: str
     size: int
@@ -66,35 +56,31 @@ class StreamingMemory:
     Attributes:
         networks: generator, critic, teacher.
         cache: keys and values of the frames and of the text that the generator keeps.
-        passes: of which one runs at a time.
+        passes: the passes of a step, which run one at a time.
     """
 
-    networks: tuple[Held, ...]
+    networks: tuple[NetworkMemory, ...]
     cache: int
     passes: tuple[Pass, ...]
 
     @property
     def state(self) -> State:
-        """Of all networks."""
+        """Return the state of all networks."""
         return sum((network.state for network in self.networks), State())
 
     @property
     def largest(self) -> Pass:
-        """The pass that holds most."""
+        """Return the pass that holds most."""
         return max(self.passes, key=lambda work: work.size)
 
     @property
     def total(self) -> int:
-        """At the peak of the largest pass."""
+        """Return the bytes at the peak of the largest pass."""
         return self.state.total + self.cache + self.largest.size
 
 
 def streaming_memory(config: RunConfig) -> StreamingMemory:
-    """What a rank of ``--task streaming`` holds.
-
-    Args:
-        config: of a checked run, whose text encoder has decided the networks.
-    """
+    """Return what a rank of a checked run holds, whose text encoder has decided the networks."""
     generator, critic = _trained(config, "generator"), _trained(config, "critic")
     return StreamingMemory(
         (generator, critic, _teacher(config)), cache_bytes(config), tuple(_passes(config))
@@ -102,48 +88,35 @@ def streaming_memory(config: RunConfig) -> StreamingMemory:
 
 
 def _whole(config: RunConfig, size: str | None) -> Stage:
-    """All blocks of a network on one stage."""
-    return _stage(range(config.streaming.sizes(size).num_blocks), 0, last=True)
+    """Return one stage that holds all blocks of a network."""
+    return Stage.of_layers(range(config.streaming.sizes(size).num_blocks), 0, 1)
 
 
-def _stage(blocks: range, index: int, *, last: bool) -> Stage:
-    """One of a network's stages."""
-    first, held = index == 0, tuple(blocks)
-    return Stage(index, index, 0, held, depths=0, embedding=first, final_norm=last, head=last)
-
-
-def _trained(config: RunConfig, name: str) -> Held:
-    """Generator, which is averaged too, or critic."""
+def _trained(config: RunConfig, name: str) -> NetworkMemory:
+    """Return the generator, which is averaged too, or the critic."""
     size = config.streaming.critic_size if name == "critic" else None
-    ranks, sizes = Ranks(**ranks_of(config)), config.streaming.sizes(size)
-    weights = tuple(dit_weights(config, sizes, ranks.tp, _whole(config, size)))
+    ranks, sizes = Ranks.of(config), config.streaming.sizes(size)
+    weights = tuple(dit_weights(config.lora, sizes, ranks.tp, _whole(config, size)))
     run = config
     if name == "critic":
         run = dataclasses.replace(config, ema=dataclasses.replace(config.ema, ema_decay=None))
-    return Held(name, weights, rank_state(run, ranks, 0, [weights]), distinct([weights]))
+    return NetworkMemory(name, weights, rank_state(run, ranks, 0, [weights]), distinct([weights]))
 
 
-def _teacher(config: RunConfig) -> Held:
-    """Frozen, without adapters, perhaps on ranks of its own."""
+def _teacher(config: RunConfig) -> NetworkMemory:
+    """Return the teacher: frozen, without adapters, perhaps on ranks of its own."""
     streaming, parallel = config.streaming, config.parallel
     own = teacher_sizes(streaming, parallel)
     own = own or TeacherSizes(parallel.tensor_model_parallel_size, 1)
     sizes = streaming.sizes(streaming.teacher_size)
-    plain = dataclasses.replace(config, lora=LoraConfig())
     blocks = stage_blocks(sizes.num_blocks, own.pipeline)
-    last = len(blocks) - 1
-    stages = [
-        Stage(
-            i, i, 0, tuple(held), depths=0, embedding=i == 0, final_norm=i == last, head=i == last
-        )
-        for i, held in enumerate(blocks)
-    ]
-    chunks = [dit_weights(plain, sizes, own.tensor, stage) for stage in stages]
+    stages = [Stage.of_layers(held, i, len(blocks), rank=i) for i, held in enumerate(blocks)]
+    chunks = [dit_weights(LoraConfig(), sizes, own.tensor, stage) for stage in stages]
     fullest = max(chunks, key=lambda chunk: sum(weight.numel for weight in chunk))
     frozen = tuple(dataclasses.replace(weight, frozen=True) for weight in fullest)
-    count, width = sum(weight.numel for weight in frozen), Ranks(**ranks_of(config)).width
+    count, width = sum(weight.numel for weight in frozen), Ranks.of(config).width
     state = State(count=count, parameters=count * width, frozen=count * width)
-    return Held("teacher", frozen, state, distinct(chunks))
+    return NetworkMemory("teacher", frozen, state, distinct(chunks))
 
 
 def _window(config: RunConfig) -> FrameWindow:
@@ -152,8 +125,8 @@ def _window(config: RunConfig) -> FrameWindow:
 
 
 def cache_bytes(config: RunConfig) -> int:
-    """Keys and values of the frames that a chunk needs, and of one text, in all blocks."""
-    streaming, ranks = config.streaming, Ranks(**ranks_of(config))
+    """Return keys and values of the frames that a step needs, and of one text, in all blocks."""
+    streaming, ranks = config.streaming, Ranks.of(config)
     sizes, clip = streaming.sizes(None), _clip(config, "", 1)
     frames = _window(config).capacity_for(streaming.chunk_frames)
     rows = frames * clip.num_image // ranks.cp + clip.num_text
@@ -163,7 +136,7 @@ def cache_bytes(config: RunConfig) -> int:
 
 
 def _clip(config: RunConfig, name: str, frames: int, *, samples: int = 1) -> Clip:
-    """Frames of a chunk, or of a part of one."""
+    """Return latent frames as a clip."""
     height, width = config.streaming.latent_size
     patch = config.streaming.sizes(None).patch_size
     micro = (config.training.micro_batch_size or 1) * samples
@@ -172,26 +145,26 @@ def _clip(config: RunConfig, name: str, frames: int, *, samples: int = 1) -> Cli
 
 
 def _network(config: RunConfig, size: str | None, clip: Clip) -> DiTNetwork:
-    """Critic or teacher on a chunk: all frames see each other, and have one timestep."""
-    ranks = dataclasses.replace(Ranks(**ranks_of(config)), b=clip.micro_batch_size)
+    """Return critic or teacher on a clip: all frames see each other, and have one timestep."""
+    ranks = dataclasses.replace(Ranks.of(config), b=clip.micro_batch_size)
     plan = AttentionPlan.bidirectional(clip.frames)
     return DiTNetwork(config, ranks, config.streaming.sizes(size), clip, plan)
 
 
 def _block(config: RunConfig) -> DiTNetwork:
-    """The generator on one frame block behind a full window."""
+    """Return the generator on one frame block behind a full window."""
     window, clip = _window(config), _clip(config, "block", config.streaming.frame_block)
-    # So far on that the window is full of cached frames.
+    # The block is so far on that the window is full of cached frames.
     first = window.block * (1 + window.window // window.block)
     seen = sorted(f for part in window.visible(first) for f in part if f < first)
     plan = AttentionPlan.causal(window, first, clip.frames, seen)
-    ranks = Ranks(**ranks_of(config))
+    ranks = Ranks.of(config)
     sizes = config.streaming.sizes(None)
     return DiTNetwork(config, ranks, sizes, clip, plan, num_times=clip.frames)
 
 
 def _passes(config: RunConfig) -> list[Pass]:
-    """Of a step that trains both networks."""
+    """Return the passes of a step that trains both networks."""
     streaming = config.streaming
     chunk = _clip(config, "chunk", streaming.chunk_frames)
     critic = _network(config, streaming.critic_size, chunk)
@@ -229,7 +202,7 @@ def _passes(config: RunConfig) -> list[Pass]:
 
 
 def not_estimated(config: RunConfig) -> list[str]:
-    """What a plan of streaming leaves out, one sentence each."""
+    """Say what a plan of streaming leaves out, one sentence each."""
     encoder, streaming = config.text_encoder.text_encoder, config.streaming
     found = [
         f"The text encoder ({encoder}), which lies on the first rank of each replica, and its work "
@@ -249,16 +222,10 @@ def not_estimated(config: RunConfig) -> list[str]:
     return found
 
 
-def streaming_plan(config: RunConfig, found: StreamingMemory, gpu: Gpu | None) -> list[Table | str]:
-    """What `report.show` prints.
-
-    Args:
-        config: of a checked run.
-        found: its memory.
-        gpu: whose memory is to suffice; None for any.
-    """
-    ranks = Ranks(**ranks_of(config))
-    lines: list[Table | str] = [
+def report(config: RunConfig, gpu: Gpu | None) -> Report:
+    """Return the plan of a checked run in tables; see `TaskCost.report`."""
+    ranks, found = Ranks.of(config), streaming_memory(config)
+    parts: list[Table | str] = [
         f"plan: {config.parallel.world_size} ranks (tp {ranks.tp} × cp {ranks.cp} × dp "
         f"{ranks.dp}), three networks, {ranks.b} sequence(s) at a time, "
         f"{'bf16' if ranks.half else 'fp32'}",
@@ -267,24 +234,19 @@ def streaming_plan(config: RunConfig, found: StreamingMemory, gpu: Gpu | None) -
         f"at the peak: {size(found.state.total)} of networks, {size(found.cache)} of cache, "
         f"{size(found.largest.size)} of {found.largest.name}: {size(found.total)}",
     ]
+    fits = True
     if gpu is not None:
-        kept = reserve(gpu, ranks, found.largest.size).total
-        fits = fits_on(config, found, gpu)
-        lines.append(
+        kept = Reserve.of(gpu, ranks, found.largest.size).total
+        fits = found.total + kept <= gpu.memory
+        parts.append(
             f"{'fits' if fits else 'DOES NOT FIT'} on {gpu.name}: with an assumed reserve of "
             f"{size(kept)} it takes {size(found.total + kept)} of {size(gpu.memory)}"
         )
-    return [*lines, *not_estimated(config)]
-
-
-def fits_on(config: RunConfig, found: StreamingMemory, gpu: Gpu) -> bool:
-    """Whether a GPU holds all of it and leaves the reserve."""
-    kept = reserve(gpu, Ranks(**ranks_of(config)), found.largest.size).total
-    return found.total + kept <= gpu.memory
+    return [*parts, *not_estimated(config)], fits
 
 
 def network_table(found: StreamingMemory) -> Table:
-    """One row for each network."""
+    """Return one row for each network."""
     table = Table(
         "network", "parameters", "of a rank", "weights", "gradients", "optimizer", "EMA",
         title="networks on a rank",
@@ -302,8 +264,11 @@ def network_table(found: StreamingMemory) -> Table:
 
 
 def pass_table(found: StreamingMemory) -> Table:
-    """One row for each kind of work."""
+    """Return one row for each pass."""
     table = Table("pass", "holds at most", title="activations, of one pass at a time")
     for work in found.passes:
         table.add_row(work.name, size(work.size))
     return table
+
+
+STREAMING_COST = TaskCost(report=report)

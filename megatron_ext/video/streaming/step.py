@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_ext.losses.contract import Report
 from megatron_ext.optim.update import UpdateResult
-from megatron_ext.planning.flops import FORWARD_AND_BACKWARD
+from megatron_ext.planning.network import FORWARD_AND_BACKWARD
 from megatron_ext.train.step import StepResult, StepRunner
 from megatron_ext.train.totals import mean_of, reduce_reports
 from megatron_ext.video.cost.flops import flops_of_pass

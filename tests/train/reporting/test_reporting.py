@@ -16,7 +16,8 @@ import pytest
 
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.reporting import LoggingConfig
-from megatron_ext.text.cost import flops_per_sample, peak_flops
+from megatron_ext.device.gpus import peak_flops
+from megatron_ext.text.cost.flops import flops_per_sample
 from megatron_ext.train.reporting.build import (
     Reporters,
     TensorBoard,

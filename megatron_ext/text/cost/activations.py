@@ -1,13 +1,11 @@
-"""Bytes that autograd keeps of one micro-batch, layer by layer, for our torch layers.
+"""Bytes that autograd keeps of one micro-batch of a GPT, layer by layer, for our torch layers.
 
 The count follows "Reducing Activation Recomputation in Large Transformer Models"
 (arXiv:2205.05198, section 4): each operation keeps what its backward pass needs, tensors that two
 operations share count once. It differs where our layers do: SDPA keeps queries, keys, values, its
 output and a log-sum-exp instead of the scores; RMSNorm and SwiGLU take the place of LayerNorm and
-GELU; the cross-entropy is chunked. On a CPU some kernels are not fused and keep more.
-tests/planning compares the sums with what training holds.
-
-What changes of the inputs that linear layers keep: in 8 bits, and beside adapters.
+GELU; the cross-entropy is chunked. On a CPU some kernels are not fused and keep more. Tests compare
+the sums with what training holds.
 
 A linear layer keeps its input for the gradient of its weight. In 8 bits it keeps one byte for each
 number (`layers.fp8`); with a frozen weight nothing, but its adapter (`layers.lora`) does.
@@ -15,47 +13,33 @@ number (`layers.fp8`); with a frozen weight nothing, but its adapter (`layers.lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from megatron_ext.config.lora import LoraConfig
+from megatron_ext.config.moe import MoEConfig
+from megatron_ext.config.run import RunConfig
 from megatron_ext.losses.vocabulary import default_rows, fused_rows
-from megatron_ext.planning.contents import (
+from megatron_ext.planning.stages import (
     FP32,
     INT64,
     LayerBytes,
-    Sizes,
     Stage,
     in_order,
     layer_norm,
     recomputed,
     rms_norm,
 )
-from megatron_ext.planning.parameters import LINEAR, Weight, in_8_bits, weights
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-
-KEPT_LAYOUTS = 2
-"""In which a step keeps a weight in 8 bits: as it is and transposed."""
-
-
-def copies(config: RunConfig, weights: Iterable[Weight]) -> int:
-    """Bytes of the 8-bit matrices that a step keeps beside weights of 8-bit layers.
-
-    With ``--fp8-param-gather`` the weight itself is one of the layouts.
-    """
-    numbers = sum(weight.numel for weight in weights if LINEAR.search(weight.name))
-    return (KEPT_LAYOUTS - config.fp8.fp8_param_gather) * numbers
+from megatron_ext.text.cost.parameters import in_8_bits
+from megatron_ext.text.cost.sizes import Sizes
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Numbers that go into the linear layers of one transformer layer, on one rank.
+    """How many numbers go into the linear layers of one transformer layer, on one rank.
 
     Attributes:
-        linear_qkv, linear_proj, linear_fc1, linear_fc2: into the layer of that name.
-        attended: attention keeps its output, which is what goes into ``linear_proj``.
+        linear_qkv, linear_proj, linear_fc1, linear_fc2: numbers into the layer of that name.
+        attended: attention keeps its output, which is the input of ``linear_proj``.
     """
 
     linear_qkv: int
@@ -65,9 +49,9 @@ class Inputs:
     attended: bool
 
     @classmethod
-    def of(cls, config: RunConfig, sizes: Sizes, *, experts: bool, attended: bool) -> Inputs:
-        """Of a layer, of experts or not."""
-        moe, stream = config.moe, sizes.residual_tokens * sizes.h
+    def of(cls, moe: MoEConfig, sizes: Sizes, *, experts: bool, attended: bool) -> Inputs:
+        """Return the inputs of a layer, with experts or without."""
+        stream = sizes.residual_tokens * sizes.h
         fc1, fc2 = stream, sizes.tokens * sizes.f // sizes.tp
         if experts:
             routed = sizes.residual_tokens * moe.moe_router_topk * sizes.etp
@@ -76,19 +60,22 @@ class Inputs:
         return cls(stream, sizes.tokens * sizes.n // sizes.tp * sizes.d, fc1, fc2, attended)
 
     def saved_in_8_bits(self, width: int) -> int:
-        """Bytes less, where numbers took ``width`` bytes; negative where others keep them too."""
+        """Return the bytes saved in 8 bits, where a number took ``width`` bytes.
+
+        It is negative where something else keeps the same inputs too.
+        """
         fresh = self.linear_qkv + self.linear_fc1 + self.linear_fc2
         proj = -self.linear_proj if self.attended else self.linear_proj * (width - 1)
         return fresh * (width - 1) + proj
 
-    def of_frozen(self, config: RunConfig, sizes: Sizes) -> int:
-        """Bytes more beside adapters: their narrow tensors, without inputs that nothing keeps."""
-        rank, targets = config.lora.lora_rank or 0, config.lora.lora_target_modules or []
+    def added_by_adapters(self, lora: LoraConfig, sizes: Sizes) -> int:
+        """Return the bytes of the adapters' narrow tensors, less the inputs that nothing keeps."""
+        rank, targets = lora.lora_rank or 0, lora.lora_target_modules or []
         total = len(targets) * sizes.tokens * rank * sizes.width
         for name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"):
             kept_anyway = name == "linear_proj" and self.attended
             numbers: int = getattr(self, name)
-            if name in targets and config.lora.lora_dropout:
+            if name in targets and lora.lora_dropout:
                 # The adapter keeps the dropped input instead, and what was dropped.
                 total += numbers * (1 if sizes.gpu else sizes.width)
             elif name not in targets and not kept_anyway:
@@ -98,33 +85,33 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Activations:
-    """Formulas of one run; all results are bytes of one micro-batch on one rank."""
+    """The formulas of one run; all results are bytes of one micro-batch on one rank."""
 
     config: RunConfig
     sizes: Sizes
 
     @property
     def residual(self) -> int:
-        """One tensor of the residual stream, ``[s, b, h]``."""
+        """Return one tensor of the residual stream, ``[s, b, h]``."""
         in_fp32 = self.config.model.fp32_residual_connection
         width = FP32 if in_fp32 else self.sizes.width
         return self.sizes.residual_tokens * self.sizes.h * width
 
     def norm(self, tokens: int, size: int) -> int:
-        """What a norm keeps besides its input, which the residual stream holds anyway."""
+        """Return what a norm keeps besides its input, which the residual stream holds anyway."""
         if self.config.model.normalization == "LayerNorm":
             return layer_norm(tokens)
         frozen = self.config.lora.lora_rank is not None
         return rms_norm(self.sizes, tokens, size, frozen=frozen)
 
     def dropout(self, elements: int, probability: float) -> int:
-        """A mask: one byte for each element on a GPU, a factor on a CPU."""
+        """Return the mask: one byte for each element on a GPU, a factor on a CPU."""
         if not probability:
             return 0
         return elements * (1 if self.sizes.gpu else self.sizes.width)
 
     def qk(self) -> int:
-        """Queries, keys and values as attention takes them, and what they are views of."""
+        """Return queries, keys and values as attention takes them, and what they are views of."""
         model, sizes = self.config.model, self.sizes
         of_head = sizes.tokens * sizes.d * sizes.width
         queries, keys = of_head * sizes.n // sizes.tp, of_head * sizes.g // sizes.tp
@@ -149,14 +136,14 @@ class Activations:
 
     @property
     def _exchange(self) -> str | None:
-        """How context parallelism gets at other keys, where what it gets is kept."""
+        """Return how context parallelism gets other keys, None where nothing of it is kept."""
         if self.sizes.cp == 1 or self._recomputes("core_attn"):
             return None
         return "trade" if self.config.parallel.cp_comm_type[0] == "a2a" else "gather"
 
     @property
     def attends_eagerly(self) -> bool:
-        """See `layers.attention.DotProductAttention._follows_core`."""
+        """Return whether attention makes its scores; see `layers.attention.DotProductAttention`."""
         model = self.config.model
         drops = model.attention_dropout > 0
         if self.sizes.gpu:
@@ -164,7 +151,7 @@ class Activations:
         return self.sizes.half or drops
 
     def scores(self) -> int:
-        """What attention keeps besides queries, keys, values and its output."""
+        """Return what attention keeps besides queries, keys, values and its output."""
         sizes, model = self.sizes, self.config.model
         heads = sizes.n // sizes.tp
         if not self.attends_eagerly:
@@ -181,16 +168,16 @@ class Activations:
         return kept
 
     def _masks(self) -> int:
-        """Causal masks of the parts of a sequence, which a CPU kernel writes out."""
+        """Return the causal masks of the parts of a sequence, which a CPU kernel writes out."""
         gathers = self.sizes.cp > 1 and self.config.parallel.cp_comm_type[0] != "a2a"
         if not gathers or self.sizes.gpu:
             return 0
         part = self.sizes.s // (2 * self.sizes.cp)
-        # Of parts i and 2c - 1 - i together, but for the first part of all, which is square.
+        # Parts i and 2c - 1 - i together, but for the first part of all, which is square.
         return part * part * (2 * self.sizes.cp + 1) * self.sizes.width
 
     def attention(self) -> LayerBytes:
-        """From the first norm to the residual stream after it."""
+        """Return everything from the first norm to the residual stream after attention."""
         sizes, model = self.sizes, self.config.model
         out = sizes.tokens * sizes.n // sizes.tp * sizes.d * sizes.width
         entering = self.residual + self.norm(sizes.residual_tokens, sizes.h)
@@ -202,7 +189,7 @@ class Activations:
         return LayerBytes(kept + scores, self._attention_transient())
 
     def _attention_transient(self) -> int:
-        """Gradients of queries, keys and values, and of the matrix before them."""
+        """Return the gradients of queries, keys and values, and of the matrix before them."""
         sizes = self.sizes
         qkv = (sizes.n + 2 * sizes.g) // sizes.tp * sizes.d
         weight = max(qkv, sizes.n * sizes.d // sizes.tp) * sizes.h * sizes.width
@@ -213,7 +200,7 @@ class Activations:
         return self.residual + max(weight, 2 * sizes.tokens * qkv * sizes.width + scores)
 
     def mlp(self, experts: bool) -> LayerBytes:
-        """From the second norm to the end of the layer."""
+        """Return everything from the second norm to the end of the layer."""
         sizes, model = self.sizes, self.config.model
         kept = 2 * self.residual + self.norm(sizes.residual_tokens, sizes.h)
         kept += self.dropout(sizes.residual_tokens * sizes.h, model.hidden_dropout)
@@ -226,7 +213,7 @@ class Activations:
         return LayerBytes(kept + inner.kept, self.residual + inner.transient)
 
     def _inner(self, tokens: int, width: int, *, scaled: bool) -> LayerBytes:
-        """Within an MLP of ``width`` channels on this rank, from fc1's output to fc2's input."""
+        """Return an MLP of ``width`` channels on this rank, from fc1's output to fc2's input."""
         model, sizes = self.config.model, self.sizes
         tensor = tokens * width * sizes.width
         fused = sizes.gpu and model.add_bias_linear
@@ -242,7 +229,7 @@ class Activations:
         return LayerBytes(tensors * tensor, max(of_fc2, of_product, of_fc1))
 
     def _experts(self) -> LayerBytes:
-        """Router, dispatch and the experts of this rank, of a balanced load."""
+        """Return router, dispatch and the experts of this rank, for a balanced load."""
         sizes, moe = self.sizes, self.config.moe
         count, width = moe.num_experts or 1, sizes.width
         seen = sizes.residual_tokens
@@ -274,32 +261,25 @@ class Activations:
         return model.recompute_granularity == "selective" and part in modules
 
     def layer(self, number: int) -> LayerBytes:
-        """One transformer layer, numbered from 0, without full recomputation."""
+        """Return one transformer layer, numbered from 0, without full recomputation."""
         experts = self.sizes.experts[number]
         parts = in_order(self.attention(), self.mlp(experts))
-        return LayerBytes(parts.kept + self._of_inputs(number), parts.transient)
+        return LayerBytes(parts.kept + self._linear_inputs(number), parts.transient)
 
-    def _of_inputs(self, number: int) -> int:
-        """See `inputs`: bytes more than a layer would keep that is trained in full precision."""
+    def _linear_inputs(self, number: int) -> int:
+        """Return the bytes more than a layer keeps that is trained in full precision."""
         config, experts = self.config, self.sizes.experts[number]
         attended = not (self.attends_eagerly or self._recomputes("core_attn"))
-        inputs = Inputs.of(config, self.sizes, experts=experts, attended=attended)
+        inputs = Inputs.of(config.moe, self.sizes, experts=experts, attended=attended)
         if self._recomputes("moe" if experts else "mlp"):
             inputs = replace(inputs, linear_fc1=0, linear_fc2=0)
         if config.lora.lora_rank is not None:
-            return inputs.of_frozen(config, self.sizes)
-        eight = in_8_bits(config, number) and config.fp8.fp8_wgrad
-        return -inputs.saved_in_8_bits(self.sizes.width) if eight else 0
-
-    def copies(self, stage: Stage) -> int:
-        """Weights of a stage in 8 bits, which all micro-batches of a step share."""
-        held = weights(self.config, self.sizes, stage)
-        eight = [n for n, layer in enumerate(stage.layers) if in_8_bits(self.config, layer)]
-        names = tuple(f"decoder.layers.{n}." for n in eight)
-        return copies(self.config, [weight for weight in held if weight.name.startswith(names)])
+            return inputs.added_by_adapters(config.lora, self.sizes)
+        fp8 = in_8_bits(config, number) and config.fp8.fp8_wgrad
+        return -inputs.saved_in_8_bits(self.sizes.width) if fp8 else 0
 
     def stage(self, stage: Stage) -> LayerBytes:
-        """One stage: embedding, layers, last norm, depths and loss."""
+        """Return one stage: embedding, layers, last norm, depths and loss."""
         parts = [self._embedding(stage)]
         layers = [self.layer(number) for number in stage.layers]
         full = self.config.model.recompute_granularity == "full"
@@ -312,9 +292,9 @@ class Activations:
         return in_order(*parts)
 
     def deferred(self, stage: Stage) -> int:
-        """Of a stage, what weight gradients that are put off need: inputs and gradients of outputs.
+        """Return the inputs and gradients of outputs for weight gradients that are put off.
 
-        See `layers.linear`; a zero-bubble schedule holds it between its two backward passes.
+        A zero-bubble schedule holds them between its two backward passes; see `layers.linear`.
         """
         sizes, moe = self.sizes, self.config.moe
         inner = 3 if self.config.model.gated else 2
@@ -338,14 +318,14 @@ class Activations:
         return LayerBytes(kept, sizes.v // sizes.tp * sizes.h * sizes.width)
 
     def _recomputed(self, layers: list[LayerBytes]) -> list[LayerBytes]:
-        """Layers with full recomputation."""
+        """Return the layers with full recomputation."""
         model = self.config.model
         count, uniform = model.recompute_num_layers or 1, model.recompute_method == "uniform"
         size, limit = (count, len(layers)) if uniform else (1, count)
         return recomputed(layers, self.residual, size=size, limit=limit)
 
     def _depth(self) -> LayerBytes:
-        """One depth of multi-token prediction: two norms, a projection, a layer, a norm."""
+        """Return one depth of multi-token prediction: two norms, a projection, a layer, a norm."""
         sizes = self.sizes
         layer = in_order(self.attention(), self.mlp(sizes.experts[-1]))
         norm = self.norm(sizes.residual_tokens, sizes.h)
@@ -354,7 +334,7 @@ class Activations:
         return LayerBytes(kept, layer.transient)
 
     def head(self) -> LayerBytes:
-        """Logits and loss of the model and of each depth."""
+        """Return logits and loss of the model and of each depth."""
         sizes, loss = self.sizes, self.config.loss
         vocabulary, losses = sizes.v // sizes.tp, 1 + sizes.depths
         hidden = sizes.tokens * sizes.h * sizes.width
@@ -367,7 +347,7 @@ class Activations:
         width = sizes.width if sizes.gpu else FP32 + (FP32 if sizes.half else 0)
         default = fused_rows(sizes.tokens, sizes.h) if sizes.gpu else default_rows(sizes.tokens)
         rows = loss.cross_entropy_chunk_size or default
-        chunk = min(rows, sizes.tokens) * vocabulary * width
+        block = min(rows, sizes.tokens) * vocabulary * width
         trains = self.config.lora.lora_rank is None
         gradients = vocabulary * sizes.h * FP32 * trains + self.residual
-        return LayerBytes(losses * gradients, chunk + losses * hidden)
+        return LayerBytes(losses * gradients, block + losses * hidden)

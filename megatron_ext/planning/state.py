@@ -1,0 +1,305 @@
+"""The exact bytes that a rank keeps between steps, counted without building the model.
+
+A network lists its parameters as `Weight`. megatron-core lays those of a chunk into one buffer,
+from the last to the first. With the distributed optimizer each parameter starts at a multiple of 64
+elements, each bucket ends at a multiple of 128 and of the number of replicas, and a rank updates
+its equal share of each bucket (core's ``param_and_grad_buffer.py``, as of 0.16.1). The same walk
+here makes the sums exact; tests compare them, name by name, with what training builds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from megatron_ext.config.lora import LoraConfig
+from megatron_ext.config.optimizer import OptimizerConfig
+from megatron_ext.config.run import RunConfig
+from megatron_ext.planning.stages import FP32, Ranks
+
+LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2|q|kv)\.weight$")
+"""Names of the matrices that may multiply in 8 bits."""
+
+PARAMETER_ALIGNMENT = 64
+BUCKET_ALIGNMENT = 128
+STEP_COUNTER = 4
+"""Bytes of the float32 counter that torch's Adam keeps for each parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter as a rank holds it.
+
+    Attributes:
+        name: its name in the module of its stage.
+        numel: elements on this rank.
+        parts: ranks that hold different parts of it; 1 where all of its ranks hold it whole.
+        expert: its replicas are expert-data-parallel, and it has a buffer of its own.
+        shared: it is a copy of the word embedding that other stages hold too.
+        frozen: it is not trained: it has no gradient, no optimizer state and no average.
+        fp8: it is held, and gathered, in 8 bits.
+    """
+
+    name: str
+    numel: int
+    parts: int = 1
+    expert: bool = False
+    shared: bool = False
+    frozen: bool = False
+    fp8: bool = False
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A matrix as ranks share it, perhaps with a bias and an adapter (`layers.lora`).
+
+    Attributes:
+        name: name of the layer.
+        outputs, inputs: sides of the whole matrix.
+        rows, columns: ranks that cut its outputs, or its inputs.
+        bias: it has a bias, cut as the outputs.
+        copies: equal layers that other ranks hold, as experts are.
+        expert: see `Weight`.
+    """
+
+    name: str
+    outputs: int
+    inputs: int
+    rows: int = 1
+    columns: int = 1
+    bias: bool = True
+    copies: int = 1
+    expert: bool = False
+
+    def weights(self, lora: LoraConfig) -> list[Weight]:
+        """Return weight, bias and both matrices of an adapter, in the order of the module."""
+        height, width = self.outputs // self.rows, self.inputs // self.columns
+        found = [self._weight("weight", height * width, self.rows * self.columns)]
+        if self.bias:
+            found.append(self._weight("bias", height, self.rows))
+        rank = lora.lora_rank
+        if rank is not None and self.name.rpartition(".")[2] in (lora.lora_target_modules or []):
+            found.append(self._weight("lora.a", rank * width, self.columns))
+            found.append(self._weight("lora.b", height * rank, self.rows))
+        return found
+
+    def _weight(self, name: str, numel: int, parts: int) -> Weight:
+        return Weight(f"{self.name}.{name}", numel, parts * self.copies, self.expert)
+
+
+def with_frozen(lora: LoraConfig, weights: Iterable[Weight]) -> list[Weight]:
+    """Return the weights, all but the adapters frozen where there are adapters."""
+    if lora.lora_rank is None:
+        return list(weights)
+    return [w if ".lora." in w.name else dataclasses.replace(w, frozen=True) for w in weights]
+
+
+def distinct(chunks: Iterable[Iterable[Weight]]) -> int:
+    """Return the elements of the whole model, given the weights of each stage on one rank.
+
+    A copy of the embedding counts once.
+    """
+    total = copies = 0
+    for chunk in chunks:
+        for weight in chunk:
+            copies += weight.shared
+            if not weight.shared or copies == 1:
+                total += weight.numel * weight.parts
+    return total
+
+
+@dataclass(frozen=True)
+class State:
+    """What one rank keeps between steps.
+
+    Attributes:
+        count: elements of its parameters, padding excluded.
+        parameters, gradients, optimizer, average: bytes of each kind.
+        frozen: bytes of the parameters that are not trained.
+    """
+
+    count: int = 0
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    average: int = 0
+    frozen: int = 0
+
+    @property
+    def total(self) -> int:
+        """Return the bytes of all kinds."""
+        return self.parameters + self.gradients + self.optimizer + self.average
+
+    def __add__(self, other: State) -> State:
+        names = [field.name for field in dataclasses.fields(State)]
+        return State(*(getattr(self, name) + getattr(other, name) for name in names))
+
+
+@dataclass
+class Bucket:
+    """A stretch of a buffer, and where the parameters in it lie."""
+
+    start: int
+    end: int
+    spans: list[tuple[int, int]]
+
+
+def buckets(
+    weights: Sequence[Weight], *, distributed: bool, replicas: int, bucket_size: int | None
+) -> list[Bucket]:
+    """Lay parameters into a buffer.
+
+    Args:
+        weights: the parameters of one buffer, in the order of the module.
+        distributed: the optimizer's state is shared over the replicas.
+        replicas: ranks that share the buffer.
+        bucket_size: elements that close a bucket; None for one bucket.
+    """
+    alignment = PARAMETER_ALIGNMENT if distributed else 1
+    ending = math.lcm(replicas, BUCKET_ALIGNMENT) if distributed else 1
+    found: list[Bucket] = []
+    start, at, spans = 0, 0, list[tuple[int, int]]()
+
+    def close(end: int) -> int:
+        nonlocal start, spans
+        end = _round_up(end, ending)
+        found.append(Bucket(start, end, spans))
+        start, spans = end, []
+        return end
+
+    for weight in reversed(weights):
+        at = _round_up(at, alignment)
+        alone = weight.shared and distributed
+        if alone and spans:
+            at = close(at)
+        spans.append((at, at + weight.numel))
+        at += weight.numel
+        if alone or (bucket_size is not None and at - start >= bucket_size):
+            at = close(at)
+    if spans:
+        close(at)
+    return found
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def rank_state(
+    config: RunConfig,
+    ranks: Ranks,
+    rank: int,
+    chunks: Sequence[Sequence[Weight]],
+    *,
+    replica: int = 0,
+    expert_replica: int = 0,
+) -> State:
+    """Return what a rank keeps of all its model chunks.
+
+    Args:
+        rank: pipeline rank.
+        chunks: the weights of each chunk on this rank.
+        replica: index of the rank among those that share its dense parameters (data and context).
+        expert_replica: the same for its experts.
+    """
+    trained = sum(weight.numel for chunk in chunks for weight in chunk if not weight.frozen)
+    first = _bucket_size(config.optimizer, ranks, trained) if rank == 0 else None
+    states = [
+        chunk_state(
+            config,
+            ranks,
+            chunk,
+            bucket_size=None if index else first,
+            replica=replica,
+            expert_replica=expert_replica,
+        )
+        for index, chunk in enumerate(chunks)
+    ]
+    return sum(states, State())
+
+
+def _bucket_size(optimizer: OptimizerConfig, ranks: Ranks, count: int) -> int | None:
+    """Return the elements of a bucket of the model's first chunk; see `layers.chunks`."""
+    if not optimizer.overlap_grad_reduce:
+        return None
+    if optimizer.ddp_num_buckets is not None:
+        return count // optimizer.ddp_num_buckets
+    return optimizer.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks.dp * ranks.cp)
+
+
+def chunk_state(
+    config: RunConfig,
+    ranks: Ranks,
+    weights: Sequence[Weight],
+    *,
+    bucket_size: int | None = None,
+    replica: int = 0,
+    expert_replica: int = 0,
+) -> State:
+    """Return what a rank keeps of one model chunk.
+
+    Args:
+        weights: the chunk's weights on this rank.
+        bucket_size: elements of a bucket, None for one bucket.
+        replica, expert_replica: see `rank_state`.
+    """
+    trained = [weight for weight in weights if not weight.frozen]
+    frozen = sum(weight.numel for weight in weights if weight.frozen)
+    held = frozen * ranks.width
+    total = State(count=frozen, parameters=held, frozen=held)
+    # Core lays parameters of each type, and those of experts, into a buffer of their own.
+    for expert, fp8 in product((False, True), (False, True)):
+        group = [x for x in trained if (x.expert, x.fp8) == (expert, fp8)]
+        replicas = ranks.expert_dp if expert else ranks.dp * ranks.cp
+        index = expert_replica if expert else replica
+        if group:
+            total += _buffer_state(config, ranks, group, replicas, index, bucket_size)
+    return total
+
+
+def _buffer_state(
+    config: RunConfig,
+    ranks: Ranks,
+    weights: Sequence[Weight],
+    replicas: int,
+    replica: int,
+    bucket_size: int | None,
+) -> State:
+    distributed = config.optimizer.use_distributed_optimizer
+    laid = buckets(weights, distributed=distributed, replicas=replicas, bucket_size=bucket_size)
+    numel = laid[-1].end
+    updated = [_share(bucket, replica, replicas if distributed else 1) for bucket in laid]
+    elements, touched = sum(x for x, _ in updated), sum(x for _, x in updated)
+    in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
+    return State(
+        count=sum(weight.numel for weight in weights),
+        parameters=numel * (1 if weights[0].fp8 else ranks.width),
+        gradients=numel * (FP32 if in_fp32 else ranks.width),
+        optimizer=_optimizer_bytes(config.optimizer, elements, touched, half=ranks.half),
+        average=elements * FP32 if config.ema.ema_decay else 0,
+    )
+
+
+def _share(bucket: Bucket, replica: int, replicas: int) -> tuple[int, int]:
+    """Return the elements of a bucket that a replica updates, and the parameters they touch."""
+    share = (bucket.end - bucket.start) // replicas if replicas > 1 else bucket.end - bucket.start
+    low = bucket.start + (replica if replicas > 1 else 0) * share
+    parts = [min(end, low + share) - max(start, low) for start, end in bucket.spans]
+    mine = [part for part in parts if part > 0]
+    return sum(mine), len(mine)
+
+
+def _optimizer_bytes(optimizer: OptimizerConfig, elements: int, touched: int, *, half: bool) -> int:
+    """Return the bytes of moments, and in 16 bits of the fp32 parameters, of what a rank updates.
+
+    Args:
+        touched: parameters that the elements belong to.
+    """
+    main = FP32 if half else 0
+    if optimizer.optimizer == "sgd":
+        return elements * (main + (FP32 if optimizer.sgd_momentum else 0))
+    return elements * (main + 2 * FP32) + touched * STEP_COUNTER
