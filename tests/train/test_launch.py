@@ -13,12 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron_ext.device import Device
 from megatron_ext.errors import ConfigError, loader_ends_with_parent
 from megatron_ext.parallel.context import init_groups
 from megatron_ext.parallel.grid import Layout
-from megatron_ext.train.launch import EXIT_CODE_NO_ANSWER, fork_ranks, launch, run_rank
+from megatron_ext.train.launch import EXIT_CODE_NO_ANSWER, fork_ranks, launch, refuse, run_rank
 
 CPU = Device("cpu", "gloo")
 
@@ -48,6 +49,43 @@ def test_a_users_error_is_a_sentence_and_ends_all(capfd: pytest.CaptureFixture[s
     assert fork_ranks(main, 3) == 2
     assert time.monotonic() - start < 10
     assert capfd.readouterr().err == "[rank 1] `--flag` (1) must be 2; use 2.\n"
+
+
+def test_an_error_that_all_ranks_meet_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+    def main() -> int:
+        raise ConfigError("`--flag` (1) must be 2; use 2.")
+
+    assert fork_ranks(main, 3) == 2
+    assert capfd.readouterr().err == "[rank 0] `--flag` (1) must be 2; use 2.\n"
+
+
+def test_rank_0_tells_an_error_of_the_flags_and_torchruns_summary_repeats_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def main() -> int:
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / str(_rank()))
+        return refuse(ConfigError(["one", "two"]))
+
+    assert fork_ranks(main, 2) == 2
+    assert capfd.readouterr().err == "error: one\nerror: two\n"
+    failure = ProcessFailure(0, 1, 2, str(tmp_path / "0"))
+    assert "  traceback : error: one\n  error: two" in str(ChildFailedError("main", {0: failure}))
+    assert not (tmp_path / "1").exists()
+
+
+def test_a_rank_that_alone_finds_an_error_of_the_flags_tells_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron_ext.train.launch.SECONDS_FOR_RANK_0", 0.2)
+
+    def main() -> int:
+        if _rank() == 1:
+            return refuse(ConfigError("one"))
+        time.sleep(60)
+        return 0
+
+    assert fork_ranks(main, 2) == 2
+    assert capfd.readouterr().err == "[rank 1] error: one\n"
 
 
 def test_a_crash_shows_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
