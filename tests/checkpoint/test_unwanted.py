@@ -21,7 +21,8 @@ from megatron_ext.video.config.wan import SIZES
 from tests.checkpoint.test_new_branches import I2V, T2V, latents
 from tests.checkpoint.test_new_branches import run as train
 from tests.ranks import run_on_ranks
-from tests.video.model.wan.problem import Problem, build
+from tests.video.model.wan.problem import Problem
+from tests.video.networks import build
 from tests.video.streaming.runs import attempt, run
 
 __all__ = ["latents"]

@@ -46,9 +46,7 @@ def _stored(clips: Path, save: Path, words: str, **options: Any) -> dict[str, Te
     return whole_tensors(save / "iter_0000003", save / "whole.pt")
 
 
-def test_trap_3_the_average_of_four_ranks_is_that_of_one_bit_for_bit(
-    clips: Path, tmp_path: Path
-) -> None:
+def test_the_average_of_four_ranks_is_that_of_one_bit_for_bit(clips: Path, tmp_path: Path) -> None:
     """Whole in the checkpoint, and not the piece that rank 0 averages."""
     words = "--tensor-model-parallel-size 2 --use-distributed-optimizer"
     one = _stored(clips, tmp_path / "one", "")

@@ -54,7 +54,7 @@ def one_rank(clips: Path, valid: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_criterion_15_and_16_layouts_train_alike(
+def test_layouts_train_alike(
     clips: Path, valid: Path, one_rank: Rows, name: str, tmp_path: Path
 ) -> None:
     """With references left out of the loss, and image tokens that ranks hold unequally."""
@@ -62,7 +62,7 @@ def test_criterion_15_and_16_layouts_train_alike(
     check(run(clips, valid, tmp_path, words, ranks=ranks), one_rank, TOLERANCE)
 
 
-def test_criterion_17_four_micro_batches_are_one_large_batch(
+def test_four_micro_batches_are_one_large_batch(
     clips: Path, valid: Path, one_rank: Rows, tmp_path: Path
 ) -> None:
     check(run(clips, valid, tmp_path, "--micro-batch-size 8"), one_rank, 1e-6)
@@ -97,9 +97,7 @@ def compare_draws(run: Run) -> None:
     run.train_source.next_step = compared  # type: ignore[method-assign]
 
 
-def test_trap_8_and_criterion_15_mixed_buckets_train_alike_on_replicas(
-    clips: Path, valid: Path, tmp_path: Path
-) -> None:
+def test_mixed_buckets_train_alike_on_replicas(clips: Path, valid: Path, tmp_path: Path) -> None:
     """Each micro-batch of a step has a bucket of its own, and so has each replica."""
     layout = "--sequence-parallel --tensor-model-parallel-size 2"
     one = run(clips, valid, tmp_path / "one", "--mixed-buckets")

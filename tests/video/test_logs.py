@@ -67,7 +67,7 @@ def test_losses_by_time_and_mode_sum_up_to_the_loss(run: tuple[Rows, Path]) -> N
             assert math.isclose(mean, row["loss"], rel_tol=1e-6), (step, names)
 
 
-def test_trap_7_short_clips_do_not_take_modes_from_later_ones(run: tuple[Rows, Path]) -> None:
+def test_short_clips_do_not_take_modes_from_later_ones(run: tuple[Rows, Path]) -> None:
     """Modes are drawn as the weights say in each step, after steps of clips too short for some."""
     rows, folder = run
     given = recorded_steps(folder)

@@ -64,21 +64,19 @@ def targets(mask: Tensor, normalization: str = "per_token") -> FlowTargets:
         ((192, 336), 33, 5.733),
     ],
 )
-def test_criterion_3_shift_of_sizes_and_lengths(
-    pixels: tuple[int, int], frames: int, factor: float
-) -> None:
+def test_shift_of_sizes_and_lengths(pixels: tuple[int, int], frames: int, factor: float) -> None:
     shape = (frames, pixels[0] // 8, pixels[1] // 8)
     assert shift_factor(FLOW, shape, 2) == pytest.approx(factor, abs=1e-3)
 
 
-def test_criterion_3_a_shift_of_1_changes_nothing() -> None:
+def test_a_shift_of_1_changes_nothing() -> None:
     s = torch.linspace(0, 1, 11)
     assert torch.equal(shift(s, 1.0), s)
     assert shift(torch.tensor([0.0, 1.0]), 11.872).tolist() == [0.0, 1.0]
     assert float(shift(torch.tensor(0.5), 3.0)) == pytest.approx(0.75)
 
 
-def test_criterion_3_medians_of_drawn_times() -> None:
+def test_medians_of_drawn_times() -> None:
     normals = random(100_000, seed=11)
     for factor, median, mean in ((1.0, 0.5, 0.5), (5.733, 0.852, 0.813), (11.872, 0.922, 0.892)):
         t = timesteps(FLOW, normals, factor)
@@ -96,7 +94,7 @@ def test_mean_and_spread_of_times_and_a_fixed_shift_are_used() -> None:
     assert shift_factor(FlowConfig(shift_by_length=False), (33, 32, 32), 2) == 1.0
 
 
-def test_criterion_2_ends_of_the_path() -> None:
+def test_ends_of_the_path() -> None:
     x0, x1 = random(2, 4, 3, 8, 8), random(2, 4, 3, 8, 8, seed=1)
     start, _ = noised(x0, x1, torch.zeros(2), 1e-5)
     assert torch.equal(start, x0 + 1e-5 * x1)
@@ -107,9 +105,7 @@ def test_criterion_2_ends_of_the_path() -> None:
 @pytest.mark.parametrize(
     ("dtype", "step", "tolerance"), [(torch.float32, 2**-8, 1e-4), (torch.float64, 2**-8, 1e-9)]
 )
-def test_criterion_2_velocity_is_the_derivative(
-    dtype: torch.dtype, step: float, tolerance: float
-) -> None:
+def test_velocity_is_the_derivative(dtype: torch.dtype, step: float, tolerance: float) -> None:
     x0, x1 = random(3, 4, 6, dtype=dtype), random(3, 4, 6, seed=1, dtype=dtype)
     t = torch.tensor([0.25, 0.5, 0.875], dtype=dtype)
     after, v = noised(x0, x1, t + step, 1e-5)
@@ -120,7 +116,7 @@ def test_criterion_2_velocity_is_the_derivative(
     assert torch.allclose(v, (1 - 1e-5) * x1 - x0, rtol=0, atol=1e-6)
 
 
-def test_trap_5_times_and_paths_are_float32_for_16_bit_latents() -> None:
+def test_times_and_paths_are_float32_for_16_bit_latents() -> None:
     x0, x1 = torch.zeros(2, 3, 4).bfloat16(), torch.ones(2, 3, 4)
     t = timesteps(FLOW, torch.tensor([0.0, 2.0]).bfloat16(), 5.733)
     assert t.dtype == torch.float32
@@ -133,7 +129,7 @@ def test_trap_5_times_and_paths_are_float32_for_16_bit_latents() -> None:
     assert float(v[0, 0, 0]) == pytest.approx(1 - 1e-5, abs=1e-7)
 
 
-def test_criterion_6_the_masked_loss_is_the_mean_over_tokens_that_count() -> None:
+def test_the_masked_loss_is_the_mean_over_tokens_that_count() -> None:
     prediction, mask = random(B, N, D), mask_of(*NAMES)
     wanted = targets(mask)
     total, count, report = checked(lambda x: flow_matching_loss(x, targets=wanted))(prediction)
@@ -149,7 +145,7 @@ def test_criterion_6_the_masked_loss_is_the_mean_over_tokens_that_count() -> Non
     assert report["loss"].tolist() == [float(total), float(count)]
 
 
-def test_criterion_6_without_a_mask_it_is_the_mean_squared_error() -> None:
+def test_without_a_mask_it_is_the_mean_squared_error() -> None:
     prediction, wanted = random(B, N, D), targets(torch.ones(B, N))
     total, count, _ = flow_matching_loss(prediction, targets=wanted)
     plain = torch.nn.functional.mse_loss(prediction.double(), wanted.velocity.double())
@@ -158,7 +154,7 @@ def test_criterion_6_without_a_mask_it_is_the_mean_squared_error() -> None:
 
 
 @pytest.mark.parametrize("normalization", ["per_token", "per_sample"])
-def test_criterion_6_nothing_to_learn_gives_0(normalization: str) -> None:
+def test_nothing_to_learn_gives_0(normalization: str) -> None:
     prediction = random(B, N, D).requires_grad_()
     wanted = targets(torch.zeros(B, N), normalization)
     counts = StepCounts(torch.zeros(()), torch.zeros(()), torch.zeros(0), 1)
@@ -171,7 +167,7 @@ def test_criterion_6_nothing_to_learn_gives_0(normalization: str) -> None:
 
 @pytest.mark.parametrize("normalization", ["per_token", "per_sample"])
 @pytest.mark.parametrize("change", [5.0, math.inf, math.nan])
-def test_criterion_6_masked_tokens_change_nothing(normalization: str, change: float) -> None:
+def test_masked_tokens_change_nothing(normalization: str, change: float) -> None:
     mask = mask_of(*NAMES)
     wanted, found = targets(mask, normalization), []
     for added in (0.0, change):
@@ -189,7 +185,7 @@ def test_criterion_6_masked_tokens_change_nothing(normalization: str, change: fl
 
 @pytest.mark.parametrize("kind", ["masked", "trimmed"])
 @pytest.mark.parametrize("normalization", ["per_token", "per_sample"])
-def test_trap_1_two_frames_in_a_loop_are_finite(kind: str, normalization: str) -> None:
+def test_two_frames_in_a_loop_are_finite(kind: str, normalization: str) -> None:
     """The mean over the tokens of such a clip would be one over none."""
     masks = frame_masks(modes("i2v_loop", "i2v_head"), 2, ConditionConfig())
     weights = token_weights(loss_mask(masks, TOKENS, kind), normalization)  # type: ignore[arg-type]
@@ -205,7 +201,7 @@ def test_trap_1_two_frames_in_a_loop_are_finite(kind: str, normalization: str) -
     assert (total / weights.sum()).item() == pytest.approx(mean.item(), rel=1e-6)
 
 
-def test_trap_1_references_change_the_loss() -> None:
+def test_references_change_the_loss() -> None:
     """The masked loss is alive: conditions decide which tokens are learned."""
     prediction = random(B, N, D)
     some, _, _ = flow_matching_loss(prediction, targets=targets(mask_of(*NAMES)))
@@ -227,7 +223,7 @@ def mean_of_tokens(prediction: Tensor, velocity: Tensor, mask: Tensor) -> Tensor
 
 @pytest.mark.parametrize("normalization", ["per_token", "per_sample"])
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_criterion_17_accumulation_is_one_large_batch(normalization: str, cp_size: int) -> None:
+def test_accumulation_is_one_large_batch(normalization: str, cp_size: int) -> None:
     """Four micro-batches of one clip, also with the sequence cut, against one batch of four."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(D, 8), torch.nn.SiLU(), torch.nn.Linear(8, D))

@@ -70,7 +70,7 @@ def first_moment_norm(run: Run) -> float:
     return math.sqrt(float(total))
 
 
-def test_criterion_11_steps_are_those_of_adamw(clips: Path, tmp_path: Path) -> None:
+def test_steps_are_those_of_adamw(clips: Path, tmp_path: Path) -> None:
     """Sharded over two ranks, with the defaults of video runs; the log shows the whole norm."""
     words = "--lr-warmup-iters 0 --use-distributed-optimizer"
     rows = steps(clips, tmp_path, words, ranks=2, prepare=compare_with_torch)
@@ -92,13 +92,13 @@ def rates(words: str, at: list[int]) -> list[float]:
     return [found[step] for step in at]
 
 
-def test_criterion_12_the_rate_rises_for_1000_steps_and_stays() -> None:
+def test_the_rate_rises_for_1000_steps_and_stays() -> None:
     found = rates("--train-iters 3000", [0, 1, 500, 999, 1000, 1001, 2500, 2999])
     want = [0, 1e-7, 5e-5, 9.99e-5, 1e-4, 1e-4, 1e-4, 1e-4]
     assert found == pytest.approx(want, rel=1e-9)
 
 
-def test_criterion_12_the_rate_of_the_published_code() -> None:
+def test_the_rate_of_the_published_code() -> None:
     """``1e-6 + (k + 1) / (W + 1) * (lr - 1e-6)``: its first rate is the flag's start."""
     lr, warmup = 5e-5, 100
     start = 1e-6 + (lr - 1e-6) / (warmup + 1)

@@ -50,7 +50,7 @@ def correlation(a: Tensor, b: Tensor) -> float:
     return float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])
 
 
-def test_criterion_14_a_fixed_clip_is_learned_and_sampled(tmp_path: Path) -> None:
+def test_a_fixed_clip_is_learned_and_sampled(tmp_path: Path) -> None:
     """The clip eight times in each step, with other noise each time."""
     data = write_clips(tmp_path / "clips", {SHORT: 8}, distinct=1)
     task = dataclasses.replace(FLOW, callbacks=(SampleAtEnd,))

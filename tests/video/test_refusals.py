@@ -197,9 +197,7 @@ def test_what_clips_are_sampled_with_is_known_before_the_run(
         ),
     ],
 )
-def test_trap_10_what_would_be_ignored_is_refused(
-    refused: Printed, words: str, sentence: str
-) -> None:
+def test_what_would_be_ignored_is_refused(refused: Printed, words: str, sentence: str) -> None:
     """No flag is swallowed, by no part of the program."""
     assert refused(Path("unread"), words) == f"error: {sentence}\n"
 

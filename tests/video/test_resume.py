@@ -106,8 +106,8 @@ def test_buckets_have_their_own_micro_batch_sizes(runs: Runs) -> None:
     assert len(set(seen[SAVED:8])) > 1
 
 
-def test_criterion_20_a_killed_run_goes_on_bit_for_bit(runs: Runs, tmp_path: Path) -> None:
-    """In the middle of an epoch of three buckets: exactly the sequence that remains (19)."""
+def test_a_killed_run_goes_on_bit_for_bit(runs: Runs, tmp_path: Path) -> None:
+    """In the middle of an epoch of three buckets: exactly the sequence that remains."""
     save = tmp_path / "save"
     shutil.copytree(runs.killed, save)
     record = partial(record_steps, folder=save / "steps")
@@ -123,7 +123,7 @@ def test_criterion_20_a_killed_run_goes_on_bit_for_bit(runs: Runs, tmp_path: Pat
         assert torch.equal(found[name], tensor), name
 
 
-def test_criterion_20_one_rank_goes_on_as_tp2_pp2(runs: Runs, tmp_path: Path) -> None:
+def test_one_rank_goes_on_as_tp2_pp2(runs: Runs, tmp_path: Path) -> None:
     save = tmp_path / "save"
     shutil.copytree(runs.killed, save)
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"

@@ -48,7 +48,7 @@ def _count_updates(run: Run) -> None:
     run.runner.train = checked  # type: ignore[method-assign]
 
 
-def test_trap_4_micro_batches_and_skipped_steps_move_nothing(clips: Path, tmp_path: Path) -> None:
+def test_micro_batches_and_skipped_steps_move_nothing(clips: Path, tmp_path: Path) -> None:
     """Four micro-batches in each step."""
     rows = steps(clips, tmp_path, "--lr-warmup-iters 2", prepare=_count_updates)
     assert [row["skipped_iterations"] for row in rows] == [0, 1, 0]
@@ -103,7 +103,7 @@ def _check_types(run: Run) -> None:
     run.runner.train = checked  # type: ignore[method-assign]
 
 
-def test_trap_5_and_10_a_16_bit_run_keeps_times_and_gives_its_model_everything(
+def test_a_16_bit_run_keeps_times_and_gives_its_model_everything(
     tmp_path: Path,
 ) -> None:
     data = write_clips(tmp_path / "clips", {SHORT: 8}, storage="bfloat16")

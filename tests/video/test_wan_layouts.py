@@ -62,7 +62,7 @@ def truths(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Truths:
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
-def test_criterion_24_layouts_train_as_plain_torch(
+def test_layouts_train_as_plain_torch(
     short: Path, truths: Truths, kind: str, layout: str, tmp_path: Path
 ) -> None:
     """Predictions, the loss, and the gradient of each weight in the first step of a run."""

@@ -22,8 +22,9 @@ from megatron_ext.video.sampling.samples import velocity_of
 from pretrain_video import FLOW_OF_DIT
 from tests.training_runs import train_on_ranks
 from tests.video.clips import CHANNELS, SHORT, SIDE, TEXT, WIDTH, Rows, clip
-from tests.video.model.wan.names import Tensors, to_parallel
-from tests.video.model.wan.problem import plain_model
+from tests.video.model.wan.names import to_parallel
+from tests.video.model.wan.problem import Problem
+from tests.video.networks import Tensors
 
 SIZES_OF_CLIPS = dataclasses.replace(SIZES["tiny"], channels=CHANNELS, text_width=WIDTH)
 FRAMES, PATCH, SEED = 3, 2, 5
@@ -96,7 +97,7 @@ def check_run(run: Run, truth: Truth, tolerance: float) -> None:
 
 def truth_of(recorded: dict[str, Any], kind: str) -> Truth:
     """The same step in plain torch."""
-    model = plain_model(recorded["weights"], SIZES_OF_CLIPS)
+    model = Problem(sizes=SIZES_OF_CLIPS).plain_model(recorded["weights"])
     rule = None if kind == "video-dit" else WINDOW
     losses = []
     for clips, samples in recorded["steps"]:

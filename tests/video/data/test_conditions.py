@@ -42,7 +42,7 @@ def modes(*names: str) -> Tensor:
         ("v2v_tail_easy", [2, 3, 4]),
     ],
 )
-def test_criterion_7_each_mode_gives_its_frames(mode: str, frames: list[int]) -> None:
+def test_each_mode_gives_its_frames(mode: str, frames: list[int]) -> None:
     masks = frame_masks(modes(mode, "t2v"), 5, SHORT_V2V)
     assert masks[0].nonzero().flatten().tolist() == frames
     assert not masks[1].any()
@@ -52,7 +52,7 @@ def test_criterion_7_each_mode_gives_its_frames(mode: str, frames: list[int]) ->
         assert left_out[0, token] == (0.0 if token // 6 in frames else 1.0)
 
 
-def test_criterion_7_long_references_have_their_lengths() -> None:
+def test_long_references_have_their_lengths() -> None:
     config = ConditionConfig()
     assert sections("v2v_head", 33, config) == (Section(0, 9),)
     assert sections("v2v_tail", 33, config) == (Section(24, 9),)
@@ -60,7 +60,7 @@ def test_criterion_7_long_references_have_their_lengths() -> None:
     assert sections("i2v_loop", 33, config) == (Section(0, 1), Section(32, 1))
 
 
-def test_criterion_7_images_have_a_condition_of_zeros() -> None:
+def test_images_have_a_condition_of_zeros() -> None:
     config = ConditionConfig(t2v_weight=0)
     drawn = draw_modes(config, 1, torch.linspace(0, 0.999, 50))
     assert set(drawn.tolist()) == {MODES.index("t2v")}
@@ -68,7 +68,7 @@ def test_criterion_7_images_have_a_condition_of_zeros() -> None:
     assert given.shape == (50, 5, 1, 8, 8) and not given.any()
 
 
-def test_criterion_7_draws_follow_the_weights() -> None:
+def test_draws_follow_the_weights() -> None:
     config = ConditionConfig()
     before = dataclasses.asdict(config)
     drawn = draw_modes(config, 5, draw_uniforms(3, range(8000), "condition"))
@@ -79,7 +79,7 @@ def test_criterion_7_draws_follow_the_weights() -> None:
     assert dataclasses.asdict(config) == before
 
 
-def test_trap_7_a_short_clip_does_not_take_modes_from_later_ones() -> None:
+def test_a_short_clip_does_not_take_modes_from_later_ones() -> None:
     config = ConditionConfig(v2v_head_weight=4, v2v_tail_easy_weight=4)
     uniforms = draw_uniforms(3, range(500), "condition")
     long = draw_modes(config, 33, uniforms)

@@ -49,13 +49,13 @@ def test_falls_to_the_next_resolution() -> None:
     assert not any(isinstance(b, Drop) for b in big)
 
 
-def test_trap_8_crops_of_clips_differ() -> None:
+def test_crops_of_clips_differ() -> None:
     clip = ClipShape(200, 256, 256, 24)
     starts = {first_frame(clip, 17, i, seed=1, epoch=0, fps_cap=24) for i in range(50)}
     assert len(starts) > 30 and max(starts) <= 183
 
 
-def test_trap_11_suffix_of_training_and_inference() -> None:
+def test_suffix_of_training_and_inference() -> None:
     assert with_suffix("a cat", 24, 3.6) == "a cat 24 FPS, 4 motion score."
     assert with_suffix("a cat", 8) == "a cat 8 FPS."
     assert with_suffix("", None, 4) == " 4 motion score."

@@ -60,18 +60,18 @@ def check_ranks(context: ParallelContext) -> None:
 
 
 @ranks(tp=2, dp=2)
-def test_trap_8_tensor_parallel_ranks_draw_alike_and_replicas_do_not(
+def test_tensor_parallel_ranks_draw_alike_and_replicas_do_not(
     context: ParallelContext,
 ) -> None:
     check_ranks(context)
 
 
 @ranks(cp=2, pp=2)
-def test_trap_8_context_and_pipeline_parallel_ranks_draw_alike(context: ParallelContext) -> None:
+def test_context_and_pipeline_parallel_ranks_draw_alike(context: ParallelContext) -> None:
     check_ranks(context)
 
 
-def test_trap_8_samples_differ_in_every_decision() -> None:
+def test_samples_differ_in_every_decision() -> None:
     drawn = draws(range(400))
     noise = drawn.noise.flatten(1)
     assert len(torch.unique(noise, dim=0)) == 400
@@ -111,7 +111,7 @@ def test_numbers_are_standard_normal() -> None:
         assert float((x < 1).double().mean()) == pytest.approx(0.8413, abs=2 * sigma)
 
 
-def test_criterion_10_rates_of_dropped_captions() -> None:
+def test_rates_of_dropped_captions() -> None:
     config = TextDropoutConfig()
     text = draw_uniforms(5, range(MANY), "text dropout") < config.text_dropout
     pooled = draw_uniforms(5, range(MANY), "pooled dropout") < config.pooled_dropout

@@ -17,7 +17,7 @@ def steps(mixed: bool = False, pipeline_size: int = 1) -> BucketSteps:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_criterion_19_ranks_are_disjoint_equal_and_resume_exactly(mixed: bool) -> None:
+def test_ranks_are_disjoint_equal_and_resume_exactly(mixed: bool) -> None:
     table = {(256, 256), (224, 288), (208, 320), (192, 336), (176, 368), (160, 400)}
     assert set(sizes("256px")) == table | {(w, h) for h, w in table}
     plan = steps(mixed)
@@ -59,7 +59,7 @@ def test_mixed_refuses_pipeline_stages_and_too_few_clips_are_refused() -> None:
 
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 1), (1, 3), (2, 2), (4, 1)])
-def test_criterion_19_an_epoch_sees_every_clip_once_but_those_left_out(
+def test_an_epoch_sees_every_clip_once_but_those_left_out(
     num_ranks: int, num_microbatches: int, mixed: bool
 ) -> None:
     members = {SMALL: Members(range(50), 4), LONG: Members(range(50, 77), 2)}
@@ -93,7 +93,7 @@ def test_what_an_epoch_leaves_out_changes() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1, 3, 4, 9, 25])
-def test_criterion_19_resumes_at_any_step_in_a_new_process(first: int) -> None:
+def test_resumes_at_any_step_in_a_new_process(first: int) -> None:
     """Nothing but the number of steps is needed, also in the middle of a later epoch."""
     whole = [steps().microbatches(step, 1) for step in range(30)]
     fresh = BucketStepSampler(steps(), 1, first)

@@ -33,7 +33,7 @@ def test_only_what_is_dropped_is_replaced() -> None:
         assert torch.equal(kept.pooled[i], NULL.pooled[0] if pooled[i] else text.pooled[i])
 
 
-def test_criterion_10_with_probability_1_the_prompt_does_not_matter() -> None:
+def test_with_probability_1_the_prompt_does_not_matter() -> None:
     model = torch.nn.Linear(4 + 6, 3)
 
     def output(text: Text) -> torch.Tensor:

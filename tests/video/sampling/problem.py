@@ -20,7 +20,8 @@ from megatron_ext.video.model.mmdit.options import MMDiTOptions
 from megatron_ext.video.sampling.flow import GuidanceConfig, SamplingConfig
 from megatron_ext.video.sampling.requests import ClipRequest, SampleShape
 from megatron_ext.video.sampling.velocity import ParallelVelocity, forward_engine
-from tests.video.model.mmdit.problem import Problem, build
+from tests.video.model.mmdit.problem import Problem
+from tests.video.networks import build
 
 SHAPE = SampleShape(num_frames=9, height=32, width=32, fps=8)
 CODEC = build_codec(CodecConfig(codec_spatial=4, codec_temporal=4, codec_channels=4))

@@ -78,7 +78,7 @@ def toy(x: Tensor, t: Tensor, words: Tensor, pooled: Tensor, cond: Tensor) -> Te
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 7, 50])
-def test_criterion_5_a_constant_velocity_is_followed_to_its_end(num_steps: int) -> None:
+def test_a_constant_velocity_is_followed_to_its_end(num_steps: int) -> None:
     x0 = torch.randn(B, C, T, H, W, generator=torch.Generator().manual_seed(5))
     _, v = noised(x0, NOISE, torch.ones(B), FLOW.sigma_min)
 
@@ -92,7 +92,7 @@ def test_criterion_5_a_constant_velocity_is_followed_to_its_end(num_steps: int) 
 @pytest.mark.parametrize(
     ("shape", "patch_size", "tokens"), [((5, 8, 8), 1, 64), ((5, 24, 42), 2, 252)]
 )
-def test_trap_9_training_and_sampling_shift_alike(
+def test_training_and_sampling_shift_alike(
     shape: tuple[int, int, int], patch_size: int, tokens: int
 ) -> None:
     """A uniform step s of the sampler and a training draw with sigmoid(u) = s are one time."""
@@ -112,7 +112,7 @@ def test_a_fixed_shift_is_used() -> None:
     assert steps.tolist() == pytest.approx([1.0, 0.75, 0.0])
 
 
-def test_trap_5_the_model_gets_exact_times() -> None:
+def test_the_model_gets_exact_times() -> None:
     seen: list[Tensor] = []
 
     def watching(x: Tensor, t: Tensor, words: Tensor, pooled: Tensor, cond: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def test_trap_5_the_model_gets_exact_times() -> None:
     assert torch.equal(torch.stack([t[0] for t in seen]), times(FLOW, 5, (T, H, W), 2)[:-1])
 
 
-def test_criterion_21_sampling_is_seeded_and_reproducible() -> None:
+def test_sampling_is_seeded_and_reproducible() -> None:
     guidance = GuidanceConfig()
     first = run(toy, guidance)
     torch.rand(3)
@@ -136,7 +136,7 @@ def test_criterion_21_sampling_is_seeded_and_reproducible() -> None:
 
 
 @pytest.mark.parametrize("mode", ["t2v", "i2v_head"])
-def test_criterion_21_scales_of_1_follow_the_conditional_prediction(mode: str) -> None:
+def test_scales_of_1_follow_the_conditional_prediction(mode: str) -> None:
     given, prompts = references(mode), text()
     x = pack(NOISE, 2)
     cond = pack(condition(given.latents, given.masks), 2)
@@ -150,7 +150,7 @@ def test_criterion_21_scales_of_1_follow_the_conditional_prediction(mode: str) -
 
 
 @pytest.mark.parametrize("mode", ["i2v_head", "i2v_tail", "i2v_loop"])
-def test_criterion_21_reference_frames_are_the_given_ones(mode: str) -> None:
+def test_reference_frames_are_the_given_ones(mode: str) -> None:
     given = references(mode)
     given.latents[~given.masks[:, None, :, None, None].expand_as(given.latents)] = math.nan
     found = run(toy, GuidanceConfig(), given=given)
@@ -160,7 +160,7 @@ def test_criterion_21_reference_frames_are_the_given_ones(mode: str) -> None:
     assert bool(found.isfinite().all())
 
 
-def test_trap_10_every_input_and_scale_counts() -> None:
+def test_every_input_and_scale_counts() -> None:
     given = references("i2v_loop")
     base = GuidanceConfig(oscillate_text=False, oscillate_image=False, scale_image_by_frame=False)
     first = run(toy, base, 12, given=given)

@@ -31,7 +31,8 @@ from megatron_ext.video.sampling.flow import (
 from megatron_ext.video.sampling.generate import generate, generate_latents
 from megatron_ext.video.sampling.requests import ClipRequest, encode_requests
 from tests.ranks import ranks, run_on_ranks
-from tests.video.model.mmdit.problem import gathered_weights, plain_model
+from tests.video.model.mmdit.problem import Problem
+from tests.video.networks import gathered_weights
 from tests.video.sampling.problem import (
     CODEC,
     ENCODER,
@@ -87,7 +88,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plainly(context: ParallelContext, asked: list[ClipRequest], path: Path) -> None:
     """No rank, no pipeline, no batches: `sample` with a model in plain torch, clip by clip."""
     chunks = [chunk.module for chunk in velocity_on(context).chunks]
-    plain = plain_model(gathered_weights(chunks), I2V)
+    plain = Problem(sizes=I2V).plain_model(gathered_weights(chunks))
 
     def velocity(x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor) -> Tensor:
         ids = position_ids(LATENT, 2).expand(len(x), -1, -1)
@@ -150,7 +151,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_criterion_21_every_layout_gives_the_clips_of_one_process(
+def test_every_layout_gives_the_clips_of_one_process(
     name: str, truth: Tensor, reference: Path
 ) -> None:
     """With 8 text and 48 image tokens two context-parallel ranks hold 20 and 28 image tokens."""
@@ -160,9 +161,7 @@ def test_criterion_21_every_layout_gives_the_clips_of_one_process(
 
 
 @ranks()
-def test_criterion_21_clips_are_seeded_and_references_exact(
-    context: ParallelContext, reference: Path
-) -> None:
+def test_clips_are_seeded_and_references_exact(context: ParallelContext, reference: Path) -> None:
     asked = requests_with(reference)
     first = clips_of(context, asked)
     torch.rand(5)
@@ -183,7 +182,7 @@ PLAIN = GuidanceConfig(1.0, 1.0, oscillate_text=False, oscillate_image=False)
 
 
 @ranks(cp=2)
-def test_criterion_21_scales_of_1_follow_the_conditional_prediction(
+def test_scales_of_1_follow_the_conditional_prediction(
     context: ParallelContext, reference: Path
 ) -> None:
     """Euler's method with the captions and references alone; the references stay to the bit."""

@@ -22,7 +22,7 @@ def test_the_three_predictions_are_joined() -> None:
     assert torch.allclose(guided(c, u, u2, 7.5, per_token), want, rtol=1e-12)
 
 
-def test_criterion_21_scales_of_1_give_the_conditional_prediction() -> None:
+def test_scales_of_1_give_the_conditional_prediction() -> None:
     c, u, u2 = torch.randn(3, 2, 6, 4)
     assert torch.equal(guided(c, u, u2, 1.0, 1.0), c)
 

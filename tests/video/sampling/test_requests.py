@@ -102,7 +102,7 @@ def test_a_missing_or_empty_file_is_refused(tmp_path: Path) -> None:
         read_requests(tmp_path / "latin")
 
 
-def test_trap_11_captions_have_the_suffix_of_training() -> None:
+def test_captions_have_the_suffix_of_training() -> None:
     encoded = encode(ClipRequest("a red square"), ClipRequest("a ring", motion=4.2))
     captions = [with_suffix("a red square", 8), with_suffix("a ring", 8, 4.2)]
     rows, pooled = ENCODER.encode(captions)

@@ -19,7 +19,8 @@ from megatron_ext.video.config.mmdit import SIZES
 from megatron_ext.video.sampling.velocity import ParallelVelocity
 from tests.ranks import ranks
 from tests.video.model.mmdit.problem import I2V as DISTILLED
-from tests.video.model.mmdit.problem import gathered_weights, plain_model
+from tests.video.model.mmdit.problem import Problem
+from tests.video.networks import gathered_weights
 from tests.video.sampling.problem import I2V, LATENT, NUM_IMAGE, velocity_on
 
 
@@ -44,7 +45,7 @@ def check_against_plain(
     x, t, text, pooled, cond = inputs_of(sizes, num_text)
     found = velocity.of_shape(LATENT)(x, t, text, pooled, cond)
     chunks = [chunk.module for chunk in velocity.chunks]
-    plain = plain_model(gathered_weights(chunks), sizes)
+    plain = Problem(sizes=sizes).plain_model(gathered_weights(chunks))
     longer = torch.cat([text, text[:, -1:].expand(-1, padded - num_text, -1)], dim=1)
     with torch.no_grad():
         want = plain(
@@ -88,7 +89,7 @@ def test_a_distilled_model_is_given_its_guidance(context: ParallelContext) -> No
 
 @ranks(tp=2, pp=2)
 def test_all_ranks_get_the_same_in_16_bits(context: ParallelContext) -> None:
-    """Times stay float32 (trap 5): the model refuses others."""
+    """Times stay float32: the model refuses others."""
     given = inputs_of(I2V)
     exact = velocity_on(context).of_shape(LATENT)(*given)
     found = velocity_on(context, bf16=True).of_shape(LATENT)(*given)

@@ -22,7 +22,8 @@ from megatron_ext.video.streaming.options import SinkAtSwitch
 from megatron_ext.video.streaming.rollout import Generator
 from megatron_ext.video.streaming.sequence import Replica
 from tests.ranks import ranks
-from tests.video.model.wan.problem import Problem, largest, new_cache, one, plain_of
+from tests.video.model.wan.problem import Problem, new_cache, plain_of
+from tests.video.networks import largest, one
 from tests.video.streaming.network import (
     OPTIONS,
     PLAIN,

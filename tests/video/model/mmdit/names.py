@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.video.config.mmdit import MMDiTSizes
-
-Tensors = dict[str, Tensor]
+from tests.video.networks import Tensors
 
 EMBEDDERS = {"time_in": "time_in", "vector_in": "pooled_in", "guidance_in": "guidance_in"}
 STREAM = {

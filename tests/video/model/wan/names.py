@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from megatron_ext.video.config.wan import VideoDiTSizes
-
-Tensors = dict[str, Tensor]
+from tests.video.networks import Tensors
 
 LINEARS = {
     "patch_embedding": "embedder.patch_in",

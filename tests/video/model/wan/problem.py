@@ -1,51 +1,48 @@
-"""Small networks and inputs, on any layout and in plain torch."""
+"""Small networks of Wan and their inputs, on any layout and in plain torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_ext.layers.initialization import (
-    initialize_by_name,
-    mark_methods,
-    shards_of,
-    unmark_methods,
-)
-from megatron_ext.layers.transformer_config import StepTransformerConfig
-from megatron_ext.layers.weight_gradients import DeferredWeightGradients
+from megatron_ext.layers.initialization import shards_of
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.wan import SIZES, VideoDiTSizes
 from megatron_ext.video.model.wan.attention import FrameWindow
 from megatron_ext.video.model.wan.cache import KVCache
 from megatron_ext.video.model.wan.model import VideoDiT
 from megatron_ext.video.model.wan.options import VideoDiTOptions
-from tests.video.model.wan.names import Tensors, to_plain
+from tests.video import networks
+from tests.video.model.wan.names import to_parallel, to_plain
 from tests.video.model.wan.plain import PlainVideoDiT, Rule
+from tests.video.networks import Step, Tensors, build, gathered_weights, reported, run_engine
 
-SEED = 7
 WINDOW = FrameWindow(block=3, window=12, sink=3)
 CAUSAL = VideoDiTOptions(window=WINDOW, zero_head=False)
 BIDIRECTIONAL = VideoDiTOptions(zero_head=False)
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A network and the shapes of its inputs; a frame has 2 x 4 tokens."""
+class Problem(networks.Problem):
+    """A network and the shapes of its inputs; a frame has 2 x 4 tokens.
+
+    A ``streaming`` step cuts the gradients between frame blocks, as a cache does.
+    """
 
     sizes: VideoDiTSizes = SIZES["tiny"]
     options: VideoDiTOptions = field(default_factory=lambda: CAUSAL)
     frames: int = 9
-    batch: int = 2
     num_text: int = 5
     height: int = 4
     width: int = 8
-    sequence_parallel: bool = False
-    schedule: str | None = None
     timestep_per_frame: bool = True
+    streaming: bool = False
+
+    network = VideoDiT
 
     @property
     def rule(self) -> Rule | None:
@@ -53,7 +50,7 @@ class Problem:
         return None if window is None else (window.block, window.window, window.sink)
 
     def inputs(self, number: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """Whole inputs, drawn in float32 so that they are the same numbers in any dtype."""
+        """Return whole inputs, drawn in float32 so that they are the same numbers in any type."""
         generator = torch.Generator().manual_seed(100 + number)
         z, b, t = self.sizes, self.batch, self.frames
         latents = torch.randn(b, t, z.channels, self.height, self.width, generator=generator)
@@ -68,88 +65,70 @@ class Problem:
         shape = self.inputs(number)["x"].shape
         return torch.randn(shape, generator=generator)
 
+    def microbatch(self, number: int) -> dict[str, Any]:
+        return {**self.inputs(number), "target": self.target(number)}
 
-def core_config(problem: Problem, context: ParallelContext) -> StepTransformerConfig:
-    layout = context.layout
-    deferred = (problem.schedule or "").startswith("zb-")
-    return StepTransformerConfig(
-        **problem.sizes.transformer_fields(),
-        tensor_model_parallel_size=layout.tensor_model_parallel_size,
-        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
-        context_parallel_size=layout.context_parallel_size,
-        sequence_parallel=problem.sequence_parallel,
-        pipeline_dtype=torch.float32,
-        calculate_per_token_loss=True,
-        deallocate_pipeline_outputs=True,
-        weight_gradients=DeferredWeightGradients() if deferred else None,
-    )
+    def forward(self, model: Any, batch: dict[str, Any]) -> tuple[Tensor, Any]:
+        target = batch.pop("target")
+        return model(**batch), lambda flow: loss_of(flow, target)
 
+    def boundary_arguments(self, batch: dict[str, Any]) -> Sequence[Any]:
+        return [batch[name] for name in ("x", "timesteps", "text")]
 
-def build(problem: Problem, context: ParallelContext) -> tuple[Any, list[VideoDiT]]:
-    """This rank's configuration and chunks, with weights drawn by name.
+    def plain_model(self, weights: Tensors) -> PlainVideoDiT:
+        model = PlainVideoDiT(self.sizes).double()
+        model.load_state_dict({k: v.double() for k, v in to_plain(weights, self.sizes).items()})
+        return model
 
-    Scales of norms and biases start as constants; they are moved, or a fault in them would not
-    show.
-    """
-    config = core_config(problem, context)
-    mark_methods(config)
-    num_chunks = context.placement.num_chunks
-    chunks = []
-    for index in range(num_chunks):
-        stage = index if num_chunks > 1 else None
-        chunk = VideoDiT.build(problem.sizes, problem.options, config, context, vp_stage=stage)
-        chunk.vp_stage = stage
-        chunks.append(chunk)
-    initialize_by_name(chunks, config, SEED)
-    unmark_methods(config)
-    for chunk in chunks:
-        _move_constants(chunk)
-    return config, chunks
+    def plain_losses(self, model: Any) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for i in range(1 if self.streaming else self.num_microbatches):
+            inputs = self.inputs(i, torch.float64)
+            flow = model(**inputs, rule=self.rule, cut_blocks=self.streaming)
+            total, count, _ = loss_of(flow, self.target(i).double())
+            yield total, count, flow
+
+    def to_parallel(self, plain: Tensors) -> Tensors:
+        return to_parallel(plain, self.sizes)
+
+    @torch.no_grad()
+    def prepare(self, chunk: Any) -> None:
+        """Move scales of norms and biases off their constants."""
+        for shard in shards_of(chunk):
+            if len(shard.full_shape) == 1:
+                full = torch.arange(shard.full_shape[0], dtype=torch.float32)
+                shard.tensor.add_(0.3 * shard.cut(torch.sin(full + len(shard.name))))
 
 
-@torch.no_grad()
-def _move_constants(chunk: VideoDiT) -> None:
-    for shard in shards_of(chunk):
-        if len(shard.full_shape) == 1:
-            full = torch.arange(shard.full_shape[0], dtype=torch.float32)
-            shard.tensor.add_(0.3 * shard.cut(torch.sin(full + len(shard.name))))
+def loss_of(flow: Tensor, target: Tensor) -> Any:
+    """Return the sum of the squared errors, and the number of frames."""
+    count = torch.tensor(float(flow.size(0) * flow.size(1)))
+    return reported((flow - target).square().sum(), count)
 
 
-def one(problem: Problem, context: ParallelContext, dtype: torch.dtype = torch.float32) -> VideoDiT:
-    """The whole model on this rank."""
-    return build(problem, context)[1][0].to(dtype)
-
-
-def gathered_weights(chunks: Sequence[VideoDiT]) -> Tensors:
-    """The full weights, from the parts of all ranks."""
-    own = [
-        (s.name, s.full_shape, s.offset, s.tensor.detach().clone())
-        for chunk in chunks
-        for s in shards_of(chunk)
+def streaming_step(problem: Problem, context: ParallelContext) -> Step:
+    """Fill a cache without gradient first; then run each block again, as a micro-batch."""
+    config, chunks = build(problem, context)
+    inputs, target = problem.inputs(), problem.target()
+    cache = new_cache(chunks[0], problem, chunk_frames=problem.frames)
+    flow = stream(chunks[0], cache, inputs, 3)
+    given = [
+        {
+            **frames_of(inputs, first, 3),
+            "target": target[:, first : first + 3],
+            "cache": cache,
+            "update_cache": False,
+        }
+        for first in range(0, problem.frames, 3)
     ]
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, own)
-    full: Tensors = {}
-    for parts in everyone:
-        for name, shape, offset, tensor in parts:
-            target = full.setdefault(name, torch.full(shape, torch.nan, dtype=tensor.dtype))
-            index = tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))
-            target[index] = tensor
-    return full
-
-
-def plain_model(weights: Tensors, sizes: VideoDiTSizes) -> PlainVideoDiT:
-    model = PlainVideoDiT(sizes).double()
-    model.load_state_dict({k: v.double() for k, v in to_plain(weights, sizes).items()})
-    return model
+    return Step(run_engine(problem, context, config, chunks, given), chunks, flow)
 
 
 def plain_of(chunk: VideoDiT) -> PlainVideoDiT:
-    return plain_model(gathered_weights([chunk]), chunk.sizes)
+    return Problem(sizes=chunk.sizes).plain_model(gathered_weights([chunk]))
 
 
 def frames_of(inputs: dict[str, Tensor], first: int, count: int) -> dict[str, Any]:
-    """Some of the frames, with their number."""
+    """Return some of the frames, with their number."""
     cut = slice(first, first + count)
     return {
         "x": inputs["x"][:, cut],
@@ -160,7 +139,7 @@ def frames_of(inputs: dict[str, Tensor], first: int, count: int) -> dict[str, An
 
 
 def new_cache(chunk: VideoDiT, problem: Problem, **settings: Any) -> KVCache:
-    """An empty cache, full of NaN, so that a slot that was never written shows."""
+    """Return an empty cache, full of NaN, so that a slot that was never written shows."""
     cache = chunk.new_cache(problem.batch, problem.height, problem.width, **settings)
     for tensor in (*cache.keys, *cache.values):
         tensor.fill_(torch.nan)
@@ -171,7 +150,7 @@ def new_cache(chunk: VideoDiT, problem: Problem, **settings: Any) -> KVCache:
 def stream(
     chunk: VideoDiT, cache: KVCache, inputs: dict[str, Tensor], block: int, start: int = 0
 ) -> Tensor:
-    """Flow of all frames from ``start`` on, block by block through the cache."""
+    """Return the flow of all frames from ``start`` on, block by block through the cache."""
     return torch.cat(
         [
             chunk(**frames_of(inputs, first, block), cache=cache)
@@ -181,9 +160,9 @@ def stream(
     )
 
 
-def relative(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm())
-
-
-def largest(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).detach().abs().max())
+def held(cache: KVCache) -> dict[int, Tensor]:
+    """Return keys and values of all blocks by frame."""
+    return {
+        f: torch.stack([x[cache.slot_of(f)] for x in (*cache.keys, *cache.values)]).clone()
+        for f in cache.frames
+    }

@@ -21,19 +21,19 @@ from tests.video.model.wan.problem import (
     CAUSAL,
     Problem,
     frames_of,
-    largest,
+    held,
     new_cache,
-    one,
     plain_of,
     stream,
 )
+from tests.video.networks import largest, one
 
 WINDOWS = [(3, 12, 3), (3, 12, 0), (3, 6, 3), (3, 6, 0), (2, 9, 3), (3, 14, 4)]
 
 
 @pytest.mark.parametrize("sizes", WINDOWS, ids=str)
 @ranks()
-def test_criterion_2_streaming_equals_the_dense_masked_forward(
+def test_streaming_equals_the_dense_masked_forward(
     context: ParallelContext, sizes: tuple[int, int, int]
 ) -> None:
     """36 frames through a cache of 12 or fewer; plain torch makes the dense mask itself."""
@@ -54,7 +54,7 @@ def test_criterion_2_streaming_equals_the_dense_masked_forward(
 
 @pytest.mark.parametrize("capacity", [30, 33])
 @ranks()
-def test_criterion_2_with_room_for_a_chunk(context: ParallelContext, capacity: int) -> None:
+def test_with_room_for_a_chunk(context: ParallelContext, capacity: int) -> None:
     """Several blocks in one pass, and more frames than the cache holds, also give the same."""
     problem = Problem(frames=42, batch=1)
     chunk, inputs = one(problem, context, torch.float64), problem.inputs(dtype=torch.float64)
@@ -71,7 +71,7 @@ def test_criterion_2_with_room_for_a_chunk(context: ParallelContext, capacity: i
 
 
 @ranks()
-def test_criterion_3_what_is_not_seen_changes_nothing(context: ParallelContext) -> None:
+def test_what_is_not_seen_changes_nothing(context: ParallelContext) -> None:
     """In one layer, through the cache: the frames before the window, exactly."""
     problem = Problem(sizes=dataclasses.replace(SIZES["tiny"], num_blocks=1), frames=18, batch=1)
     chunk, inputs = one(problem, context), problem.inputs()
@@ -84,16 +84,8 @@ def test_criterion_3_what_is_not_seen_changes_nothing(context: ParallelContext) 
         assert difference.nonzero().flatten().tolist() == list(changed)
 
 
-def snapshot(cache: KVCache) -> dict[int, torch.Tensor]:
-    """Keys and values of all blocks by frame."""
-    return {
-        f: torch.stack([x[cache.slot_of(f)] for x in (*cache.keys, *cache.values)]).clone()
-        for f in cache.frames
-    }
-
-
 @ranks()
-def test_criterion_4_repeating_a_forward_rewrites_its_block_only(context: ParallelContext) -> None:
+def test_repeating_a_forward_rewrites_its_block_only(context: ParallelContext) -> None:
     problem = Problem(frames=24, batch=1)
     chunk, inputs = one(problem, context), problem.inputs()
     cache = new_cache(chunk, problem, chunk_frames=6)
@@ -102,10 +94,10 @@ def test_criterion_4_repeating_a_forward_rewrites_its_block_only(context: Parall
     with torch.no_grad():
         for first in range(0, 24, 3):
             chunk(**frames_of(inputs, first, 3), cache=cache)
-            pointers, before = (cache.global_end, cache.local_end, cache.frames), snapshot(cache)
+            pointers, before = (cache.global_end, cache.local_end, cache.frames), held(cache)
             assert pointers[0] == (first + 3) * 8
             chunk(**frames_of(other, first, 3), cache=cache)
-            after = snapshot(cache)
+            after = held(cache)
             assert pointers == (cache.global_end, cache.local_end, cache.frames)
             changed = [f for f in after if not torch.equal(after[f], before[f])]
             assert changed == [first, first + 1, first + 2]
@@ -113,21 +105,21 @@ def test_criterion_4_repeating_a_forward_rewrites_its_block_only(context: Parall
             assert all(torch.equal(after[f], sink) for f, sink in enumerate(sinks))
         # A block further back, which is still held.
         chunk(**frames_of(inputs, 18, 3), cache=cache)
-        changed = [f for f, kv in snapshot(cache).items() if not torch.equal(kv, after[f])]
+        changed = [f for f, kv in held(cache).items() if not torch.equal(kv, after[f])]
         assert changed == [18, 19, 20] and cache.end == 24
 
 
 @ranks()
-def test_criterion_4_a_pass_that_does_not_update_writes_nothing(context: ParallelContext) -> None:
+def test_a_pass_that_does_not_update_writes_nothing(context: ParallelContext) -> None:
     problem = Problem(frames=15, batch=1)
     chunk, inputs = one(problem, context), problem.inputs()
     cache = new_cache(chunk, problem, chunk_frames=6)
     stream(chunk, cache, {**inputs, "x": inputs["x"][:, :12]}, 3)
-    before, end = snapshot(cache), cache.end
+    before, end = held(cache), cache.end
     new = chunk(**frames_of(inputs, 12, 3), cache=cache, update_cache=False)
     again = chunk(**frames_of(problem.inputs(1), 9, 3), cache=cache, update_cache=False)
     (new + again).sum().backward()
-    after = snapshot(cache)
+    after = held(cache)
     assert cache.end == end and after.keys() == before.keys()
     assert all(torch.equal(after[f], kv) for f, kv in before.items())
     want = chunk(**inputs).detach()
@@ -142,7 +134,7 @@ def test_a_failed_pass_leaves_the_cache_as_it_was(context: ParallelContext) -> N
     want = stream(chunk, cache, inputs, 3)
     cache.reset()
     stream(chunk, cache, {**inputs, "x": inputs["x"][:, :3]}, 3)
-    before = snapshot(cache)
+    before = held(cache)
 
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")
@@ -152,13 +144,13 @@ def test_a_failed_pass_leaves_the_cache_as_it_was(context: ParallelContext) -> N
         chunk(**frames_of(inputs, 3, 3), cache=cache)
     hook.remove()
     assert cache.frames == (0, 1, 2) and cache.end == 3
-    assert all(torch.equal(kv, before[f]) for f, kv in snapshot(cache).items())
+    assert all(torch.equal(kv, before[f]) for f, kv in held(cache).items())
     assert torch.equal(stream(chunk, cache, inputs, 3, start=3), want[:, 3:])
 
 
 @ranks()
-def test_criterion_8_too_small_a_capacity_is_refused(context: ParallelContext) -> None:
-    """One block less than window + chunk - block, in words; and in use (guards trap 5)."""
+def test_too_small_a_capacity_is_refused(context: ParallelContext) -> None:
+    """One block less than window + chunk - block, in words; and in use."""
     problem = Problem(frames=42, batch=1)
     chunk, inputs = one(problem, context), problem.inputs()
     for chunk_frames, needed in ((18, 27), (21, 30)):
@@ -204,7 +196,7 @@ def test_frames_out_of_order_are_refused(context: ParallelContext) -> None:
 
 
 @ranks()
-def test_criterion_15_a_new_sequence_knows_nothing_of_the_old(context: ParallelContext) -> None:
+def test_a_new_sequence_knows_nothing_of_the_old(context: ParallelContext) -> None:
     problem = Problem(frames=18)
     chunk, inputs = one(problem, context), problem.inputs()
     fresh = stream(chunk, new_cache(chunk, problem), inputs, 3)
@@ -219,7 +211,7 @@ def test_criterion_15_a_new_sequence_knows_nothing_of_the_old(context: ParallelC
 
 @ranks()
 def test_a_stored_cache_goes_on_as_the_first(context: ParallelContext) -> None:
-    """Bit for bit, also after the weights have changed: text too stays as it was made (trap 6)."""
+    """Bit for bit, also after the weights have changed: text too stays as it was made."""
     problem = Problem(frames=24)
     chunk, inputs = one(problem, context), problem.inputs()
     cache = new_cache(chunk, problem)
@@ -287,7 +279,7 @@ def test_whatever_is_run_again_the_frames_seen_are_the_last_written(
         assert keys == {f: -float(cache.values[0][cache.slot_of(f)]) for f in cache.frames}
 
 
-def test_trap_10_its_sizes_come_from_the_model() -> None:
+def test_sizes_come_from_the_model() -> None:
     shape = CacheShape(num_blocks=2, tokens=8, batch=3, num_heads=4, head_dim=16)
     cache = KVCache(
         FrameWindow(),

@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.cost.flops import flops_of_pass
 from tests.ranks import ranks
-from tests.video.model.wan.problem import BIDIRECTIONAL, Problem, frames_of, new_cache, one
+from tests.video.model.wan.problem import BIDIRECTIONAL, Problem, frames_of, new_cache
+from tests.video.networks import one
 
 
 def counted(chunk: Any, inputs: dict[str, Any]) -> tuple[float, float]:

@@ -14,17 +14,9 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.model.wan.cache import KVCache
 from megatron_ext.video.model.wan.model import VideoDiT
 from tests.ranks import ranks
-from tests.video.model.wan.names import Tensors, to_parallel
-from tests.video.model.wan.problem import (
-    CAUSAL,
-    Problem,
-    frames_of,
-    new_cache,
-    one,
-    plain_of,
-    relative,
-    stream,
-)
+from tests.video.model.wan.names import to_parallel
+from tests.video.model.wan.problem import CAUSAL, Problem, frames_of, new_cache, plain_of, stream
+from tests.video.networks import Tensors, one, relative
 
 PROBLEM = Problem(frames=21, batch=1)
 BLOCKS = range(0, 21, 3)
@@ -61,7 +53,7 @@ def one_graph(chunk: VideoDiT, inputs: dict[str, Tensor], cache: KVCache) -> Ten
 
 
 @ranks()
-def test_criterion_8_two_phases_give_the_gradient_of_one_graph(context: ParallelContext) -> None:
+def test_two_phases_give_the_gradient_of_one_graph(context: ParallelContext) -> None:
     """And both that of plain torch whose keys and values are cut between blocks."""
     chunk = one(PROBLEM, context, torch.float64)
     inputs = PROBLEM.inputs(dtype=torch.float64)
@@ -78,7 +70,7 @@ def test_criterion_8_two_phases_give_the_gradient_of_one_graph(context: Parallel
 
 
 @ranks()
-def test_criterion_8_recomputation_changes_no_gradient(context: ParallelContext) -> None:
+def test_recomputation_changes_no_gradient(context: ParallelContext) -> None:
     """In evaluation mode too, in which all networks run."""
     inputs = PROBLEM.inputs(dtype=torch.float64)
     runs, found = [], []
@@ -97,7 +89,7 @@ def test_criterion_8_recomputation_changes_no_gradient(context: ParallelContext)
 
 
 @ranks()
-def test_trap_5_recomputation_never_reads_other_keys(context: ParallelContext) -> None:
+def test_recomputation_never_reads_other_keys(context: ParallelContext) -> None:
     """A frame was dropped, or written again, before the backward pass recomputes its readers."""
     options = dataclasses.replace(CAUSAL, recompute_blocks=2)
     chunk = one(dataclasses.replace(PROBLEM, options=options), context)
@@ -114,8 +106,8 @@ def test_trap_5_recomputation_never_reads_other_keys(context: ParallelContext) -
 
 
 @ranks()
-def test_criterion_7_a_block_passes_no_gradient_to_another(context: ParallelContext) -> None:
-    """Though every pass has gradients and writes its keys (guards trap 4)."""
+def test_a_block_passes_no_gradient_to_another(context: ParallelContext) -> None:
+    """Though every pass has gradients and writes its keys."""
     chunk, inputs = one(PROBLEM, context), PROBLEM.inputs()
     x = inputs["x"].requires_grad_()
     cache = new_cache(chunk, PROBLEM, chunk_frames=21)
@@ -131,7 +123,7 @@ def test_criterion_7_a_block_passes_no_gradient_to_another(context: ParallelCont
 
 
 @ranks()
-def test_criterion_6_passes_without_gradient_make_no_graph(context: ParallelContext) -> None:
+def test_passes_without_gradient_make_no_graph(context: ParallelContext) -> None:
     chunk, inputs = one(PROBLEM, context), PROBLEM.inputs()
     flow = stream(chunk, new_cache(chunk, PROBLEM), inputs, 3)
     assert not flow.requires_grad and flow.grad_fn is None
@@ -139,8 +131,8 @@ def test_criterion_6_passes_without_gradient_make_no_graph(context: ParallelCont
 
 @pytest.mark.parametrize("number", [0, 2])
 @ranks()
-def test_criterion_9_text_is_trained(context: ParallelContext, number: int) -> None:
-    """With its cache filled, recomputed or not (guards trap 5)."""
+def test_text_is_trained(context: ParallelContext, number: int) -> None:
+    """With its cache filled, recomputed or not."""
     options = dataclasses.replace(CAUSAL, recompute_blocks=number)
     chunk = one(dataclasses.replace(PROBLEM, options=options), context)
     inputs = PROBLEM.inputs()

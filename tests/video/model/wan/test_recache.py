@@ -15,15 +15,8 @@ from megatron_ext.video.model.wan.cache import KVCache
 from megatron_ext.video.model.wan.model import VideoDiT
 from megatron_ext.video.model.wan.recache import recache
 from tests.ranks import ranks
-from tests.video.model.wan.problem import (
-    CAUSAL,
-    Problem,
-    frames_of,
-    largest,
-    new_cache,
-    one,
-    stream,
-)
+from tests.video.model.wan.problem import CAUSAL, Problem, frames_of, held, new_cache, stream
+from tests.video.networks import largest, one
 
 LONG = Problem(frames=45, batch=1)
 LENGTH = 21
@@ -38,13 +31,6 @@ def clean(problem: Problem, number: int = 0) -> dict[str, Tensor]:
 
 def first_frames(inputs: dict[str, Tensor], count: int) -> dict[str, Tensor]:
     return {**inputs, "x": inputs["x"][:, :count], "timesteps": inputs["timesteps"][:, :count]}
-
-
-def held(cache: KVCache) -> dict[int, Tensor]:
-    return {
-        f: torch.stack([x[cache.slot_of(f)] for x in (*cache.keys, *cache.values)]).clone()
-        for f in cache.frames
-    }
 
 
 def switch(
@@ -62,10 +48,8 @@ def switch(
 
 @pytest.mark.parametrize("end", [12, 21])
 @ranks()
-def test_criterion_18_the_same_prompt_gives_the_same_cache(
-    context: ParallelContext, end: int
-) -> None:
-    """With the whole history: each frame was written back under the same mask (guards trap 3)."""
+def test_the_same_prompt_gives_the_same_cache(context: ParallelContext, end: int) -> None:
+    """With the whole history: each frame was written back under the same mask."""
     chunk, inputs = one(LONG, context), clean(LONG)
     cache = new_cache(chunk, LONG, chunk_frames=21)
     stream(chunk, cache, first_frames(inputs, end), 3)
@@ -79,8 +63,8 @@ def test_criterion_18_the_same_prompt_gives_the_same_cache(
 
 
 @ranks()
-def test_criterion_19_no_attended_key_is_zero_or_old(context: ParallelContext) -> None:
-    """Frames 0 to 2 and 18 to 38 are held, all of them made anew (guards trap 1)."""
+def test_no_attended_key_is_zero_or_old(context: ParallelContext) -> None:
+    """Frames 0 to 2 and 18 to 38 are held, all of them made anew."""
     chunk, inputs = one(LONG, context), clean(LONG)
     cache = new_cache(chunk, LONG, chunk_frames=21)
     stream(chunk, cache, first_frames(inputs, 39), 3)
@@ -98,9 +82,7 @@ def test_criterion_19_no_attended_key_is_zero_or_old(context: ParallelContext) -
 
 @pytest.mark.parametrize("end", [21, 39])
 @ranks()
-def test_criterion_17_nothing_of_the_first_prompt_is_left(
-    context: ParallelContext, end: int
-) -> None:
+def test_nothing_of_the_first_prompt_is_left(context: ParallelContext, end: int) -> None:
     """The same latents under two first prompts: bit for bit the same from the switch on."""
     chunk, inputs = one(LONG, context), clean(LONG)
     second = {**inputs, "text": LONG.inputs(2)["text"]}
@@ -133,7 +115,7 @@ def test_a_window_of_frames_is_recached_as_the_dense_mask_says(context: Parallel
 
 @ranks()
 def test_sinks_may_be_kept_as_the_first_prompt_made_them(context: ParallelContext) -> None:
-    """And only then (guards trap 2): the original's `global_sink` was never read."""
+    """And only then: the original's `global_sink` was never read."""
     chunk, inputs = one(LONG, context), clean(LONG)
     cache = new_cache(chunk, LONG)
     stream(chunk, cache, first_frames(inputs, 39), 3)

@@ -8,16 +8,8 @@ from torch import Tensor
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.model.wan.model import VideoDiT
 from tests.ranks import ranks
-from tests.video.model.wan.problem import (
-    Problem,
-    frames_of,
-    gathered_weights,
-    largest,
-    new_cache,
-    one,
-    plain_model,
-    stream,
-)
+from tests.video.model.wan.problem import Problem, frames_of, new_cache, plain_of, stream
+from tests.video.networks import largest, one
 
 PROBLEM = Problem(frames=6)
 
@@ -67,10 +59,10 @@ def test_a_text_that_is_written_over_is_noticed(context: ParallelContext) -> Non
 
 
 @ranks()
-def test_criterion_17_the_cache_follows_the_text(context: ParallelContext) -> None:
+def test_the_cache_follows_the_text(context: ParallelContext) -> None:
     """After another text every block holds its keys and values, as plain torch makes them."""
     chunk, inputs = one(PROBLEM, context, torch.float64), PROBLEM.inputs(dtype=torch.float64)
-    plain = plain_model(gathered_weights([chunk]), PROBLEM.sizes)
+    plain = plain_of(chunk)
     cache = new_cache(chunk, PROBLEM)
     for text in (inputs["text"], PROBLEM.inputs(1, torch.float64)["text"]):
         stream(chunk, cache, {**inputs, "text": text}, 3, start=cache.end and 3)

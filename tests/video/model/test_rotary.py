@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.model.rotary import rotary_table, rotate
+from megatron_ext.video.model.rotary import frame_rotary_table, rotary_table, rotate
 from tests.video.model.mmdit import plain
 
 AXES, D, THETA = (4, 6, 6), 16, 10_000.0
@@ -20,7 +20,7 @@ def ids_and_heads(s: int = 12) -> tuple[Tensor, Tensor, Tensor]:
     return ids, q, k
 
 
-def test_criterion_4_text_rows_stay() -> None:
+def test_text_rows_stay() -> None:
     """Ids of zero turn nothing, to the bit."""
     ids, q, _ = ids_and_heads()
     ids[:, :5] = 0
@@ -30,7 +30,7 @@ def test_criterion_4_text_rows_stay() -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_criterion_4_scores_depend_on_distances(axis: int) -> None:
+def test_scores_depend_on_distances(axis: int) -> None:
     """q.k stays when all ids of an axis shift alike, and changes when one side's do."""
     ids, q, k = ids_and_heads()
     shifted = ids.clone()
@@ -45,7 +45,7 @@ def test_criterion_4_scores_depend_on_distances(axis: int) -> None:
     assert (scores(shifted, ids) - scores(ids, ids)).abs().max() > 0.1
 
 
-def test_criterion_4_axes_sum_to_the_head() -> None:
+def test_axes_sum_to_the_head() -> None:
     ids, *_ = ids_and_heads()
     with pytest.raises(ConfigError, match=r"`axes_dim` \(4, 6, 8\) must be 3 widths"):
         rotary_table(ids, (4, 6, 8), D, THETA)
@@ -76,3 +76,18 @@ def test_rotation_is_in_float32_and_gives_the_dtype_back() -> None:
     got = rotate(low, table)
     assert got.dtype == torch.bfloat16
     assert torch.equal(got, rotate(low.float(), table).bfloat16())
+
+
+def test_scores_depend_on_the_distance_of_frames_at_any_length() -> None:
+    """Queries times keys at frames 0, 1,000 and 100,000, where a table of 1,024 had ended."""
+    axes = (8, 4, 4)
+    q, k = torch.randn(2, 3, 1, 1, 1, sum(axes), generator=torch.Generator().manual_seed(1))
+    found = []
+    for first in (0, 1000, 100_000):
+        positions = torch.tensor([[[first + i, 2, 1]] for i in range(3)])
+        table = frame_rotary_table(positions, axes, THETA, torch.float32)
+        turned = [rotate(x, table).flatten(1) for x in (q, k)]
+        found.append(turned[0] @ turned[1].T)
+    assert not torch.allclose(found[0], found[0].T)  # the distance matters at all
+    for scores in found[1:]:
+        torch.testing.assert_close(scores, found[0], rtol=0, atol=2e-6)

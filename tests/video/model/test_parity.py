@@ -1,0 +1,141 @@
+"""Every layout of every network against plain torch on one process: loss and all gradients.
+
+Ranks of an MMDiT hold unequal numbers of image tokens wherever the sequence is cut: the first
+holds all text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.model.mmdit.options import MMDiTOptions
+from tests.ranks import run_on_ranks
+from tests.video.model.mmdit.problem import Problem as MMDiTProblem
+from tests.video.model.wan.problem import BIDIRECTIONAL, CAUSAL, streaming_step
+from tests.video.model.wan.problem import Problem as WanProblem
+from tests.video.networks import Problem, Truth, Truths, check_step, layout_of, train_step
+
+TOLERANCE = 1e-5
+DELICATE = (
+    "q_layernorm k_layernorm modulation.weight time_in pooled_in guidance_in cond_in "
+    "linear_qkv linear_proj.bias final_layer"
+).split()
+"""Parameters of the MMDiT of which at least one of each kind must have been compared."""
+SP: dict[str, Any] = {"sequence_parallel": True}
+A2A: dict[str, Any] = {"options": MMDiTOptions(cp_comm_type="a2a")}
+RECOMPUTED = MMDiTOptions(
+    cp_comm_type="a2a", recompute_double_blocks=1, recompute_single_blocks=100
+)
+LAST = {"mask": "last frame"}
+"""The first half of the ranks' tokens counts nothing: the mask sits on one rank."""
+TEXT = {"num_text": 16, "mask": "all"}
+"""A rank holds text alone."""
+
+
+def wan(options: Any, changes: dict[str, Any], **fields: Any) -> WanProblem:
+    return WanProblem(options=dataclasses.replace(options, **changes), **fields)
+
+
+def streamed(changes: dict[str, Any], **fields: Any) -> WanProblem:
+    """The student: cache filled without gradient, each block again with it."""
+    return wan(CAUSAL, changes, frames=18, streaming=True, **fields)
+
+
+def masked(changes: dict[str, Any], **fields: Any) -> WanProblem:
+    """The student on whole sequences, without a cache."""
+    return wan(CAUSAL, changes, frames=18, **fields)
+
+
+def twin(changes: dict[str, Any], **fields: Any) -> WanProblem:
+    """Critic and teacher."""
+    return wan(BIDIRECTIONAL, changes, frames=6, **fields)
+
+
+WAN_A2A, WHOLE = {"cp_comm_type": "a2a"}, {"timestep_per_frame": False}
+CASES: dict[str, tuple[dict[str, int], Problem]] = {
+    "mmdit one, last frame": ({}, MMDiTProblem(**LAST)),
+    "mmdit tp2": ({"tp": 2}, MMDiTProblem()),
+    "mmdit tp4": ({"tp": 4}, MMDiTProblem()),
+    "mmdit tp2sp": ({"tp": 2}, MMDiTProblem(**SP)),
+    "mmdit tp2sp odd text": ({"tp": 2}, MMDiTProblem(**SP, num_text=10)),
+    "mmdit pp2": ({"pp": 2}, MMDiTProblem()),
+    "mmdit pp4": ({"pp": 4}, MMDiTProblem()),
+    "mmdit pp2 zb-h1": ({"pp": 2}, MMDiTProblem(schedule="zb-h1")),
+    "mmdit pp2 interleaved": ({"pp": 2, "vpp": 2}, MMDiTProblem(schedule="interleaved")),
+    "mmdit pp2 zb-v": ({"pp": 2, "vpp": 2}, MMDiTProblem(schedule="zb-v")),
+    "mmdit cp2": ({"cp": 2}, MMDiTProblem()),
+    "mmdit cp2 a2a": ({"cp": 2}, MMDiTProblem(**A2A)),
+    "mmdit cp4": ({"cp": 4}, MMDiTProblem()),
+    "mmdit cp4 a2a": ({"cp": 4}, MMDiTProblem(**A2A)),
+    "mmdit dp2": ({"dp": 2}, MMDiTProblem()),
+    "mmdit tp2 pp2": ({"tp": 2, "pp": 2}, MMDiTProblem()),
+    "mmdit tp2sp pp2": ({"tp": 2, "pp": 2}, MMDiTProblem(**SP)),
+    "mmdit cp2 dp2": ({"cp": 2, "dp": 2}, MMDiTProblem()),
+    "mmdit tp2 cp2 pp2": ({"tp": 2, "cp": 2, "pp": 2}, MMDiTProblem()),
+    "mmdit tp2sp cp2 pp2 a2a": ({"tp": 2, "cp": 2, "pp": 2}, MMDiTProblem(**SP, **A2A)),
+    "mmdit tp2sp cp2 pp2 a2a recomputed": (
+        {"tp": 2, "cp": 2, "pp": 2},
+        MMDiTProblem(**SP, options=RECOMPUTED),
+    ),
+    "mmdit cp2, last frame": ({"cp": 2}, MMDiTProblem(**LAST)),
+    "mmdit cp2 a2a, last frame": ({"cp": 2}, MMDiTProblem(**LAST, **A2A)),
+    "mmdit cp4, last frame": ({"cp": 4}, MMDiTProblem(**LAST)),
+    "mmdit cp2 dp2, last frame": ({"cp": 2, "dp": 2}, MMDiTProblem(**LAST)),
+    "mmdit tp2sp cp2 pp2 a2a, last frame": (
+        {"tp": 2, "cp": 2, "pp": 2},
+        MMDiTProblem(**SP, **A2A, **LAST),
+    ),
+    "mmdit cp4, text alone": ({"cp": 4}, MMDiTProblem(**TEXT)),
+    "mmdit cp4 a2a, text alone": ({"cp": 4}, MMDiTProblem(**TEXT, **A2A)),
+    "wan streamed one": ({}, streamed({})),
+    "wan streamed tp2": ({"tp": 2}, streamed({})),
+    "wan streamed tp2sp": ({"tp": 2}, streamed({}, **SP)),
+    "wan streamed cp2": ({"cp": 2}, streamed({})),
+    "wan streamed cp2 a2a": ({"cp": 2}, streamed(WAN_A2A)),
+    "wan streamed tp2 cp2": ({"tp": 2, "cp": 2}, streamed({})),
+    "wan streamed tp2sp cp2 a2a recomputed": (
+        {"tp": 2, "cp": 2},
+        streamed({**WAN_A2A, "recompute_blocks": 9}, **SP),
+    ),
+    "wan streamed tp2sp cp2 recomputed": (
+        {"tp": 2, "cp": 2},
+        streamed({"recompute_blocks": 1}, **SP),
+    ),
+    "wan streamed cp4": ({"cp": 4}, streamed({})),
+    "wan masked cp2": ({"cp": 2}, masked({})),
+    "wan masked tp2sp cp2 recomputed": (
+        {"tp": 2, "cp": 2},
+        masked({"recompute_blocks": 1}, **SP),
+    ),
+    "wan twin tp2sp": ({"tp": 2}, twin({}, **SP, **WHOLE)),
+    "wan twin cp2 a2a": ({"cp": 2}, twin(WAN_A2A)),
+    "wan twin dp2": ({"dp": 2}, twin({})),
+    "wan twin pp2": ({"pp": 2}, twin({})),
+    "wan twin pp2 zb-h1": ({"pp": 2}, twin({}, schedule="zb-h1")),
+    "wan twin tp2sp pp2 recomputed": ({"tp": 2, "pp": 2}, twin({"recompute_blocks": 2}, **SP)),
+    "wan twin cp2 pp2": ({"cp": 2, "pp": 2}, twin({}, **WHOLE)),
+    "wan twin cp2 dp2": ({"cp": 2, "dp": 2}, twin({})),
+}
+
+
+@pytest.fixture(scope="module")
+def truths(tmp_path_factory: pytest.TempPathFactory) -> Truths:
+    return Truths(tmp_path_factory.mktemp("truths"))
+
+
+def check(context: ParallelContext, problem: Any, want: Truth) -> None:
+    step = streaming_step if isinstance(problem, WanProblem) and problem.streaming else train_step
+    check_step(step(problem, context), want, TOLERANCE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layouts_train_as_plain_torch(truths: Truths, name: str) -> None:
+    sizes, problem = CASES[name]
+    want = truths.of(problem)
+    if isinstance(problem, MMDiTProblem):
+        assert all(any(part in key for key in want.gradients) for part in DELICATE)
+    run_on_ranks(check, layout_of(sizes, problem.schedule), {"problem": problem, "want": want})

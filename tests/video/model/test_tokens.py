@@ -1,0 +1,145 @@
+"""Videos as tokens, against indices written out by hand, and the tokens that ranks hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_ext.errors import DataError
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.model.attention import heads_to_sequence, sequence_to_heads
+from megatron_ext.video.model.tokens import (
+    FrameTokens,
+    TokenRange,
+    condition_width,
+    frames_first,
+    pack,
+    parts_first,
+    position_ids,
+    positions,
+    token_width,
+    tokens_per_frame,
+    unpack,
+)
+from tests.ranks import ranks
+
+
+@pytest.mark.parametrize(
+    ("shape", "patch_size"), [((2, 16, 3, 4, 6), 2), ((1, 4, 5, 8, 8), 2), ((2, 8, 2, 3, 5), 1)]
+)
+def test_unpacking_is_the_exact_inverse(shape: tuple[int, ...], patch_size: int) -> None:
+    x = torch.randn(shape)
+    assert torch.equal(unpack(pack(x, patch_size), shape[2:], patch_size), x)  # type: ignore[arg-type]
+
+
+def test_order_of_tokens_and_features() -> None:
+    b, c, t, h, w, p = 2, 3, 4, 6, 8, 2
+    x = torch.arange(b * c * t * h * w).view(b, c, t, h, w)
+    tokens, positions = pack(x, p), position_ids((t, h, w), p)
+    assert tokens.shape == (b, t * 3 * 4, c * 4) and positions.shape == (t * 3 * 4, 3)
+    number = 0
+    for frame in range(t):
+        for row in range(h // p):
+            for column in range(w // p):
+                assert positions[number].tolist() == [frame, row, column]
+                for feature in range(c * p * p):
+                    channel, rest = divmod(feature, p * p)
+                    y, z = row * p + rest // p, column * p + rest % p
+                    assert torch.equal(tokens[:, number, feature], x[:, channel, frame, y, z])
+                number += 1
+
+
+def test_widths() -> None:
+    assert token_width(16, 2) == pack(torch.zeros(1, 16, 1, 2, 2), 2).size(2) == 64
+    assert condition_width(16, 2) == 68
+    assert token_width(128, 1) == 128 and condition_width(128, 1) == 129
+
+
+@pytest.mark.parametrize(
+    ("pixels", "tokens"), [((192, 336), 252), ((256, 256), 256), ((576, 1024), 2304)]
+)
+def test_tokens_of_a_frame(pixels: tuple[int, int], tokens: int) -> None:
+    assert tokens_per_frame((33, pixels[0] // 8, pixels[1] // 8), 2) == tokens
+
+
+def test_sizes_that_patches_do_not_fill_are_refused() -> None:
+    with pytest.raises(DataError, match=r"Latents of 7 x 8 must be divisible by the patch size"):
+        pack(torch.zeros(1, 4, 1, 7, 8), 2)
+    with pytest.raises(DataError, match=r"\(1, 7, 16\) must be \[b, 8, c \* 4\]"):
+        unpack(torch.zeros(1, 7, 16), (2, 4, 4), 2)
+    with pytest.raises(DataError, match=r"\(1, 8, 18\) must be \[b, 8, c \* 4\]"):
+        unpack(torch.zeros(1, 8, 18), (2, 4, 4), 2)
+
+
+@pytest.mark.parametrize(("num_text", "num_image", "size"), [(8, 48, 4), (20, 12, 4), (0, 6, 3)])
+def test_parts_are_equal_and_make_the_whole(num_text: int, num_image: int, size: int) -> None:
+    joint = [("text", i) for i in range(num_text)] + [("image", i) for i in range(num_image)]
+    held = []
+    for rank in range(size):
+        part = TokenRange.whole(num_text, num_image).part(rank, size)
+        text = joint[:num_text][part.text]
+        image = joint[num_text:][part.image]
+        assert len(part) == len(joint) // size == len(text) + len(image)
+        assert part.local_text == len(text)
+        held += text + image
+    assert held == joint
+
+
+def test_a_part_may_hold_text_alone() -> None:
+    first = TokenRange.whole(16, 48).part(0, 4)
+    assert (first.local_text, first.image) == (16, slice(0, 0))
+
+
+def test_parts_of_parts() -> None:
+    """Those of tensor-parallel ranks follow one another within the context-parallel rank's."""
+    whole = TokenRange.whole(10, 46)
+    nested = [whole.part(c, 2).part(t, 2) for c in range(2) for t in range(2)]
+    assert nested == [whole.part(i, 4) for i in range(4)]
+
+
+def test_unequal_parts_are_refused() -> None:
+    with pytest.raises(DataError, match="8 text and 49 image tokens gives a part of 57 tokens"):
+        TokenRange.whole(8, 49).part(0, 2)
+
+
+@ranks(cp=4)
+def test_heads_are_traded_for_sequence_and_back(context: ParallelContext) -> None:
+    group = context.pgs.cp
+    full = torch.arange(8 * 2 * 8 * 3, dtype=torch.float32).view(8, 2, 8, 3)
+    own = full.chunk(4)[group.rank()].clone().requires_grad_()
+    traded = heads_to_sequence(own, group)
+    assert torch.equal(traded, full.chunk(4, dim=2)[group.rank()])
+    back = sequence_to_heads(traded, group)
+    assert torch.equal(back, own)
+    (back * full.chunk(4)[group.rank()]).sum().backward()
+    assert torch.equal(own.grad, full.chunk(4)[group.rank()])  # type: ignore[arg-type]
+
+
+def test_ranks_hold_every_token_of_every_frame_once() -> None:
+    held = [
+        token
+        for cp in range(2)
+        for tp in range(3)
+        for token in range(24)[FrameTokens(6, 2, 4, 6, cp, 2, tp, 3).held]
+    ]
+    assert held == list(range(24))
+    assert FrameTokens(6, 2, 4, 6, 1, 2, 2, 3).cp_slice == slice(12, 24)
+
+
+def test_frames_of_parts_and_back() -> None:
+    """Two ranks hold half of the four tokens of each of three frames."""
+    video = torch.arange(3 * 4 * 2).view(3, 4, 2)
+    parts = torch.cat([video[:, :2].flatten(0, 1), video[:, 2:].flatten(0, 1)])
+    assert torch.equal(frames_first(parts, 2, 3), video)
+    assert torch.equal(parts_first(video, 2), parts)
+
+
+def test_positions_are_absolute_and_those_of_the_chunk() -> None:
+    tokens = FrameTokens(first_frame=6, num_frames=2, rows=2, columns=3, cp_rank=1, cp_size=2)
+    want = [[[f, 1, c] for c in range(3)] for f in (6, 7)]
+    assert positions(tokens, torch.device("cpu")).tolist() == want
+
+
+def test_frames_that_cannot_be_shared_out_are_refused() -> None:
+    with pytest.raises(DataError, match=r"a frame of 2 x 3 = 6 tokens must be divisible by the"):
+        FrameTokens(0, 1, 2, 3, 0, 2, 0, 2)
