@@ -48,27 +48,29 @@ from megatron_ext.video.model.wan.cache import KVCache
 from megatron_ext.video.model.wan.model import VideoDiT
 from megatron_ext.video.model.wan.options import VideoDiTOptions
 from megatron_ext.video.model.wan.recache import recache
-from megatron_ext.video.streaming.loss import DMDConfig
-from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedule
-from megatron_ext.video.streaming.options import Prompts, StreamingOptions, passes
+from megatron_ext.video.streaming.config import StreamingConfig
+from megatron_ext.video.streaming.decisions import passes
+from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
 from megatron_ext.video.streaming.rollout import Generator
 from megatron_ext.video.streaming.scores import (
-    critic_chunk_loss,
+    Scores,
+    critic_clip_loss,
     generator_direction,
     generator_losses,
-    noised_chunk,
+    noised_clip,
 )
 from megatron_ext.video.streaming.sequence import Replica, StreamingSequence
+from megatron_ext.video.streaming.state import Prompts
 from tests.video.streaming.analytic import MixtureTeacher, sliced_wasserstein
 
-OPTIONS = StreamingOptions(
-    block=2,
+OPTIONS = StreamingConfig(
+    frame_block=2,
     chunk_frames=4,
     min_new_frames=2,
     max_new_frames=2,
     sequence_lengths=(12,),
     recache_frames=4,
-    switch_prompts=False,
+    switches=False,
 )
 """Five chunks a sequence, which with five critic steps for one of the generator does not alias."""
 WINDOW = FrameWindow(block=2, window=6, sink=2)
@@ -99,7 +101,7 @@ class Toy:
     """Generator, its average, critic and teacher, on the device of the rank."""
 
     def __init__(self, context: ParallelContext, settings: Settings) -> None:
-        self.settings, self.schedule = settings, NoiseSchedule(NoiseConfig())
+        self.settings, self.schedule = settings, NoiseSchedule(StreamingConfig())
         causal = VideoDiTOptions(window=WINDOW, zero_head=False)
         self.generator, self.average = (build_network(context, SIZES, causal) for _ in range(2))
         bidirectional = VideoDiTOptions(zero_head=False)
@@ -109,7 +111,7 @@ class Toy:
         self.sequence = self.sequence_of(self.generator, Replica(SEED, settings.batch), OPTIONS)
 
     def sequence_of(
-        self, network: VideoDiT, replica: Replica, options: StreamingOptions
+        self, network: VideoDiT, replica: Replica, options: StreamingConfig
     ) -> StreamingSequence:
         """Return sequences of a generator."""
         height, width = MEANS.shape[2:]
@@ -137,14 +139,11 @@ class Toy:
             yield loss
 
     def _generator_step(self, optimizer: torch.optim.Optimizer) -> None:
-        chunk = self.sequence.next_chunk(trains_generator=True)
+        chunk = self.sequence.next_clip(trains_generator=True)
         direction = generator_direction(
             chunk,
-            noised_chunk(chunk, self.schedule, SEED, "generator"),
-            critic=self.critic,
-            teacher=self.teacher,
-            negative_text=torch.zeros(1, 1, SIZES.text_width),
-            config=DMDConfig(),
+            noised_clip(chunk, self.schedule, SEED, "generator"),
+            Scores(self.critic, self.teacher, torch.zeros(1, 1, SIZES.text_width)),
         )
         optimizer.zero_grad()
         for total, _, _ in generator_losses(chunk, direction, self.sequence):
@@ -159,9 +158,9 @@ class Toy:
                 a.lerp_(b, 1 - self.settings.average_decay)
 
     def _critic_step(self, optimizer: torch.optim.Optimizer) -> float:
-        chunk = self.sequence.next_chunk(trains_generator=False)
-        noised = noised_chunk(chunk, self.schedule, SEED, "critic")
-        total, count, _ = critic_chunk_loss(chunk, noised, self.critic)
+        chunk = self.sequence.next_clip(trains_generator=False)
+        noised = noised_clip(chunk, self.schedule, SEED, "critic")
+        total, count, _ = critic_clip_loss(chunk, noised, self.critic)
         optimizer.zero_grad()
         (total / count).backward()
         torch.nn.utils.clip_grad_norm_(self.critic.parameters(), CLIP)
@@ -174,7 +173,7 @@ class Toy:
         sequence = self.sequence_of(self.average, Replica(SEED + 1, batch), options)
         frames = []
         while not frames or sequence.can_generate_more:
-            chunk = sequence.next_chunk(trains_generator=False)
+            chunk = sequence.next_clip(trains_generator=False)
             frames.append(chunk.latents[:, chunk.first_new - chunk.end :].flatten(0, 1))
         return torch.cat(frames).double().cpu()
 

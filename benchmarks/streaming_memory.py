@@ -1,9 +1,9 @@
 """Activations of a two-phase rollout beside those of a rollout in one graph.
 
-The causal video DiT extends a sequence by a chunk and takes the gradient of the distribution
+The causal video DiT extends a sequence by a clip and takes the gradient of the distribution
 matching loss, once in two phases, where each block's exit step is run again and its backward pass
 follows at once, and once with all exit steps in one graph. What autograd keeps for backward passes
-is counted while it is kept, each block of memory once, parameters not. Before the chunk the window
+is counted while it is kept, each block of memory once, parameters not. Before the clip the window
 is full, so that all blocks see as many frames.
 
 Three more columns: what two phases keep for each block (the input of its exit step), the cache,
@@ -49,13 +49,14 @@ from megatron_ext.video.model.wan.cache import KVCache
 from megatron_ext.video.model.wan.model import VideoDiT
 from megatron_ext.video.model.wan.options import VideoDiTOptions
 from megatron_ext.video.model.wan.recache import recache
-from megatron_ext.video.streaming import options as draws
+from megatron_ext.video.streaming import decisions
+from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.loss import dmd_loss
-from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedule
-from megatron_ext.video.streaming.options import Prompts, StreamingOptions
-from megatron_ext.video.streaming.rollout import Generator, StreamChunk
+from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
+from megatron_ext.video.streaming.rollout import Generator, StreamClip
 from megatron_ext.video.streaming.scores import generator_losses
 from megatron_ext.video.streaming.sequence import Replica, StreamingSequence
+from megatron_ext.video.streaming.state import Prompts
 
 WINDOW = FrameWindow(block=3, window=12, sink=3)
 TEXT_LENGTH = 8
@@ -128,21 +129,21 @@ def measure(
     sizes: VideoDiTSizes,
     height: int = 16,
 ) -> Found:
-    """Generate a chunk of so many frame blocks and take the gradient of its loss."""
+    """Generate a clip of so many frame blocks and take the gradient of its loss."""
     options = VideoDiTOptions(window=WINDOW, zero_head=False)
     network = build_network(context, sizes, options, deviation=0.1)
     sequence = sequence_of(network, WINDOW.block * num_blocks, two_phase=two_phase, height=height)
     while sequence.state is None or sequence.state.current_length < WINDOW.window - WINDOW.block:
-        sequence.next_chunk(trains_generator=False)
+        sequence.next_clip(trains_generator=False)
     saved = SavedTensors(network.parameters())
     with saved.hooks():
-        chunk = sequence.next_chunk(trains_generator=True)
-        backward(chunk, sequence)
+        clip = sequence.next_clip(trains_generator=True)
+        backward(clip, sequence)
     cache = sequence.generator.cache
     assert isinstance(cache, KVCache)
     return Found(
         peak=saved.peak,
-        exit_inputs=sum(block.step.x.nbytes for block in chunk.blocks),
+        exit_inputs=sum(block.step.x.nbytes for block in clip.blocks),
         cache=cache.num_bytes,
         gradients={n: p.grad for n, p in network.named_parameters() if p.grad is not None},
     )
@@ -151,27 +152,26 @@ def measure(
 def sequence_of(
     network: VideoDiT, frames: int, *, two_phase: bool, height: int
 ) -> StreamingSequence:
-    """Return a sequence that grows by so many frames a chunk, long enough to fill the window."""
+    """Return a sequence that grows by so many frames a clip, long enough to fill the window."""
     sizes, weight = network.sizes, next(network.parameters())
-    options = StreamingOptions(
-        block=WINDOW.block,
+    streaming = StreamingConfig(
+        frame_block=WINDOW.block,
         chunk_frames=frames,
         min_new_frames=frames,
         max_new_frames=frames,
         sequence_lengths=(WINDOW.window + 2 * frames,),
         recache_frames=WINDOW.block,
-        switch_prompts=False,
         two_phase=two_phase,
     )
 
     def prompts(samples: Sequence[int]) -> Prompts:
         shape = (TEXT_LENGTH, sizes.text_width)
-        return Prompts(draws.noise(SEED, samples, shape, "prompt", like=weight.detach()))
+        return Prompts(decisions.noise(SEED, samples, shape, "prompt", like=weight.detach()))
 
     cache = network.new_cache(1, height, height, chunk_frames=frames)
     return StreamingSequence(
-        options,
-        Generator(network, cache, NoiseSchedule(NoiseConfig())),
+        streaming,
+        Generator(network, cache, NoiseSchedule(streaming)),
         recache=recache,
         prompts=prompts,
         replica=Replica(SEED),
@@ -179,17 +179,17 @@ def sequence_of(
     )
 
 
-def backward(chunk: StreamChunk, sequence: StreamingSequence) -> None:
+def backward(clip: StreamClip, sequence: StreamingSequence) -> None:
     """Run the backward pass with some direction D; its numbers do not change what is kept."""
-    latents = chunk.latents
+    latents = clip.latents
     shape = latents.shape[1:]
-    direction = draws.noise(SEED, chunk.samples, shape, "direction", like=latents.detach())
-    count = chunk.mask.sum()
-    if sequence.options.two_phase:
-        for total, _, _ in generator_losses(chunk, direction, sequence):
+    direction = decisions.noise(SEED, clip.samples, shape, "direction", like=latents.detach())
+    count = clip.mask.sum()
+    if sequence.streaming.two_phase:
+        for total, _, _ in generator_losses(clip, direction, sequence):
             (total / count).backward()
     else:
-        (dmd_loss(latents, direction=direction, mask=chunk.mask)[0] / count).backward()
+        (dmd_loss(latents, direction=direction, mask=clip.mask)[0] / count).backward()
 
 
 def difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

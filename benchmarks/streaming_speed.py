@@ -51,8 +51,9 @@ from megatron_ext.video.model.wan.attention import FrameWindow
 from megatron_ext.video.model.wan.cache import KVCache
 from megatron_ext.video.model.wan.model import VideoDiT
 from megatron_ext.video.model.wan.options import VideoDiTOptions
-from megatron_ext.video.streaming import options as draws
-from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedule
+from megatron_ext.video.streaming import decisions
+from megatron_ext.video.streaming.config import StreamingConfig
+from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
 from megatron_ext.video.streaming.rollout import Generator
 
 BLOCK, SINK, TEXT_LENGTH = 3, 3, 8
@@ -111,13 +112,17 @@ class Video:
         sizes, weight = network.sizes, next(network.parameters()).detach()
         self.observed = Observed(network)
         self.cache: KVCache = network.new_cache(1, height, height)
-        self.text = draws.noise(
+        self.text = decisions.noise(
             SEED, range(1), (TEXT_LENGTH, sizes.text_width), "prompt", like=weight
         )
         self.noise = functools.partial(
-            draws.block_noise, SEED, range(1), (BLOCK, sizes.channels, height, height), like=weight
+            decisions.block_noise,
+            SEED,
+            range(1),
+            (BLOCK, sizes.channels, height, height),
+            like=weight,
         )
-        self.schedule = NoiseSchedule(NoiseConfig())
+        self.schedule = NoiseSchedule(StreamingConfig())
 
     def grow(self, *, observed: bool = False) -> float:
         """Generate the next block with all denoising steps; return the seconds that it took."""

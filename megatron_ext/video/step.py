@@ -29,7 +29,7 @@ from megatron_ext.video.model.mmdit.options import MMDiTOptions
 from megatron_ext.video.model.tokens import grid, pack
 from megatron_ext.video.model.wan.model import VideoDiT
 from megatron_ext.video.model.wan.options import VideoDiTOptions, stage_blocks
-from megatron_ext.video.streaming.configuration import window_of
+from megatron_ext.video.streaming.rules import window_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

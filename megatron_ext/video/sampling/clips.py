@@ -1,7 +1,4 @@
-"""Sampled clips as files that a person can watch: mp4, a contact sheet and a list.
-
-H.264 files that are written frame by frame.
-"""
+"""Sampled clips as files that a person can watch: mp4, a contact sheet and a list."""
 
 from __future__ import annotations
 
@@ -24,17 +21,19 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.sampling.requests import ClipRequest
 
 _CONSTANT_QUALITY = {"crf": "17"}
-"""Of x264, where differences can hardly be seen."""
+"""The quality of x264 at which differences can hardly be seen."""
 _FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof", "flush_packets": "1"}
 """What was written can be played before the file is whole, and its index is not kept in memory."""
 _FRAGMENT = 2  # seconds
 
 
 class Mp4Writer:
-    """One clip; an odd height or width gains a row or column, which the format needs.
+    """An H.264 file of one clip, written frame by frame.
+
+    An odd height or width gains a row or column, which the format needs.
 
     Args:
-        path: of the file.
+        path: name of the file.
         fps: frames per second.
         growing: the file can be played while it grows.
 
@@ -70,14 +69,17 @@ class Mp4Writer:
             self._container.close()
 
     def abandon(self) -> None:
-        """Let go of a file that is not to be finished."""
+        """Close a file that is not to be finished."""
         # Whatever goes wrong here follows from the error that ended the writing.
         with suppress(Exception):
             self._container.close()
 
 
 def as_bytes(pixels: Tensor) -> NDArray[np.uint8]:
-    """``[P, 3, f, H, W]`` in [-1, 1], beyond it cut off, to ``[P, f, H, W, 3]``."""
+    """Return pixels ``[P, 3, f, H, W]`` as bytes ``[P, f, H, W, 3]``.
+
+    The range is [-1, 1]; values beyond it are cut off.
+    """
     scaled = ((pixels.detach().float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
     frames: NDArray[np.uint8] = scaled.cpu().permute(0, 2, 3, 4, 1).contiguous().numpy()
     return frames
@@ -92,7 +94,7 @@ def _av() -> Any:
 
 
 def missing(package: str) -> ConfigError:
-    """The error about a package of the extra ``video``."""
+    """Return the error about a missing package of the extra ``video``."""
     return ConfigError(
         f"Writing clips needs the package {package}, which is not installed; run "
         "`pip install 'megatron-ext[video]'`."
@@ -131,11 +133,11 @@ def write_clips(
     Samples that lie there already are replaced; a folder with anything else is left alone.
 
     Args:
-        folder: to be made.
-        pixels: of the clips, ``[P, 3, f, H, W]`` in [-1, 1]; beyond it they are cut off.
-        requests: P that they were sampled for.
+        folder: the folder to make.
+        pixels: ``[P, 3, f, H, W]`` in [-1, 1]; values beyond it are cut off.
+        requests: the P requests that the clips were sampled for.
         fps: frames per second.
-        seed: of their noise.
+        seed: seed of the noise.
         facts: more to be noted of each clip, such as the iteration of the model.
 
     Raises:
@@ -148,19 +150,28 @@ def write_clips(
     writing = open_folder(target)
     try:
         frames = as_bytes(pixels)
-        rows = _rows(frames, requests, fps, seed, facts or {})
-        for row, clip in zip(rows, frames, strict=True):
-            write_mp4(writing / row["path"], clip, fps)
-        contact_sheet([request.text for request in requests], frames, writing / CONTACT_SHEET)
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (writing / LIST).write_text(lines, "utf-8")
+        for number, clip in enumerate(frames):
+            with closing(Mp4Writer(writing / clip_name(number), fps)) as writer:
+                writer.append(clip)
+        titles = [request.text for request in requests]
+        counts = [frames.shape[1]] * len(frames)
+        describe(
+            writing,
+            requests,
+            titles,
+            list(frames),
+            num_frames=counts,
+            fps=fps,
+            seed=seed,
+            facts=facts or {},
+        )
         publish(writing, target)
     finally:
         shutil.rmtree(writing, ignore_errors=True)
 
 
 def open_folder(target: Path) -> Path:
-    """A folder to write samples into, beside their own; see `publish`.
+    """Make and return a folder to write samples into, beside the target; see `publish`.
 
     Raises:
         DataError: the folder exists and holds other files.
@@ -178,7 +189,7 @@ def open_folder(target: Path) -> Path:
 
 
 def publish(writing: Path, target: Path) -> None:
-    """Give the folder its name; older samples of this name go only after that."""
+    """Rename the folder to its target; older samples of this name are removed only after that."""
     older = target.with_name(f".{target.name}.older")
     if target.exists():
         shutil.rmtree(older, ignore_errors=True)
@@ -187,35 +198,73 @@ def publish(writing: Path, target: Path) -> None:
     shutil.rmtree(older, ignore_errors=True)
 
 
-def write_mp4(path: Path, frames: NDArray[np.uint8], fps: int) -> None:
-    """One clip as H.264; an odd height or width gains a row or column, which the format needs.
+def describe(
+    folder: Path,
+    requests: Sequence[Any],
+    titles: Sequence[str],
+    clips: Sequence[NDArray[np.uint8]],
+    *,
+    num_frames: Sequence[int],
+    fps: int,
+    seed: int,
+    facts: Mapping[str, Any],
+) -> None:
+    """Write `CONTACT_SHEET` and `LIST` beside the clips of a folder.
 
     Args:
-        path: of the file.
-        frames: ``[f, H, W, 3]``.
+        folder: where the clips are, named by `clip_name`.
+        requests: the dataclass that each clip was sampled for, in the order of their numbers.
+        titles: line of each clip in the contact sheet.
+        clips: all or some frames of each, from the first to the last, ``[f, H, W, 3]``.
+        num_frames: number of frames of each clip.
         fps: frames per second.
+        seed: seed of the noise.
+        facts: more to be noted of each clip.
 
     Raises:
-        ConfigError: PyAV is not installed.
+        ConfigError: pillow is not installed.
     """
-    with closing(Mp4Writer(path, fps)) as writer:
-        writer.append(frames)
+    _, height, width, _ = clips[0].shape
+    rows = [
+        {
+            "path": clip_name(number),
+            **asdict(request),
+            "seed": seed,
+            "number": number,
+            "num_frames": count,
+            "height": height,
+            "width": width,
+            "fps": fps,
+            **facts,
+        }
+        for number, (request, count) in enumerate(zip(requests, num_frames, strict=True))
+    ]
+    contact_sheet(titles, np.stack(clips), folder / CONTACT_SHEET)
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (folder / LIST).write_text(lines, "utf-8")
+
+
+def shown_frames(num_frames: int) -> NDArray[np.int_]:
+    """Return the numbers of the frames that a contact sheet shows, from the first to the last."""
+    shown = np.linspace(0, num_frames - 1, min(num_frames, SHEET_FRAMES))
+    numbers: NDArray[np.int_] = shown.round().astype(int)
+    return numbers
 
 
 def contact_sheet(titles: Sequence[str], clips: NDArray[np.uint8], path: Path) -> None:
-    """One row for each clip: its caption, below it frames from the first to the last.
+    """Draw a row for each clip: its caption, and below it frames from the first to the last.
 
     Args:
         titles: captions.
         clips: ``[P, f, H, W, 3]``.
-        path: of the PNG.
+        path: name of the PNG.
 
     Raises:
         ConfigError: pillow is not installed.
     """
     image, draw, font = _pillow()
     _, num_frames, height, width, _ = clips.shape
-    shown = np.linspace(0, num_frames - 1, min(num_frames, SHEET_FRAMES)).round().astype(int)
+    shown = shown_frames(num_frames)
     scale = min(1.0, SHEET_SIDE / max(height, width))
     size = (max(1, round(width * scale)), max(1, round(height * scale)))
     step = TITLE + size[1] + GAP
@@ -231,7 +280,7 @@ def contact_sheet(titles: Sequence[str], clips: NDArray[np.uint8], path: Path) -
 
 
 def _shortened(title: str, fits: Any) -> str:
-    """The title in one line, with dots where it must end early."""
+    """Return the title in one line, with dots where it must end early."""
     line = " ".join(title.split())
     if fits(line):
         return line
@@ -256,26 +305,11 @@ def _check(pixels: Tensor, requests: Sequence[ClipRequest], fps: int) -> None:
 
 
 def _is_ours(target: Path) -> bool:
-    """Nothing would be lost with this folder but samples."""
+    """Return whether nothing but samples would be lost with this folder."""
     if not target.is_dir() or target.is_symlink():
         return False
     names = {path.name for path in target.iterdir()}
     return all(name in (CONTACT_SHEET, LIST) or _CLIP.fullmatch(name) for name in names)
-
-
-def _rows(
-    frames: NDArray[np.uint8],
-    requests: Sequence[ClipRequest],
-    fps: int,
-    seed: int,
-    facts: Mapping[str, Any],
-) -> list[dict[str, Any]]:
-    _, num_frames, height, width, _ = frames.shape
-    shape = {"num_frames": num_frames, "height": height, "width": width, "fps": fps}
-    return [
-        {"path": clip_name(i), **asdict(request), "seed": seed, "number": i, **shape, **facts}
-        for i, request in enumerate(requests)
-    ]
 
 
 def _pillow() -> tuple[Any, Any, Any]:

@@ -1,4 +1,4 @@
-"""What clips are asked for: captions, and references that are read and encoded for them."""
+"""Requests for clips: captions, and references that are read and encoded for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SampleShape:
 
     Attributes:
         num_frames: f; 1 for images.
-        height, width: pixels.
+        height, width: size in pixels.
         fps: frames per second, which the caption tells the model.
 
     Raises:
@@ -54,7 +54,7 @@ class SampleShape:
 
 @dataclass(frozen=True)
 class ClipRequest:
-    """One clip that is asked for.
+    """A request for one clip.
 
     Attributes:
         text: caption without suffix.
@@ -91,7 +91,7 @@ class EncodedRequests:
     """Requests as the sampler takes them, on the CPU.
 
     Attributes:
-        latent_shape: of one clip, (c, t, h, w).
+        latent_shape: shape of one clip, (c, t, h, w).
         text: captions, ``[P, l, d]`` and ``[P, e]``.
         null: the empty caption, ``[1, k, d]`` and ``[1, e]``.
         references: ``[P, c, t, h, w]`` and ``[P, t]``; None if no request has one.
@@ -127,9 +127,9 @@ def read_prompts(
     """Read a text file with a caption in each line, or a jsonl; empty lines are left out.
 
     Args:
-        path: of the file.
-        of_line: makes a request of a caption and the file.
-        of_row: makes one of a row with ``text`` and perhaps other fields of ``kind``; may raise
+        path: name of the file.
+        of_line: makes a request from a caption and the file.
+        of_row: makes one from a row with ``text`` and perhaps other fields of ``kind``; may raise
             ConfigError, ValueError or TypeError.
         kind: the dataclass of requests.
 
@@ -147,7 +147,7 @@ def read_prompts(
     found = [
         of_line(line.strip(), source)
         if source.suffix != ".jsonl"
-        else _row(line, source, number, of_row, kind)
+        else _request_of(line, source, number, of_row, kind)
         for number, line in enumerate(lines, 1)
         if line.strip()
     ]
@@ -156,29 +156,48 @@ def read_prompts(
     return found
 
 
-def _row(
+def _request_of(
     line: str,
     source: Path,
     number: int,
     of_row: Callable[[dict[str, Any], Path], Request],
     kind: type[Any],
 ) -> Request:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise _bad_row(source, number, f"is no JSON ({error})") from None
-    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-        raise _bad_row(source, number, "has no `text`")
     known = [field.name for field in fields(kind)]
-    if unknown := sorted(row.keys() - set(known)):
-        raise _bad_row(source, number, f"has {unknown}, but may have {known}")
-    for name in ("reference", "mode"):
-        if not isinstance(row.get(name), str | None):
-            raise _bad_row(source, number, f"has `{name}` {row[name]!r}, which is no text")
+    row = read_row(line, source, number, known, texts=("reference", "mode"))
     try:
         return of_row(row, source)
     except (ConfigError, ValueError, TypeError) as error:
-        raise _bad_row(source, number, f"is refused ({error})") from None
+        raise bad_row(source, number, f"is refused ({error})") from None
+
+
+def read_row(
+    line: str, source: Path, number: int, known: Sequence[str], texts: Sequence[str]
+) -> dict[str, Any]:
+    """Return a row of a jsonl of prompts.
+
+    Args:
+        line: the row as it stands in the file.
+        source: the file.
+        number: number of the line, counted from 1.
+        known: names that a row may have; it must have ``text``.
+        texts: names whose values must be texts.
+
+    Raises:
+        DataError: the row is of no use.
+    """
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise bad_row(source, number, f"is no JSON ({error})") from None
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+        raise bad_row(source, number, "has no `text`")
+    if unknown := sorted(row.keys() - set(known)):
+        raise bad_row(source, number, f"has {unknown}, but may have {list(known)}")
+    for name in texts:
+        if not isinstance(row.get(name), str | None):
+            raise bad_row(source, number, f"has `{name}` {row[name]!r}, which is no text")
+    return row
 
 
 def _request(row: dict[str, Any], source: Path) -> ClipRequest:
@@ -193,7 +212,8 @@ def _request(row: dict[str, Any], source: Path) -> ClipRequest:
     )
 
 
-def _bad_row(source: Path, line: int, what: str) -> DataError:
+def bad_row(source: Path, line: int, what: str) -> DataError:
+    """Return the error about a row of a jsonl that is of no use."""
     return DataError(f"{source} line {line} {what}; mend the row or take it out.")
 
 
@@ -209,11 +229,11 @@ def encode_requests(
     """Encode captions with the suffix of training, and references at the size of the clips.
 
     Args:
-        requests: P of them.
-        shape: of the clips.
-        codec, text_encoder: those of the training data.
+        requests: the P requests.
+        shape: pixels of the clips.
+        codec, text_encoder: encoders of the training data.
         null: the empty caption of training; None encodes it.
-        conditions: of training, for the lengths of v2v references.
+        conditions: conditions of training, which give the lengths of v2v references.
 
     Raises:
         ConfigError: a shape that the codec does not take.
@@ -239,7 +259,7 @@ def encode_requests(
 
 
 def _encoded(encoder: TextEncoder, captions: Sequence[str]) -> Text:
-    """One by one, for the memory of large encoders."""
+    """Encode captions one by one, for the memory of large encoders."""
     pairs = [encoder.encode([caption]) for caption in captions]
     return Text(*(torch.cat(parts).cpu() for parts in zip(*pairs, strict=True)))
 
@@ -272,20 +292,23 @@ def _placed(
     codec: VideoCodec,
     conditions: ConditionConfig,
 ) -> Tensor:
-    """Latents of a request's references at their places, ``[c, t, h, w]``.
+    """Return the latents of a request's references at their places, ``[c, t, h, w]``.
 
     Each section is encoded by itself, as in training.
     """
-    pieces = []
+    placed = []
     for section in sections(request.mode, latent_shape[1], conditions):
         count = (section.length - 1) * codec.temporal + 1
         pixels = _frames(request, count, shape, at_end=section.start > 0)
-        pieces.append((section, codec.encode(pixels[None])[0].cpu()))
-    return place_references(pieces, latent_shape, torch.float32)
+        placed.append((section, codec.encode(pixels[None])[0].cpu()))
+    return place_references(placed, latent_shape, torch.float32)
 
 
 def _frames(request: ClipRequest, count: int, shape: SampleShape, *, at_end: bool) -> Tensor:
-    """First or last frames of a reference near the frame rate of the clips, ``[3, f, H, W]``."""
+    """Return the first or last frames of a reference, ``[3, f, H, W]``.
+
+    They are taken near the frame rate of the clips.
+    """
     assert request.reference is not None
     clip = Clip(request.reference, request.text)
     found = probe(clip)

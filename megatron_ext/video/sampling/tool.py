@@ -1,9 +1,9 @@
-"""tools/sample_video.py: clips from a training checkpoint, in any layout."""
+"""The program tools/sample_video.py: sample clips from a training checkpoint, in any layout."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +27,11 @@ if TYPE_CHECKING:
 
 _STORED = ("mmdit", "video_dit", "flow", "conditions", *ENCODING)
 """Sections of the checkpoint's configuration that decide what the model is and how it samples."""
-
-
 _DATA = ("video_data_path", "video_buckets", "online_encoding")
 
 
 def stored_of(argv: Sequence[str]) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """The configuration of the checkpoint, and what the command line says by section.
+    """Return the configuration of the checkpoint, and the values of the command line by section.
 
     Raises:
         ConfigError: no ``--load``, no captions, no folder for the clips, or no video model.
@@ -60,7 +58,7 @@ def stored_of(argv: Sequence[str]) -> tuple[dict[str, Any], Mapping[str, Any]]:
 
 
 def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
-    """Values of flags as the checkpoint has them; the command line wins over them.
+    """Return values of flags as the checkpoint has them; the command line wins over them.
 
     Raises:
         ConfigError: see `stored_of`; or a checkpoint of streaming long-tuning.
@@ -95,7 +93,7 @@ def _of_stored(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def averaged(stored: Mapping[str, Any], sample: Mapping[str, Any]) -> bool:
-    """Whether to sample with averaged weights: they are kept, and ``--sample-ema`` is on."""
+    """Return whether averaged weights are kept, and ``--sample-ema`` is on."""
     return bool(stored["ema"]["ema_decay"]) and sample.get("sample_ema", True)
 
 
@@ -114,23 +112,37 @@ def sample_at_once(run: Run) -> None:
 
 
 def sample_video(task: TaskOrChoice, argv: Sequence[str]) -> int:
-    """The program.
+    """Run the program, and return its exit code.
 
     Args:
-        task: of pretrain_video.py.
+        task: the task of pretrain_video.py.
         argv: the words after the program's name.
-
-    Returns:
-        Its exit code.
     """
-    try:
-        defaults = {} if {"-h", "--help"} & {*argv} else defaults_of(argv)
-    except MegatronExtError as error:
-        return refuse(error)
 
     def sampling(config: RunConfig) -> Task:
         return dataclasses.replace(
             choose(task, config), preflight=prepare_sampling, datasets=no_datasets, callbacks=()
         )
 
-    return main(sampling, argv, defaults=defaults, work=sample_at_once)
+    return run_sampling(sampling, argv, defaults_of, sample_at_once)
+
+
+def run_sampling(
+    task: TaskOrChoice,
+    argv: Sequence[str],
+    defaults_of: Callable[[Sequence[str]], Mapping[str, Any]],
+    sample: Callable[[Run], None],
+) -> int:
+    """Start the ranks of a sampling program, and return its exit code.
+
+    Args:
+        task: gives the model.
+        argv: the words after the program's name.
+        defaults_of: returns the defaults that the checkpoint named in these words gives.
+        sample: called on all ranks in place of training.
+    """
+    try:
+        defaults = {} if {"-h", "--help"} & {*argv} else defaults_of(argv)
+    except MegatronExtError as error:
+        return refuse(error)
+    return main(task, argv, defaults=defaults, work=sample)

@@ -39,8 +39,7 @@ _NETWORKS = ("generator_size", "critic_size", "teacher_size", "latent_channels",
 class StreamingConfig:
     """The three networks of ``--task streaming``, and what they are trained on.
 
-    `video.streaming.options.StreamingOptions`, `video.streaming.noise_schedule.NoiseConfig` and
-    `video.streaming.loss.DMDConfig` explain the fields that they share, and check them.
+    `video.streaming.rules` checks how they fit together.
 
     Attributes:
         text_features: width of the text encoder's rows, which decides that of the networks.

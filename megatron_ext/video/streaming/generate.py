@@ -1,6 +1,6 @@
-"""The past of a video, encoded anew when its prompt changes or its cache is lost.
+"""Generate videos of any length, block by block, with prompts that may change on the way.
 
-Generation of videos of any length, block by block, with prompts that may change on the way.
+When the prompt changes, or a cache is lost, the past is encoded anew under the current prompt.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import DataError
+from megatron_ext.video.model.wan.attention import FrameWindow
 from megatron_ext.video.streaming.noise_schedule import mixed
-from megatron_ext.video.streaming.rollout import WRITE_BACK, BlockNoise, Generator, Recache, Window
+from megatron_ext.video.streaming.rollout import WRITE_BACK, BlockNoise, Generator, Recache
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class History:
 
     Attributes:
         newest: last frames, ``[b, t, c, h, w]``.
-        length: frames so far, those of ``newest`` at their end.
+        length: number of frames so far; those of ``newest`` are at their end.
         sinks: first frames, at least `num_sinks` of them if there are so many.
     """
 
@@ -32,8 +33,8 @@ class History:
     sinks: Tensor
 
 
-def num_sinks(window: Window) -> int:
-    """First frames that must be kept: the sinks, in whole blocks."""
+def num_sinks(window: FrameWindow) -> int:
+    """Return how many first frames must be kept: the sinks, in whole blocks."""
     return -(-window.sink // window.block) * window.block
 
 
@@ -50,12 +51,12 @@ def encode_anew(
     """Fill the generator's cache with the past as a prompt would have made it.
 
     Args:
-        generator: see there.
+        generator: its cache is filled.
         recache: see `Recache`.
-        history: with the last ``frames`` at least, if there are so many.
+        history: has the last ``frames`` at least, if there are so many.
         text: ``[b, l, d]``.
-        noise: that the frames were written with.
-        frames: newest ones to be encoded, at most.
+        noise: the noise that the frames were written with.
+        frames: how many of the newest frames are encoded, at most.
         keep_sink: leave the sinks as they are in the cache; else they are encoded too.
     """
     sinks = num_sinks(generator.cache.window)
@@ -71,7 +72,7 @@ def encode_anew(
         generator.cache,
         latents=_as_context(generator, newest, first, noise),
         first_frame=first,
-        timestep=generator.schedule.config.context_noise,
+        timestep=generator.schedule.streaming.context_noise,
         text=text,
         sink_latents=sink_latents,
         keep_sink=keep_sink,
@@ -81,7 +82,7 @@ def encode_anew(
 def _as_context(
     generator: Generator, latents: Tensor, first_frame: int, noise: BlockNoise
 ) -> Tensor:
-    """Frames of the past as the generator sees them when they are encoded anew."""
+    """Return frames of the past as the generator sees them when they are encoded anew."""
     sigma, block = generator.schedule.context_sigma(recached=True), generator.cache.window.block
     if not sigma:
         return latents
@@ -114,13 +115,13 @@ def generate_blocks(
 ) -> Iterator[tuple[int, Tensor]]:
     """Generate a batch of videos with all denoising steps, giving each block when it is made.
 
-    What is held does not grow with the length: the cache, of which the window is enough
+    Memory does not grow with the length: it holds the cache, of which the window is enough
     (``network.new_cache(b, h, w)``), and as many latent frames. Where the prompt changes, the last
     frames that the window holds are encoded anew, as LongLive's sampling does (arXiv:2509.22622).
     No random numbers are drawn but those of ``noise``, and no weights are changed.
 
     Args:
-        generator: whose cache is begun anew.
+        generator: its cache is begun anew.
         recache: see `Recache`.
         scenes: in their order, the first from frame 0 on.
         noise: see `BlockNoise`; decides shape, dtype and device of the latents.
@@ -135,41 +136,33 @@ def generate_blocks(
         DataError: scenes or a length that are no whole blocks, or scenes out of order or beyond the
             end; before the first block.
     """
-    block = generator.cache.window.block
-    _check(scenes, num_frames, block)
-    return _blocks(generator, recache, scenes, noise, num_frames=num_frames, keep_sink=keep_sink)
-
-
-def _blocks(
-    generator: Generator,
-    recache: Recache,
-    scenes: Sequence[Scene],
-    noise: BlockNoise,
-    *,
-    num_frames: int,
-    keep_sink: bool,
-) -> Iterator[tuple[int, Tensor]]:
     window = generator.cache.window
-    starts = {scene.first_frame: scene.text for scene in scenes}
-    kept = -(-window.window // window.block)
-    newest, sinks = deque[Tensor](maxlen=kept), list[Tensor]()
-    last_step = len(generator.schedule.denoising_timesteps) - 1
-    generator.cache.reset()
-    text = starts[0]
-    for frame in range(0, num_frames, window.block):
-        if frame and frame in starts:
-            text = starts[frame]
-            past = torch.cat(list(newest), dim=1)
-            history = History(past, frame, torch.cat(sinks, dim=1) if sinks else past[:, :0])
-            frames = kept * window.block
-            encode_anew(
-                generator, recache, history, text, noise, frames=frames, keep_sink=keep_sink
-            )
-        latents, _ = generator.generate(frame, text, noise, exit_step=last_step, graph=False)
-        newest.append(latents)
-        if frame < num_sinks(window):
-            sinks.append(latents)
-        yield frame, latents
+    _check(scenes, num_frames, window.block)
+
+    def blocks() -> Iterator[tuple[int, Tensor]]:
+        starts = {scene.first_frame: scene.text for scene in scenes}
+        kept = -(-window.window // window.block)
+        newest, sinks = deque[Tensor](maxlen=kept), list[Tensor]()
+        last_step = len(generator.schedule.denoising_timesteps) - 1
+        generator.cache.reset()
+        text = starts[0]
+        for frame in range(0, num_frames, window.block):
+            if frame and frame in starts:
+                text = starts[frame]
+                past = torch.cat(list(newest), dim=1)
+                history = History(past, frame, torch.cat(sinks, dim=1) if sinks else past[:, :0])
+                frames = kept * window.block
+                encode_anew(
+                    generator, recache, history, text, noise, frames=frames, keep_sink=keep_sink
+                )
+            latents, _ = generator.generate(frame, text, noise, exit_step=last_step, graph=False)
+            newest.append(latents)
+            if frame < num_sinks(window):
+                sinks.append(latents)
+            yield frame, latents
+
+    # The scenes are checked when this function is called, not when the first block is asked for.
+    return blocks()
 
 
 def _check(scenes: Sequence[Scene], num_frames: int, block: int) -> None:

@@ -1,29 +1,28 @@
-"""Distribution matching distillation: the generator's loss and the critic's.
+"""The losses of distribution matching distillation, for the generator and for the critic.
 
-A generator is trained on D, the difference between what a critic and a teacher take noised chunks
-of its videos for (arXiv:2311.18828, arXiv:2405.14867); the critic is trained to know the
-generator's videos. With X a chunk, X_t the chunk noised, f and r the clean latents that critic and
-teacher see in X_t:
+A generator is trained on D, the difference between the clean latents that a critic and a teacher
+predict from noised clips of its videos (arXiv:2311.18828, arXiv:2405.14867); the critic is trained
+to know the generator's videos. With X a clip, X_t the noised clip, f and r the clean latents that
+critic and teacher predict from X_t:
 
     D   = (f - r) / mean|X - r|                                 (mean of each sample)
     L_G = 1/2 * mean over M of (X - stopgrad(X - D))²           dL_G / dX = D * M / |M|
     L_F = mean over M of (flow of the critic - (noise - X))²
 
 Score identity distillation (arXiv:2404.04057) trains the generator by another loss, whose gradient
-goes through critic and teacher, too:
+also goes through critic and teacher:
 
     L_S = mean over M of (r - f) * (r - X - alpha * (r - f)) / mean|X - r|
 
-M are the frames that count, those that are new in the chunk. D is a function of whole chunks, but
-given D, or dL_S / dX, losses are sums over frames, so that blocks of frames can be micro-batches.
-Latents and D are whole and equal on all model-parallel ranks of a replica; nothing here speaks to
-other ranks.
+M are the frames that count: those that are new in the clip. The teacher is guided, r = u + w * (c -
+u) with c and u its predictions under the prompt and under the negative prompt; w = 1 is the plain
+prediction. LongLive adds ``3 * (c - u)`` to c, which is w = 4 here. D is a function of whole clips,
+but given D, or dL_S / dX, losses are sums over frames, so that blocks of frames can be
+micro-batches. Latents and D are whole and equal on all model-parallel ranks of a replica; nothing
+here communicates.
 """
 
 from __future__ import annotations
-
-import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,62 +30,24 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.contract import Report, number_of_targets, pair
 from megatron_ext.video.loss import spread
-from megatron_ext.video.streaming.config import DENOISING_LOSSES, DISTRIBUTION_LOSSES
-
-
-@dataclass(frozen=True)
-class DMDConfig:
-    """Options of distribution matching.
-
-    Attributes:
-        guidance_scale: w of the teacher, ``u + w * (c - u)``; 1 is the plain prediction. LongLive
-            adds ``3 * (c - u)`` to c, which is 4 here.
-        distribution_loss: ``dmd`` (L_G) or ``sid`` (L_S).
-        sid_alpha: alpha of L_S.
-        denoising_loss: what the critic is to predict, see `critic_loss`.
-
-    Raises:
-        ConfigError: a number that is not finite, or an unknown loss.
-    """
-
-    guidance_scale: float = 4.0
-    distribution_loss: str = "dmd"
-    sid_alpha: float = 1.0
-    denoising_loss: str = "flow"
-
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.guidance_scale):
-            raise ConfigError(
-                f"`guidance_scale` ({self.guidance_scale}) must be finite; 1 turns guidance off."
-            )
-        if not math.isfinite(self.sid_alpha):
-            raise ConfigError(f"`sid_alpha` ({self.sid_alpha}) must be finite; 1 is usual.")
-        for name, known in (
-            ("distribution_loss", DISTRIBUTION_LOSSES),
-            ("denoising_loss", DENOISING_LOSSES),
-        ):
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"`{name}` ({getattr(self, name)}) must be one of {', '.join(known)}."
-                )
 
 
 @torch.no_grad()
 def dmd_direction(
     latents: Tensor, *, fake: Tensor, conditional: Tensor, unconditional: Tensor, scale: float
 ) -> Tensor:
-    """D, along which generated chunks leave the teacher's distribution.
+    """Return D, along which generated clips leave the teacher's distribution.
 
     A sample that the teacher leaves as it is (its normaliser is 0) has no direction. Numbers that
     are not finite are passed on, for the training step to see.
 
     Args:
-        latents: X, whole chunks ``[b, t, c, h, w]``; the normaliser is their mean over all of it,
-            frames that do not count included.
-        fake: clean latents that the critic sees in the noised chunk, as ``latents``.
-        conditional: those that the teacher sees under the prompt.
-        unconditional: those under the negative prompt.
-        scale: see `DMDConfig.guidance_scale`.
+        latents: X, whole clips ``[b, t, c, h, w]``; the normaliser is their mean over all frames,
+            also those that do not count.
+        fake: clean latents that the critic predicts from the noised clip, as ``latents``.
+        conditional: clean latents that the teacher predicts under the prompt.
+        unconditional: the same under the negative prompt.
+        scale: w of the guidance.
 
     Returns:
         ``[b, t, c, h, w]`` float64.
@@ -108,12 +69,12 @@ def sid_losses(
     scale: float,
     alpha: float,
 ) -> Tensor:
-    """L_S of each frame, with gradient; arguments as of `dmd_direction`.
+    """Return L_S of each frame, with gradient; the other arguments are those of `dmd_direction`.
 
     The normaliser is a constant, and a sample that the teacher leaves as it is has no loss.
 
     Args:
-        alpha: see `DMDConfig.sid_alpha`.
+        alpha: weight of the squared difference that is taken off.
 
     Returns:
         ``[b, t]`` float64.
@@ -128,7 +89,7 @@ def sid_losses(
 
 
 def _guided(latents: Tensor, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-    """What the teacher sees with guidance, r."""
+    """Return r, the teacher's prediction with guidance."""
     _check_shape("conditional", conditional, latents)
     _check_shape("unconditional", unconditional, latents)
     c, u = conditional.double(), unconditional.double()
@@ -137,7 +98,7 @@ def _guided(latents: Tensor, conditional: Tensor, unconditional: Tensor, scale: 
 
 @torch.no_grad()
 def _distance(latents: Tensor, real: Tensor) -> Tensor:
-    """mean|X - r| of each sample, ``[b, 1, 1, 1, 1]``; infinite where it is 0."""
+    """Return mean|X - r| of each sample, ``[b, 1, 1, 1, 1]``; infinite where it is 0."""
     distance = (latents.double() - real).abs().flatten(1).mean(dim=1)
     distance = torch.where(distance == 0, torch.inf, distance)
     return distance.view(-1, *[1] * (latents.dim() - 1))
@@ -146,17 +107,18 @@ def _distance(latents: Tensor, real: Tensor) -> Tensor:
 def dmd_loss(
     latents: Tensor, *, direction: Tensor, mask: Tensor, losses: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Report]:
-    """Generator loss of chunks, or of blocks of them, through the loss contract.
+    """Return the generator's loss of clips, or of blocks of them, by the loss contract.
 
-    The sum is over frames, of the means of their elements, and the count is of frames; sum / count
-    is L_G. Its value says nothing about convergence; the mean of |D| in the report does.
+    The sum runs over frames and adds the means of their elements; the count is of frames, so that
+    sum / count is L_G. Its value says nothing about convergence; the mean of |D| in the report
+    does.
 
     Args:
         latents: X with gradient, ``[b, t, c, h, w]``.
-        direction: D of `dmd_direction` for these frames, as ``latents``.
+        direction: D of `dmd_direction` for these frames, in the shape of ``latents``.
         mask: frames that count, bool ``[b, t]``.
-        losses: of the frames, ``[b, t]``, where the direction is the gradient of another loss than
-            L_G, times the elements of a frame; the value is then theirs.
+        losses: one for each frame, ``[b, t]``, where the direction is the gradient of another loss
+            than L_G, times the elements of a frame; they then give the value.
 
     Returns:
         Sum (float64), number of frames that count, and what to log: ``generator loss``, and
@@ -189,7 +151,7 @@ def critic_loss(
     kind: str = "flow",
     sigma: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Report]:
-    """Denoising loss of the critic on generated chunks, through the loss contract.
+    """Return the denoising loss of the critic on generated clips, by the loss contract.
 
     Its kind says what is compared: the ``flow``, the clean latents that follow from it (``x0``,
     whose error is sigma times that of the flow), the ``noise`` (1 - sigma times), or ``v`` of the
@@ -197,12 +159,12 @@ def critic_loss(
     times).
 
     Args:
-        flow: of the critic for the noised chunk, ``[b, t, c, h, w]``.
-        latents: X, as ``flow``; no gradient reaches it.
-        noise: as ``flow``.
-        mask: frames that count, bool ``[b, t]``; all, where the original's first stage is wanted.
+        flow: prediction of the critic for the noised clip, ``[b, t, c, h, w]``.
+        latents: X, in the shape of ``flow``; no gradient reaches it.
+        noise: in the shape of ``flow``.
+        mask: frames that count, bool ``[b, t]``; all of them for the first stage of LongLive.
         kind: see above.
-        sigma: noise of the chunk, ``[b]``; not looked at for ``flow``.
+        sigma: noise level of the clip, ``[b]``; unused for ``flow``.
 
     Returns:
         Sum over frames of the means of their elements (float64), number of frames that count, and
@@ -224,14 +186,14 @@ def critic_loss(
 
 
 def _share_of_flow(kind: str, sigma: Tensor) -> Tensor:
-    """Error of a prediction over that of the flow that it follows from, ``[b]``."""
+    """Return the error of a prediction over the error of the flow that it follows from, ``[b]``."""
     if kind == "x0":
         return sigma
     return 1 - sigma if kind == "noise" else torch.hypot(1 - sigma, sigma)
 
 
 def _by_frame(x: Tensor) -> Tensor:
-    """Means of frames, ``[b, t]`` of ``[b, t, c, h, w]``."""
+    """Return the means of frames, ``[b, t]`` from ``[b, t, c, h, w]``."""
     return x.flatten(2).mean(dim=2)
 
 

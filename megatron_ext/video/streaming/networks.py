@@ -1,7 +1,4 @@
-"""Generator and critic: built, put on the device, and trained; what the teacher shares.
-
-The networks of a streaming run, as their adapters are merged.
-"""
+"""Build and train generator and critic, and give the teacher what it shares with them."""
 
 from __future__ import annotations
 
@@ -28,14 +25,15 @@ from megatron_ext.optim.builder import build_optimizer, build_scheduler
 from megatron_ext.optim.update import UpdateResult, update_parameters
 from megatron_ext.video.model.wan.attention import FrameWindow
 from megatron_ext.video.model.wan.model import VideoDiT
-from megatron_ext.video.streaming.configuration import network_options, window_of
+from megatron_ext.video.step import dit_options
+from megatron_ext.video.streaming.rules import window_of
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
     from megatron_ext.parallel.context import ParallelContext
 
 CRITIC_LR = 1 / 5
-"""Of the generator's learning rate, as 2e-6 to 1e-5 (arXiv:2509.22622)."""
+"""Share of the generator's learning rate, as 2e-6 to 1e-5 (arXiv:2509.22622)."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +42,10 @@ class TrainedNetwork:
 
     Attributes:
         chunks: the network, wrapped for data parallelism, the only one of a list.
-        optimizer: of it alone.
-        scheduler: of its learning rate.
+        optimizer: updates this network alone.
+        scheduler: sets its learning rate.
         clip_grad: largest global norm of its gradient, 0 for no clipping.
-        base: what lies under its adapters, where its checkpoints hold these only.
+        base: the weights under its adapters, where its checkpoints hold only adapters.
     """
 
     chunks: list[DistributedDataParallel]
@@ -58,7 +56,7 @@ class TrainedNetwork:
 
     @property
     def network(self) -> Any:
-        """What is called."""
+        """Return the wrapped module, which is called."""
         return self.chunks[0]
 
     def zero_grad(self) -> None:
@@ -71,8 +69,8 @@ class TrainedNetwork:
         """Sum or average the gradients over the replicas; all ranks call this together.
 
         Args:
-            num_frames: that counted on this rank, by whose sum over all ranks the gradients are
-                divided; None if the losses were means already.
+            num_frames: frames that counted on this rank; the gradients are divided by their sum
+                over all ranks. None if the losses were means already.
             everywhere: leave whole gradients on every rank, also with a distributed optimizer.
         """
         finalize_model_grads(self.chunks, num_frames, force_all_reduce=everywhere)
@@ -91,7 +89,7 @@ def build_generator_chunk(
     post_process: bool,
     vp_stage: int | None = None,
 ) -> VideoDiT:
-    """The generator of a run; see `Task.model_chunk`."""
+    """Build the generator of a run; see `Task.model_chunk`."""
     window = window_of(config.streaming)
     return build_network(
         config, transformer_config, context, size=None, window=window, vp_stage=vp_stage
@@ -108,8 +106,13 @@ def build_network(
     vp_stage: int | None = None,
     **stage: bool,
 ) -> VideoDiT:
-    """One network; the model itself knows by ``context`` that it has but one stage."""
-    options = network_options(config, window)
+    """Build one network; ``context`` tells the model that it has but one stage.
+
+    Args:
+        size: named size of the network; None for the generator's.
+        window: frames that a causal network sees; None for critic and teacher.
+    """
+    options = dataclasses.replace(dit_options(config), window=window)
     sizes = config.streaming.sizes(size)
     return VideoDiT.build(sizes, options, transformer_config, context, vp_stage=vp_stage)
 
@@ -117,7 +120,7 @@ def build_network(
 def build_critic(
     config: RunConfig, context: ParallelContext, device: torch.device
 ) -> TrainedNetwork:
-    """The critic, with its own optimizer and its own schedule of the learning rate."""
+    """Build the critic, with its own optimizer and its own schedule of the learning rate."""
     streaming, lr = config.streaming, config.optimizer.lr
     assert lr is not None
     ratio = CRITIC_LR if streaming.critic_lr is None else streaming.critic_lr / lr
@@ -126,9 +129,10 @@ def build_critic(
         lr_warmup_init=config.optimizer.lr_warmup_init * ratio,
     )  # fmt: skip
     own = dataclasses.replace(of_size(config, streaming.critic_size), optimizer=optimizer)
-    core = build_transformer_config(own)
-    bare = build_chunks(partial(build_network, size=streaming.critic_size), own, core, context)
-    chunks = wrap_chunks(bare, own, core, context, device)
+    transformer_config = build_transformer_config(own)
+    build = partial(build_network, size=streaming.critic_size)
+    bare = build_chunks(build, own, transformer_config, context)
+    chunks = wrap_chunks(bare, own, transformer_config, context, device)
     built = build_optimizer(own, chunks)
     load_weights(config, context, streaming.critic_checkpoint, chunks, built, section=CRITIC)
     base = FrozenBase.of_run(config)
@@ -140,7 +144,7 @@ def build_critic(
 
 
 def of_size(config: RunConfig, size: str | None) -> RunConfig:
-    """The configuration of a run whose model would be of a named size, None as the generator."""
+    """Return the configuration of a run whose model has a named size, None for the generator's."""
     return dataclasses.replace(config, model=config.streaming.described(config.model, size))
 
 
@@ -155,12 +159,10 @@ def load_weights(
     """Start from the weights of a checkpoint, where one is given.
 
     Args:
-        config: of the run.
-        context: of this rank.
         path: folder of the checkpoint; None leaves the network as it is.
         chunks: the network.
-        optimizer: of it, None where it is not trained.
-        section: of the checkpoint of a streaming run, whose model is the generator otherwise.
+        optimizer: updates the network; None where it is not trained.
+        section: network to take from the checkpoint of a streaming run; None for the generator.
 
     Raises:
         CheckpointError: none is there, or it holds another model.

@@ -1,115 +1,55 @@
 """Noise levels of distribution matching on videos.
 
-The path is ``x_t = (1 - sigma) * x0 + sigma * noise``, networks predict the flow ``v = noise - x0``
-and are told the timestep ``t``, 0 to 1000. Sigma of a timestep is looked up in a table with a shift
-towards the noise (Wan 2.1, arXiv:2503.20314; LongLive, arXiv:2509.22622). Sigmas and clean latents
-are computed in float64, since x0 is a difference of numbers of like size.
+The path is ``x_t = (1 - sigma) * x0 + sigma * noise``. Networks predict the flow ``v = noise - x0``
+and are told the timestep ``t``, 0 to 1000. A table with a shift towards the noise gives the sigma
+of a timestep (Wan 2.1, arXiv:2503.20314; LongLive, arXiv:2509.22622). Sigmas and clean latents are
+computed in float64, since x0 is a difference of numbers of like size.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from megatron_ext.errors import ConfigError
 from megatron_ext.video.loss import shift, spread
+from megatron_ext.video.streaming.config import StreamingConfig
 
-
-@dataclass(frozen=True)
-class NoiseConfig:
-    """Which noise levels there are, and which of them are used for what.
-
-    Attributes:
-        num_timesteps: N, entries of the table, and the timestep of pure noise.
-        timestep_shift: a in sigma = a * s / (1 + (a - 1) * s).
-        denoising_steps: of the generator, falling, in units of 1 / N of the way from data to
-            noise; a 0 at the end is dropped, since there would be nothing left to denoise.
-        warp_denoising_steps: the steps are shifted as the table is; else they are timesteps.
-        min_timestep, max_timestep: of the scores that are compared, and of the critic's training.
-        ts_schedule: of these no less noise than at the denoising step that follows the exit step of
-            the chunk, as in Self-Forcing (arXiv:2506.08009).
-        ts_schedule_max: no more than at the exit step.
-        context_noise: timestep of frames that the generator sees as its past.
-        context_noise_from_table: noise frames of the past as the table says, which at timestep 0
-            gives them 0.5% of noise, but not those of a recache, as LongLive does; else sigma is 0
-            at timestep 0, and all frames of the past are noised alike.
-
-    Raises:
-        ConfigError: a value out of its range.
-    """
-
-    num_timesteps: int = 1000
-    timestep_shift: float = 5.0
-    denoising_steps: tuple[int, ...] = (1000, 750, 500, 250)
-    warp_denoising_steps: bool = True
-    min_timestep: float = 20.0
-    max_timestep: float = 980.0
-    ts_schedule: bool = False
-    ts_schedule_max: bool = False
-    context_noise: float = 0.0
-    context_noise_from_table: bool = False
-
-    def __post_init__(self) -> None:
-        n, steps, a = self.num_timesteps, self.denoising_steps, self.timestep_shift
-        low, high = self.min_timestep, self.max_timestep
-        used = steps[:-1] if steps and steps[-1] == 0 else steps
-        falls = all(x > y for x, y in zip(used, used[1:], strict=False))
-        in_range = bool(used) and used[0] <= n and used[-1] > 0
-        for name, rule, fits in (
-            ("num_timesteps", "2 or more", n >= 2),
-            ("timestep_shift", "finite and above 0", 0 < a < math.inf),
-            ("denoising_steps", f"falling numbers from {n} or less to above 0", falls and in_range),
-            ("min_timestep", "above 0 and at most max_timestep", 0 < low <= high),
-            ("max_timestep", f"at most num_timesteps ({n})", high <= n),
-            (
-                "context_noise",
-                f"0 or more and below num_timesteps ({n})",
-                0 <= self.context_noise < n,
-            ),
-        ):
-            if not fits:
-                raise ConfigError(
-                    f"`{name}` ({getattr(self, name)}) must be {rule}; leave it out to get the "
-                    "default."
-                )
+NUM_TIMESTEPS = 1000
+"""Entries of the table, and the timestep of pure noise."""
 
 
 class NoiseSchedule:
-    """The table of a `NoiseConfig`.
+    """A table of noise levels, and the levels that a streaming run uses for each purpose.
 
     Args:
-        config: see there.
+        streaming: its ``timestep_shift`` is a in sigma = a * s / (1 + (a - 1) * s). Its
+            ``denoising_steps`` count thousandths of the way from data to noise, and are shifted
+            as the table is with ``warp_denoising_steps``; else they are timesteps.
 
     Attributes:
-        sigmas: falling from 1, ``[N]`` float64 on the CPU.
-        denoising_timesteps: of the generator's steps.
+        sigmas: the table, falling from 1, ``[1000]`` float64 on the CPU.
+        denoising_timesteps: timesteps of the generator's steps, falling.
     """
 
-    def __init__(self, config: NoiseConfig) -> None:
-        self.config = config
-        n = config.num_timesteps
-        self.sigmas = self._shifted(torch.arange(n, 0, -1, dtype=torch.float64) / n)
+    def __init__(self, streaming: StreamingConfig) -> None:
+        self.streaming = streaming
+        table = torch.arange(NUM_TIMESTEPS, 0, -1, dtype=torch.float64) / NUM_TIMESTEPS
+        self.sigmas = self._shifted(table)
         # Rising, so that the nearest entry is found by bisection.
-        self._timesteps = self.sigmas.flip(0) * n
-        self.denoising_timesteps = self._denoising_timesteps()
+        self._timesteps = self.sigmas.flip(0) * NUM_TIMESTEPS
+        steps = torch.tensor(streaming.denoising_steps, dtype=torch.float64)
+        if streaming.warp_denoising_steps:
+            steps = self._shifted(steps / NUM_TIMESTEPS) * NUM_TIMESTEPS
+        self.denoising_timesteps: tuple[float, ...] = tuple(steps.tolist())
 
     def _shifted(self, s: Tensor) -> Tensor:
-        return shift(s, self.config.timestep_shift)
-
-    def _denoising_timesteps(self) -> tuple[float, ...]:
-        n = self.config.num_timesteps
-        steps = torch.tensor([s for s in self.config.denoising_steps if s], dtype=torch.float64)
-        timesteps = self._shifted(steps / n) * n if self.config.warp_denoising_steps else steps
-        return tuple(timesteps.tolist())
+        return shift(s, self.streaming.timestep_shift)
 
     def sigma(self, timesteps: Tensor) -> Tensor:
-        """Noise at the entries of the table that lie nearest to timesteps.
+        """Look up the noise at the entries of the table that lie nearest to timesteps.
 
         Args:
-            timesteps: 0 to N, of any shape.
+            timesteps: 0 to 1000, of any shape.
 
         Returns:
             float64 in the same shape; never 0, since the table ends before it.
@@ -118,71 +58,76 @@ class NoiseSchedule:
         t = timesteps.double()
         above = torch.searchsorted(table, t.contiguous()).clamp(1, len(table) - 1)
         low, high = table[above - 1], table[above]
-        return torch.where(t - low < high - t, low, high) / self.config.num_timesteps
+        return torch.where(t - low < high - t, low, high) / NUM_TIMESTEPS
 
     def context_sigma(self, *, recached: bool = False) -> float:
-        """Noise of frames of the past.
+        """Return the noise of frames that the generator sees as its past.
+
+        With ``context_noise_from_table`` the table decides, which at timestep 0 gives 0.5% of
+        noise; frames of a recache then have none, as in LongLive. Otherwise sigma is 0 at
+        timestep 0, and all frames of the past are noised alike.
 
         Args:
-            recached: they are encoded anew at a prompt switch, see ``context_noise_from_table``.
+            recached: the frames are encoded anew at a prompt switch.
         """
-        from_table = self.config.context_noise_from_table
-        if (from_table and recached) or (not from_table and self.config.context_noise == 0):
+        streaming = self.streaming
+        from_table = streaming.context_noise_from_table
+        if (from_table and recached) or (not from_table and streaming.context_noise == 0):
             return 0.0
-        return float(self.sigma(torch.tensor(self.config.context_noise)))
-
-    def _score_steps(self, exit_step: int | None) -> range:
-        """Steps before the shift, of N, that the exit step of a chunk leaves; all without one."""
-        low, high = 0, self.config.num_timesteps
-        if exit_step is None:
-            return range(low, high)
-        last = len(self.denoising_timesteps) - 1
-        if self.config.ts_schedule and exit_step < last:
-            low = self._step(self.denoising_timesteps[exit_step + 1])
-        if self.config.ts_schedule_max:
-            high = max(low + 1, self._step(self.denoising_timesteps[exit_step]))
-        return range(low, high)
-
-    def _step(self, timestep: float) -> int:
-        """The step before the shift, 1 to N, whose timestep lies nearest."""
-        return 1 + int((self._timesteps - timestep).abs().argmin())
+        return float(self.sigma(torch.tensor(streaming.context_noise)))
 
     def score_timesteps(self, uniforms: Tensor, exit_step: int | None = None) -> Tensor:
-        """Timesteps at which scores are compared and the critic is trained.
+        """Return the timesteps at which scores are compared and the critic is trained.
+
+        As in Self-Forcing (arXiv:2506.08009), ``ts_schedule`` allows no less noise than the
+        denoising step after the exit step has, and ``ts_schedule_max`` no more than the exit step.
 
         Args:
-            uniforms: in [0, 1), ``[b]``; they choose one of the steps alike.
-            exit_step: of all blocks of the chunk, counted from 0, by which ``ts_schedule`` and
-                ``ts_schedule_max`` narrow the steps; None where blocks differ.
+            uniforms: in [0, 1), ``[b]``; each chooses one of the steps before the shift.
+            exit_step: exit step of all blocks of the clip, counted from 0; None where blocks
+                differ, which allows all steps.
 
         Returns:
             ``[b]`` float32 between ``min_timestep`` and ``max_timestep``.
         """
-        n = self.config.num_timesteps
         steps = self._score_steps(exit_step)
         drawn = (uniforms.double() * len(steps)).floor().clamp(max=len(steps) - 1)
         step = steps.start + drawn
-        timesteps = self._shifted(step / n) * n
-        return timesteps.clamp(self.config.min_timestep, self.config.max_timestep).float()
+        timesteps = self._shifted(step / NUM_TIMESTEPS) * NUM_TIMESTEPS
+        return timesteps.clamp(self.streaming.min_timestep, self.streaming.max_timestep).float()
+
+    def _score_steps(self, exit_step: int | None) -> range:
+        """Return the steps before the shift that the exit step of a clip allows."""
+        low, high = 0, NUM_TIMESTEPS
+        if exit_step is None:
+            return range(low, high)
+        last = len(self.denoising_timesteps) - 1
+        if self.streaming.ts_schedule and exit_step < last:
+            low = self._step(self.denoising_timesteps[exit_step + 1])
+        if self.streaming.ts_schedule_max:
+            high = max(low + 1, self._step(self.denoising_timesteps[exit_step]))
+        return range(low, high)
+
+    def _step(self, timestep: float) -> int:
+        """Return the step before the shift, 1 to 1000, whose timestep lies nearest."""
+        return 1 + int((self._timesteps - timestep).abs().argmin())
 
     def add_noise(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """``(1 - sigma) * x0 + sigma * noise``, as ``x0``.
+        """Return ``(1 - sigma) * x0 + sigma * noise``; see `mixed`.
 
         Args:
-            x0: clean latents, ``[b, t, c, h, w]``.
-            noise: as ``x0``.
-            timesteps: of samples ``[b]`` or of frames ``[b, t]``.
+            timesteps: one for each sample ``[b]`` or for each frame ``[b, t]``.
         """
         return mixed(x0, noise, self.sigma(timesteps))
 
 
 def mixed(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
-    """Point of the path between data and noise.
+    """Return the point of the path between data and noise.
 
     Args:
         x0: clean latents, ``[b, t, c, h, w]``.
-        noise: as ``x0``.
-        sigma: of samples ``[b]``, of frames ``[b, t]``, or one for all ``[]``.
+        noise: of the shape of ``x0``.
+        sigma: one for each sample ``[b]``, for each frame ``[b, t]``, or one for all ``[]``.
 
     Returns:
         ``[b, t, c, h, w]`` in the dtype of ``x0``.

@@ -1,15 +1,11 @@
-"""Files of prompts: text, one a line, or jsonl.
-
-Prompts from files as embeddings, and what sequences are given to begin with.
-"""
+"""Prompts of training: read from files, and encoded with the frames that sequences begin with."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,8 +17,8 @@ from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.randomness import generator
 from megatron_ext.video.data.text_encoders import TextEncoder, build_text_encoder
-from megatron_ext.video.streaming.options import Prompts
-from megatron_ext.video.streaming.state import CodecFirstFrame
+from megatron_ext.video.sampling.requests import bad_row, read_row
+from megatron_ext.video.streaming.state import Prompts
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
@@ -32,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """What a sequence is made from.
+    """A row of a file of prompts, from which a sequence is made.
 
     Attributes:
-        text: prompt.
+        text: the prompt.
         second_text: prompt after the switch, None for no switch.
         start: image, video or folder of images whose frames the sequence begins with.
     """
@@ -46,11 +42,11 @@ class PromptRow:
 
 
 def read_prompts(config: StreamingConfig) -> Sequence[PromptRow]:
-    """The prompts of a run.
+    """Read the prompts of a run.
 
     Rows of a jsonl have ``text``, and may have ``second_text`` and ``image`` or ``video``, whose
-    path is relative to the file; what one row has, all have, since sequences switch and begin
-    alike on all replicas.
+    path is relative to the file. All rows must have the same fields, since sequences switch and
+    begin alike on all replicas.
 
     Raises:
         DataError: a file that cannot be read or is empty, a row that is of no use, or two files of
@@ -86,7 +82,7 @@ def _extras(rows: Sequence[PromptRow]) -> list[str | None]:
 
 
 def _rows(flag: str, path: str) -> list[PromptRow]:
-    """Rows of lines that are not blank."""
+    """Return the rows of the lines that are not blank."""
     source = Path(path)
     try:
         text = source.read_text(encoding="utf-8-sig")
@@ -105,46 +101,65 @@ def _rows(flag: str, path: str) -> list[PromptRow]:
         has = [getattr(row, name) is not None for row in rows]
         if any(has) and not all(has):
             what = "a `second_text`" if name == "second_text" else "an `image` or a `video`"
-            raise _bad_row(source, lines[has.index(False)][0], f"has not {what}, as others have")
+            raise bad_row(source, lines[has.index(False)][0], f"has not {what}, as others have")
     return rows
 
 
 def _row(line: str, source: Path, number: int) -> PromptRow:
-    try:
-        row: Any = json.loads(line)
-    except ValueError as error:
-        raise _bad_row(source, number, f"is no JSON ({error})") from None
-    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-        raise _bad_row(source, number, "has no `text`")
     known = ("text", "second_text", "image", "video")
-    if unknown := sorted(row.keys() - set(known)):
-        raise _bad_row(source, number, f"has {unknown}, but may have {list(known)}")
-    for name in known:
-        if not isinstance(row.get(name), str | None):
-            raise _bad_row(source, number, f"has `{name}` {row[name]!r}, which is no text")
+    row = read_row(line, source, number, known, texts=known)
     starts = [row[name] for name in ("image", "video") if row.get(name)]
     if len(starts) > 1:
-        raise _bad_row(source, number, "has an `image` and a `video`, but may have one")
+        raise bad_row(source, number, "has an `image` and a `video`, but may have one")
     start = source.parent / starts[0] if starts else None
     if start is not None and not start.exists():
-        raise _bad_row(source, number, f"begins with {start}, which does not exist")
+        raise bad_row(source, number, f"begins with {start}, which does not exist")
     return PromptRow(row["text"], row.get("second_text"), None if start is None else str(start))
 
 
-def _bad_row(source: Path, line: int, what: str) -> DataError:
-    return DataError(f"{source} line {line} {what}; mend the row or take it out.")
+def encode_captions(
+    captions: Sequence[str],
+    encoder: Callable[[], TextEncoder],
+    shape: tuple[int, int],
+    context: ParallelContext,
+    device: torch.device,
+) -> Tensor:
+    """Encode captions on one rank of each replica, for all of its ranks.
+
+    They are encoded one by one, for the memory of large encoders. All ranks call this together.
+
+    Args:
+        captions: n texts.
+        encoder: gives the encoder on the first rank of a replica.
+        shape: rows and width of an embedding, (l, d).
+        context: groups of this rank.
+        device: where the embeddings go.
+
+    Returns:
+        ``[n, l, d]`` float32.
+
+    Raises:
+        MegatronExtError: the encoder failed; on all ranks.
+    """
+
+    def encoded() -> Tensor:
+        built = encoder()
+        return torch.cat([built.encode([caption])[0] for caption in captions])
+
+    known = on_first_of_replica(encoded, "Encoding the prompts", context)
+    return share(known, (len(captions), *shape), context, device)
 
 
 class FilePrompts:
-    """Prompts of samples, shuffled anew in each epoch; a `video.streaming.options.PromptSource`.
+    """Prompts of samples, shuffled anew in each epoch; a `video.streaming.state.PromptSource`.
 
     Text and given frames are encoded when a sequence begins, by the first rank of each replica,
     which alone holds the encoders. All ranks of the run call each method together.
 
     Args:
-        rows: of the file.
-        config: of the run.
-        context: of this rank.
+        rows: rows of the file.
+        config: gives encoders, sizes and seed.
+        context: groups of this rank.
         device: where the embeddings go.
 
     Attributes:
@@ -180,11 +195,11 @@ class FilePrompts:
     def build(
         cls, config: RunConfig, context: ParallelContext, device: torch.device
     ) -> FilePrompts:
-        """Those of a run; see `read_prompts` for what is raised."""
+        """Build the prompts of a run; see `read_prompts` for what is raised."""
         return cls(read_prompts(config.streaming), config, context, device)
 
     def __call__(self, samples: Sequence[int]) -> Prompts:
-        """Prompts of samples, a function of their numbers in the run.
+        """Return the prompts of samples, a function of their numbers in the run.
 
         Raises:
             DataError: a file of given frames that cannot be read, on all ranks.
@@ -196,27 +211,26 @@ class FilePrompts:
         return Prompts(text[: len(rows)], after, self._start(rows))
 
     def encode(self, captions: Sequence[str]) -> Tensor:
-        """Embeddings, ``[n, l, d]`` float32; one by one, for the memory of large encoders."""
+        """Encode captions, ``[n, l, d]`` float32; see `encode_captions`."""
 
-        def encoded() -> Tensor:
+        def encoder() -> TextEncoder:
             assert self._encoder is not None
-            return torch.cat([self._encoder.encode([caption])[0] for caption in captions])
+            return self._encoder
 
-        known = on_first_of_replica(encoded, "Encoding the prompts", self._context)
-        return share(known, (len(captions), *self._text), self._context, self._device)
+        return encode_captions(captions, encoder, self._text, self._context, self._device)
 
     def first_frame(self, latents: Tensor) -> Tensor:
-        """A `video.streaming.rollout.FirstFrame`: the same numbers on all ranks of a replica."""
+        """Encode the newest frame as an image, for all ranks of a replica; see `FirstFrame`."""
 
         def image() -> Tensor:
             assert self.codec is not None
-            return CodecFirstFrame(self.codec)(latents)
+            return first_frame_latent(self.codec, latents)
 
         known = on_first_of_replica(image, "Encoding the first frame", self._context)
         return share(known, (len(latents), 1, *self._latent), self._context, self._device)
 
     def _start(self, rows: Sequence[PromptRow]) -> Tensor | None:
-        """Latents of the given frames, ``[b, block, c, h, w]``."""
+        """Return the latents of the given frames, ``[b, block, c, h, w]``."""
         if any(row.start is None for row in rows):
             return None
 
@@ -229,7 +243,7 @@ class FilePrompts:
 
     @torch.no_grad()
     def _given(self, row: PromptRow) -> Tensor:
-        """The first frame block of a sequence, ``[1, block, c, h, w]``.
+        """Return the first frame block of a sequence, ``[1, block, c, h, w]``.
 
         A cache holds whole blocks, so an image is shown for as long as a block is.
         """
@@ -252,3 +266,18 @@ class FilePrompts:
         epoch, place = divmod(sample, len(self._rows))
         order = generator(self._seed, epoch, "streaming prompts").permutation(len(self._rows))
         return self._rows[int(order[place])]
+
+
+@torch.no_grad()
+def first_frame_latent(codec: VideoCodec, latents: Tensor) -> Tensor:
+    """Decode latents, and encode their last pixel frame as an image.
+
+    Args:
+        codec: causal in time, so that an image is one latent frame.
+        latents: ``[b, t, c, h, w]``.
+
+    Returns:
+        ``[b, 1, c, h, w]``.
+    """
+    pixels = codec.decode(latents.float().transpose(1, 2))
+    return codec.encode(pixels[:, :, -1:]).transpose(1, 2).to(latents)

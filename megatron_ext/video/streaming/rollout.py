@@ -1,8 +1,4 @@
-"""What streaming needs of networks, caches and codecs.
-
-`video.model.wan` has networks and a cache of this kind.
-
-Generation of frame blocks: first without gradient, then their exit steps once more with it.
+"""Generate frame blocks without gradient, then run their exit steps once more with it.
 
 A block is denoised from noise up to its exit step, whose clean latents are the block (arXiv:
 2506.08009), and which are then written into the cache for later blocks. Only the exit step is
@@ -10,13 +6,11 @@ trained, and past frames are constants to it. So the gradient of a loss on the l
 before any backward pass: generate all blocks without gradient, then run each exit step again from
 the input that was recorded. Peak memory is that of one block, and blocks are independent
 micro-batches.
-
-A chunk of a sequence, as critic and teacher see it, and which of its frames are trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,61 +19,25 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.loss import x0_from_flow
+from megatron_ext.video.model.wan.cache import KVCache
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule, mixed
 
 
-class Window(Protocol):
-    """Which frames a frame sees, see `video.model.wan.FrameWindow`."""
-
-    @property
-    def block(self) -> int:
-        """Frames that see each other."""
-
-    @property
-    def window(self) -> int:
-        """Frames that a frame sees at most, its block and the sinks among them."""
-
-    @property
-    def sink(self) -> int:
-        """First frames of the video, which are always seen."""
-
-
-class FrameCache(Protocol):
-    """Keys and values of past frames. It holds no graph."""
-
-    @property
-    def window(self) -> Window:
-        """Of the network."""
-
-    @property
-    def capacity_frames(self) -> int:
-        """Frames that it holds."""
-
-    def reset(self, *, keep_sink: bool = False) -> None:
-        """Begin a new sequence: nothing of the old one is seen, nor its text."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Tensors and numbers, for a checkpoint."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
-
-
 class FlowNetwork(Protocol):
-    """Critic or teacher: predicts the flow, noise - x0, of noised latents."""
+    """A critic or teacher, which predicts the flow, noise - x0, of noised latents."""
 
     def __call__(self, *, x: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
-        """Flow of ``x``.
+        """Return the flow of ``x``.
 
         Args:
             x: noised latents, ``[b, t, c, h, w]``.
-            timesteps: of samples ``[b]`` or of frames ``[b, t]``, float32, 0 to 1000.
+            timesteps: one for each sample ``[b]`` or each frame ``[b, t]``, float32, 0 to 1000.
             text: embeddings of prompts, ``[b, l, d]``.
         """
 
 
 class CausalNetwork(Protocol):
-    """Generator: a flow network that sees past frames through a cache."""
+    """A generator: a flow network that sees past frames through a cache."""
 
     def __call__(
         self,
@@ -91,57 +49,23 @@ class CausalNetwork(Protocol):
         first_frame: int = 0,
         update_cache: bool = True,
     ) -> Tensor:
-        """Flow of whole blocks of frames; the other arguments as of `FlowNetwork`.
+        """Return the flow of whole blocks of frames; see also `FlowNetwork`.
 
         Args:
             x: noised latents, ``[b, t, c, h, w]``.
-            timesteps: of frames ``[b, t]``.
+            timesteps: one for each frame, ``[b, t]``.
             text: embeddings of prompts, ``[b, l, d]``.
-            cache: of the frames before, a `FrameCache`.
+            cache: keys and values of the frames before.
             first_frame: absolute number of the first of the t frames.
             update_cache: write these frames into the cache.
         """
 
 
-class Recache(Protocol):
-    """Fills a cache anew, block by block, see `video.model.wan.recache`."""
-
-    def __call__(
-        self,
-        model: Any,
-        cache: Any,
-        /,
-        *,
-        latents: Tensor,
-        first_frame: int,
-        timestep: float,
-        text: Tensor,
-        sink_latents: Tensor | None = None,
-        keep_sink: bool = False,
-    ) -> None:
-        """Leave nothing in the cache that was made under another prompt.
-
-        Args:
-            model: the generator.
-            cache: to be filled.
-            latents: frames up to the newest, ``[b, t, c, h, w]``.
-            first_frame: absolute number of the first of them.
-            timestep: that the model is told.
-            text: the new prompt, ``[b, l, d]``.
-            sink_latents: whole blocks of frames from frame 0 on, where ``first_frame`` is above 0.
-            keep_sink: leave the sink frames as they are.
-        """
-
-
-class FirstFrame(Protocol):
-    """Turns the newest of some latent frames into the latent of an image."""
-
-    def __call__(self, latents: Tensor) -> Tensor:
-        """``[b, 1, c, h, w]`` of frames in order, ``[b, t, c, h, w]``."""
-
+Recache = Callable[..., None]
+"""Fills a cache anew under another prompt, as `video.model.wan.recache.recache` does."""
 
 BlockNoise = Callable[[int, int], Tensor]
-"""Noise ``[b, block, c, h, w]`` of (first frame of a block, step); see `draws.block_noise`."""
+"""Noise ``[b, block, c, h, w]`` of (first frame of a block, step); see `decisions.block_noise`."""
 
 WRITE_BACK = -1
 """The step of `BlockNoise` at which a block is written into the cache."""
@@ -149,13 +73,13 @@ WRITE_BACK = -1
 
 @dataclass(frozen=True)
 class ExitStep:
-    """What the exit step of a block takes in.
+    """The inputs of a block's exit step.
 
     Attributes:
         x: noised latents, ``[b, block, c, h, w]``.
-        timestep: of all its frames.
+        timestep: the same for all its frames.
         text: ``[b, l, d]``.
-        first_frame: absolute number of its first frame.
+        first_frame: absolute number of the block's first frame.
     """
 
     x: Tensor
@@ -166,23 +90,17 @@ class ExitStep:
 
 @dataclass(frozen=True)
 class Generator:
-    """The student and what belongs to it.
-
-    Attributes:
-        network: see `CausalNetwork`.
-        cache: see `FrameCache`.
-        schedule: of noise.
-    """
+    """The trained network with its cache and its noise schedule."""
 
     network: CausalNetwork
-    cache: FrameCache
+    cache: KVCache
     schedule: NoiseSchedule
 
     def clean(self, step: ExitStep) -> Tensor:
-        """Clean latents that a step predicts, ``[b, block, c, h, w]``.
+        """Return the clean latents that a step predicts, ``[b, block, c, h, w]``.
 
-        The cache is read, never written: later blocks must not see keys of noised frames. Run with
-        gradient after generation, this is the second phase.
+        The cache is read, never written: later blocks must not see keys of noised frames. The
+        second phase of training calls this with gradient, after generation.
         """
         t = _timesteps(step.timestep, step.x)
         flow = self.network(
@@ -198,12 +116,12 @@ class Generator:
     def generate(
         self, first_frame: int, text: Tensor, noise: BlockNoise, *, exit_step: int, graph: bool
     ) -> tuple[Tensor, ExitStep]:
-        """A block, whose past is in the cache, and which is in the cache afterwards.
+        """Generate a block from the past in the cache, and write it into the cache.
 
-        Takes ``exit_step + 2`` forward passes.
+        This takes ``exit_step + 2`` forward passes.
 
         Args:
-            first_frame: absolute number of its first frame.
+            first_frame: absolute number of the block's first frame.
             text: ``[b, l, d]``.
             noise: see `BlockNoise`.
             exit_step: denoising step whose clean latents are the block, counted from 0.
@@ -226,24 +144,24 @@ class Generator:
         return x0, last
 
     def write_back(self, x0: Tensor, first_frame: int, text: Tensor, noise: BlockNoise) -> None:
-        """Write clean frames into the cache, with the context noise; arguments as of `generate`."""
+        """Write clean frames into the cache, with the context noise; see `generate`."""
         sigma = self.schedule.context_sigma()
         if sigma:
             x0 = mixed(x0, noise(first_frame, WRITE_BACK), torch.tensor(sigma))
         with torch.no_grad():
             self.network(
                 x=x0,
-                timesteps=_timesteps(self.schedule.config.context_noise, x0),
+                timesteps=_timesteps(self.schedule.streaming.context_noise, x0),
                 text=text,
                 cache=self.cache,
                 first_frame=first_frame,
             )
 
     def check_capacity(self, num_frames: int) -> None:
-        """See to it that any block of so many new frames can be run again after the last.
+        """Check that any block of so many new frames can be run again after the last.
 
         Raises:
-            ConfigError: too small a cache, with the number that is needed.
+            ConfigError: the cache is too small; the message has the number that is needed.
         """
         window, given = self.cache.window, self.cache.capacity_frames
         needed = window.window + num_frames - window.block
@@ -257,17 +175,17 @@ class Generator:
 
 
 def _timesteps(value: float, x: Tensor) -> Tensor:
-    """One timestep for all frames, ``[b, t]`` float32."""
+    """Return one timestep for all frames, ``[b, t]`` float32."""
     return torch.full(x.shape[:2], value, dtype=torch.float32, device=x.device)
 
 
 @dataclass(frozen=True)
 class TrainedBlock:
-    """A block whose exit step is trained.
+    """A frame block whose exit step is trained.
 
     Attributes:
         step: see `ExitStep`.
-        frames: of it, in the chunk.
+        frames: its frames in the clip.
     """
 
     step: ExitStep
@@ -275,17 +193,17 @@ class TrainedBlock:
 
 
 @dataclass(frozen=True)
-class StreamChunk:
-    """The newest frames of a sequence.
+class StreamClip:
+    """The newest frames of a sequence, as critic and teacher see them.
 
     Attributes:
         latents: X, ``[b, t, c, h, w]``; without gradient, but for one-graph generation.
         mask: frames that count in the losses, bool ``[b, t]``: new ones, made under ``text``.
-        text: current prompt, which the losses take for the whole chunk, ``[b, l, d]``.
-        blocks: to be run again with gradient; none if the chunk was generated for the critic.
-        samples: numbers in the run of the b samples.
+        text: current prompt, which the losses take for the whole clip, ``[b, l, d]``.
+        blocks: to be run again with gradient; none if the clip was generated for the critic.
+        samples: numbers of the b samples in the run.
         sequence: number of the sequence in the run.
-        number: of the chunk in the sequence.
+        number: number of the clip in the sequence.
         first_new: absolute number of the first new frame.
         end: absolute number of the frame after the newest.
         exit_step: denoising step at which its new blocks end, counted from 0; None if they differ.
@@ -301,42 +219,3 @@ class StreamChunk:
     first_new: int
     end: int
     exit_step: int | None = None
-
-
-def assembled(
-    known: Tensor, *, frames: int, first_frame: FirstFrame | None, whole_history: bool
-) -> tuple[Tensor, bool]:
-    """The frames of a chunk, and whether the first of them is encoded anew.
-
-    Teacher and critic were trained on clips, whose first latent frame is that of an image. Where
-    frames come before the chunk, its own first frame is replaced by such a latent, without
-    gradient.
-
-    Args:
-        known: newest frames, at least ``frames`` of them, ``[b, t, c, h, w]``.
-        frames: of the chunk.
-        first_frame: encodes anew; None leaves all frames as they are.
-        whole_history: ``first_frame`` gets all known frames up to the chunk's first, else only
-            those of the chunk.
-
-    Returns:
-        ``[b, frames, c, h, w]`` and a bool.
-    """
-    chunk = known[:, -frames:]
-    if first_frame is None or known.size(1) == frames:
-        return chunk, False
-    history = known[:, : 1 - frames] if whole_history else chunk[:, :1]
-    with torch.no_grad():
-        image = first_frame(history.detach()).to(chunk.dtype)
-    return torch.cat([image, chunk[:, 1:]], dim=1), True
-
-
-def new_frame_mask(*, frames: int, first_counted: int, encoded_anew: bool) -> Tensor:
-    """Frames of a chunk that count, bool ``[frames]``.
-
-    Args:
-        frames: of the chunk.
-        first_counted: first of them that is new and made under the current prompt.
-        encoded_anew: the first frame of the chunk is no generated frame.
-    """
-    return torch.arange(frames) >= max(first_counted, int(encoded_anew))

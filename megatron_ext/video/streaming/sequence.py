@@ -1,9 +1,9 @@
-"""Long sequences of a replica, chunk by chunk."""
+"""The long sequence of a replica, which grows clip by clip."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,36 +12,39 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.data.randomness import sample_numbers
-from megatron_ext.video.streaming import options as draws
+from megatron_ext.video.streaming import decisions
+from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.generate import History, encode_anew, num_sinks
-from megatron_ext.video.streaming.options import (
-    PromptSource,
-    StreamingOptions,
-    given_frames,
-    second_prompt,
-)
 from megatron_ext.video.streaming.rollout import (
     BlockNoise,
-    FirstFrame,
     Generator,
     Recache,
-    StreamChunk,
+    StreamClip,
     TrainedBlock,
-    assembled,
-    new_frame_mask,
 )
-from megatron_ext.video.streaming.state import NEVER, SequenceState, stored_state
+from megatron_ext.video.streaming.state import (
+    NEVER,
+    PromptSource,
+    SequenceState,
+    given_frames,
+    second_prompt,
+    stored_state,
+)
+
+FirstFrame = Callable[[Tensor], Tensor]
+"""Turns the newest of latent frames ``[b, t, c, h, w]`` into the latent of an image,
+``[b, 1, c, h, w]``."""
 
 
 @dataclass(frozen=True)
 class Replica:
-    """Which samples are a replica's.
+    """The samples of a data-parallel replica.
 
     Attributes:
-        seed: of the run.
-        batch: b, sequences that it generates at a time.
-        dp_rank: data-parallel rank.
-        dp_size: number of data-parallel ranks.
+        seed: ``--seed``.
+        batch: b, sequences that the replica generates at a time.
+        dp_rank: its number.
+        dp_size: number of replicas.
     """
 
     seed: int
@@ -57,13 +60,13 @@ class StreamingSequence:
     together on all replicas.
 
     Args:
-        options: see `StreamingOptions`.
-        generator: see `Generator`.
+        streaming: how sequences grow and switch.
+        generator: its cache must suit ``streaming``.
         recache: see `Recache`.
         prompts: see `PromptSource`.
         replica: see `Replica`.
         like: ``[0, 0, c, h, w]``, an empty tensor that gives sizes, dtype and device of latents.
-        first_frame: encodes the first frame of chunks anew; None leaves it as it was generated.
+        first_frame: encodes the first frame of clips anew; None leaves it as it was generated.
 
     Attributes:
         state: None before the first sequence.
@@ -71,12 +74,12 @@ class StreamingSequence:
             run that goes on without a sequence begins where the old one ended.
 
     Raises:
-        ConfigError: a cache that does not fit the options.
+        ConfigError: a cache that does not fit the flags.
     """
 
     def __init__(
         self,
-        options: StreamingOptions,
+        streaming: StreamingConfig,
         generator: Generator,
         *,
         recache: Recache,
@@ -85,21 +88,23 @@ class StreamingSequence:
         like: Tensor,
         first_frame: FirstFrame | None = None,
     ) -> None:
-        self.options, self.generator, self.replica = options, generator, replica
+        self.streaming, self.generator, self.replica = streaming, generator, replica
         self.recache, self.prompts, self.first_frame = recache, prompts, first_frame
         self.like = like.new_empty(replica.batch, 0, *like.shape[2:])
         self.state: SequenceState | None = None
         self.first = 0, 0
+        self._num_sinks = num_sinks(generator.cache.window)
         block = generator.cache.window.block
-        if block != options.block:
+        if block != streaming.frame_block:
             raise ConfigError(
-                f"`block` ({options.block}) must be that of the network ({block}); use {block}."
+                f"`block` ({streaming.frame_block}) must be that of the network ({block}); use "
+                f"{block}."
             )
-        generator.check_capacity(options.chunk_frames)
+        generator.check_capacity(streaming.chunk_frames)
 
     @property
     def coming(self) -> tuple[int, int]:
-        """Number of the next sequence, and number in the run of the first of its samples."""
+        """Return the number of the next sequence, and the number of the first of its samples."""
         s, replica = self.state, self.replica
         if s is None:
             return self.first
@@ -107,44 +112,44 @@ class StreamingSequence:
 
     @property
     def can_generate_more(self) -> bool:
-        """The current sequence may have another chunk."""
+        """Return whether the current sequence may have another clip."""
         s = self.state
         if s is None:
             return False
-        return s.chunk == 0 or self.options.can_grow(s.current_length, s.max_length)
+        return s.chunk == 0 or decisions.can_grow(self.streaming, s.current_length, s.max_length)
 
-    def next_chunk(self, *, trains_generator: bool) -> StreamChunk:
-        """Generate the next chunk to be trained, of a new sequence if the old one has ended.
+    def next_clip(self, *, trains_generator: bool) -> StreamClip:
+        """Generate the next clip to be trained, of a new sequence if the old one has ended.
 
         Args:
-            trains_generator: keep what the generator's exit steps need, see `StreamChunk.blocks`.
+            trains_generator: keep what the generator's exit steps need, see `StreamClip.blocks`.
 
         Raises:
             DataError: prompts that do not fit.
         """
         if not self.can_generate_more:
             self.begin()
-        if not self._state.chunk and not self.options.train_first_chunk:
+        if not self._state.chunk and not self.streaming.train_first_chunk:
             self._advance(trains=False)
         return self._advance(trains=trains_generator)
 
     @property
     def _state(self) -> SequenceState:
         if self.state is None:
-            raise ConfigError("no sequence was begun; call `begin` or `next_chunk` first.")
+            raise ConfigError("no sequence was begun; call `begin` or `next_clip` first.")
         return self.state
 
-    def check_newest(self, chunk: StreamChunk) -> None:
-        """See to it that the cache is as it was when a chunk had been generated.
+    def check_newest(self, clip: StreamClip) -> None:
+        """Check that the cache is as it was when a clip had been generated.
 
         Raises:
-            ConfigError: it is not the newest chunk.
+            ConfigError: it is not the newest clip.
         """
         s = self.state
-        if s is None or (s.sequence, s.chunk - 1) != (chunk.sequence, chunk.number):
+        if s is None or (s.sequence, s.chunk - 1) != (clip.sequence, clip.number):
             now = "nowhere" if s is None else f"at chunk {s.chunk - 1} of sequence {s.sequence}"
             raise ConfigError(
-                f"chunk {chunk.number} of sequence {chunk.sequence} cannot be run again, since the "
+                f"chunk {clip.number} of sequence {clip.sequence} cannot be run again, since the "
                 f"cache is {now}; run its exit steps before the next chunk is generated."
             )
 
@@ -154,34 +159,31 @@ class StreamingSequence:
         Raises:
             DataError: prompts that do not fit.
         """
-        replica, options = self.replica, self.options
+        replica, streaming = self.replica, self.streaming
+        block = streaming.frame_block
         sequence, consumed = self.coming
         prompts = self.prompts(self._samples(consumed))
-        switch = draws.switch_frame(options, replica.seed, sequence)
+        switch = decisions.switch_frame(streaming, replica.seed, sequence)
         after = second_prompt(prompts, replica.batch, switches=switch is not None)
-        start = given_frames(prompts, self.like, options)
+        start = given_frames(prompts, self.like, streaming)
         self.generator.cache.reset()
         self.state = SequenceState(
             sequence=sequence,
             consumed_samples=consumed,
             chunk=0,
             current_length=start.size(1),
-            max_length=draws.sequence_length(options, replica.seed, sequence),
+            max_length=decisions.sequence_length(streaming, replica.seed, sequence),
             # A block is made under one prompt.
-            switch_frame=NEVER if switch is None else -(-switch // options.block) * options.block,
+            switch_frame=NEVER if switch is None else -(-switch // block) * block,
             has_switched=0,
             previous=start,
             sink=start[:, : self._num_sinks],
             text=prompts.text,
             text_after=after,
         )
-        for frame in range(0, start.size(1), options.block):
-            block = start[:, frame : frame + options.block]
-            self.generator.write_back(block, frame, prompts.text, self._noise())
-
-    @property
-    def _num_sinks(self) -> int:
-        return num_sinks(self.generator.cache.window)
+        for frame in range(0, start.size(1), block):
+            given = start[:, frame : frame + block]
+            self.generator.write_back(given, frame, prompts.text, self._noise())
 
     def _samples(self, consumed: int) -> range:
         r = self.replica
@@ -189,40 +191,33 @@ class StreamingSequence:
 
     def _noise(self) -> BlockNoise:
         return functools.partial(
-            draws.block_noise,
+            decisions.block_noise,
             self.replica.seed,
             self._samples(self._state.consumed_samples),
-            (self.options.block, *self.like.shape[2:]),
+            (self.streaming.frame_block, *self.like.shape[2:]),
             like=self.like,
         )
 
-    def _advance(self, *, trains: bool) -> StreamChunk:
-        """Generate the next chunk."""
-        options, s = self.options, self._state
+    def _advance(self, *, trains: bool) -> StreamClip:
+        """Generate the next clip."""
+        streaming, s, size = self.streaming, self._state, self.streaming.chunk_frames
         start = s.current_length
-        growth = options.chunk_frames - start
+        growth = size - start
         if s.chunk:
-            growth = draws.new_frames(
-                options, self.replica.seed, s.sequence, s.chunk, remaining=s.max_length - start
+            growth = decisions.new_frames(
+                streaming, self.replica.seed, s.sequence, s.chunk, remaining=s.max_length - start
             )
         end = start + growth
         counted = max(start, s.switch_frame) if s.switches_before(end) else start
         new, blocks, exits = self._roll_out(start, end, counted if trains else end)
         s = self._state
-        chunk, anew = assembled(
-            torch.cat([s.previous, new], dim=1),
-            frames=options.chunk_frames,
-            first_frame=self.first_frame,
-            whole_history=options.decode_history,
-        )
-        first_counted = counted - (end - options.chunk_frames)
-        mask = new_frame_mask(
-            frames=options.chunk_frames, first_counted=first_counted, encoded_anew=anew
-        )
-        self.state = s.extended(new, chunk_frames=options.chunk_frames, sinks=self._num_sinks)
-        return StreamChunk(
-            latents=chunk,
-            mask=mask.to(chunk.device).expand(chunk.shape[:2]),
+        latents, is_encoded_anew = self._with_first_frame(torch.cat([s.previous, new], dim=1))
+        first_counted = max(counted - (end - size), int(is_encoded_anew))
+        mask = torch.arange(size, device=latents.device) >= first_counted
+        self.state = s.extended(new, kept=size, sinks=self._num_sinks)
+        return StreamClip(
+            latents=latents,
+            mask=mask.expand(latents.shape[:2]),
             text=s.text,
             blocks=blocks,
             samples=self._samples(s.consumed_samples),
@@ -230,23 +225,44 @@ class StreamingSequence:
             number=s.chunk,
             first_new=start,
             end=end,
-            exit_step=exits[0] if options.same_exit_across_blocks else None,
+            exit_step=exits[0] if streaming.same_exit_across_blocks else None,
         )
+
+    def _with_first_frame(self, known: Tensor) -> tuple[Tensor, bool]:
+        """Return the frames of a clip, and whether the first of them is encoded anew.
+
+        Teacher and critic were trained on clips whose first latent frame is that of an image.
+        Where frames come before the clip, its own first frame is replaced by such a latent,
+        without gradient.
+
+        Args:
+            known: newest frames, the clip at their end, ``[b, t, c, h, w]``. With
+                ``decode_history`` all of them up to the clip's first are decoded.
+        """
+        size = self.streaming.chunk_frames
+        clip = known[:, -size:]
+        if self.first_frame is None or known.size(1) == size:
+            return clip, False
+        history = known[:, : 1 - size] if self.streaming.decode_history else clip[:, :1]
+        with torch.no_grad():
+            image = self.first_frame(history.detach()).to(clip.dtype)
+        return torch.cat([image, clip[:, 1:]], dim=1), True
 
     def _roll_out(
         self, start: int, end: int, first_trained: int
     ) -> tuple[Tensor, tuple[TrainedBlock, ...], tuple[int, ...]]:
-        """Generate frames, and say which exit steps are to be run again, and what all are."""
-        options, frames = self.options, range(start, end, self.options.block)
-        exits = draws.exit_steps(
-            options,
+        """Generate frames; return them, the exit steps to run again, and the numbers of all."""
+        streaming, block = self.streaming, self.streaming.frame_block
+        frames = range(start, end, block)
+        exits = decisions.exit_steps(
+            streaming,
             self.replica.seed,
             self._state.sequence,
             self._state.chunk,
             blocks=len(frames),
             steps=len(self.generator.schedule.denoising_timesteps),
         )
-        noise, chunk_start = self._noise(), end - options.chunk_frames
+        noise, clip_start = self._noise(), end - streaming.chunk_frames
         made: list[Tensor] = []
         trained = []
         for frame, exit_step in zip(frames, exits, strict=True):
@@ -258,19 +274,19 @@ class StreamingSequence:
                 self._state.text,
                 noise,
                 exit_step=exit_step,
-                graph=trains and not options.two_phase,
+                graph=trains and not streaming.two_phase,
             )
             made.append(x0)
-            if trains and options.two_phase:
-                place = slice(frame - chunk_start, frame - chunk_start + options.block)
-                trained.append(TrainedBlock(step, place))
+            if trains and streaming.two_phase:
+                place = frame - clip_start
+                trained.append(TrainedBlock(step, slice(place, place + block)))
         return torch.cat(made, dim=1), tuple(trained), exits
 
     def _switch(self, frame: int, made: list[Tensor]) -> None:
         """Take the second prompt from a frame on, and encode the past anew under it."""
         s = self.state = replace(self._state, text=self._state.text_after, has_switched=1)
         known = torch.cat([s.previous, *(x.detach() for x in made)], dim=1)
-        self._encode_anew(known, frame)
+        self._encode_anew(known, frame, keep_sink=self.streaming.sink_at_switch == "keep")
 
     def rebuild_cache(self) -> None:
         """Encode the past anew under the current prompt, for a cache that was not kept.
@@ -282,21 +298,20 @@ class StreamingSequence:
         if s.previous.size(1):
             self._encode_anew(s.previous, s.current_length, keep_sink=False)
 
-    def _encode_anew(self, known: Tensor, length: int, *, keep_sink: bool | None = None) -> None:
-        s, options = self._state, self.options
-        sinks = s.first_frames(known, length, self._num_sinks)
+    def _encode_anew(self, known: Tensor, length: int, *, keep_sink: bool) -> None:
+        s = self._state
         encode_anew(
             self.generator,
             self.recache,
-            History(known, length, sinks),
+            History(known, length, s.first_frames(known, length, self._num_sinks)),
             s.text,
             self._noise(),
-            frames=options.recache_frames,
-            keep_sink=options.sink_at_switch == "keep" if keep_sink is None else keep_sink,
+            frames=self.streaming.recache_frames,
+            keep_sink=keep_sink,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sequence stands, with its cache; empty before the first sequence."""
+        """Return the state of the sequence with its cache; empty before the first sequence."""
         if self.state is None:
             return {}
         return {**self.state.state_dict(), "cache": dict(self.generator.cache.state_dict())}
@@ -305,12 +320,12 @@ class StreamingSequence:
         """Go on where `state_dict` was taken.
 
         Args:
-            stored: without ``cache``, it is rebuilt, see `rebuild_cache`.
+            stored: without ``cache``, the cache is rebuilt, see `rebuild_cache`.
 
         Raises:
             CheckpointError: an entry is missing, or belongs to other sizes.
         """
-        frames = self.options.chunk_frames
+        frames = self.streaming.chunk_frames
         self.state = stored_state(stored, self.like, frames) if stored else None
         if "cache" in stored:
             self.generator.cache.load_state_dict(stored["cache"])

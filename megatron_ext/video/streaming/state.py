@@ -1,22 +1,84 @@
-"""Where a replica stands in its sequence, as tensors and integers that a checkpoint can hold.
-
-The first frame of a chunk, encoded anew by the video codec.
-"""
+"""What a sequence is made from, and where it stands, as a checkpoint can hold it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_ext.errors import CheckpointError
-from megatron_ext.video.data.codec import VideoCodec
+from megatron_ext.errors import CheckpointError, DataError
+from megatron_ext.video.streaming.config import StreamingConfig
 
 NEVER = -1
 """The frame of a switch that does not come."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The inputs that the samples of a sequence are made from.
+
+    Attributes:
+        text: embeddings, ``[b, l, d]``.
+        text_after: embeddings after the switch; needed where sequences switch.
+        start: clean latents of given first frames, ``[b, t, c, h, w]``; whole blocks, and fewer
+            than a clip.
+    """
+
+    text: Tensor
+    text_after: Tensor | None = None
+    start: Tensor | None = None
+
+
+PromptSource = Callable[[Sequence[int]], Prompts]
+"""Gives the prompts of samples, a function of their numbers in the run."""
+
+
+def second_prompt(prompts: Prompts, batch: int, *, switches: bool) -> Tensor:
+    """Return the second prompt ``[b, l, d]``; empty if the sequence has no switch.
+
+    Raises:
+        DataError: it is needed and missing, or a prompt does not have the batch size.
+    """
+    after = prompts.text_after
+    if switches and after is None:
+        raise DataError(
+            "the prompts have no `text_after`, but sequences switch to a second prompt; give "
+            "pairs of prompts, or turn `switch_prompts` off."
+        )
+    for name, text in (("text", prompts.text), ("text_after", after)):
+        if text is not None and (text.dim() != 3 or text.size(0) != batch):
+            raise DataError(
+                f"`{name}` has the shape {list(text.shape)}, but must be [{batch}, l, d], one "
+                "for each sample."
+            )
+    return after if switches and after is not None else prompts.text.new_empty(0)
+
+
+def given_frames(prompts: Prompts, like: Tensor, streaming: StreamingConfig) -> Tensor:
+    """Return given first frames ``[b, t, c, h, w]``; t is 0 if there are none.
+
+    Args:
+        prompts: inputs of the sequence.
+        like: ``[b, 0, c, h, w]``, which gives sizes, dtype and device.
+        streaming: gives the sizes of a block and of a clip.
+
+    Raises:
+        DataError: frames of another size, or not whole blocks, or as many as a clip.
+    """
+    if prompts.start is None:
+        return like
+    start, block = prompts.start, streaming.frame_block
+    sizes = (start.shape[0], *start.shape[2:]) == (like.shape[0], *like.shape[2:])
+    if not sizes or start.size(1) % block or start.size(1) >= streaming.chunk_frames:
+        raise DataError(
+            f"`start` has the shape {list(start.shape)}, but must be [{like.size(0)}, t, "
+            f"{', '.join(map(str, like.shape[2:]))}] with whole blocks of {block} frames, fewer "
+            f"than a chunk ({streaming.chunk_frames})."
+        )
+    return start.to(like)
 
 
 @dataclass
@@ -26,12 +88,12 @@ class SequenceState:
     Attributes:
         sequence: its number in the run.
         consumed_samples: number in the run of the first of its samples, over all replicas.
-        chunk: chunks generated so far.
+        chunk: clips generated so far, by the name that checkpoints have for them.
         current_length: frames so far, given ones among them.
         max_length: frames after which it ends at the latest.
         switch_frame: first frame under the second prompt, at the start of a block, or `NEVER`.
         has_switched: the second prompt is the current one, 0 or 1.
-        previous: last frames as generated, at most a chunk, ``[b, t, c, h, w]``.
+        previous: last frames as generated, at most a clip, ``[b, t, c, h, w]``.
         sink: first frames as generated, ``[b, t, c, h, w]``.
         text: current prompt, ``[b, l, d]``.
         text_after: second prompt; empty if there is none.
@@ -50,22 +112,29 @@ class SequenceState:
     text_after: Tensor
 
     def switches_before(self, frame: int) -> bool:
-        """Whether the switch is still to come, and lies before a frame."""
+        """Return whether the switch is still to come, and lies before a frame."""
         return not self.has_switched and NEVER < self.switch_frame < frame
 
-    def extended(self, new: Tensor, *, chunk_frames: int, sinks: int) -> SequenceState:
-        """After another chunk of new frames ``[b, t, c, h, w]``, which are cut from their graph."""
+    def extended(self, new: Tensor, *, kept: int, sinks: int) -> SequenceState:
+        """Return the state after another clip.
+
+        Args:
+            new: new frames, ``[b, t, c, h, w]``, which are cut from their graph.
+            kept: how many of the newest frames to keep.
+            sinks: how many of the first frames to keep.
+        """
         known = torch.cat([self.previous, new.detach()], dim=1)
+        length = self.current_length + new.size(1)
         return replace(
             self,
             chunk=self.chunk + 1,
-            current_length=self.current_length + new.size(1),
-            previous=known[:, -chunk_frames:].clone(),
-            sink=self.first_frames(known, self.current_length + new.size(1), sinks).clone(),
+            current_length=length,
+            previous=known[:, -kept:].clone(),
+            sink=self.first_frames(known, length, sinks).clone(),
         )
 
     def first_frames(self, known: Tensor, length: int, sinks: int) -> Tensor:
-        """The first frames of the sequence, as far as they exist.
+        """Return the first frames of the sequence, as far as they exist.
 
         Args:
             known: newest frames, up to ``length``, ``[b, t, c, h, w]``.
@@ -75,17 +144,17 @@ class SequenceState:
         return known[:, :sinks] if known.size(1) == length else self.sink
 
     def state_dict(self) -> dict[str, Any]:
-        """Every attribute by name; tensors are not copied."""
+        """Return every attribute by name; tensors are not copied."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def stored_state(stored: Mapping[str, Any], like: Tensor, chunk_frames: int) -> SequenceState:
-    """The state that `SequenceState.state_dict` gave.
+def stored_state(stored: Mapping[str, Any], like: Tensor, clip_frames: int) -> SequenceState:
+    """Return the state that `SequenceState.state_dict` gave.
 
     Args:
-        stored: from a checkpoint.
+        stored: read from a checkpoint.
         like: ``[b, 0, c, h, w]``, whose sizes, dtype and device latents must have.
-        chunk_frames: of this run.
+        clip_frames: ``--chunk-frames`` of this run.
 
     Raises:
         CheckpointError: an entry is missing, or belongs to other sizes.
@@ -107,11 +176,11 @@ def stored_state(stored: Mapping[str, Any], like: Tensor, chunk_frames: int) -> 
     for name in ("previous", "sink"):
         _check_sizes(name, values[name].shape, like.shape)
     state = SequenceState(**values)
-    kept, wanted = state.previous.size(1), min(chunk_frames, state.current_length)
+    kept, wanted = state.previous.size(1), min(clip_frames, state.current_length)
     if kept != wanted:
         raise CheckpointError(
             f"the stored sequence keeps its last {kept} frames, but `chunk_frames` "
-            f"({chunk_frames}) needs {wanted}; resume with the value that it was saved with, or "
+            f"({clip_frames}) needs {wanted}; resume with the value that it was saved with, or "
             "begin a new sequence."
         )
     return state
@@ -124,20 +193,3 @@ def _check_sizes(name: str, shape: torch.Size, wanted: torch.Size) -> None:
             f"[{wanted[0]}, t, {', '.join(map(str, wanted[2:]))}]; resume with the batch size and "
             "the latent size that they were saved with, or begin a new sequence."
         )
-
-
-@dataclass(frozen=True)
-class CodecFirstFrame:
-    """Decodes latents and encodes their last pixel frame as an image; a `FirstFrame`.
-
-    Attributes:
-        codec: causal in time, so that an image is one latent frame.
-    """
-
-    codec: VideoCodec
-
-    @torch.no_grad()
-    def __call__(self, latents: Tensor) -> Tensor:
-        """``[b, 1, c, h, w]`` of the newest of ``[b, t, c, h, w]``."""
-        pixels = self.codec.decode(latents.float().transpose(1, 2))
-        return self.codec.encode(pixels[:, :, -1:]).transpose(1, 2).to(latents)

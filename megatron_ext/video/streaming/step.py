@@ -1,7 +1,4 @@
-"""A step of streaming long-tuning: chunks for generator and critic, and their updates.
-
-How much a streaming step computes: counted while it runs, since exit steps are drawn.
-"""
+"""A step of streaming long-tuning: clips for generator and critic, and their updates."""
 
 from __future__ import annotations
 
@@ -26,19 +23,20 @@ from megatron_ext.train.totals import mean_of, reduce_reports
 from megatron_ext.video.cost.flops import flops_of_pass
 from megatron_ext.video.model.wan.model import VideoDiT
 from megatron_ext.video.model.wan.recache import recache
-from megatron_ext.video.streaming.configuration import dmd_of, noise_of, options_of
+from megatron_ext.video.streaming.decisions import Pass, passes
 from megatron_ext.video.streaming.loss import dmd_loss
 from megatron_ext.video.streaming.networks import TrainedNetwork, build_critic
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
-from megatron_ext.video.streaming.options import Pass, passes
 from megatron_ext.video.streaming.prompts import FilePrompts
-from megatron_ext.video.streaming.rollout import Generator, StreamChunk
+from megatron_ext.video.streaming.rollout import Generator, StreamClip
 from megatron_ext.video.streaming.scores import (
-    NoisedChunk,
-    critic_chunk_loss,
+    Loss,
+    NoisedClip,
+    Scores,
+    critic_clip_loss,
     generator_direction,
     generator_losses,
-    noised_chunk,
+    noised_clip,
     sid_direction,
 )
 from megatron_ext.video.streaming.sequence import Replica, StreamingSequence
@@ -52,15 +50,14 @@ if TYPE_CHECKING:
 
 
 class WorkCounter:
-    """Counts every pass of some networks: denoising steps, write-backs, teacher, critic and so on.
+    """Counts the operations of networks in all passes, since the number of passes is drawn.
 
     A pass with gradient counts three times, for its backward pass, or twice where only its input
-    gets one; what is computed again to save
-    memory does not count, as in all throughputs of this package.
+    gets a gradient. Recomputation to save memory does not count, as in all throughputs of this
+    package.
 
     Args:
-        networks: this rank's parts, wrapped or not, whose operations are those of the `VideoDiT` in
-            them; a score in closed form is free.
+        networks: this rank's parts, wrapped or not; the `VideoDiT` in them are counted.
     """
 
     def __init__(self, networks: Iterable[torch.nn.Module]) -> None:
@@ -80,7 +77,7 @@ class WorkCounter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Passes inside of the block are no work of a step."""
+        """Do not count the passes inside of the block as work of a step."""
         flops = self._flops
         try:
             yield
@@ -88,17 +85,14 @@ class WorkCounter:
             self._flops = flops
 
     def take(self) -> float:
-        """Floating-point operations of this rank since the last call; all ranks have as many."""
+        """Return the operations of this rank since the last call; all ranks have as many."""
         flops, self._flops = self._flops, 0.0
         return flops
 
 
-Loss = tuple[Tensor, Tensor, Report]
-
-
 @dataclass(frozen=True)
-class _Done:
-    """A pass: what for, what to log, and how many frames counted."""
+class _PassResult:
+    """What a pass was for, what to log, and how many frames counted."""
 
     kind: Pass
     reports: list[Report]
@@ -106,26 +100,18 @@ class _Done:
 
 
 class StreamingRunner(StepRunner):
-    """Trains the generator in one of so many steps, the critic in all, on one long sequence.
+    """Trains the generator in some of the steps and the critic in all, on one long sequence.
 
-    The generator is the model of the run. Critic, teacher and the sequence belong to the runner,
-    which hands them to checkpoints as its extra state.
-
-    Args:
-        config: of the run.
-        task: of the run.
-        context: of this rank.
-        transformer_config: of the generator.
-        chunks: the generator, wrapped.
-        optimizer: of the generator.
-        scheduler: of the generator.
+    The generator is the model of the run, which the arguments describe. Critic, teacher and the
+    sequence belong to the runner, which hands them to checkpoints as its extra state.
 
     Attributes:
-        generator: see `TrainedNetwork`.
-        critic: see `TrainedNetwork`.
+        generator: the model of the run with its optimizer.
+        critic: built here.
         teacher: frozen.
-        sequence: of this replica.
-        work: what the steps compute.
+        scores: critic and teacher as the losses need them.
+        sequence: the sequence of this replica.
+        work: counts the operations of the steps.
     """
 
     extra_state: StreamingState
@@ -142,14 +128,19 @@ class StreamingRunner(StepRunner):
     ) -> None:
         super().__init__(config, task, context, transformer_config, chunks, optimizer, scheduler)
         assert optimizer is not None and scheduler is not None
-        streaming = config.streaming
-        self.options, self.dmd = options_of(streaming), dmd_of(streaming)
-        self.schedule = NoiseSchedule(noise_of(streaming))
+        self.streaming = streaming = config.streaming
+        self.schedule = NoiseSchedule(streaming)
         self.generator = TrainedNetwork(chunks, optimizer, scheduler, config.optimizer.clip_grad)
         self.critic = build_critic(config, context, self.device)
         self.teacher = build_teacher(config, context, self.device)
         prompts = FilePrompts.build(config, context, self.device)
-        self.negative_text = prompts.encode([streaming.negative_prompt])
+        self.scores = Scores(
+            self.critic.network,
+            self.teacher,
+            prompts.encode([streaming.negative_prompt]),
+            guidance_scale=streaming.guidance_scale,
+            sid_alpha=streaming.sid_alpha,
+        )
         self.sequence = self._sequence(prompts)
         self.extra_state = StreamingState(self.critic, self.sequence, context, Settings.of(config))
         self.work = WorkCounter([self.generator.network, self.critic.network, self.teacher])
@@ -159,27 +150,32 @@ class StreamingRunner(StepRunner):
         """See `StepRunner.trained_chunks`."""
         return [*self.generator.chunks, *self.critic.chunks]
 
+    @property
+    def _networks(self) -> dict[Pass, TrainedNetwork]:
+        """Return the trained networks, by the passes that train them."""
+        return {"critic": self.critic, "generator": self.generator}
+
     def model_steps(self, steps: int) -> int:
-        """How many of the first steps train the generator; see `ratio.trains_generator`."""
-        return -(-steps // self.options.generator_interval)
+        """Return how many of the first steps train the generator; see `decisions.passes`."""
+        return -(-steps // self.streaming.generator_interval)
 
     def _sequence(self, prompts: FilePrompts) -> StreamingSequence:
-        config, streaming = self.config, self.config.streaming
-        micro_batch_size, _ = config.training.batch_sizes
+        streaming, training = self.streaming, self.config.training
+        micro_batch_size, _ = training.batch_sizes
         height, width = streaming.latent_size
         (model,) = unwrap_model(self.chunks)
         cache = model.new_cache(
-            micro_batch_size, height, width, chunk_frames=self.options.chunk_frames
+            micro_batch_size, height, width, chunk_frames=streaming.chunk_frames
         )
         first_frame = prompts.first_frame if streaming.encode_first_frame else None
         shape = 0, 0, streaming.sizes(None).channels, height, width
         return StreamingSequence(
-            self.options,
+            streaming,
             Generator(self.generator.network, cache, self.schedule),
             recache=recache,
             prompts=prompts,
             replica=Replica(
-                config.training.seed,
+                training.seed,
                 micro_batch_size,
                 self.context.dp_rank,
                 self.context.layout.data_parallel_size,
@@ -195,24 +191,25 @@ class StreamingRunner(StepRunner):
         consumed_samples: int,
         num_samples: int,
     ) -> StepResult:
-        """One step; see `StepRunner.train`.
+        """Train one step; see `StepRunner.train`.
 
         Args:
-            batches: None, prompts belong to the sequence.
-            num_microbatches: chunks of each kind in the step.
-            consumed_samples: not looked at, the sequence counts its own.
-            num_samples: by which the schedules of the learning rates move on.
+            batches: None, since prompts belong to the sequence.
+            num_microbatches: clips of each kind in the step.
+            consumed_samples: unused, since the sequence counts its own.
+            num_samples: samples by which the schedules of the learning rates move on.
         """
-        kinds = passes(self.options, self.extra_state.steps, num_microbatches)
-        networks: dict[Pass, TrainedNetwork] = {"critic": self.critic, "generator": self.generator}
-        trained = {kind: network for kind, network in networks.items() if kind in kinds}
+        kinds = passes(self.streaming, self.extra_state.steps, num_microbatches)
+        trained = {kind: network for kind, network in self._networks.items() if kind in kinds}
         for network in trained.values():
             network.zero_grad()
             if self.check_zeroed is not None:
                 self.check_zeroed(network.chunks)
         done = [self._pass(kind, num_microbatches) for kind in kinds]
-        reports = {kind: [x for one in done if one.kind == kind for x in one.reports]
-                   for kind in trained}  # fmt: skip
+        reports = {
+            kind: [report for one in done if one.kind == kind for report in one.reports]
+            for kind in trained
+        }
         for kind, network in trained.items():
             divisor = self._divisor([one for one in done if one.kind == kind])
             network.reduce(divisor, everywhere=self.observer is not None)
@@ -228,59 +225,50 @@ class StreamingRunner(StepRunner):
     def _move_on(self, updates: dict[Pass, UpdateResult], num_samples: int) -> None:
         """Count the step; both learning rates follow the steps of the run, not the updates."""
         self.extra_state.steps += 1
-        networks: dict[Pass, TrainedNetwork] = {"critic": self.critic, "generator": self.generator}
-        for kind, network in networks.items():
+        for kind, network in self._networks.items():
             if kind in updates:
                 self._follow(updates[kind], network.scheduler, num_samples)
             else:
                 network.scheduler.step(increment=num_samples)
         if "generator" in updates:
             # It holds the text as the weights before the update saw it.
-            self.sequence.generator.cache.memo.clear()  # type: ignore[attr-defined]
+            self.sequence.generator.cache.memo.clear()
 
-    def _pass(self, kind: Pass, accumulation: int) -> _Done:
-        """Gradients of one of the networks on the next chunk."""
-        chunk = self.sequence.next_chunk(trains_generator=kind == "generator")
-        noised = noised_chunk(chunk, self.schedule, self.config.training.seed, kind)
-        num_frames = chunk.mask.sum()
-        # Frames of all chunks count alike, or chunks do: data-parallel ranks add up, or average.
+    def _pass(self, kind: Pass, accumulation: int) -> _PassResult:
+        """Add up gradients of one of the networks on the next clip."""
+        clip = self.sequence.next_clip(trains_generator=kind == "generator")
+        noised = noised_clip(clip, self.schedule, self.config.training.seed, kind)
+        num_frames = clip.mask.sum()
+        # Frames of all clips count alike, or clips do: data-parallel ranks add up, or average.
         per_frame = self.config.training.calculate_per_token_loss
         share = 1 if per_frame else num_frames * accumulation
         reports = []
         losses = self._generator_losses if kind == "generator" else self._critic_losses
-        for total, _, report in losses(chunk, noised):
+        for total, _, report in losses(clip, noised):
             torch.autograd.backward(total / share)
             reports.append(report)
-        return _Done(kind, reports, num_frames)
+        return _PassResult(kind, reports, num_frames)
 
-    def _divisor(self, done: Sequence[_Done]) -> Tensor | None:
-        """Frames that counted, see `TrainedNetwork.update`."""
+    def _divisor(self, done: Sequence[_PassResult]) -> Tensor | None:
+        """Return the number of frames that counted; see `TrainedNetwork.reduce`."""
         if not self.config.training.calculate_per_token_loss:
             return None
         return torch.stack([one.num_frames for one in done]).sum()
 
-    def _generator_losses(self, chunk: StreamChunk, noised: NoisedChunk) -> Iterator[Loss]:
-        """Block by block, or of the whole chunk where it was generated with gradient."""
-        asked: dict[str, Any] = {
-            "critic": self.critic.network,
-            "teacher": self.teacher,
-            "negative_text": self.negative_text,
-            "config": self.dmd,
-        }
+    def _generator_losses(self, clip: StreamClip, noised: NoisedClip) -> Iterator[Loss]:
+        """Give losses block by block, or of the whole clip where it was generated with gradient."""
         losses = None
-        if self.dmd.distribution_loss == "sid":
-            direction, losses = sid_direction(
-                chunk, noised, **asked, whole_gradient=self._whole_gradient
-            )
+        if self.streaming.distribution_loss == "sid":
+            direction, losses = sid_direction(clip, noised, self.scores, self._whole_gradient)
         else:
-            direction = generator_direction(chunk, noised, **asked)
-        if self.options.two_phase:
-            yield from generator_losses(chunk, direction, self.sequence, losses)
+            direction = generator_direction(clip, noised, self.scores)
+        if self.streaming.two_phase:
+            yield from generator_losses(clip, direction, self.sequence, losses)
         else:
-            yield dmd_loss(chunk.latents, direction=direction, mask=chunk.mask, losses=losses)
+            yield dmd_loss(clip.latents, direction=direction, mask=clip.mask, losses=losses)
 
     def _whole_gradient(self, gradient: Tensor) -> Tensor:
-        """Add up the gradients of a network's input, see `VideoDiT.forward`."""
+        """Add up the gradients of a network's input over ranks; see `VideoDiT.forward`."""
         groups, whole = self.context.pgs, gradient.contiguous().clone()
         if self.transformer_config.sequence_parallel:
             torch.distributed.all_reduce(whole, group=groups.tp)
@@ -288,8 +276,8 @@ class StreamingRunner(StepRunner):
             torch.distributed.all_reduce(whole, group=groups.cp)
         return whole.div_(groups.cp.size())
 
-    def _critic_losses(self, chunk: StreamChunk, noised: NoisedChunk) -> Iterator[Loss]:
-        yield critic_chunk_loss(chunk, noised, self.critic.network, self.dmd.denoising_loss)
+    def _critic_losses(self, clip: StreamClip, noised: NoisedClip) -> Iterator[Loss]:
+        yield critic_clip_loss(clip, noised, self.critic.network, self.streaming.denoising_loss)
 
     def _result(
         self, reports: dict[Pass, list[Report]], updates: dict[Pass, UpdateResult]

@@ -1,4 +1,4 @@
-"""Critic and sequence in the checkpoint of a streaming run."""
+"""Store critic and sequence in the checkpoint of a streaming run."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ SEQUENCE, CACHE, PROGRESS = "streaming_sequence", "streaming_cache", "streaming_
 
 @dataclass(frozen=True)
 class Settings:
-    """Flags, by their spelling, without which what is stored has no meaning.
+    """Values of the flags that decide what the stored tensors mean, by the flags' spelling.
 
     Attributes:
-        sequence: those of the frames, the text and the numbers of a sequence.
-        cache: those of the cached keys and values.
+        sequence: flags of the frames, the text and the numbers of a sequence.
+        cache: flags of the cached keys and values.
     """
 
     sequence: Mapping[str, Any]
@@ -42,7 +42,7 @@ class Settings:
 
     @classmethod
     def of(cls, config: RunConfig) -> Settings:
-        """Of a run."""
+        """Return the settings of a run."""
         streaming = config.streaming
         sequence = {
             "--micro-batch-size": config.training.batch_sizes[0],
@@ -70,8 +70,8 @@ class StreamingState:
 
     Args:
         critic: see `TrainedNetwork`.
-        sequence: of this replica.
-        context: of this rank.
+        sequence: the sequence of this replica.
+        context: groups of this rank.
         settings: see `Settings`.
 
     Attributes:
@@ -182,7 +182,7 @@ class StreamingState:
         return {CRITIC: state}
 
     def _objects(self, stands: dict[str, Any] | None, cache: Any) -> dict[str, ShardedObject]:
-        """The sequence of a replica, which its first rank writes, and the cache of each rank."""
+        """Return the sequence, which a replica's first rank writes, and the cache of each rank."""
         groups = self._context.pgs
         sizes = groups.dp.size(), groups.cp.size(), groups.tp.size()
         ranks = groups.dp.rank(), groups.cp.rank(), groups.tp.rank()
@@ -194,12 +194,12 @@ class StreamingState:
 
 
 def _moved(state: Any, device: torch.device) -> Any:
-    """Its tensors on a device."""
+    """Return the state with its tensors on a device."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), state)
 
 
 def _on_host(state: Any) -> dict[str, Any]:
-    """Copies that no later pass changes, and that load on a machine with other devices."""
+    """Return copies that no later pass changes, and that load on a machine with other devices."""
     copied: dict[str, Any] = tree_map_only(
         torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), dict(state)
     )
@@ -207,7 +207,7 @@ def _on_host(state: Any) -> dict[str, Any]:
 
 
 def _changes(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Flags whose value is another than in the checkpoint, in words."""
+    """Return a clause for each flag whose value differs from that in the checkpoint."""
     return [
         f"`{name}` was {stored.get(name)} and is {value}"
         for name, value in now.items()

@@ -1,7 +1,4 @@
-"""What pretrain_video.py --task streaming trains.
-
-Long videos that a streaming run samples now and then, without any effect on its training.
-"""
+"""The task of ``pretrain_video.py --task streaming``."""
 
 from __future__ import annotations
 
@@ -14,13 +11,13 @@ from megatron_ext.train.callbacks.callback import Callback, due
 from megatron_ext.train.run import Run
 from megatron_ext.train.task import Task, no_datasets
 from megatron_ext.video.data.codecs import build_codec
-from megatron_ext.video.sampling.films import NotFiniteError
-from megatron_ext.video.streaming.configuration import chunk_tokens, prepare_streaming
-from megatron_ext.video.streaming.films import FilmMaker
+from megatron_ext.video.streaming.decisions import passes
+from megatron_ext.video.streaming.long_videos import LongVideoSampler
 from megatron_ext.video.streaming.networks import build_generator_chunk
-from megatron_ext.video.streaming.options import passes
 from megatron_ext.video.streaming.prompts import FilePrompts
+from megatron_ext.video.streaming.rules import clip_tokens, prepare_streaming
 from megatron_ext.video.streaming.step import StreamingRunner
+from megatron_ext.video.streaming.video_files import NotFiniteError
 
 if TYPE_CHECKING:
     from megatron_ext.text.tokenizers.base import Tokenizer
@@ -40,10 +37,10 @@ class SampleWhileTraining(Callback):
         self._work = run.runner.work
         prompts = run.runner.sequence.prompts
         assert isinstance(prompts, FilePrompts)
-        self._maker = FilmMaker(
+        self._sampler = LongVideoSampler(
             run,
             prompts.encode,
-            # A VAE is large; the one that encodes first frames will do.
+            # A VAE is large, so the one that encodes first frames is used again.
             lambda: prompts.codec or build_codec(run.config.codec, run.device),
         )
 
@@ -52,39 +49,38 @@ class SampleWhileTraining(Callback):
         iteration = self.run.progress.iteration
         if due(iteration, self._interval):
             with self._work.paused():
-                _view(self.run, self._maker, self._root / f"iter_{iteration:07}")
+                _sample(self.run, self._sampler, self._root / f"iter_{iteration:07}")
 
 
-def _view(run: Run, maker: FilmMaker, folder: Path) -> None:
-    """Sample once.
+def _sample(run: Run, sampler: LongVideoSampler, folder: Path) -> None:
+    """Sample the videos once.
 
     Raises:
         MegatronExtError: on all ranks, where the files cannot be written.
     """
     try:
-        pace = maker(folder)
+        seen = sampler(folder)
     except NotFiniteError:
         run.reporters.say("the sampled videos are not finite and are not written")
         return
-    run.reporters.say(f"sampled {pace.videos} videos into {folder} in {pace.seconds:.1f} s")
+    run.reporters.say(f"sampled {seen.videos} videos into {folder} in {seen.seconds:.1f} s")
 
 
 def no_batches(
     run: Run, dataset: Any, tokenizer: Tokenizer, consumed_samples: int, full_epoch: bool
 ) -> BatchSource:
-    """See `Task.source`."""
+    """Return a source without batches, since prompts belong to the sequence; see `Task.source`."""
     return BatchSource(None, None)
 
 
 def streaming_step_stats(run: Run, num_microbatches: int) -> StepStats:
-    """Chunks' samples and tokens; see `Task.step_stats`. The runner counts the operations."""
+    """Count samples and tokens of a step; see `Task.step_stats`. The runner counts operations."""
     runner = run.runner
     assert isinstance(runner, StreamingRunner)
-    chunks = len(passes(runner.options, runner.extra_state.steps, num_microbatches))
-    rows = run.rows_of(1) * chunks
+    clips = len(passes(runner.streaming, runner.extra_state.steps, num_microbatches))
     return StepStats(
         samples=run.rows_of(num_microbatches),
-        tokens=rows * chunk_tokens(run.config.streaming),
+        tokens=run.rows_of(1) * clips * clip_tokens(runner.streaming),
         flops=0.0,
     )
 

@@ -40,16 +40,14 @@ Rows = tuple[Tensor, Tensor, Tensor]
 def build_teacher(
     config: RunConfig, context: ParallelContext, device: torch.device
 ) -> torch.nn.Module:
-    """The teacher: frozen, so without buffers for gradients and without optimizer.
+    """Build the teacher: frozen, so without buffers for gradients and without optimizer.
 
     All ranks call this together. The random state of the run stays as it is. Without a checkpoint
-    the teacher's random weights, the same in any layout, are others than those of generator and
-    critic, which start alike.
+    the teacher's random weights are the same in any layout; they differ from those of generator
+    and critic, which start alike.
 
     Args:
-        config: of the run.
-        context: of the run's networks.
-        device: where it goes.
+        context: groups of the run's networks.
 
     Returns:
         A `video.streaming.rollout.FlowNetwork`, whose parameters are those that this rank holds.
@@ -62,14 +60,14 @@ def build_teacher(
     if sizes is None:
         return _network(own, build_transformer_config(own), context, device)
     run, minutes = context.layout, config.parallel.distributed_timeout_minutes
-    # A group is of consecutive ranks, so that the replicas of the teacher vary slowest.
+    # A group has consecutive ranks, so that the replicas of the teacher vary slowest.
     layout = Layout(run.world_size, sizes.tensor, sizes.pipeline, use_tp_pp_dp_mapping=True)
     lies = secondary_groups(layout, timeout_minutes=minutes)
-    core = build_transformer_config(own)
+    transformer_config = build_transformer_config(own)
     step, block = sorted((run.model_parallel_size, sizes.ranks))
     return ParallelTeacher(
-        _network(own, core, lies, device),
-        core,
+        _network(own, transformer_config, lies, device),
+        transformer_config,
         lies,
         peers(step, block, run.world_size, timeout_minutes=minutes),
         num_replicas=max(1, sizes.ranks // run.model_parallel_size),
@@ -77,7 +75,7 @@ def build_teacher(
 
 
 def _config_of(config: RunConfig, sizes: TeacherSizes | None) -> RunConfig:
-    """The configuration of a run whose model the teacher would be."""
+    """Return the configuration of a run whose model is the teacher."""
     parallel = config.parallel
     if sizes is not None:
         parallel = dataclasses.replace(
@@ -96,13 +94,16 @@ def _config_of(config: RunConfig, sizes: TeacherSizes | None) -> RunConfig:
 
 
 def _network(
-    config: RunConfig, core: TransformerConfig, context: ParallelContext, device: torch.device
+    config: RunConfig,
+    transformer_config: TransformerConfig,
+    context: ParallelContext,
+    device: torch.device,
 ) -> torch.nn.Module:
-    """This rank's stage, with its weights."""
+    """Build this rank's stage, with its weights."""
     build = partial(build_network, size=config.streaming.teacher_size)
-    (bare,) = build_chunks(build, config, core, context)
+    (bare,) = build_chunks(build, config, transformer_config, context)
     bare = bare.to(device).requires_grad_(False).eval()
-    network: Any = Float16Module(core, bare) if config.precision.bf16 else bare
+    network: Any = Float16Module(transformer_config, bare) if config.precision.bf16 else bare
     load_weights(config, context, config.streaming.teacher_checkpoint, [network], None)
     return network  # type: ignore[no-any-return]
 
@@ -112,17 +113,17 @@ class ParallelTeacher(torch.nn.Module):
 
     Args:
         network: this rank's stage.
-        config: megatron-core's.
-        context: of the teacher, whose data-parallel replicas are its groups.
+        transformer_config: configuration of the teacher.
+        context: groups of the teacher, whose data-parallel replicas are its groups of ranks.
         peers: the ranks at this rank's place in each replica of the run that this rank's group
             covers, or else in each group of this rank's replica.
-        num_replicas: of the run that a group covers, 1 for one or a part of one.
+        num_replicas: replicas of the run that a group covers; 1 for one or a part of one.
     """
 
     def __init__(
         self,
         network: torch.nn.Module,
-        config: TransformerConfig,
+        transformer_config: TransformerConfig,
         context: ParallelContext,
         peers: ProcessGroup,
         *,
@@ -130,18 +131,18 @@ class ParallelTeacher(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.network = network
-        self._engine = forward_engine([network], config, context)
+        self._engine = forward_engine([network], transformer_config, context)
         self._context, self._peers, self._num_replicas = context, peers, num_replicas
 
     @property
     def _model(self) -> Any:
-        """This rank's stage, without wrappers."""
+        """Return this rank's stage, without wrappers."""
         (model,) = unwrap_model([self.network])
         return model
 
     @torch.no_grad()
     def forward(self, *, x: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
-        """The flow of ``x``; all ranks of the run call this together, with as many samples.
+        """Return the flow of ``x``; all ranks of the run call this together, with as many samples.
 
         Args:
             x: noised latents, ``[b, t, c, h, w]``, the same on all ranks of a replica, as are all
@@ -162,13 +163,13 @@ class ParallelTeacher(torch.nn.Module):
         return self._shared_out((x, timesteps, text))
 
     def _of_all_replicas(self, own: Rows) -> Tensor:
-        """The group sees the samples of its replicas together; a rank keeps those of its own."""
+        """Predict the samples of all replicas of a group together; a rank keeps its replica's."""
         x, timesteps, text = (_gathered(part, self._peers) for part in own)
         flow = self._predicted((x, timesteps, text), self._num_replicas)
         return flow.chunk(self._num_replicas)[self._peers.rank()]
 
     def _shared_out(self, own: Rows) -> Tensor:
-        """The groups of a replica see different samples, as far as there are enough."""
+        """Share the samples of a replica among its groups, as far as there are enough."""
         num_parts = gcd(own[0].size(0), self._peers.size())
         number = self._peers.rank() % num_parts
         x, timesteps, text = (part.chunk(num_parts)[number] for part in own)
@@ -176,7 +177,7 @@ class ParallelTeacher(torch.nn.Module):
         return _gathered(flow, self._peers)[: own[0].size(0)]
 
     def _predicted(self, rows: Rows, num_microbatches: int) -> Tensor:
-        """Flow on all ranks of the group; through stages the samples go one by one."""
+        """Return the flow on all ranks of the group; through stages the samples go one by one."""
         x = rows[0]
         if self._context.layout.pipeline_model_parallel_size > 1:
             num_microbatches = x.size(0)
@@ -194,7 +195,7 @@ class ParallelTeacher(torch.nn.Module):
         return self._on_all_stages(torch.cat(flows) if flows else x)
 
     def _on_all_stages(self, flow: Tensor) -> Tensor:
-        """What the last stage has; the others give a tensor of its shape."""
+        """Return the tensor of the last stage on all stages, which give one of its shape."""
         context = self._context
         if context.layout.pipeline_model_parallel_size == 1:
             return flow.float()
@@ -205,7 +206,7 @@ class ParallelTeacher(torch.nn.Module):
 
 
 def _forward_step(microbatches: Any, network: torch.nn.Module) -> tuple[Tensor, Any]:
-    """See `PipelineEngine.run`; it is after the output itself."""
+    """Run a stage on the next samples, and return their output; see `PipelineEngine.run`."""
 
     def unchanged(output: Tensor, *, non_loss_data: bool) -> Tensor:
         assert non_loss_data
@@ -215,7 +216,7 @@ def _forward_step(microbatches: Any, network: torch.nn.Module) -> tuple[Tensor, 
 
 
 def _gathered(part: Tensor, group: ProcessGroup) -> Tensor:
-    """Those of all ranks of a group, one behind the other along the first dimension."""
+    """Return the parts of all ranks of a group, joined along the first dimension."""
     if group.size() == 1:
         return part
     whole = part.new_empty(group.size() * part.size(0), *part.shape[1:])

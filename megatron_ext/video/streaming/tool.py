@@ -1,4 +1,4 @@
-"""tools/sample_video.py --streaming: long videos from a checkpoint, block by block."""
+"""The program tools/sample_video.py --streaming: long videos from a checkpoint, block by block."""
 
 from __future__ import annotations
 
@@ -9,27 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from megatron_ext.checkpoint.adapters import FrozenBase
-from megatron_ext.errors import CheckpointError, ConfigError, MegatronExtError
-from megatron_ext.parallel.collectives import on_first_of_replica, share
-from megatron_ext.train.launch import refuse
-from megatron_ext.train.main import main
+from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.video.config.rules import STREAMING_DEFAULTS
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.text_encoders import build_text_encoder
-from megatron_ext.video.sampling.tool import averaged, stored_of
-from megatron_ext.video.streaming.configuration import (
-    film_requests,
-    network_options,
-    noise_of,
-    sized,
-    window_of,
-)
-from megatron_ext.video.streaming.films import FilmMaker, Pace
+from megatron_ext.video.sampling.tool import averaged, run_sampling, stored_of
+from megatron_ext.video.streaming.long_videos import LongVideoSampler, Throughput
+from megatron_ext.video.streaming.prompts import encode_captions
+from megatron_ext.video.streaming.rules import check_options, sized
 from megatron_ext.video.streaming.task import STREAMING
+from megatron_ext.video.streaming.video_prompts import video_prompts
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
@@ -39,12 +31,12 @@ if TYPE_CHECKING:
 _STORED = ("streaming", "lora", "codec", "text_encoder")
 """Sections of the checkpoint's configuration that decide what the model is and how it samples."""
 
-EVERY = 5.0
+PROGRESS_INTERVAL = 5.0
 """Seconds between two lines about the progress, at least."""
 
 
 def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
-    """Values of flags as the checkpoint has them; the command line wins over them.
+    """Return values of flags as the checkpoint has them; the command line wins over them.
 
     Raises:
         ConfigError: see `stored_of`; or the checkpoint is of another task.
@@ -71,7 +63,7 @@ def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the weights under adapters lie, as the checkpoint of these says, or how to draw them.
+    """Return the flags that find the weights under adapters, or draw them again.
 
     Raises:
         CheckpointError: they are gone, or given where there are no adapters.
@@ -99,78 +91,64 @@ def _base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
 
 def prepare_sampling(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     """Check what is asked for before any process group exists; see `Task.preflight`."""
-    noise_of(config.streaming)
-    network_options(config, window_of(config.streaming))
-    film_requests(config)
+    check_options(config.streaming, config.parallel.cp_comm_type[0])
+    video_prompts(config.sample, config.streaming_sample, config.streaming)
     return sized(config)
 
 
 def sample_at_once(run: Run) -> None:
-    """Make the videos, say how it goes, and at the end how fast it went."""
-    config = run.config
-    assert config.sample.sample_dir is not None
-    maker = FilmMaker(run, partial(_encode, run), lambda: build_codec(config.codec, run.device))
-    pace = maker(Path(config.sample.sample_dir), _Teller(maker.num_blocks))
-    run.reporters.say(summary(pace, config.streaming.frame_block))
+    """Sample the videos, report the progress, and at the end the throughput."""
+    config, device = run.config, run.device
+    streaming, text = config.streaming, config.text_encoder
+    assert config.sample.sample_dir is not None and streaming.text_features is not None
+    shape = text.text_length, streaming.text_features
+
+    def encode(captions: Sequence[str]) -> Tensor:
+        # The encoder is built here, so that it is gone when the videos are sampled.
+        build = partial(build_text_encoder, text, device)
+        return encode_captions(captions, build, shape, run.context, device)
+
+    sampler = LongVideoSampler(run, encode, lambda: build_codec(config.codec, device))
+    seen = sampler(Path(config.sample.sample_dir), _ProgressLines(sampler.num_blocks))
+    run.reporters.say(summary(seen, streaming.frame_block))
 
 
-def _encode(run: Run, captions: Sequence[str]) -> Tensor:
-    """On one rank of each replica, for the memory of large encoders, which go again."""
-    config = run.config
-
-    def encoded() -> Tensor:
-        encoder = build_text_encoder(config.text_encoder, run.device)
-        return torch.cat([encoder.encode([caption])[0] for caption in captions])
-
-    known = on_first_of_replica(encoded, "Encoding the prompts", run.context)
-    assert config.streaming.text_features is not None
-    shape = len(captions), config.text_encoder.text_length, config.streaming.text_features
-    return share(known, shape, run.context, run.device)
-
-
-class _Teller:
-    """Says how far the first replica is, at the first block and then now and then."""
+class _ProgressLines:
+    """Prints the progress of the first replica, at the first block and then now and then."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
-        self._said: float | None = None
+        self._printed_at: float | None = None
 
-    def __call__(self, pace: Pace) -> None:
+    def __call__(self, seen: Throughput) -> None:
         now = time.perf_counter()
-        if self._said is None or now - self._said >= EVERY:
-            self._said = now
+        if self._printed_at is None or now - self._printed_at >= PROGRESS_INTERVAL:
+            self._printed_at = now
             print(
-                f"> frame block {pace.blocks} of {self._num_blocks} after {pace.seconds:.1f} s, "
-                f"{pace.blocks / pace.seconds:.2f} blocks/s",
+                f"> frame block {seen.blocks} of {self._num_blocks} after {seen.seconds:.1f} s, "
+                f"{seen.blocks / seen.seconds:.2f} blocks/s",
                 flush=True,
             )
 
 
-def summary(pace: Pace, block: int) -> str:
-    """How fast videos came about, whose frame blocks have so many latent frames."""
-    rate = pace.blocks / pace.seconds
+def summary(seen: Throughput, block: int) -> str:
+    """Return a line about the throughput of videos with ``block`` latent frames in a block."""
+    rate = seen.blocks / seen.seconds
     return (
-        f"made {pace.videos} videos of {pace.blocks} frame blocks ({pace.blocks * block} latent "
-        f"frames, {pace.frames} frames) in {pace.seconds:.1f} s: {rate:.2f} blocks/s, "
-        f"{rate * block:.2f} latent frames/s, {pace.frames / pace.seconds:.2f} frames/s; first "
-        f"block after {pace.first_block:.2f} s"
+        f"made {seen.videos} videos of {seen.blocks} frame blocks ({seen.blocks * block} latent "
+        f"frames, {seen.frames} frames) in {seen.seconds:.1f} s: {rate:.2f} blocks/s, "
+        f"{rate * block:.2f} latent frames/s, {seen.frames / seen.seconds:.2f} frames/s; first "
+        f"block after {seen.first_block:.2f} s"
     )
 
 
 def sample_streaming(argv: Sequence[str]) -> int:
-    """The program.
+    """Run the program, and return its exit code.
 
     Args:
         argv: the words after the program's name, without ``--streaming``.
-
-    Returns:
-        Its exit code.
     """
-    try:
-        defaults: Mapping[str, Any] = {} if {"-h", "--help"} & {*argv} else defaults_of(argv)
-    except MegatronExtError as error:
-        return refuse(error)
-    sampling = dataclasses.replace(
+    task = dataclasses.replace(
         STREAMING, preflight=prepare_sampling, callbacks=(), step_runner=None
     )
-    return main(sampling, argv, defaults=defaults, work=sample_at_once)
+    return run_sampling(task, argv, defaults_of, sample_at_once)

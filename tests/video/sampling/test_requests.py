@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_ext.video.data.clips import Clip, decode, with_suffix
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.text_encoders import build_text_encoder
-from megatron_ext.video.sampling.clips import write_mp4
+from megatron_ext.video.sampling.clips import Mp4Writer
 from megatron_ext.video.sampling.requests import (
     ClipRequest,
     EncodedRequests,
@@ -48,7 +49,8 @@ def video(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twenty frames of 16 per second, each of a grey of its own."""
     path = tmp_path_factory.mktemp("video") / "greys.mp4"
     greys = np.arange(20, dtype=np.uint8)[:, None, None, None] * 10 + 30
-    write_mp4(path, np.broadcast_to(greys, (20, 16, 32, 3)), 16)
+    with closing(Mp4Writer(path, 16)) as writer:
+        writer.append(np.broadcast_to(greys, (20, 16, 32, 3)))
     return path
 
 

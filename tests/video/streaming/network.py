@@ -12,17 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedule
-from megatron_ext.video.streaming.options import Prompts, StreamingOptions
-from megatron_ext.video.streaming.rollout import Generator, StreamChunk
+from megatron_ext.video.streaming.config import StreamingConfig
+from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
+from megatron_ext.video.streaming.rollout import Generator, StreamClip
 from megatron_ext.video.streaming.sequence import Replica, StreamingSequence
+from megatron_ext.video.streaming.state import Prompts
 
 TEXT, WIDTH = 4, 16
-OPTIONS = StreamingOptions(
-    chunk_frames=9, min_new_frames=6, max_new_frames=6, sequence_lengths=(27,), recache_frames=9
+OPTIONS = StreamingConfig(
+    chunk_frames=9,
+    min_new_frames=6,
+    max_new_frames=6,
+    sequence_lengths=(27,),
+    recache_frames=9,
+    switches=True,
 )
-PLAIN = dataclasses.replace(OPTIONS, switch_prompts=False)
-PAPER = StreamingOptions()
+PLAIN = dataclasses.replace(OPTIONS, switches=False)
+PAPER = StreamingConfig(switches=True)
 
 
 @dataclass(frozen=True)
@@ -212,8 +218,7 @@ def network(
 
 
 def build(
-    options: StreamingOptions = OPTIONS,
-    noise: NoiseConfig | None = None,
+    options: StreamingConfig = OPTIONS,
     *,
     window: Window | None = None,
     replica: Replica | None = None,
@@ -225,13 +230,13 @@ def build(
     **others: Any,
 ) -> StreamingSequence:
     """A sequence on a tiny network in float64."""
-    window = window or Window(block=options.block)
+    window = window or Window(block=options.frame_block)
     capacity = capacity or window.window + options.chunk_frames - window.block
     model = model or network(window, channels=shape[0], dtype=dtype)
     cache = Cache(window, capacity, len(model.layers))
     return StreamingSequence(
         options,
-        Generator(model, cache, NoiseSchedule(noise or NoiseConfig())),
+        Generator(model, cache, NoiseSchedule(options)),
         recache=recache,
         prompts=source,
         replica=replica or Replica(seed=1, batch=2),
@@ -243,13 +248,13 @@ def build(
 PAPER_WINDOW = Window(window=12)
 
 
-def paper(options: StreamingOptions = PAPER, **others: Any) -> StreamingSequence:
+def paper(options: StreamingConfig = PAPER, **others: Any) -> StreamingSequence:
     """The sequence of the paper on latents of one number."""
     others.setdefault("replica", Replica(seed=1))
     return build(options, window=PAPER_WINDOW, shape=(1, 1, 1), **others)
 
 
-def switching_at(frame: int, options: StreamingOptions = OPTIONS) -> StreamingOptions:
+def switching_at(frame: int, options: StreamingConfig = OPTIONS) -> StreamingConfig:
     return dataclasses.replace(options, switch_frames=(frame,))
 
 
@@ -259,9 +264,9 @@ def cache_of(sequence: StreamingSequence) -> Cache:
     return cache
 
 
-def chunks_of(sequence: StreamingSequence, number: int) -> list[StreamChunk]:
-    return [sequence.next_chunk(trains_generator=False) for _ in range(number)]
+def clips_of(sequence: StreamingSequence, number: int) -> list[StreamClip]:
+    return [sequence.next_clip(trains_generator=False) for _ in range(number)]
 
 
-def new_of(chunk: StreamChunk) -> Tensor:
-    return chunk.latents[:, -(chunk.end - chunk.first_new) :]
+def new_of(clip: StreamClip) -> Tensor:
+    return clip.latents[:, -(clip.end - clip.first_new) :]

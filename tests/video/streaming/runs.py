@@ -1,4 +1,4 @@
-"""A tiny streaming run: 4 chunks in a sequence, 4 tokens in a frame, a switch of prompts."""
+"""A tiny streaming run: 4 clips in a sequence, 4 tokens in a frame, a switch of prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several chunks in a step."""
+"""Several clips in a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.video.streaming.runs import run, runner_of
 from tests.video.streaming.test_layouts import check_same, trained
 
 STILL = "--optimizer sgd --sgd-momentum 0 --lr 1e-30 --critic-lr 1e-30 --ema-decay 0"
-"""Weights that do not move, so that all chunks meet the same ones."""
+"""Weights that do not move, so that all clips meet the same ones."""
 
 
 def _record(run: Run, path: Path) -> None:
@@ -25,12 +25,12 @@ def _record(run: Run, path: Path) -> None:
     networks = {"generator": runner.generator.network, "critic": runner.critic.network}
     seen: list[dict[str, Any]] = []
     frames: dict[str, list[int]] = {"generator": [], "critic": []}
-    next_chunk = runner.sequence.next_chunk
+    next_clip = runner.sequence.next_clip
 
     def counted(*, trains_generator: bool) -> Any:
-        chunk = next_chunk(trains_generator=trains_generator)
-        frames["generator" if trains_generator else "critic"].append(int(chunk.mask.sum()))
-        return chunk
+        clip = next_clip(trains_generator=trains_generator)
+        frames["generator" if trains_generator else "critic"].append(int(clip.mask.sum()))
+        return clip
 
     def observe() -> None:
         grads = {
@@ -43,7 +43,7 @@ def _record(run: Run, path: Path) -> None:
             counts.clear()
         torch.save(seen, path)
 
-    runner.sequence.next_chunk = counted  # type: ignore[method-assign]
+    runner.sequence.next_clip = counted  # type: ignore[method-assign]
     runner.observer = observe
 
 
@@ -58,14 +58,14 @@ def gradients(folder: Path, words: str, *, batch: int, steps: int) -> list[dict[
 
 
 @pytest.mark.parametrize("per_frame", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_frames_of_accumulated_chunks_count_alike_or_chunks_do(
+def test_frames_of_accumulated_clips_count_alike_or_clips_do(
     tmp_path: Path, per_frame: bool
 ) -> None:
-    """Generator and critic take two chunks each, as they do in two steps."""
+    """Generator and critic take two clips each, as they do in two steps."""
     words = "" if per_frame else "--no-calculate-per-token-loss"
     (both,) = gradients(tmp_path / "both", words, batch=2, steps=1)
     first, second = gradients(tmp_path / "single", words, batch=1, steps=2)
-    # The first frame of chunks but the first is an image; those before a switch are of the past.
+    # The first frame of clips but the first is an image; those before a switch are of the past.
     shares = {}
     for role, (a, b) in both["frames"].items():
         assert [a] == first["frames"][role] and [b] == second["frames"][role]

@@ -10,13 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.config.parser import parse_args
-from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
-from megatron_ext.video.config.rules import STREAMING_DEFAULTS
-from megatron_ext.video.streaming.configuration import options_of
-from pretrain_video import task_of
-from tests.video.streaming.runs import flags_of, run, runner_of
+from tests.video.streaming.runs import run, runner_of
 
 STEPS = 5
 DRAWN = (
@@ -27,29 +22,29 @@ DRAWN = (
 
 
 def _record(run: Run, folder: Path) -> None:
-    """Write down a file for each rank: decisions, and the noise that chunks and blocks get."""
+    """Write down a file for each rank: decisions, and the noise that clips and blocks get."""
     runner, context = runner_of(run), run.context
     sequence, generator = runner.sequence, runner.sequence.generator
     decisions: list[tuple[Any, ...]] = []
     noises: list[Tensor] = []
-    next_chunk, generate, train = sequence.next_chunk, type(generator).generate, runner.train
+    next_clip, generate, train = sequence.next_clip, type(generator).generate, runner.train
 
     def noted(*, trains_generator: bool) -> Any:
-        chunk = next_chunk(trains_generator=trains_generator)
+        clip = next_clip(trains_generator=trains_generator)
         state = sequence.state
         assert state is not None
-        numbers = chunk.sequence, chunk.number, chunk.end
+        numbers = clip.sequence, clip.number, clip.end
         switch = state.switch_frame, state.has_switched
         decisions.append((trains_generator, *numbers, state.max_length, *switch))
         content = {
             "replica": context.dp_rank,
             "decisions": decisions,
             "noise": torch.stack(noises),
-            "latents": chunk.latents,
-            "text": chunk.text,
+            "latents": clip.latents,
+            "text": clip.text,
         }
         torch.save(content, folder / f"{context.rank}.pt")
-        return chunk
+        return clip
 
     def logged(*args: Any) -> Any:
         result = train(*args)
@@ -63,7 +58,7 @@ def _record(run: Run, folder: Path) -> None:
         return generate(self, first_frame, text, noise, **options)
 
     runner.train = logged  # type: ignore[method-assign]
-    sequence.next_chunk = noted  # type: ignore[method-assign]
+    sequence.next_clip = noted  # type: ignore[method-assign]
     type(generator).generate = counted  # type: ignore[method-assign]
 
 
@@ -75,7 +70,7 @@ def _record(run: Run, folder: Path) -> None:
         pytest.param(4, 2, "--tensor-model-parallel-size 2", marks=pytest.mark.slow),
     ],
 )
-def test_criterion_23_ranks_agree_on_control_flow_and_replicas_differ_in_noise(
+def test_ranks_agree_on_control_flow_and_replicas_differ_in_noise(
     tmp_path: Path, ranks: int, batch: int, layout: str
 ) -> None:
     record = partial(_record, folder=tmp_path)
@@ -92,11 +87,3 @@ def test_criterion_23_ranks_agree_on_control_flow_and_replicas_differ_in_noise(
     # All ranks log alike.
     losses = [torch.load(tmp_path / f"losses_{rank}.pt") for rank in range(ranks)]
     assert losses == losses[:1] * ranks and "generator grad norm" in losses[0]
-
-
-@pytest.mark.parametrize("value", ["rebuild", "keep"])
-def test_trap_2_the_flag_of_the_sinks_reaches_the_sequence(tmp_path: Path, value: str) -> None:
-    words = flags_of(tmp_path, f"--train-iters 1 --sink-at-switch {value}")
-    parsed = parse_args(words, world_size=1, device="cpu", defaults=STREAMING_DEFAULTS)
-    config, _ = preflight(parsed.config, task_of(parsed.config).preflight)
-    assert options_of(config.streaming).sink_at_switch == value

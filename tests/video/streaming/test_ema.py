@@ -42,7 +42,7 @@ def averages(folder: Path) -> dict[str, Tensor]:
     return {k.removeprefix("ema."): x for k, x in found.items() if k.startswith("ema.")}
 
 
-def test_criterion_21_the_average_follows_the_updates_of_the_generator(tmp_path: Path) -> None:
+def test_the_average_follows_the_updates_of_the_generator(tmp_path: Path) -> None:
     """Updates at steps 1, 3, 5 and 7 counted from 1; the average begins with the weights of 3."""
     record = partial(_record, path=tmp_path / "seen.pt")
     run(tmp_path, f"--train-iters {STEPS}", start=4, prepare=record)
@@ -71,7 +71,7 @@ def test_every_other_update_counts_steps_of_the_generator(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_criterion_21_a_start_that_has_not_come_leaves_the_weights(tmp_path: Path) -> None:
+def test_a_start_that_has_not_come_leaves_the_weights(tmp_path: Path) -> None:
     record = partial(_record, path=tmp_path / "seen.pt")
     run(tmp_path, f"--train-iters {STEPS}", start=200, prepare=record)
     last = torch.load(tmp_path / "seen.pt")[-1]
@@ -79,7 +79,7 @@ def test_criterion_21_a_start_that_has_not_come_leaves_the_weights(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_criterion_21_sharded_averages_are_the_whole_ones_bit_for_bit(tmp_path: Path) -> None:
+def test_sharded_averages_are_the_whole_ones_bit_for_bit(tmp_path: Path) -> None:
     for name in ("", "no-"):
         words = f"--train-iters {STEPS} --{name}use-distributed-optimizer"
         run(tmp_path, words, ranks=2, batch=2, start=4, save=f"{name}sharded")

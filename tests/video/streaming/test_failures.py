@@ -44,7 +44,7 @@ def _fail(run: Run, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["critic", "prompts"])
-def test_trap_8_an_exception_on_one_rank_ends_the_run(
+def test_an_exception_on_one_rank_ends_the_run(
     tmp_path: Path, where: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Neither swallowed nor waited for: a code that is not 0, and no hanging rank."""
@@ -74,7 +74,7 @@ def _record_start(run: Run, path: Path) -> None:
     torch.save(content, path)
 
 
-def test_trap_9_the_steps_of_a_base_checkpoint_are_not_taken_over(tmp_path: Path) -> None:
+def test_the_steps_of_a_base_checkpoint_are_not_taken_over(tmp_path: Path) -> None:
     run(tmp_path, "--train-iters 3", save="base")
     words = f"--train-iters 2 --pretrained-checkpoint {tmp_path / 'base'} --seed 8"
     words += f" --critic-checkpoint {tmp_path / 'base'}"

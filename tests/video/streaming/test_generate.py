@@ -15,10 +15,10 @@ from torch import Tensor
 from megatron_ext.errors import DataError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.model.wan.recache import recache as recache_of_model
-from megatron_ext.video.streaming import options as draws
+from megatron_ext.video.streaming import decisions
+from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.generate import Scene, generate_blocks, num_sinks
-from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedule
-from megatron_ext.video.streaming.options import SinkAtSwitch
+from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
 from megatron_ext.video.streaming.rollout import Generator
 from megatron_ext.video.streaming.sequence import Replica
 from tests.ranks import ranks
@@ -30,7 +30,7 @@ from tests.video.streaming.network import (
     Cache,
     Window,
     build,
-    chunks_of,
+    clips_of,
     network,
     new_of,
     prompts,
@@ -45,26 +45,27 @@ SHAPE = (3, 2, 2, 2)
 SEED = 1
 
 
-def film(
+def video(
     scenes: Sequence[tuple[int, str]],
     *,
     length: int = LENGTH,
-    noise: NoiseConfig | None = None,
-    sink: SinkAtSwitch = "rebuild",
+    context_noise: float = 0.0,
+    sink: str = "rebuild",
     window: Window = WINDOW,
     shift: float = 0.0,
 ) -> Tensor:
     """Latents of two videos of the tiny network with as small a cache as it takes."""
     model = network(window)
     cache = Cache(window, window.window, len(model.layers))
-    generator = Generator(model, cache, NoiseSchedule(noise or NoiseConfig()))
+    schedule = NoiseSchedule(StreamingConfig(context_noise=context_noise))
+    generator = Generator(model, cache, schedule)
     texts = [torch.stack([text_of(s, which) for s in (0, 1)]) for _, which in scenes]
     texts[-1] = texts[-1] + shift
     blocks = generate_blocks(
         generator,
         recache,
         [Scene(frame, text) for (frame, _), text in zip(scenes, texts, strict=True)],
-        draws_of(),
+        noise_of(),
         num_frames=length,
         keep_sink=sink == "keep",
     )
@@ -73,27 +74,27 @@ def film(
     return torch.cat([latents for _, latents in made], dim=1)
 
 
-def draws_of() -> functools.partial[Tensor]:
+def noise_of() -> functools.partial[Tensor]:
     like = torch.empty(0, dtype=torch.float64)
-    return functools.partial(draws.block_noise, SEED, (0, 1), SHAPE, like=like)
+    return functools.partial(decisions.block_noise, SEED, (0, 1), SHAPE, like=like)
 
 
 @ranks()
-def test_s4_blocks_are_those_of_dense_masked_passes(context: ParallelContext) -> None:
+def test_blocks_are_those_of_dense_masked_passes(context: ParallelContext) -> None:
     """Every denoising step of a plain network over all frames so far, in one masked pass."""
     problem = Problem(frames=30, batch=2)
     window = problem.options.window
-    chunk = one(problem, context, torch.float64)
-    plain, schedule = plain_of(chunk), NoiseSchedule(NoiseConfig())
+    clip = one(problem, context, torch.float64)
+    plain, schedule = plain_of(clip), NoiseSchedule(StreamingConfig())
     assert window is not None
-    cache = new_cache(chunk, problem)
+    cache = new_cache(clip, problem)
     assert cache.capacity_frames == window.window < problem.frames
     text = problem.inputs(dtype=torch.float64)["text"]
     shape = (window.block, problem.sizes.channels, problem.height, problem.width)
-    noise = functools.partial(draws.block_noise, SEED, (4, 9), shape, like=text)
+    noise = functools.partial(decisions.block_noise, SEED, (4, 9), shape, like=text)
     past = text.new_empty(2, 0, *shape[1:])
     for frame, latents in generate_blocks(
-        Generator(chunk, cache, schedule),
+        Generator(clip, cache, schedule),
         recache_of_model,
         [Scene(0, text)],
         noise,
@@ -119,40 +120,43 @@ def test_s4_blocks_are_those_of_dense_masked_passes(context: ParallelContext) ->
 @pytest.mark.parametrize("context_noise", [0.0, 100.0])
 @pytest.mark.parametrize("switch", [None, 3, 15])
 def test_blocks_are_those_of_a_training_rollout_with_all_steps(
-    switch: int | None, context_noise: float, sink: SinkAtSwitch
+    switch: int | None, context_noise: float, sink: str
 ) -> None:
     """Where training encodes as many frames anew as the window holds, also after a switch."""
     options = PLAIN if switch is None else switching_at(switch, OPTIONS)
     options = dataclasses.replace(
-        options, last_step_only=True, recache_frames=WINDOW.window, sink_at_switch=sink
+        options,
+        last_step_only=True,
+        recache_frames=WINDOW.window,
+        sink_at_switch=sink,
+        context_noise=context_noise,
     )
-    noise = NoiseConfig(context_noise=context_noise)
-    sequence = build(options, noise, replica=Replica(seed=SEED, batch=2), window=WINDOW)
-    want = torch.cat([new_of(chunk) for chunk in chunks_of(sequence, 4)], dim=1)
+    sequence = build(options, replica=Replica(seed=SEED, batch=2), window=WINDOW)
+    want = torch.cat([new_of(clip) for clip in clips_of(sequence, 4)], dim=1)
     scenes = [(0, "text")] if switch is None else [(0, "text"), (switch, "after")]
-    got = film(scenes, noise=noise, sink=sink)
+    got = video(scenes, context_noise=context_noise, sink=sink)
     assert got.shape == want.shape == (2, LENGTH, 2, 2, 2)
     assert largest(got, want) < 1e-12
 
 
-def test_criterion_17_a_prompt_acts_from_its_frame_on() -> None:
+def test_a_prompt_acts_from_its_frame_on() -> None:
     scenes = [(0, "text"), (9, "after"), (18, "text")]
-    base, moved = film(scenes), film(scenes, shift=1.0)
+    base, moved = video(scenes), video(scenes, shift=1.0)
     assert torch.equal(base[:, :18], moved[:, :18])
     assert all(largest(base[:, i : i + 3], moved[:, i : i + 3]) > 1e-3 for i in (18, 21, 24))
-    once = film(scenes[:2])
+    once = video(scenes[:2])
     assert torch.equal(once[:, :18], base[:, :18]) and not torch.equal(once[:, 18:], base[:, 18:])
-    assert torch.equal(film(scenes[:1])[:, :9], base[:, :9])
+    assert torch.equal(video(scenes[:1])[:, :9], base[:, :9])
 
 
 @pytest.mark.parametrize("window", [Window(window=7, sink=1), Window(window=6, sink=0)])
 def test_windows_and_sinks_need_not_be_whole_blocks(window: Window) -> None:
     """The same from blocks that see all they may: a larger cache changes nothing."""
     scenes = [(0, "text"), (12, "after")]
-    got = film(scenes, window=window)
+    got = video(scenes, window=window)
     assert torch.isfinite(got).all()
     assert num_sinks(window) % window.block == 0 and num_sinks(window) >= window.sink
-    assert torch.equal(got[:, :12], film(scenes[:1], window=window)[:, :12])
+    assert torch.equal(got[:, :12], video(scenes[:1], window=window)[:, :12])
 
 
 def test_what_is_held_does_not_grow_with_the_length() -> None:
@@ -160,10 +164,10 @@ def test_what_is_held_does_not_grow_with_the_length() -> None:
     cache = Cache(WINDOW, WINDOW.window, len(model.layers))
     text = prompts((0, 1)).text
     blocks = generate_blocks(
-        Generator(model, cache, NoiseSchedule(NoiseConfig())),
+        Generator(model, cache, NoiseSchedule(StreamingConfig())),
         recache,
         [Scene(0, text), Scene(30, text + 1)],
-        draws_of(),
+        noise_of(),
         num_frames=90,
         keep_sink=False,
     )
@@ -188,9 +192,9 @@ def test_no_stream_of_random_numbers_is_touched() -> None:
     model = network(WINDOW)  # seeds torch
     torch.set_rng_state(before)
     cache = Cache(WINDOW, WINDOW.window, len(model.layers))
-    generator = Generator(model, cache, NoiseSchedule(NoiseConfig()))
+    generator = Generator(model, cache, NoiseSchedule(StreamingConfig()))
     scenes = [Scene(0, prompts((0, 1)).text)]
-    for _ in generate_blocks(generator, recache, scenes, draws_of(), num_frames=9, keep_sink=True):
+    for _ in generate_blocks(generator, recache, scenes, noise_of(), num_frames=9, keep_sink=True):
         assert torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), before)
     assert numpy_state() == numpy_before
@@ -214,6 +218,6 @@ def test_scenes_that_do_not_fit_are_refused_at_once(
     model = network(WINDOW)
     cache = Cache(WINDOW, WINDOW.window, len(model.layers))
     scenes = [Scene(start, torch.zeros(2, 3, 4, dtype=torch.float64)) for start in starts]
-    generator = Generator(model, cache, NoiseSchedule(NoiseConfig()))
+    generator = Generator(model, cache, NoiseSchedule(StreamingConfig()))
     with pytest.raises(DataError, match=message):
-        generate_blocks(generator, recache, scenes, draws_of(), num_frames=length, keep_sink=False)
+        generate_blocks(generator, recache, scenes, noise_of(), num_frames=length, keep_sink=False)

@@ -84,7 +84,7 @@ def check_same(found: Result, wanted: Result, tolerance: float = 1e-5) -> None:
         pytest.param(4, 1, TP, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_criterion_24_layouts_train_alike(
+def test_layouts_train_alike(
     tmp_path: Path, one: Result, ranks: int, micro: int, words: str
 ) -> None:
     check_same(trained(tmp_path, words, ranks=ranks, micro=micro), one)
@@ -120,7 +120,7 @@ def test_weights_move_far_more_than_the_tolerance(one: Result, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [TP, CP])
-def test_criterion_24_means_of_chunks_are_alike_too(tmp_path: Path, layout: str) -> None:
+def test_means_of_clips_are_alike_too(tmp_path: Path, layout: str) -> None:
     mean = "--no-calculate-per-token-loss"
     wanted = trained(tmp_path / "one", mean)
     check_same(trained(tmp_path / "two", f"{mean} {layout}", ranks=2), wanted)

@@ -26,7 +26,7 @@ def names_in(checkpoint: Path) -> list[str]:
     return list(FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata)
 
 
-def test_criterion_22_only_adapters_are_trained(tuned: Tuned) -> None:
+def test_only_adapters_are_trained(tuned: Tuned) -> None:
     for network in NETWORKS:
         before, after = tuned.seen["before"][network], tuned.seen["after"][network]
         adapters = {name for name in before if ".lora." in name}
@@ -38,7 +38,7 @@ def test_criterion_22_only_adapters_are_trained(tuned: Tuned) -> None:
     assert not any(".lora." in name for name in tuned.seen["teacher"])
 
 
-def test_criterion_22_adapters_change_nothing_at_the_start(tuned: Tuned, tmp_path: Path) -> None:
+def test_adapters_change_nothing_at_the_start(tuned: Tuned, tmp_path: Path) -> None:
     (plain,) = run(tmp_path, f"{tuned.words} --train-iters 1")
     first = tuned.rows[0]
     # The steps of the run that made the weights do not count.
@@ -53,7 +53,7 @@ def test_criterion_22_adapters_change_nothing_at_the_start(tuned: Tuned, tmp_pat
             assert ".lora." in name or torch.equal(weight, base[f"{prefix}{name}"]), name
 
 
-def test_criterion_22_a_checkpoint_holds_adapters_and_not_what_is_under_them(tuned: Tuned) -> None:
+def test_a_checkpoint_holds_adapters_and_not_what_is_under_them(tuned: Tuned) -> None:
     names = names_in(tuned.checkpoint())
     for prefix in ("", "critic.", "ema.", "optimizer.state.exp_avg.", "critic.optimizer.state."):
         here = [name for name in names if name.startswith(f"{prefix}blocks.")]
@@ -71,9 +71,7 @@ def test_criterion_22_a_checkpoint_holds_adapters_and_not_what_is_under_them(tun
         pytest.param(2, "--use-distributed-optimizer --bf16", marks=pytest.mark.slow),
     ],
 )
-def test_criterion_22_a_run_goes_on_bit_for_bit(
-    tuned: Tuned, tmp_path: Path, ranks: int, layout: str
-) -> None:
+def test_a_run_goes_on_bit_for_bit(tuned: Tuned, tmp_path: Path, ranks: int, layout: str) -> None:
     batch = 2 if "distributed" in layout else 1
     words = f"{tuned.words} {ADAPTERS} {layout} --train-iters {STEPS} --save-interval {SAVED}"
     whole, saved = tuned.rows, tuned.saved
@@ -129,7 +127,7 @@ def one_rank(tuned: Tuned, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         pytest.param("--no-two-phase", 1, marks=pytest.mark.slow),
     ],
 )
-def test_criterion_22_layouts_and_recomputation_train_as_one_rank(
+def test_layouts_and_recomputation_train_as_one_rank(
     tuned: Tuned, one_rank: dict[str, Tensor], tmp_path: Path, layout: str, ranks: int
 ) -> None:
     found = trained(tuned, tmp_path, layout, ranks)

@@ -1,4 +1,4 @@
-"""Losses of distribution matching against sums that are written out."""
+"""Losses of generator and critic against sums that are written out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.contract import checked
-from megatron_ext.video.streaming.loss import DMDConfig, critic_loss, dmd_direction, dmd_loss
+from megatron_ext.video.streaming.config import StreamingConfig
+from megatron_ext.video.streaming.loss import critic_loss, dmd_direction, dmd_loss, sid_losses
 
 SHAPE = (2, 7, 2, 3, 4)
 ELEMENTS = 2 * 3 * 4
@@ -37,7 +38,7 @@ def test_direction_is_that_of_the_formula() -> None:
         torch.testing.assert_close(direction(x)[sample], (fake[sample] - real) / z)
 
 
-def test_criterion_10_gradient_is_the_direction_on_new_frames_and_0_elsewhere() -> None:
+def test_gradient_is_the_direction_on_new_frames_and_0_elsewhere() -> None:
     x = random(1).requires_grad_()
     d, mask = direction(x), new_frames()
     total, count, report = dmd_loss(x, direction=d, mask=mask)
@@ -54,7 +55,7 @@ def test_criterion_10_gradient_is_the_direction_on_new_frames_and_0_elsewhere() 
     assert float(sizes[0] / sizes[1]) == pytest.approx(float(d.abs().mean()), rel=1e-6)
 
 
-def test_criterion_11_equal_scores_give_no_loss() -> None:
+def test_equal_scores_give_no_loss() -> None:
     x, same = random(1).requires_grad_(), random(2)
     d = dmd_direction(x, fake=same, conditional=same, unconditional=same, scale=4.0)
     assert int(torch.count_nonzero(d)) == 0
@@ -64,7 +65,7 @@ def test_criterion_11_equal_scores_give_no_loss() -> None:
     assert int(torch.count_nonzero(x.grad)) == 0
 
 
-def test_criterion_11_a_normaliser_of_0_gives_no_nan_and_nothing_huge() -> None:
+def test_a_normaliser_of_0_gives_no_nan_and_nothing_huge() -> None:
     x = random(1)
     for fake in (x, random(2)):
         d = dmd_direction(x, fake=fake, conditional=x, unconditional=x, scale=4.0)
@@ -79,10 +80,10 @@ def test_numbers_that_are_not_finite_are_not_hidden() -> None:
     assert bool(total.isnan()) and bool(d[1].isfinite().all())
 
 
-def test_criterion_11_and_trap_11_guidance_is_in_the_usual_convention() -> None:
+def test_guidance_is_in_the_usual_convention() -> None:
     """3 on top of the conditional prediction is 4 from the unconditional one; 1 is none."""
     x, fake, c, u = (random(i) for i in (1, 2, 3, 4))
-    assert DMDConfig().guidance_scale == 4
+    assert StreamingConfig().guidance_scale == 4
 
     def by(real: Tensor) -> Tensor:
         return dmd_direction(x, fake=fake, conditional=real, unconditional=real, scale=1.0)
@@ -92,8 +93,8 @@ def test_criterion_11_and_trap_11_guidance_is_in_the_usual_convention() -> None:
     assert torch.equal(direction(x, scale=1.0), by(c))
 
 
-def test_trap_12_the_normaliser_is_that_of_the_whole_chunk() -> None:
-    """Blocks of a chunk give its loss and its gradient, by D of the chunk, not of themselves."""
+def test_the_normaliser_is_that_of_the_whole_clip() -> None:
+    """Blocks of a clip give its loss and its gradient, by D of the clip, not of themselves."""
     mask = new_frames()
     whole, blocks = (random(1).requires_grad_() for _ in range(2))
     d = direction(whole)
@@ -115,13 +116,13 @@ def test_trap_12_the_normaliser_is_that_of_the_whole_chunk() -> None:
     assert bool((ratio < 0.7).all())
 
 
-def test_criterion_12_critic_loss_of_the_true_flow_is_0() -> None:
+def test_critic_loss_of_the_true_flow_is_0() -> None:
     x, noise = random(1), random(5)
     total, count, _ = critic_loss(noise - x, latents=x, noise=noise, mask=new_frames())
     assert float(total) == 0 and int(count) == 8
 
 
-def test_criterion_12_critic_loss_is_the_mean_over_masked_elements() -> None:
+def test_critic_loss_is_the_mean_over_masked_elements() -> None:
     x, noise = random(1).requires_grad_(), random(5)
     flow, mask = random(6).requires_grad_(), new_frames()
     total, count, report = critic_loss(flow, latents=x, noise=noise, mask=mask)
@@ -143,6 +144,64 @@ def test_masked_frames_may_be_anything() -> None:
     total, _, _ = critic_loss(flow, latents=x, noise=random(5), mask=new_frames())
     total.backward()
     assert bool(total.isfinite()) and flow.grad is not None and bool(flow.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("alpha", [0.5, 1.0, 1.2])
+def test_score_identity_distillation_is_that_of_the_formula(alpha: float) -> None:
+    x, fake, c, u = (random(i) for i in (1, 2, 3, 4))
+    got = sid_losses(x, fake=fake, conditional=c, unconditional=u, scale=4.0, alpha=alpha)
+    for sample in range(SHAPE[0]):
+        real = c[sample] + 3.0 * (c[sample] - u[sample])
+        z = (x[sample] - real).abs().mean()
+        loss = (real - fake[sample]) * ((real - x[sample]) - alpha * (real - fake[sample])) / z
+        torch.testing.assert_close(got[sample], loss.mean(dim=(1, 2, 3)))
+
+
+def test_the_normaliser_of_score_identity_distillation_is_a_constant_and_may_be_0() -> None:
+    x = random(1).requires_grad_()
+    losses = sid_losses(x, fake=x * 0.5, conditional=x, unconditional=x, scale=4.0, alpha=1.0)
+    losses.sum().backward()
+    assert int(torch.count_nonzero(losses)) == 0
+    assert x.grad is not None and int(torch.count_nonzero(x.grad)) == 0
+
+
+def test_a_loss_with_given_values_has_the_given_gradient() -> None:
+    x, slope, mask = random(1).requires_grad_(), random(2), new_frames()
+    values = random(3).mean(dim=(2, 3, 4))
+    values[:, 0] = torch.nan  # of frames that do not count
+    total, count, report = dmd_loss(x, direction=slope, mask=mask, losses=values)
+    (total / count).backward()
+    wanted = torch.zeros_like(slope)
+    wanted[:, OVERLAP:] = slope[:, OVERLAP:] / (mask.sum() * ELEMENTS)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(total.detach() / count, values[:, OVERLAP:].mean())
+    assert report["generator loss"].tolist() == pytest.approx([float(total.detach()), 8])
+
+
+@pytest.mark.parametrize("kind", ["flow", "x0", "noise", "v"])
+def test_the_critics_loss_compares_what_its_kind_says(kind: str) -> None:
+    """Predictions are made of the flow by the definition of the path, x_t = (1 - s) x0 + s n."""
+    x0, noise, flow, mask = random(1), random(5), random(6), new_frames()
+    sigma = torch.tensor([0.3, 0.9], dtype=torch.float64)
+    s = sigma.view(2, 1, 1, 1, 1)
+    x_t = (1 - s) * x0 + s * noise
+    x0_seen, noise_seen = x_t - s * flow, x_t + (1 - s) * flow
+    # The path of constant variance with this ratio of signal and noise, and its v.
+    signal = (1 - s) ** 2 / ((1 - s) ** 2 + s**2)
+    pairs = {
+        "flow": (flow, noise - x0),
+        "x0": (x0_seen, x0),
+        "noise": (noise_seen, noise),
+        "v": (
+            signal.sqrt() * noise_seen - (1 - signal).sqrt() * x0_seen,
+            signal.sqrt() * noise - (1 - signal).sqrt() * x0,
+        ),
+    }
+    total, count, _ = critic_loss(flow, latents=x0, noise=noise, mask=mask, kind=kind, sigma=sigma)
+    seen, wanted = pairs[kind]
+    expected = (seen - wanted).square()[:, OVERLAP:].mean()
+    torch.testing.assert_close(total / count, expected)
 
 
 def test_losses_of_16_bits_are_summed_in_64() -> None:
@@ -175,5 +234,3 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         critic_loss(x, latents=x, noise=x[:1], mask=mask)
     with pytest.raises(ConfigError, match="`fake` has the shape"):
         dmd_direction(x, fake=x[:1], conditional=x, unconditional=x, scale=1)
-    with pytest.raises(ConfigError, match=r"`guidance_scale` \(inf\) must be finite"):
-        DMDConfig(guidance_scale=float("inf"))

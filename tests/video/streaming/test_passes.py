@@ -1,4 +1,4 @@
-"""Generator and critic passes, and the chunks that the generator gets to see."""
+"""Generator and critic passes, and the clips that the generator gets to see."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import math
 
 import pytest
 
-from megatron_ext.video.streaming.options import (
+from megatron_ext.video.streaming.decisions import (
     aliasing,
-    chunks_seen,
-    num_chunks,
+    clips_seen,
+    num_clips,
     passes,
     warn_of_aliasing,
 )
@@ -29,40 +29,40 @@ def test_updates_of_the_paper() -> None:
     assert (kinds.count("generator"), kinds.count("critic")) == (600, 3000)
 
 
-def simulated(chunks: int, steps: int, accumulation: int = 1) -> set[int]:
+def simulated(clips: int, steps: int, accumulation: int = 1) -> set[int]:
     kinds = [kind for s in range(steps) for kind in passes(PAPER, s, accumulation)]
-    return {i % chunks for i, kind in enumerate(kinds) if kind == "generator"}
+    return {i % clips for i, kind in enumerate(kinds) if kind == "generator"}
 
 
-def test_criterion_16_the_generator_sees_all_13_chunks_of_the_paper() -> None:
-    assert num_chunks(PAPER, 240) == 13
-    assert simulated(13, 13 * 5) == set(range(13)) == chunks_seen(PAPER, 13)
+def test_the_generator_sees_all_13_clips_of_the_paper() -> None:
+    assert num_clips(PAPER, 240) == 13
+    assert simulated(13, 13 * 5) == set(range(13)) == clips_seen(PAPER, 13)
     assert aliasing(PAPER) is None
 
 
-def with_chunks(chunks: int) -> object:
-    return dataclasses.replace(PAPER, sequence_lengths=(21 + 18 * (chunks - 1),))
+def with_clips(clips: int) -> object:
+    return dataclasses.replace(PAPER, sequence_lengths=(21 + 18 * (clips - 1),))
 
 
-@pytest.mark.parametrize("chunks", range(1, 20))
+@pytest.mark.parametrize("clips", range(1, 20))
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
-def test_criterion_16_aliasing_is_what_happens(chunks: int, accumulation: int) -> None:
-    seen = simulated(chunks, chunks * 5, accumulation)
-    assert chunks_seen(PAPER, chunks, accumulation) == seen
-    options = with_chunks(chunks)
+def test_aliasing_is_what_happens(clips: int, accumulation: int) -> None:
+    seen = simulated(clips, clips * 5, accumulation)
+    assert clips_seen(PAPER, clips, accumulation) == seen
+    options = with_clips(clips)
     warns = aliasing(options, accumulation) is not None  # type: ignore[arg-type]
-    assert warns == (len(seen) < chunks)
+    assert warns == (len(seen) < clips)
     if accumulation == 1:
-        assert warns == (math.gcd(6, chunks) > 1)
+        assert warns == (math.gcd(6, clips) > 1)
 
 
-def test_criterion_16_a_configuration_that_aliases_is_warned_of(
+def test_a_configuration_that_aliases_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
         warn_of_aliasing(PAPER)
         assert not caplog.records
-        warn_of_aliasing(with_chunks(12))  # type: ignore[arg-type]
+        warn_of_aliasing(with_clips(12))  # type: ignore[arg-type]
     assert "sequences of 12 trained chunks make the generator see only chunks 0, 6" in caplog.text
     assert "no divisor in common with 6" in caplog.text
 
@@ -73,4 +73,4 @@ def test_sequences_of_several_lengths_do_not_alias() -> None:
     assert aliasing(lengths) is None
     assert aliasing(dataclasses.replace(PAPER, max_new_frames=21, sequence_lengths=(219,))) is None
     skipped = dataclasses.replace(PAPER, train_first_chunk=False)
-    assert aliasing(skipped) is not None  # 12 of 13 chunks are trained on
+    assert aliasing(skipped) is not None  # 12 of 13 clips are trained on

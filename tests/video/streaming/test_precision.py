@@ -15,7 +15,7 @@ STEPS = 5
 @pytest.mark.parametrize("layout", ["", pytest.param(
     "--tensor-model-parallel-size 2", marks=pytest.mark.slow)])  # fmt: skip
 def test_a_bf16_run_stays_near_that_of_fp32(tmp_path: Path, layout: str) -> None:
-    """Its rounding error is 2 ** -9 in each product, and the critic sees chunks made so."""
+    """Its rounding error is 2 ** -9 in each product, and the critic sees clips made so."""
     ranks, words = (2 if layout else 1), f"--train-iters {STEPS} --lr 1e-4 --critic-lr 1e-4"
     exact = run(tmp_path, words, save="fp32")
     rough = run(tmp_path, f"{words} --bf16 {layout}", ranks=ranks, save="bf16")

@@ -20,7 +20,7 @@ from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.config.rules import STREAMING_DEFAULTS
 from megatron_ext.video.data.codec import PatchCodec
 from megatron_ext.video.data.text_encoders import HashedWords, width_of
-from megatron_ext.video.streaming.prompts import FilePrompts
+from megatron_ext.video.streaming.prompts import FilePrompts, first_frame_latent
 from pretrain_video import task_of
 from tests.ranks import ranks
 from tests.video.streaming.runs import flags_of, run, runner_of
@@ -68,15 +68,15 @@ def test_images_fill_the_first_block_of_a_sequence(tmp_path: Path) -> None:
 
     def record(run: Run) -> None:
         runner = runner_of(run)
-        next_chunk = runner.sequence.next_chunk
+        next_clip = runner.sequence.next_clip
 
         def noted(*, trains_generator: bool) -> Any:
-            chunk = next_chunk(trains_generator=trains_generator)
-            if (chunk.sequence, chunk.number) == (0, 0):
-                torch.save((chunk.latents, chunk.mask, chunk.first_new), tmp_path / "chunk.pt")
-            return chunk
+            clip = next_clip(trains_generator=trains_generator)
+            if (clip.sequence, clip.number) == (0, 0):
+                torch.save((clip.latents, clip.mask, clip.first_new), tmp_path / "chunk.pt")
+            return clip
 
-        runner.sequence.next_chunk = noted  # type: ignore[method-assign]
+        runner.sequence.next_clip = noted  # type: ignore[method-assign]
 
     run(tmp_path, f"--train-iters 3 {jsonl(tmp_path, rows)}", prepare=record)
     latents, mask, first_new = torch.load(tmp_path / "chunk.pt")
@@ -125,3 +125,23 @@ def test_a_short_video_is_refused_on_all_ranks(context: ParallelContext, tmp_pat
     prompts = FilePrompts.build(config, context, torch.device("cpu"))
     with pytest.raises(DataError, match=r"has 5 frames, but a sequence begins with a block of 3"):
         prompts([0])
+
+
+LARGE_CODEC = PatchCodec(CodecConfig(codec_spatial=2, codec_temporal=2))
+
+
+def test_a_first_frame_is_the_latent_of_the_last_pixel_frame() -> None:
+    pixels = torch.rand(2, 3, 9, 4, 4, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    latents = LARGE_CODEC.encode(pixels).transpose(1, 2)
+    assert latents.shape[:2] == (2, 5)
+    image = LARGE_CODEC.encode(pixels[:, :, -1:]).transpose(1, 2)
+    got = first_frame_latent(LARGE_CODEC, latents.requires_grad_())
+    assert got.shape == (2, 1, *latents.shape[2:]) and not got.requires_grad
+    torch.testing.assert_close(got, image, rtol=0, atol=1e-5)
+    # It is another latent than that of the frame in the video.
+    assert not torch.allclose(got[:, 0], latents[:, -1], atol=0.1)
+
+
+def test_a_first_frame_keeps_the_type_of_latents() -> None:
+    latents = torch.randn(1, 3, LARGE_CODEC.channels, 2, 2).bfloat16()
+    assert first_frame_latent(LARGE_CODEC, latents).dtype == torch.bfloat16

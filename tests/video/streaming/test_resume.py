@@ -23,7 +23,7 @@ from tests.checkpoint.tiny import whole_tensors
 from tests.video.streaming.runs import CHUNKS, Rows, attempt, losses_of, run, runner_of
 
 STEPS, SAVED = 6, 3
-"""Chunks of the first steps: generator and critic, critic, both again: the next is the second of
+"""Clips of the first steps: generator and critic, critic, both again: the next is the second of
 another sequence."""
 DP2 = (2, 2, "--use-distributed-optimizer")
 TP2 = (2, 1, "--tensor-model-parallel-size 2")
@@ -36,7 +36,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def in_the_middle(run: Run) -> None:
-    """The loaded sequence has some of its chunks, and the cache some of its frames."""
+    """The loaded sequence has some of its clips, and the cache some of its frames."""
     runner = runner_of(run)
     state = runner.sequence.state
     assert runner.extra_state.steps == SAVED
@@ -80,9 +80,7 @@ def check_same_run(rows: Rows, whole: Rows, found: Path, wanted: Path) -> None:
         pytest.param(1, 1, "--bf16", marks=pytest.mark.slow),
     ],
 )
-def test_criterion_26_a_run_goes_on_bit_for_bit(
-    tmp_path: Path, ranks: int, batch: int, layout: str
-) -> None:
+def test_a_run_goes_on_bit_for_bit(tmp_path: Path, ranks: int, batch: int, layout: str) -> None:
     words = f"--train-iters {STEPS} --save-interval {SAVED} {layout}"
     whole = run(tmp_path, words, ranks=ranks, batch=batch)
     again = cut_back(tmp_path / "save", tmp_path / "again")
@@ -116,7 +114,7 @@ def _launch(folder: Path, words: str) -> int:
 
 
 @pytest.mark.slow
-def test_criterion_26_a_killed_launcher_leaves_a_run_that_goes_on_bit_for_bit(
+def test_a_killed_launcher_leaves_a_run_that_goes_on_bit_for_bit(
     tmp_path: Path,
 ) -> None:
     """Killed between two checkpoints, in the middle of a sequence; the ranks die with it."""
@@ -138,20 +136,20 @@ def test_criterion_26_a_killed_launcher_leaves_a_run_that_goes_on_bit_for_bit(
 
 
 def _kept(run: Run, path: Path) -> None:
-    """Write down where the sequence stands, and which chunk comes next."""
+    """Write down where the sequence stands, and which clip comes next."""
     sequence = runner_of(run).sequence
     cache = dict(sequence.generator.cache.state_dict())
     content: dict[str, Any] = {"state": sequence.state, "slots": dict(cache["slots"])}
-    next_chunk = sequence.next_chunk
+    next_clip = sequence.next_clip
 
     def noted(*, trains_generator: bool) -> Any:
-        chunk = next_chunk(trains_generator=trains_generator)
+        clip = next_clip(trains_generator=trains_generator)
         if run.context.rank == 0 and "next" not in content:
-            content["next"] = (chunk.sequence, chunk.number, chunk.samples.start)
+            content["next"] = (clip.sequence, clip.number, clip.samples.start)
             torch.save(content, path)
-        return chunk
+        return clip
 
-    sequence.next_chunk = noted  # type: ignore[method-assign]
+    sequence.next_clip = noted  # type: ignore[method-assign]
 
 
 def resumed(folder: Path, words: str, ranks: int, batch: int = 2, micro: int = 2) -> Rows:

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.streaming import options as draws
+from megatron_ext.video.streaming import decisions
+from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.loss import dmd_loss
-from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedule
-from megatron_ext.video.streaming.options import StreamingOptions
+from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
 from megatron_ext.video.streaming.rollout import WRITE_BACK, Generator
 from megatron_ext.video.streaming.scores import generator_losses
 from megatron_ext.video.streaming.sequence import StreamingSequence
 from tests.video.streaming.network import OPTIONS, PLAIN, Cache, TinyDiT, Window, build, network
 
-STEPS = len(NoiseSchedule(NoiseConfig()).denoising_timesteps)
+STEPS = len(NoiseSchedule(StreamingConfig()).denoising_timesteps)
 
 
 def tiny(sequence: StreamingSequence) -> TinyDiT:
@@ -34,41 +34,41 @@ def cached(sequence: StreamingSequence) -> Iterator[Tensor]:
     return (x for layers in cache.held.values() for kv in layers for x in kv)
 
 
-def test_criterion_6_forward_passes_and_graphs_of_a_chunk() -> None:
+def test_forward_passes_and_graphs_of_a_clip() -> None:
     counts = set()
     sequence = build(PLAIN)
     net = tiny(sequence)
     for number in range(8):
-        chunk = sequence.next_chunk(trains_generator=True)
-        blocks = (chunk.end - chunk.first_new) // 3
-        exit_step = draws.exit_steps(
-            PLAIN, 1, chunk.sequence, chunk.number, blocks=blocks, steps=STEPS
+        clip = sequence.next_clip(trains_generator=True)
+        blocks = (clip.end - clip.first_new) // 3
+        exit_step = decisions.exit_steps(
+            PLAIN, 1, clip.sequence, clip.number, blocks=blocks, steps=STEPS
         )[0]
         assert len(net.calls) == blocks * (exit_step + 2), number
         assert not any(with_graph for _, with_graph in net.calls)
-        assert len(chunk.blocks) == blocks and not chunk.latents.requires_grad
-        assert all(not b.step.x.requires_grad for b in chunk.blocks)
+        assert len(clip.blocks) == blocks and not clip.latents.requires_grad
+        assert all(not b.step.x.requires_grad for b in clip.blocks)
         counts.add(exit_step)
         net.calls.clear()
     assert counts == set(range(STEPS))
 
 
-def test_criterion_6_one_graph_has_it_in_exit_steps_only() -> None:
+def test_one_graph_has_it_in_exit_steps_only() -> None:
     sequence = build(dataclasses.replace(PLAIN, two_phase=False, last_step_only=True))
     net = tiny(sequence)
-    chunk = sequence.next_chunk(trains_generator=True)
+    clip = sequence.next_clip(trains_generator=True)
     assert [g for _, g in net.calls] == [False, False, False, True, False] * 3
-    assert chunk.latents.requires_grad and not chunk.blocks
+    assert clip.latents.requires_grad and not clip.blocks
     net.calls.clear()
-    chunk = sequence.next_chunk(trains_generator=False)
+    clip = sequence.next_clip(trains_generator=False)
     assert not any(g for _, g in net.calls)
-    assert not chunk.latents.requires_grad and not chunk.blocks
+    assert not clip.latents.requires_grad and not clip.blocks
 
 
 def block_by_block(net: TinyDiT, noises: dict[tuple[int, int], Tensor], exit_step: int) -> Tensor:
-    """A chunk of three blocks in one graph."""
+    """A clip of three blocks in one graph."""
     cache = Cache(Window(), 12, len(net.layers))
-    generator = Generator(net, cache, NoiseSchedule(NoiseConfig()))
+    generator = Generator(net, cache, NoiseSchedule(StreamingConfig()))
     text = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0)).double()
     made = [
         generator.generate(frame, text, lambda f, s: noises[f, s], exit_step=exit_step, graph=True)[
@@ -80,7 +80,7 @@ def block_by_block(net: TinyDiT, noises: dict[tuple[int, int], Tensor], exit_ste
     return torch.stack(made)
 
 
-def test_criterion_7_and_trap_4_a_block_is_a_constant_to_the_others() -> None:
+def test_a_block_is_a_constant_to_the_others() -> None:
     net = network(Window())
     noises = {(f, 0): torch.randn(1, 3, 2, 2, 2).double().requires_grad_() for f in (0, 3, 6)}
     for j in range(3):
@@ -92,27 +92,27 @@ def test_criterion_7_and_trap_4_a_block_is_a_constant_to_the_others() -> None:
             assert reached == (i == j)
 
 
-def losses_of(sequence: StreamingSequence, chunks: int) -> list[Tensor]:
-    """Gradients of the generator's parameters after a generator loss on each of some chunks."""
+def losses_of(sequence: StreamingSequence, clips: int) -> list[Tensor]:
+    """Gradients of the generator's parameters after a generator loss on each of some clips."""
     net = tiny(sequence)
-    for _ in range(chunks):
-        chunk = sequence.next_chunk(trains_generator=True)
-        source = torch.Generator().manual_seed(chunk.number)
-        d = torch.randn(chunk.latents.shape, generator=source, dtype=torch.float64)
-        count = chunk.mask.sum()
-        if sequence.options.two_phase:
+    for _ in range(clips):
+        clip = sequence.next_clip(trains_generator=True)
+        source = torch.Generator().manual_seed(clip.number)
+        d = torch.randn(clip.latents.shape, generator=source, dtype=torch.float64)
+        count = clip.mask.sum()
+        if sequence.streaming.two_phase:
             # In any order, since blocks are independent.
-            for total, _, _ in reversed(list(generator_losses(chunk, d, sequence))):
+            for total, _, _ in reversed(list(generator_losses(clip, d, sequence))):
                 (total / count).backward()
         else:
-            (dmd_loss(chunk.latents, direction=d, mask=chunk.mask)[0] / count).backward()
+            (dmd_loss(clip.latents, direction=d, mask=clip.mask)[0] / count).backward()
     assert not any(x.requires_grad for x in cached(sequence))
     return [p.grad.clone() for p in net.parameters() if p.grad is not None]
 
 
 @pytest.mark.parametrize("same_exit", [True, False])
-def test_criterion_8_two_phases_have_the_gradients_of_one_graph(same_exit: bool) -> None:
-    """Over a sequence with a full cache, and a switch inside a chunk."""
+def test_two_phases_have_the_gradients_of_one_graph(same_exit: bool) -> None:
+    """Over a sequence with a full cache, and a switch inside a clip."""
     base = dataclasses.replace(OPTIONS, switch_frames=(12,), same_exit_across_blocks=same_exit)
     two = losses_of(build(base), 4)
     one = losses_of(build(dataclasses.replace(base, two_phase=False)), 4)
@@ -121,25 +121,25 @@ def test_criterion_8_two_phases_have_the_gradients_of_one_graph(same_exit: bool)
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def test_criterion_8_and_trap_5_the_capacity_that_is_needed() -> None:
-    """W + chunk - block: in two phases every block finds its past; one block less is refused."""
+def test_the_capacity_that_is_needed() -> None:
+    """W + clip - block: in two phases every block finds its past; one block less is refused."""
     losses_of(build(PLAIN, capacity=6 + 9 - 3), 4)
     for less in (6 + 9 - 6, 6 + 9 - 4):
         with pytest.raises(ConfigError, match=r"must be 12 or more to train chunks of 9 new"):
             build(PLAIN, capacity=less)
 
 
-def test_blocks_of_an_older_chunk_are_not_run_again() -> None:
+def test_blocks_of_an_older_clip_are_not_run_again() -> None:
     sequence = build(PLAIN)
-    old = sequence.next_chunk(trains_generator=True)
+    old = sequence.next_clip(trains_generator=True)
     losses = generator_losses(old, torch.zeros_like(old.latents), sequence)
     next(losses)
-    sequence.next_chunk(trains_generator=False)
+    sequence.next_clip(trains_generator=False)
     with pytest.raises(ConfigError, match="chunk 0 of sequence 0 cannot be run again"):
         next(losses)
 
 
-def test_criterion_9_text_projections_are_trained() -> None:
+def test_text_projections_are_trained() -> None:
     sequence = build(PLAIN)
     losses_of(sequence, 1)
     for layer in tiny(sequence).layers:
@@ -147,25 +147,24 @@ def test_criterion_9_text_projections_are_trained() -> None:
         assert gradient is not None and bool(gradient.abs().sum() > 0)
 
 
-def test_criterion_19_frames_before_a_switch_get_no_gradient() -> None:
+def test_frames_before_a_switch_get_no_gradient() -> None:
     options = dataclasses.replace(OPTIONS, switch_frames=(12,), two_phase=False)
     sequence = build(options)
-    sequence.next_chunk(trains_generator=True)
-    chunk = sequence.next_chunk(trains_generator=True)
-    chunk.latents.retain_grad()
-    d = torch.ones_like(chunk.latents).detach()
-    dmd_loss(chunk.latents, direction=d, mask=chunk.mask)[0].backward()
-    assert chunk.latents.grad is not None
+    sequence.next_clip(trains_generator=True)
+    clip = sequence.next_clip(trains_generator=True)
+    clip.latents.retain_grad()
+    d = torch.ones_like(clip.latents).detach()
+    dmd_loss(clip.latents, direction=d, mask=clip.mask)[0].backward()
+    assert clip.latents.grad is not None
     assert (
-        chunk.latents.grad.flatten(2).abs().sum(dim=2)[0].bool().tolist()
-        == [False] * 6 + [True] * 3
+        clip.latents.grad.flatten(2).abs().sum(dim=2)[0].bool().tolist() == [False] * 6 + [True] * 3
     )
 
 
 def test_each_step_has_noise_of_its_own() -> None:
     asked: list[tuple[int, int]] = []
     net = network(Window())
-    schedule = NoiseSchedule(NoiseConfig(context_noise=50.0))
+    schedule = NoiseSchedule(StreamingConfig(context_noise=50.0))
     generator = Generator(net, Cache(Window(), 12, 2), schedule)
 
     def noise(frame: int, step: int) -> Tensor:
@@ -181,7 +180,7 @@ def test_each_step_has_noise_of_its_own() -> None:
 def test_a_perfect_network_gives_back_the_latents() -> None:
     """Independent of the exit step: every step predicts the same clean latents."""
     truth = torch.linspace(-1, 1, 24).view(1, 3, 2, 2, 2).double()
-    schedule = NoiseSchedule(NoiseConfig())
+    schedule = NoiseSchedule(StreamingConfig())
     told = []
 
     def net(*, x: Tensor, timesteps: Tensor, **_: object) -> Tensor:
@@ -200,25 +199,3 @@ def test_a_perfect_network_gives_back_the_latents() -> None:
         expected = [1000, 937.5, 833.3333, 625][: exit_step + 1]
         assert told == pytest.approx([*expected, 0], abs=1e-3)
         assert step.timestep == pytest.approx(expected[-1], abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"block": 0}, r"`block` \(0\) must be 1 or more"),
-        ({"chunk_frames": 20}, r"`chunk_frames` \(20\) must be a positive multiple of block \(3\)"),
-        ({"min_new_frames": 0}, "`min_new_frames`"),
-        ({"max_new_frames": 15}, r"`max_new_frames` \(15\) must be 18 \(min_new_frames\) to 21"),
-        ({"max_new_frames": 24}, "`max_new_frames`"),
-        ({"recache_frames": 24}, "`recache_frames` .* at most chunk_frames"),
-        ({"sequence_lengths": ()}, "`sequence_lengths`"),
-        ({"sequence_lengths": (20,)}, "`sequence_lengths` .* at least chunk_frames"),
-        ({"sequence_lengths": (38,), "train_first_chunk": False}, "`train_first_chunk`"),
-        ({"switch_frames": (0,)}, "`switch_frames`"),
-        ({"sink_at_switch": "zero"}, "`sink_at_switch` .* one of rebuild, keep"),
-        ({"generator_interval": 0}, "`generator_interval`"),
-    ],
-)
-def test_options_out_of_range_are_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        StreamingOptions(**changes)  # type: ignore[arg-type]

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_ext.checkpoint.files import TRACKER
 from megatron_ext.train.launch import EXIT_CODE_USER_ERROR, fork_ranks
 from megatron_ext.video.config.rules import STREAMING_DEFAULTS
-from megatron_ext.video.sampling.films import FilmWriter
 from megatron_ext.video.streaming.tool import sample_streaming
+from megatron_ext.video.streaming.video_files import LongVideoWriter
 from pretrain_video import task_of
 from tests.training_runs import train_on_ranks
 from tests.video.streaming.runs import flags_of, run
@@ -31,14 +31,14 @@ def sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sampled:
     def launch(main: Callable[[], int | None], *, nproc_per_node: int, **_: object) -> int:
         return fork_ranks(main, nproc_per_node)
 
-    append = FilmWriter.append
+    append = LongVideoWriter.append
 
-    def kept(self: FilmWriter, latents: Tensor) -> None:
+    def kept(self: LongVideoWriter, latents: Tensor) -> None:
         torch.save(latents[0], tmp_path / f"latents_{self.num_frames:03}.pt")
         append(self, latents)
 
     monkeypatch.setattr("megatron_ext.train.main.launch", launch)
-    monkeypatch.setattr(FilmWriter, "append", kept)
+    monkeypatch.setattr(LongVideoWriter, "append", kept)
 
     def call(checkpoint: Path, words: str = "", code: int = 0) -> Tensor:
         flags = "--sample-texts disc --sample-latent-frames 9 --no-sample-ema"

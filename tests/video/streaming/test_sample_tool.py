@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron_ext.train.launch import EXIT_CODE_USER_ERROR, fork_ranks
 from megatron_ext.video.sampling.clips import CONTACT_SHEET, LIST
-from megatron_ext.video.sampling.films import FilmWriter
 from megatron_ext.video.sampling.tool import sample_video
 from megatron_ext.video.streaming.tool import sample_streaming
+from megatron_ext.video.streaming.video_files import LongVideoWriter
 from pretrain_video import FLOW
 from tests.video.sampling.test_clips import read
 from tests.video.streaming.runs import run
@@ -49,15 +49,15 @@ def sample(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def launch(main: Callable[[], int | None], *, nproc_per_node: int, **_: object) -> int:
         return fork_ranks(main, nproc_per_node)
 
-    append = FilmWriter.append
+    append = LongVideoWriter.append
 
-    def kept(self: FilmWriter, latents: Tensor) -> None:
+    def kept(self: LongVideoWriter, latents: Tensor) -> None:
         for number, one in zip(self._numbers, latents, strict=True):
             torch.save(one, tmp_path / f"latents_{number}_{self.num_frames:03}.pt")
         append(self, latents)
 
     monkeypatch.setattr("megatron_ext.train.main.launch", launch)
-    monkeypatch.setattr(FilmWriter, "append", kept)
+    monkeypatch.setattr(LongVideoWriter, "append", kept)
 
     def call(words: str, name: str = "videos") -> int:
         prompts = tmp_path / "prompts.jsonl"
@@ -151,14 +151,14 @@ def test_a_file_that_cannot_be_written_ends_all_ranks(
     sample: Sample, tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    whole = FilmWriter.append
+    whole = LongVideoWriter.append
 
-    def append(self: FilmWriter, latents: Tensor) -> None:
+    def append(self: LongVideoWriter, latents: Tensor) -> None:
         if 0 in self._numbers:
             raise OSError("disk full")
         whole(self, latents)
 
-    monkeypatch.setattr(FilmWriter, "append", append)
+    monkeypatch.setattr(LongVideoWriter, "append", append)
     assert sample(layout) == EXIT_CODE_USER_ERROR
     said = capfd.readouterr().err
     assert re.search(r"Writing into \S+/\.videos\.writing failed \(OSError\('disk full'\)\)", said)

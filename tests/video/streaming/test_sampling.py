@@ -38,7 +38,7 @@ def _snapshot(run: Run) -> dict[str, Any]:
     return {
         "sequence": runner.sequence.state_dict(),
         "weights": [list(network.parameters()) for network in bare],
-        "gradients": [chunk.buffers[0].grad_data for chunk in networks[:2]],
+        "gradients": [clip.buffers[0].grad_data for clip in networks[:2]],
         "averages": [average for _, average in run.ema.gathered()],
         "modes": [[m.training for m in network.modules()] for network in bare],
         "random": [torch.get_rng_state(), *get_cuda_rng_tracker().get_states().values()],
@@ -88,9 +88,7 @@ def _assert_same(a: Any, b: Any, where: str = "") -> None:
         (2, 2, "--use-distributed-optimizer"),
     ],
 )
-def test_criterion_27_visualisation_changes_nothing(
-    tmp_path: Path, ranks: int, batch: int, layout: str
-) -> None:
+def test_visualisation_changes_nothing(tmp_path: Path, ranks: int, batch: int, layout: str) -> None:
     rows, weights, seen = [], [], []
     for name, words in (("without", ""), ("with", VIEWED)):
         folder = tmp_path / name

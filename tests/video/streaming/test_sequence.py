@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
-from megatron_ext.video.streaming.options import Prompts, StreamingOptions
+from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.sequence import Replica, StreamingSequence
+from megatron_ext.video.streaming.state import Prompts
 from tests.video.streaming.network import (
     OPTIONS,
     PAPER,
@@ -20,7 +21,7 @@ from tests.video.streaming.network import (
     Window,
     build,
     cache_of,
-    chunks_of,
+    clips_of,
     network,
     new_of,
     paper,
@@ -30,45 +31,45 @@ from tests.video.streaming.network import (
 )
 
 
-def test_criterion_14_ends_masks_and_previous_frames_of_the_paper() -> None:
+def test_ends_masks_and_previous_frames_of_the_paper() -> None:
     # A codec hook that changes the first frame shows that previous frames are the generated ones.
     sequence = paper(first_frame=lambda latents: latents[:, -1:] + 100)
     generated, ends = torch.empty(1, 0, 1, 1, 1, dtype=torch.float64), []
     for number in range(13):
         assert number == 0 or sequence.can_generate_more
-        chunk = sequence.next_chunk(trains_generator=number % 2 == 0)
-        ends.append(chunk.end)
-        generated = torch.cat([generated, new_of(chunk)], dim=1)
-        assert chunk.latents.shape == (1, 21, 1, 1, 1) and chunk.mask.shape == (1, 21)
-        assert chunk.mask[0].tolist() == [number == 0 or i >= 3 for i in range(21)]
+        clip = sequence.next_clip(trains_generator=number % 2 == 0)
+        ends.append(clip.end)
+        generated = torch.cat([generated, new_of(clip)], dim=1)
+        assert clip.latents.shape == (1, 21, 1, 1, 1) and clip.mask.shape == (1, 21)
+        assert clip.mask[0].tolist() == [number == 0 or i >= 3 for i in range(21)]
         assert sequence.state is not None
         assert torch.equal(sequence.state.previous, generated[:, -21:])
         assert not sequence.state.previous.requires_grad
         first = generated[:, -21] + (100 if number else 0)
-        assert torch.equal(chunk.latents[:, 0], first)
-        assert torch.equal(chunk.latents[:, 1:], generated[:, -20:])
+        assert torch.equal(clip.latents[:, 0], first)
+        assert torch.equal(clip.latents[:, 1:], generated[:, -20:])
     assert ends == list(range(21, 238, 18))
     assert not sequence.can_generate_more
-    assert sequence.next_chunk(trains_generator=False).sequence == 1
+    assert sequence.next_clip(trains_generator=False).sequence == 1
 
 
 def test_the_range_of_the_seed_document_draws_21_new_frames_too() -> None:
-    options = dataclasses.replace(PAPER, max_new_frames=21, switch_prompts=False)
+    options = dataclasses.replace(PAPER, max_new_frames=21, switches=False)
     sequence = paper(options, first_frame=lambda latents: latents[:, -1:])
-    chunks = chunks_of(sequence, 12)
-    growth = {(c.number, c.end - c.first_new) for c in chunks}
+    clips = clips_of(sequence, 12)
+    growth = {(c.number, c.end - c.first_new) for c in clips}
     assert {n for number, n in growth if number} == {18, 21}
-    full = next(c for c in chunks if c.number and c.end - c.first_new == 21)
+    full = next(c for c in clips if c.number and c.end - c.first_new == 21)
     # All frames are new, but the first is no generated one any more.
     assert full.mask[0].tolist() == [i >= 1 for i in range(21)]
 
 
-def test_the_last_chunk_never_passes_the_end() -> None:
+def test_the_last_clip_never_passes_the_end() -> None:
     options = dataclasses.replace(PLAIN, max_new_frames=9, sequence_lengths=(27,))
     sequence = build(options, replica=Replica(seed=3))
     for _ in range(12):
-        chunk = sequence.next_chunk(trains_generator=False)
-        assert chunk.end <= 27 and chunk.end - chunk.first_new in (6, 9)
+        clip = sequence.next_clip(trains_generator=False)
+        assert clip.end <= 27 and clip.end - clip.first_new in (6, 9)
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -82,48 +83,48 @@ def test_what_the_codec_decodes(whole: bool) -> None:
 
     options = dataclasses.replace(PLAIN, decode_history=whole)
     sequence = build(options, first_frame=hook)
-    chunks = chunks_of(sequence, 2)
-    known = torch.cat([chunks[0].latents, new_of(chunks[1])], dim=1)
-    # 15 frames are known; the chunk begins at frame 6.
+    clips = clips_of(sequence, 2)
+    known = torch.cat([clips[0].latents, new_of(clips[1])], dim=1)
+    # 15 frames are known; the clip begins at frame 6.
     assert len(seen) == 1
     assert torch.equal(seen[0], known[:, :7] if whole else known[:, 6:7])
 
 
-def test_criterion_15_a_new_sequence_knows_nothing_of_the_old() -> None:
+def test_a_new_sequence_knows_nothing_of_the_old() -> None:
     sequence = build(PLAIN)
-    chunks_of(sequence, 4)
+    clips_of(sequence, 4)
     sequence.begin()
     assert cache_of(sequence).end == 0 and not cache_of(sequence).held
-    after = chunks_of(sequence, 4)
+    after = clips_of(sequence, 4)
 
     fresh = build(PLAIN)
     fresh.begin()
     fresh.begin()
     assert fresh.state is not None and fresh.state.sequence == 1
-    for a, b in zip(after, chunks_of(fresh, 4), strict=True):
+    for a, b in zip(after, clips_of(fresh, 4), strict=True):
         assert torch.equal(a.latents, b.latents)
 
 
-def test_the_first_chunk_may_be_generated_without_a_loss() -> None:
+def test_the_first_clip_may_be_generated_without_a_loss() -> None:
     options = dataclasses.replace(PLAIN, train_first_chunk=False)
-    numbers = [(c.sequence, c.number) for c in chunks_of(build(options), 5)]
+    numbers = [(c.sequence, c.number) for c in clips_of(build(options), 5)]
     assert numbers == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2)]
 
 
 @pytest.mark.parametrize("frames", [3, 6])
-def test_given_first_frames_are_the_past_of_the_first_chunk(frames: int) -> None:
+def test_given_first_frames_are_the_past_of_the_first_clip(frames: int) -> None:
     """A switch among them comes with the first new block."""
     start = torch.randn(2, frames, 2, 2, 2, dtype=torch.float64)
     options = dataclasses.replace(switching_at(3), sequence_lengths=(9,))
     sequence = build(options, source=lambda s: dataclasses.replace(prompts(s), start=start))
     sequence.begin()
     assert sorted(cache_of(sequence).held) == list(range(frames))
-    chunk = sequence.next_chunk(trains_generator=True)
-    assert chunk.sequence == 0 and torch.equal(chunk.latents[:, :frames], start)
-    assert chunk.mask[0].tolist() == [i >= frames for i in range(9)]
+    clip = sequence.next_clip(trains_generator=True)
+    assert clip.sequence == 0 and torch.equal(clip.latents[:, :frames], start)
+    assert clip.mask[0].tolist() == [i >= frames for i in range(9)]
     wanted = [slice(i, i + 3) for i in range(frames, 9, 3)]
-    assert [b.frames for b in chunk.blocks] == wanted
-    assert torch.equal(chunk.text, prompts(chunk.samples).text_after)
+    assert [b.frames for b in clip.blocks] == wanted
+    assert torch.equal(clip.text, prompts(clip.samples).text_after)
 
 
 def saved(sequence: StreamingSequence) -> dict[str, object]:
@@ -137,39 +138,39 @@ def saved(sequence: StreamingSequence) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("after", range(7))
-def test_criterion_26_resume_is_exact_anywhere(after: int) -> None:
+def test_resume_is_exact_anywhere(after: int) -> None:
     """Before, inside and between sequences, before and after a switch."""
     options = switching_at(16)
     run = build(options)
-    chunks_of(run, after)
+    clips_of(run, after)
     stored = saved(run)
     resumed = build(options)
     resumed.load_state_dict(stored)
-    for a, b in zip(chunks_of(run, 3), chunks_of(resumed, 3), strict=True):
+    for a, b in zip(clips_of(run, 3), clips_of(resumed, 3), strict=True):
         assert torch.equal(a.latents, b.latents) and torch.equal(a.mask, b.mask)
         assert torch.equal(a.text, b.text) and (a.samples, a.number) == (b.samples, b.number)
 
 
 def test_a_state_without_its_cache_is_rebuilt() -> None:
     run = build(PLAIN)
-    chunks_of(run, 1)
+    clips_of(run, 1)
     stored = saved(run)
     del stored["cache"]
     resumed = build(PLAIN)
     resumed.load_state_dict(stored)
-    a, b = chunks_of(run, 1)[0], chunks_of(resumed, 1)[0]
+    a, b = clips_of(run, 1)[0], clips_of(resumed, 1)[0]
     torch.testing.assert_close(a.latents, b.latents, rtol=0, atol=1e-12)
 
 
 def test_stored_states_of_other_runs_are_refused() -> None:
     run = build(PLAIN)
-    chunks_of(run, 1)
+    clips_of(run, 1)
     stored = saved(run)
     with pytest.raises(CheckpointError, match=r"have the shape \[2, 9, 2, 2, 2\], but this run's"):
         build(PLAIN, replica=Replica(seed=1, batch=1)).load_state_dict(stored)
     longer = dataclasses.replace(PLAIN, chunk_frames=12)
     with pytest.raises(CheckpointError, match=r"keeps its last 9 frames, but `chunk_frames` \(12"):
-        run.next_chunk(trains_generator=False)
+        run.next_clip(trains_generator=False)
         build(longer).load_state_dict(saved(run))
     del stored["sink"]
     with pytest.raises(CheckpointError, match="lacks sink"):
@@ -177,7 +178,7 @@ def test_stored_states_of_other_runs_are_refused() -> None:
 
 
 def test_prompts_that_do_not_fit_are_refused() -> None:
-    def begin(given: Prompts, options: StreamingOptions = OPTIONS) -> None:
+    def begin(given: Prompts, options: StreamingConfig = OPTIONS) -> None:
         build(options, source=lambda _: given).begin()
 
     text = torch.zeros(2, 3, 4)
@@ -199,7 +200,7 @@ def test_sequences_that_do_not_fit_the_network_are_refused() -> None:
 
 def test_texts_follow_the_samples() -> None:
     sequence = build(PLAIN, replica=Replica(seed=1, batch=2, dp_rank=1, dp_size=3))
-    assert [c.samples for c in chunks_of(sequence, 5)[3:]] == [range(2, 4), range(8, 10)]
+    assert [c.samples for c in clips_of(sequence, 5)[3:]] == [range(2, 4), range(8, 10)]
     assert sequence.state is not None
     assert torch.equal(sequence.state.text[1], text_of(9, "text"))
 

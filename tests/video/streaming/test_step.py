@@ -19,7 +19,7 @@ TRAINED = [step % INTERVAL == 0 for step in range(STEPS)]
 
 
 def _record(run: Run, path: Path) -> None:
-    """Write down the weights of all networks before and after each step, and the chunks."""
+    """Write down the weights of all networks before and after each step, and the clips."""
     runner = runner_of(run)
     networks = {
         "generator": runner.generator.network,
@@ -28,11 +28,11 @@ def _record(run: Run, path: Path) -> None:
     }
     trained = (runner.generator, runner.critic)
     seen = [{name: weights(x) for name, x in networks.items()}]
-    chunks: list[tuple[int, int, str]] = []
+    clips: list[tuple[int, int, str]] = []
     memo: list[bool] = []
     content: dict[str, Any] = {
         "weights": seen,
-        "chunks": chunks,
+        "chunks": clips,
         "memo": memo,
         "clips": [network.clip_grad for network in trained],
         "betas": [
@@ -50,7 +50,7 @@ def _record(run: Run, path: Path) -> None:
         "buffers": [hasattr(p, "main_grad") for p in runner.teacher.parameters()],
         "teacher": [(p.requires_grad, p.grad) for p in runner.teacher.parameters()],
     }
-    train, next_chunk = runner.train, runner.sequence.next_chunk
+    train, next_clip = runner.train, runner.sequence.next_clip
 
     def recorded(*args: Any) -> Any:
         result = train(*args)
@@ -60,12 +60,12 @@ def _record(run: Run, path: Path) -> None:
         return result
 
     def noted(*, trains_generator: bool) -> Any:
-        chunk = next_chunk(trains_generator=trains_generator)
-        chunks.append((chunk.sequence, chunk.number, "g" if trains_generator else "c"))
-        return chunk
+        clip = next_clip(trains_generator=trains_generator)
+        clips.append((clip.sequence, clip.number, "g" if trains_generator else "c"))
+        return clip
 
     runner.train = recorded  # type: ignore[method-assign]
-    runner.sequence.next_chunk = noted  # type: ignore[method-assign]
+    runner.sequence.next_clip = noted  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Rows, dict[str, 
     return rows, torch.load(folder / "seen.pt", weights_only=False)
 
 
-def test_criterion_20_the_generator_is_trained_in_one_of_so_many_steps(
+def test_the_generator_is_trained_in_one_of_so_many_steps(
     recorded: tuple[Rows, dict[str, Any]],
 ) -> None:
     rows, seen = recorded
@@ -106,14 +106,14 @@ def test_both_passes_advance_one_sequence(recorded: tuple[Rows, dict[str, Any]])
     assert recorded[1]["chunks"] == wanted
 
 
-def test_trap_6_what_the_text_gave_is_forgotten_when_the_weights_move(
+def test_what_the_text_gave_is_forgotten_when_the_weights_move(
     recorded: tuple[Rows, dict[str, Any]],
 ) -> None:
     """The keys of past frames stay as they are: they belong to what was generated."""
     assert recorded[1]["memo"] == [not trains for trains in TRAINED]
 
 
-def test_criterion_13_the_teacher_never_changes(recorded: tuple[Rows, dict[str, Any]]) -> None:
+def test_the_teacher_never_changes(recorded: tuple[Rows, dict[str, Any]]) -> None:
     seen = recorded[1]
     first, last = seen["weights"][0], seen["weights"][-1]
     assert not differ(first["teacher"], last["teacher"])
@@ -140,7 +140,7 @@ def _record_applied_norms(run: Run, path: Path) -> None:
         optimizer.step_with_ready_grads = noted  # type: ignore[method-assign]
 
 
-def test_criterion_20_each_network_is_clipped_by_itself(
+def test_each_network_is_clipped_by_itself(
     tmp_path: Path, recorded: tuple[Rows, dict[str, Any]]
 ) -> None:
     words = "--train-iters 1 --clip-grad 0.002 --critic-clip-grad 0.003"

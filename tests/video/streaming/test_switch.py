@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.video.streaming.noise_schedule import NoiseConfig
-from megatron_ext.video.streaming.options import Prompts
-from megatron_ext.video.streaming.rollout import Generator, StreamChunk
+from megatron_ext.video.streaming.decisions import switch_candidates
+from megatron_ext.video.streaming.rollout import Generator, StreamClip
 from megatron_ext.video.streaming.sequence import StreamingSequence
+from megatron_ext.video.streaming.state import Prompts
 from tests.video.streaming.network import (
     OPTIONS,
     PAPER,
@@ -22,14 +22,14 @@ from tests.video.streaming.network import (
     Window,
     build,
     cache_of,
-    chunks_of,
+    clips_of,
     new_of,
     prompts,
     switching_at,
 )
 
 
-def with_prompts(which: str, shift: float) -> tuple[StreamingSequence, list[StreamChunk]]:
+def with_prompts(which: str, shift: float) -> tuple[StreamingSequence, list[StreamClip]]:
     """A run whose first or second prompts are moved."""
 
     def source(samples: Sequence[int]) -> Prompts:
@@ -39,13 +39,13 @@ def with_prompts(which: str, shift: float) -> tuple[StreamingSequence, list[Stre
         return Prompts(text, given.text_after + shift if which == "after" else given.text_after)
 
     sequence = build(switching_at(15), source=source)
-    return sequence, chunks_of(sequence, 4)
+    return sequence, clips_of(sequence, 4)
 
 
-def test_criterion_17_output_follows_the_current_prompt() -> None:
+def test_output_follows_the_current_prompt() -> None:
     _, base = with_prompts("text", 0.0)
     _, other_after = with_prompts("after", 1.0)
-    # 9, 15, 21, 27: the third chunk is the first under the second prompt.
+    # 9, 15, 21, 27: the third clip is the first under the second prompt.
     for i in (0, 1):
         assert torch.equal(base[i].latents, other_after[i].latents)
         assert torch.equal(base[i].text, other_after[i].text)
@@ -54,7 +54,7 @@ def test_criterion_17_output_follows_the_current_prompt() -> None:
         assert torch.equal(base[i].text, prompts(base[i].samples).text_after)
 
 
-def test_criterion_17_after_the_switch_the_first_prompt_acts_through_frames_only() -> None:
+def test_after_the_switch_the_first_prompt_acts_through_frames_only() -> None:
     """With the frames before it set to those of another run, the first prompt has no part left."""
     outputs = []
     for shift in (0.0, 1.0):
@@ -64,17 +64,17 @@ def test_criterion_17_after_the_switch_the_first_prompt_acts_through_frames_only
             return Prompts(given.text + shift, given.text_after)
 
         sequence = build(switching_at(15), source=source)
-        chunks_of(sequence, 2)
+        clips_of(sequence, 2)
         assert sequence.state is not None
         sequence.state.previous = torch.linspace(-1, 1, 2 * 9 * 8).view(2, 9, 2, 2, 2).double()
         sequence.state.sink = sequence.state.previous[:, :3]
-        outputs.append(torch.cat([new_of(c) for c in chunks_of(sequence, 2)], dim=1))
+        outputs.append(torch.cat([new_of(c) for c in clips_of(sequence, 2)], dim=1))
     assert torch.equal(*outputs)
 
 
-def test_criterion_18_recache_with_the_same_prompt_reproduces_the_cache() -> None:
+def test_recache_with_the_same_prompt_reproduces_the_cache() -> None:
     sequence = build(dataclasses.replace(PLAIN, recache_frames=9))
-    chunks_of(sequence, 1)
+    clips_of(sequence, 1)
     before = copy.deepcopy(cache_of(sequence).held)
     sequence.rebuild_cache()
     after = cache_of(sequence).held
@@ -85,11 +85,11 @@ def test_criterion_18_recache_with_the_same_prompt_reproduces_the_cache() -> Non
 
 
 @pytest.mark.parametrize("frames", [6, 9])
-def test_criterion_18_holds_with_context_noise_too(frames: int) -> None:
+def test_holds_with_context_noise_too(frames: int) -> None:
     """Also where the sinks lie before the frames that are encoded anew."""
-    options = dataclasses.replace(PLAIN, recache_frames=frames)
-    sequence = build(options, NoiseConfig(context_noise=100.0))
-    chunks_of(sequence, 1)
+    options = dataclasses.replace(PLAIN, recache_frames=frames, context_noise=100.0)
+    sequence = build(options)
+    clips_of(sequence, 1)
     before = copy.deepcopy(cache_of(sequence).held)
     sequence.rebuild_cache()
     torch.testing.assert_close(cache_of(sequence).held, before, rtol=0, atol=1e-12)
@@ -97,15 +97,15 @@ def test_criterion_18_holds_with_context_noise_too(frames: int) -> None:
 
 @pytest.mark.parametrize("sink", ["rebuild", "keep"])
 @pytest.mark.parametrize("frame", [9, 15, 21])
-def test_trap_1_the_sinks_after_a_switch(sink: str, frame: int) -> None:
+def test_the_sinks_after_a_switch(sink: str, frame: int) -> None:
     """They are those of the frames that were generated, under the second prompt or the first."""
     options = dataclasses.replace(switching_at(frame), sink_at_switch=sink, recache_frames=6)
     sequence = build(options)
-    first = chunks_of(sequence, 1)[0]
+    first = clips_of(sequence, 1)[0]
     under_first = copy.deepcopy(cache_of(sequence).held)
-    chunks_of(sequence, (frame - 9) // 6)
+    clips_of(sequence, (frame - 9) // 6)
     assert sequence.state is not None and not sequence.state.has_switched
-    chunks_of(sequence, 1)
+    clips_of(sequence, 1)
     assert sequence.state.has_switched
     held = cache_of(sequence).held
     assert all(bool((k != 0).any(dim=2).all()) for x in held.values() for k, _ in x)
@@ -126,7 +126,7 @@ def test_sinks_that_are_kept_and_are_all_there_is_are_left_alone() -> None:
     """A switch inside the sinks: those before it were made under the first prompt."""
     options = dataclasses.replace(switching_at(3), sink_at_switch="keep")
     sequence = build(options, window=Window(window=9, sink=6))
-    first = chunks_of(sequence, 1)[0]
+    first = clips_of(sequence, 1)[0]
     fresh = Cache(Window(window=9, sink=6), 15, 2)
     for frame, which in ((0, "text"), (3, "text_after")):
         sequence.generator.network(
@@ -140,12 +140,12 @@ def test_sinks_that_are_kept_and_are_all_there_is_are_left_alone() -> None:
     torch.testing.assert_close(held, fresh.held, rtol=0, atol=1e-12)
 
 
-def test_trap_3_recached_frames_see_their_own_past_only() -> None:
+def test_recached_frames_see_their_own_past_only() -> None:
     """Frames that are recached do not depend on later ones."""
     keys = []
     for moved in (0.0, 1.0):
         sequence = build(switching_at(15))
-        chunks_of(sequence, 2)
+        clips_of(sequence, 2)
         assert sequence.state is not None
         sequence.state.previous[:, -3:] += moved
         sequence._switch(15, [])
@@ -154,59 +154,51 @@ def test_trap_3_recached_frames_see_their_own_past_only() -> None:
     assert not any(torch.equal(keys[0][f][0][0], keys[1][f][0][0]) for f in range(12, 15))
 
 
-def test_criterion_19_and_trap_13_a_switch_inside_a_chunk() -> None:
+def test_a_switch_inside_a_clip() -> None:
     """Frames under the first prompt neither count nor are trained."""
-    sequence = build(switching_at(10))  # takes effect at 12, inside the chunk [9, 15)
-    first = sequence.next_chunk(trains_generator=True)
+    sequence = build(switching_at(10))  # takes effect at 12, inside the clip [9, 15)
+    first = sequence.next_clip(trains_generator=True)
     assert bool(first.mask.all()) and len(first.blocks) == 3
-    chunk = sequence.next_chunk(trains_generator=True)
-    assert chunk.mask[0].tolist() == [False] * 6 + [True] * 3
-    assert [b.step.first_frame for b in chunk.blocks] == [12]
-    assert chunk.blocks[0].frames == slice(6, 9)
-    after = prompts(chunk.samples).text_after
+    clip = sequence.next_clip(trains_generator=True)
+    assert clip.mask[0].tolist() == [False] * 6 + [True] * 3
+    assert [b.step.first_frame for b in clip.blocks] == [12]
+    assert clip.blocks[0].frames == slice(6, 9)
+    after = prompts(clip.samples).text_after
     assert after is not None
-    assert torch.equal(chunk.text, after) and torch.equal(chunk.blocks[0].step.text, after)
+    assert torch.equal(clip.text, after) and torch.equal(clip.blocks[0].step.text, after)
 
 
-def test_a_switch_at_the_last_frames_of_a_chunk_waits_for_the_next_block() -> None:
+def test_a_switch_at_the_last_frames_of_a_clip_waits_for_the_next_block() -> None:
     sequence = build(switching_at(8))
-    chunk = sequence.next_chunk(trains_generator=True)
-    assert bool(chunk.mask.all()) and torch.equal(chunk.text, prompts(chunk.samples).text)
-    assert sequence.next_chunk(trains_generator=True).mask[0].tolist() == [False] * 3 + [True] * 6
+    clip = sequence.next_clip(trains_generator=True)
+    assert bool(clip.mask.all()) and torch.equal(clip.text, prompts(clip.samples).text)
+    assert sequence.next_clip(trains_generator=True).mask[0].tolist() == [False] * 3 + [True] * 6
 
 
 def test_default_switch_points_are_those_of_the_paper() -> None:
-    assert PAPER.switch_candidates(240) == tuple(range(21, 202, 18))
-    assert OPTIONS.switch_candidates(9) == ()
-    assert switching_at(15).switch_candidates(15) == ()
+    assert switch_candidates(PAPER, 240) == tuple(range(21, 202, 18))
+    assert switch_candidates(OPTIONS, 9) == ()
+    assert switch_candidates(switching_at(15), 15) == ()
 
 
-def test_trap_7_frames_of_the_past_are_noised_alike() -> None:
+def test_frames_of_the_past_are_noised_alike() -> None:
     """Write-back, given frames and recache: clean by default."""
-    for noise, sigma in (
-        (NoiseConfig(), 0.0),
-        (NoiseConfig(context_noise_from_table=True), 4.98e-3),
-    ):
-        sequence = build(PLAIN, noise)
+    for from_table, sigma in ((False, 0.0), (True, 4.98e-3)):
+        sequence = build(dataclasses.replace(PLAIN, context_noise_from_table=from_table))
         seen: list[tuple[Tensor, bool]] = []
         model = sequence.generator.network
 
         def spy(model=model, seen=seen, **arguments):  # type: ignore[no-untyped-def]
             if bool((arguments["timesteps"] == 0).all()):
-                seen.append(
-                    (
-                        arguments["x"],
-                        arguments.get("update_cache", True),
-                    )
-                )
+                seen.append((arguments["x"], arguments.get("update_cache", True)))
             return model(**arguments)
 
         sequence.generator = Generator(spy, cache_of(sequence), sequence.generator.schedule)
-        chunk = chunks_of(sequence, 1)[0]
+        clip = clips_of(sequence, 1)[0]
         written = torch.cat([x for x, _ in seen], dim=1)
         assert all(updates for _, updates in seen)
-        error = (written - chunk.latents).abs().mean()
+        error = (written - clip.latents).abs().mean()
         assert float(error) == pytest.approx(sigma, rel=0.5, abs=0 if sigma else 1e-15)
         seen.clear()
         sequence.rebuild_cache()
-        assert torch.equal(torch.cat([x for x, _ in seen], dim=1), chunk.latents)
+        assert torch.equal(torch.cat([x for x, _ in seen], dim=1), clip.latents)

@@ -156,7 +156,7 @@ SEQUENCE = "--sequence-parallel"
         ),
     ],
 )
-def test_criterion_24_a_teacher_with_a_layout_of_its_own_changes_no_number(
+def test_a_teacher_with_a_layout_of_its_own_changes_no_number(
     tmp_path: Path, alone: dict[str, Any], replicas: int, words: str, ranks: int
 ) -> None:
     check_same(step_of(tmp_path / "run", words, ranks, replicas), alone)
@@ -190,7 +190,7 @@ def watch(run: Run, path: Path) -> None:
     runner.train = watched  # type: ignore[method-assign]
 
 
-def test_criterion_13_a_teacher_with_a_layout_of_its_own_is_frozen(tmp_path: Path) -> None:
+def test_a_teacher_with_a_layout_of_its_own_is_frozen(tmp_path: Path) -> None:
     words = f"--train-iters 2 {STAGES} 2"
     run(tmp_path, words, ranks=2, batch=2, prepare=partial(watch, path=tmp_path / "steps"))
     assert (tmp_path / "steps").read_text() == "2"
@@ -253,7 +253,7 @@ def answer(context: ParallelContext, path: Path, num_rows: int) -> None:
         pytest.param({"tp": 2, "cp": 2}, f"{TENSOR} 1 {STAGES} 2", marks=pytest.mark.slow),
     ],
 )
-def test_criterion_24_any_number_of_samples_is_shared_out(
+def test_any_number_of_samples_is_shared_out(
     tmp_path: Path, layout: dict[str, int], words: str
 ) -> None:
     """Numbers that the groups do not divide, and samples of each replica in its own order."""
@@ -274,14 +274,14 @@ def test_criterion_24_any_number_of_samples_is_shared_out(
             first = context.dp_rank * count
             flow = teacher(**inputs(count, first))
             torch.testing.assert_close(flow, wanted[first : first + count], rtol=0, atol=1e-6)
-        # Neither building nor running it shows in what the run draws.
+        # Neither building nor running it shows in what the run decisions.
         assert random_states() == before
 
     ranks(**layout)(apart)()
 
 
 @ranks(tp=2)
-def test_criterion_13_a_teacher_saved_under_one_layout_loads_under_another(
+def test_a_teacher_saved_under_one_layout_loads_under_another(
     context: ParallelContext, tmp_path: Path
 ) -> None:
     config, device = configuration(context, f"--save {tmp_path}"), torch.device("cpu")
@@ -314,7 +314,7 @@ def test_inputs_that_do_not_fit_are_refused_before_a_stage_waits(context: Parall
 
 
 @ranks(dp=2)
-def test_criterion_24_bfloat16_goes_through_stages(context: ParallelContext) -> None:
+def test_bfloat16_goes_through_stages(context: ParallelContext) -> None:
     config = configuration(context, f"--bf16 {STAGES} 2")
     teacher = build_teacher(config, context, torch.device("cpu"))
     plain = build_teacher(configuration(context, "--bf16"), context, torch.device("cpu"))

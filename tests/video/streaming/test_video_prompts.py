@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.video.sampling.films import (
-    LongRequest,
+from megatron_ext.video.streaming.video_prompts import (
     Switch,
+    VideoPrompt,
     at_block_starts,
-    read_long_requests,
+    read_video_prompts,
 )
 
 
@@ -26,17 +26,17 @@ def written(folder: Path, *rows: Any) -> Path:
 def test_a_text_file_has_a_caption_in_each_line(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("a cat\n\n  a dog \n")
-    assert read_long_requests(path) == [LongRequest("a cat"), LongRequest("a dog")]
+    assert read_video_prompts(path) == [VideoPrompt("a cat"), VideoPrompt("a dog")]
 
 
 def test_rows_of_a_jsonl_may_switch_often(tmp_path: Path) -> None:
     switches = [{"frame": 60, "text": "a dog "}, {"frame": 120, "text": "a bird"}]
-    found = read_long_requests(
+    found = read_video_prompts(
         written(tmp_path, {"text": "a cat", "switches": switches}, {"text": "a fish"})
     )
-    assert found[0] == LongRequest("a cat", (Switch(60, "a dog"), Switch(120, "a bird")))
+    assert found[0] == VideoPrompt("a cat", (Switch(60, "a dog"), Switch(120, "a bird")))
     assert found[0].title == "a cat > a dog > a bird" and found[0].frames == (60, 120)
-    assert found[1] == LongRequest("a fish")
+    assert found[1] == VideoPrompt("a fish")
 
 
 @pytest.mark.parametrize(
@@ -57,20 +57,20 @@ def test_rows_of_a_jsonl_may_switch_often(tmp_path: Path) -> None:
 )
 def test_bad_rows_are_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        read_long_requests(written(tmp_path, row))
+        read_video_prompts(written(tmp_path, row))
 
 
 def test_switches_move_to_the_next_block() -> None:
-    asked = [LongRequest("a", (Switch(1, "b"), Switch(6, "c"), Switch(7, "d")))]
+    asked = [VideoPrompt("a", (Switch(1, "b"), Switch(6, "c"), Switch(7, "d")))]
     (moved,) = at_block_starts(asked, block=3, num_frames=12)
     assert moved.frames == (3, 6, 9) and moved.title == asked[0].title
     with pytest.raises(DataError, match=r"'a' switches at latent frame 7, but the last .* at 6"):
         at_block_starts(asked, block=3, num_frames=9)
-    twice = [LongRequest("a", (Switch(4, "b"), Switch(5, "c")))]
+    twice = [VideoPrompt("a", (Switch(4, "b"), Switch(5, "c")))]
     with pytest.raises(DataError, match=r"frames 4, 5, two of them in one block of 3 frames"):
         at_block_starts(twice, block=3, num_frames=12)
 
 
 def test_order_is_checked_wherever_requests_come_from() -> None:
     with pytest.raises(ConfigError, match="above 0 and rising"):
-        LongRequest("a", (Switch(3, "b"), Switch(3, "c")))
+        VideoPrompt("a", (Switch(3, "b"), Switch(3, "c")))

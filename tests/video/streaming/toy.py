@@ -9,27 +9,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ext.video.streaming.loss import DMDConfig
-from megatron_ext.video.streaming.noise_schedule import NoiseConfig, NoiseSchedule
-from megatron_ext.video.streaming.options import Prompts, StreamingOptions, passes
+from megatron_ext.video.streaming.config import StreamingConfig
+from megatron_ext.video.streaming.decisions import passes
+from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
 from megatron_ext.video.streaming.scores import (
-    critic_chunk_loss,
+    Scores,
+    critic_clip_loss,
     generator_direction,
     generator_losses,
-    noised_chunk,
+    noised_clip,
 )
 from megatron_ext.video.streaming.sequence import Replica, StreamingSequence
+from megatron_ext.video.streaming.state import Prompts
 from tests.video.streaming.analytic import MixtureTeacher, sliced_wasserstein
 from tests.video.streaming.network import TEXT, TinyDiT, Window, build, network
 
-OPTIONS = StreamingOptions(
-    block=2, chunk_frames=4, min_new_frames=2, max_new_frames=2, sequence_lengths=(12,),
-    recache_frames=4, switch_prompts=False,
+OPTIONS = StreamingConfig(
+    frame_block=2, chunk_frames=4, min_new_frames=2, max_new_frames=2, sequence_lengths=(12,),
+    recache_frames=4, switches=False,
 )  # fmt: skip
 WINDOW = Window(block=2, window=6, sink=2)
 SHAPE = (2, 1, 1)
 SEED = 3
-SCHEDULE = NoiseSchedule(NoiseConfig())
+SCHEDULE = NoiseSchedule(StreamingConfig())
 
 
 def no_prompts(samples: Sequence[int]) -> Prompts:
@@ -59,7 +61,7 @@ class Toy:
 
     @staticmethod
     def sequence_of(
-        model: TinyDiT, replica: Replica, options: StreamingOptions
+        model: TinyDiT, replica: Replica, options: StreamingConfig
     ) -> StreamingSequence:
         return build(options, window=WINDOW, model=model, replica=replica, shape=SHAPE,
                      dtype=torch.float32, source=no_prompts)  # fmt: skip
@@ -81,18 +83,15 @@ class Toy:
             yield loss
 
     def _generator_step(self, optimizer: torch.optim.Optimizer) -> None:
-        chunk = self.sequence.next_chunk(trains_generator=True)
+        clip = self.sequence.next_clip(trains_generator=True)
         direction = generator_direction(
-            chunk,
-            noised_chunk(chunk, SCHEDULE, SEED, "generator"),
-            critic=self.critic,
-            teacher=self.teacher,
-            negative_text=torch.zeros(1, 1, TEXT),
-            config=DMDConfig(),
+            clip,
+            noised_clip(clip, SCHEDULE, SEED, "generator"),
+            Scores(self.critic, self.teacher, torch.zeros(1, 1, TEXT)),
         )
         optimizer.zero_grad()
-        for total, _, _ in generator_losses(chunk, direction, self.sequence):
-            (total / chunk.mask.sum()).backward()
+        for total, _, _ in generator_losses(clip, direction, self.sequence):
+            (total / clip.mask.sum()).backward()
         torch.nn.utils.clip_grad_norm_(self.generator.parameters(), 10.0)
         optimizer.step()
         with torch.no_grad():
@@ -100,9 +99,9 @@ class Toy:
                 a.lerp_(b, 1 - self.decay)
 
     def _critic_step(self, optimizer: torch.optim.Optimizer) -> float:
-        chunk = self.sequence.next_chunk(trains_generator=False)
-        noised = noised_chunk(chunk, SCHEDULE, SEED, "critic")
-        total, count, _ = critic_chunk_loss(chunk, noised, self.critic)
+        clip = self.sequence.next_clip(trains_generator=False)
+        noised = noised_clip(clip, SCHEDULE, SEED, "critic")
+        total, count, _ = critic_clip_loss(clip, noised, self.critic)
         optimizer.zero_grad()
         (total / count).backward()
         torch.nn.utils.clip_grad_norm_(self.critic.parameters(), 10.0)
@@ -113,8 +112,8 @@ class Toy:
         """Frames of whole sequences of the average generator, ``[n, c, h, w]``."""
         options = dataclasses.replace(OPTIONS, last_step_only=True)
         sequence = self.sequence_of(self.average, Replica(SEED + 1, batch), options)
-        chunks = [sequence.next_chunk(trains_generator=False) for _ in range(5)]
-        frames = [c.latents[:, -(c.end - c.first_new) :].flatten(0, 1) for c in chunks]
+        clips = [sequence.next_clip(trains_generator=False) for _ in range(5)]
+        frames = [c.latents[:, -(c.end - c.first_new) :].flatten(0, 1) for c in clips]
         return torch.cat(frames).double()
 
     def distances(self) -> tuple[float, float]:

@@ -1,0 +1,201 @@
+"""Decide how streaming sequences grow, when prompts switch, and which network each step trains.
+
+Every random decision is a function of the seed and of numbers, as in `video.data.randomness`: no
+states of generators are kept, nothing else can consume them, and ranks need not communicate. There
+are two kinds. Control flow (lengths, growth, switches, exit steps) must be the same on all ranks,
+whose collectives would not meet otherwise; it follows the numbers of sequence and clip. Noise
+differs between replicas and follows the numbers of the samples in the run, so that it does not
+depend on the layout.
+
+A clip is what critic and teacher look at: the newest ``--chunk-frames`` latent frames of a
+sequence. Each pass of a step takes the next clip.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from megatron_ext.video.data.randomness import draw_noise, draw_uniforms, generator
+from megatron_ext.video.streaming.config import StreamingConfig
+
+logger = logging.getLogger(__name__)
+
+Pass = Literal["generator", "critic"]
+
+
+def can_grow(streaming: StreamingConfig, current: int, length: int) -> bool:
+    """Return whether a sequence of ``current`` frames may have another clip before ``length``."""
+    return current + streaming.min_new_frames <= length
+
+
+def num_clips(streaming: StreamingConfig, length: int) -> int:
+    """Return the clips of a sequence in which all grow by ``min_new_frames``."""
+    return 1 + (length - streaming.chunk_frames) // streaming.min_new_frames
+
+
+def switch_candidates(streaming: StreamingConfig, length: int) -> tuple[int, ...]:
+    """Return the frames at which a sequence may switch its prompt; none where it is too short.
+
+    Without ``--switch-frames`` they are the starts of all clips but the first and the last, if
+    clips grow by ``min_new_frames``.
+    """
+    if not streaming.switches:
+        return ()
+    if streaming.switch_frames:
+        return tuple(x for x in streaming.switch_frames if x < length)
+    starts = range(streaming.chunk_frames, length, streaming.min_new_frames)
+    return tuple(starts)[: max(0, num_clips(streaming, length) - 2)]
+
+
+def passes(streaming: StreamingConfig, step: int, accumulation: int = 1) -> tuple[Pass, ...]:
+    """Return which network each clip of a step trains, in order.
+
+    Args:
+        streaming: trains the generator in one of ``generator_interval`` steps, the critic in all.
+        step: counted from 0.
+        accumulation: clips of each kind in a step.
+    """
+    trains_generator = step % streaming.generator_interval == 0
+    once: tuple[Pass, ...] = ("generator", "critic") if trains_generator else ("critic",)
+    return once * accumulation
+
+
+def clips_seen(streaming: StreamingConfig, trained_clips: int, accumulation: int = 1) -> set[int]:
+    """Return the clips of a sequence that the generator ever trains, if all sequences are alike.
+
+    Args:
+        streaming: see `passes`.
+        trained_clips: number of clips of a sequence that are trained on; they count from 0.
+        accumulation: see `passes`.
+    """
+    cycle = [
+        kind
+        for step in range(streaming.generator_interval)
+        for kind in passes(streaming, step, accumulation)
+    ]
+    ours = [place for place, kind in enumerate(cycle) if kind == "generator"]
+    return {(n * len(cycle) + x) % trained_clips for n in range(trained_clips) for x in ours}
+
+
+def num_trained_clips(streaming: StreamingConfig) -> int | None:
+    """Return how many clips of each sequence are trained on; None where the number is drawn."""
+    counts = {num_clips(streaming, length) for length in streaming.sequence_lengths}
+    if len(counts) > 1 or streaming.min_new_frames < streaming.max_new_frames:
+        return None
+    return counts.pop() - (not streaming.train_first_chunk)
+
+
+def aliasing(streaming: StreamingConfig, accumulation: int = 1) -> str | None:
+    """Say in a sentence why the generator misses clips of every sequence; None if it does not.
+
+    With sequences of several lengths, or clips of several, places are drawn anew all the time.
+    """
+    clips = num_trained_clips(streaming)
+    if clips is None:
+        return None
+    seen = clips_seen(streaming, clips, accumulation)
+    if len(seen) == clips:
+        return None
+    interval = streaming.generator_interval
+    return (
+        f"`generator_interval` ({interval}) and sequences of {clips} trained chunks make the "
+        f"generator see only chunks {', '.join(map(str, sorted(seen)))} of each; choose lengths "
+        f"whose number of chunks has no divisor in common with {interval + 1}."
+    )
+
+
+def warn_of_aliasing(streaming: StreamingConfig, accumulation: int = 1) -> None:
+    """Log `aliasing` as a warning."""
+    problem = aliasing(streaming, accumulation)
+    if problem:
+        logger.warning("%s", problem)
+
+
+def sequence_length(streaming: StreamingConfig, seed: int, sequence: int) -> int:
+    """Return the number of frames after which a sequence ends at the latest."""
+    return _choice(streaming.sequence_lengths, seed, sequence, "streaming length")
+
+
+def switch_frame(streaming: StreamingConfig, seed: int, sequence: int) -> int | None:
+    """Return the frame at which a sequence takes its second prompt; None if it does not."""
+    candidates = switch_candidates(streaming, sequence_length(streaming, seed, sequence))
+    return _choice(candidates, seed, sequence, "streaming switch") if candidates else None
+
+
+def new_frames(
+    streaming: StreamingConfig, seed: int, sequence: int, clip: int, *, remaining: int
+) -> int:
+    """Return how many frames a clip but the first adds, in whole blocks.
+
+    Args:
+        streaming: gives the fewest and the most frames, both included.
+        seed: ``--seed``.
+        sequence: number of the sequence in the run.
+        clip: number of the clip in the sequence.
+        remaining: frames left to the end of the sequence.
+    """
+    most = min(streaming.max_new_frames, remaining)
+    choices = range(streaming.min_new_frames, most + 1, streaming.frame_block)
+    return _choice(choices, seed, sequence, f"streaming growth {clip}")
+
+
+def exit_steps(
+    streaming: StreamingConfig, seed: int, sequence: int, clip: int, *, blocks: int, steps: int
+) -> tuple[int, ...]:
+    """Return the denoising step at which each block of a clip ends, counted from 0 of ``steps``."""
+    if streaming.last_step_only:
+        return (steps - 1,) * blocks
+    source = generator(seed, sequence, f"streaming exits {clip}")
+    drawn = [int(x) for x in source.integers(steps, size=blocks)]
+    return (drawn[0],) * blocks if streaming.same_exit_across_blocks else tuple(drawn)
+
+
+def noise(
+    seed: int,
+    samples: Sequence[int],
+    shape: Sequence[int],
+    purpose: str,
+    *,
+    like: Tensor | None = None,
+) -> Tensor:
+    """Draw standard normal numbers of samples, the same on all model-parallel ranks of a replica.
+
+    Args:
+        seed: ``--seed``.
+        samples: numbers of the b samples in the run.
+        shape: shape of one sample.
+        purpose: name of the use; no two uses in a sequence may share it.
+        like: a tensor that gives dtype and device; None gives float32 on the CPU.
+
+    Returns:
+        ``[b, *shape]``.
+    """
+    drawn = draw_noise(seed, samples, shape, f"streaming {purpose}")
+    return drawn if like is None else drawn.to(like.device, like.dtype)
+
+
+def uniforms(seed: int, samples: Sequence[int], purpose: str) -> Tensor:
+    """Draw a number in [0, 1) for each sample, ``[b]`` float64; arguments as of `noise`."""
+    return draw_uniforms(seed, samples, f"streaming {purpose}")
+
+
+def block_noise(
+    seed: int, samples: Sequence[int], shape: Sequence[int], frame: int, step: int, *, like: Tensor
+) -> Tensor:
+    """Draw the noise of a block; the other arguments are those of `noise`.
+
+    Args:
+        shape: shape of one sample of the block, (frames, c, h, w).
+        frame: absolute number of the block's first frame.
+        step: 0 for the noise that the block starts from, 1 and more for that of its later
+            denoising steps, -1 for that of its write-back into the cache.
+    """
+    return noise(seed, samples, shape, f"frame {frame} step {step}", like=like)
+
+
+def _choice(choices: Sequence[int], seed: int, sequence: int, purpose: str) -> int:
+    return choices[int(generator(seed, sequence, purpose).integers(len(choices)))]
