@@ -16,7 +16,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,32 @@ from megatron_ext.parallel.grid import Layout
 
 Body = Callable[..., None]
 SEED = 1234
+
+
+def _layout(
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    dp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    vpp: int | None = None,
+) -> Layout:
+    return Layout(
+        world_size=tp * pp * cp * dp,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        virtual_pipeline_model_parallel_size=vpp,
+    )
+
+
+def on_ranks(body: Body, sizes: Mapping[str, int], **arguments: Any) -> None:
+    """Run ``body(context, **arguments)`` on ranks of the sizes that `ranks` takes."""
+    run_on_ranks(body, _layout(**sizes), arguments)
 
 
 def ranks(
@@ -50,15 +76,7 @@ def ranks(
         tp, pp, cp, dp, ep, etp, vpp: parallel sizes.
         timeout: seconds after which the ranks are killed and the test fails.
     """
-    layout = Layout(
-        world_size=tp * pp * cp * dp,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        context_parallel_size=cp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-        virtual_pipeline_model_parallel_size=vpp,
-    )
+    layout = _layout(tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, etp=etp, vpp=vpp)
 
     def decorate(body: Body) -> Body:
         parameters = list(inspect.signature(body).parameters.values())[1:]
@@ -201,4 +219,4 @@ def _spawned(
     os._exit(_rank(rank, body, layout, arguments, folder, select()))
 
 
-__all__ = ["ParallelContext", "ranks", "run_on_ranks"]
+__all__ = ["ParallelContext", "on_ranks", "ranks", "run_on_ranks"]

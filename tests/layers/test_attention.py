@@ -90,16 +90,6 @@ def test_equals_plain_arithmetic(context: ParallelContext, groups: int, masked: 
 
 
 @ranks()
-def test_keys_beyond_a_document_do_not_matter(context: ParallelContext) -> None:
-    """Document by document gives the masked result."""
-    qkv = random_qkv(2)
-    ours = build(DotProductAttention, config(num_query_groups=2), context)
-    whole = ours(*qkv, plain.documents(S, ENDS)[:, None])
-    part = ours(*(x[6:11, :1] for x in qkv), None)
-    torch.testing.assert_close(whole[6:11, :1], part, rtol=0, atol=1e-6)
-
-
-@ranks()
 def test_softmax_scale(context: ParallelContext) -> None:
     qkv = random_qkv(N)
     ours = build(DotProductAttention, config(), context, softmax_scale=0.7)

@@ -17,10 +17,9 @@ from megatron_ext.layers.dropout import microbatch_masks
 from megatron_ext.layers.specs import layer_spec
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext, seed_everything
-from tests.layers.test_layers import check_block
+from tests.layers.test_layers import HEADS, SMALL, B, H, S, check_block
 from tests.ranks import ranks
 
-S, B, H, HEADS = 8, 2, 16, 4
 GATED = {"gated_linear_unit": True, "bias_activation_fusion": False}
 VARIANTS: dict[str, dict[str, Any]] = {
     "qk norm": {"qk_layernorm": True, "activation_func": F.silu, **GATED},
@@ -57,20 +56,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def gradients(context: ParallelContext, changes: dict[str, Any]) -> dict[str, Tensor]:
     """Output, gradient of the input and of every parameter, in double precision."""
-    base: dict[str, Any] = {
-        "num_layers": 2,
-        "hidden_size": H,
-        "num_attention_heads": HEADS,
-        "num_query_groups": 2,
-        "ffn_hidden_size": 24,
-        "normalization": "RMSNorm",
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "add_bias_linear": False,
-        "bias_dropout_fusion": True,
-        "tensor_model_parallel_size": context.pgs.tp.size(),
-    }
-    core = StepTransformerConfig(**{**base, **changes})
+    base = {**SMALL, "bias_dropout_fusion": True, **changes}
+    core = StepTransformerConfig(**base, tensor_model_parallel_size=context.pgs.tp.size())
     seed_everything(context, 5)
     block = TransformerBlock(core, layer_spec(core, impl="torch"), pg_collection=context.pgs)
     block.double().train()
@@ -156,15 +143,7 @@ def holders(chunk: torch.nn.Module) -> set[str]:
 @ranks()
 def test_data_parallelism_is_told_of_every_weight_that_is_used(context: ParallelContext) -> None:
     """It waits for a gathered weight when the module that holds it is called."""
-    core = StepTransformerConfig(
-        num_layers=2,
-        hidden_size=H,
-        num_attention_heads=HEADS,
-        normalization="RMSNorm",
-        qk_layernorm=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
+    core = StepTransformerConfig(**SMALL, qk_layernorm=True)
     block = TransformerBlock(core, layer_spec(core, impl="torch"), pg_collection=context.pgs)
     names = called(block)
     with compiled_on_cpu("eager"):

@@ -9,13 +9,6 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.attention import DotProductAttention
-from megatron_ext.layers.context_parallel import (
-    gather_sequence,
-    heads_to_sequence,
-    sequence_to_heads,
-    to_rank_order,
-    to_sequence_order,
-)
 from megatron_ext.parallel.context import ParallelContext
 from tests.layers import plain
 from tests.layers.test_attention import ENDS, build, config
@@ -98,28 +91,6 @@ def test_four_ranks(context: ParallelContext, kind: str) -> None:
 @ranks(tp=2, cp=2)
 def test_with_tensor_parallelism(context: ParallelContext, kind: str) -> None:
     check_all(context, kind, [8, 4, 2])
-
-
-@ranks(cp=4)
-def test_moving_tensors_and_back(context: ParallelContext) -> None:
-    cp = context.pgs.cp
-    full = torch.randn(S, B, N, D, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(to_sequence_order(to_rank_order(full, 4), 4), full)
-    local = plain.zigzag(full, cp.rank(), 4)
-    assert torch.equal(gather_sequence(local, cp), full)
-    traded = heads_to_sequence(local, cp)
-    assert torch.equal(traded, full.chunk(4, dim=2)[cp.rank()])
-    assert torch.equal(sequence_to_heads(traded, cp), local)
-
-
-@ranks(cp=2)
-def test_gathering_sums_gradients_at_their_owner(context: ParallelContext) -> None:
-    cp = context.pgs.cp
-    local = torch.zeros(4, 1, requires_grad=True)
-    weights = torch.arange(8.0)[:, None] * (cp.rank() + 1)
-    (gather_sequence(local, cp) * weights).sum().backward()
-    assert local.grad is not None
-    assert torch.equal(local.grad, plain.zigzag(3 * torch.arange(8.0)[:, None], cp.rank(), 2))
 
 
 @ranks(cp=2)

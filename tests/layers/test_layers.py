@@ -34,21 +34,24 @@ S, B, H, LAYERS, HEADS, GROUPS, FFN = 8, 2, 16, 2, 4, 2, 24
 ENDS = [[3], [4, 5]]
 
 
+SMALL: dict[str, Any] = dict(
+    num_layers=LAYERS,
+    hidden_size=H,
+    num_attention_heads=HEADS,
+    num_query_groups=GROUPS,
+    ffn_hidden_size=FFN,
+    normalization="RMSNorm",
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    add_bias_linear=False,
+    masked_softmax_fusion=False,
+    bias_activation_fusion=False,
+    gradient_accumulation_fusion=False,
+)
+
+
 def config(context: ParallelContext | None = None, **changes: Any) -> TransformerConfig:
-    base: dict[str, Any] = dict(
-        num_layers=LAYERS,
-        hidden_size=H,
-        num_attention_heads=HEADS,
-        num_query_groups=GROUPS,
-        ffn_hidden_size=FFN,
-        normalization="RMSNorm",
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        add_bias_linear=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        gradient_accumulation_fusion=False,
-    )
+    base = dict(SMALL)
     if context is not None:
         base.update(
             tensor_model_parallel_size=context.pgs.tp.size(),

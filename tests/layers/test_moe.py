@@ -19,27 +19,17 @@ from megatron_ext.layers.specs import layer_spec
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext
 from tests.layers import plain
-from tests.layers.test_layers import local_part, near
-from tests.ranks import ranks
+from tests.layers.test_layers import FFN, SMALL, B, H, S, local_part, near
+from tests.ranks import on_ranks, ranks
 
-S, B, H, E, TOPK, FFN, SHARED = 8, 2, 16, 4, 2, 24, 8
+E, TOPK, SHARED = 4, 2, 8
 DISPATCHERS = ["allgather", "alltoall"]
 
 
 def config(context: ParallelContext, **changes: Any) -> StepTransformerConfig:
     base: dict[str, Any] = dict(
+        SMALL,
         num_layers=1,
-        hidden_size=H,
-        num_attention_heads=4,
-        num_query_groups=2,
-        ffn_hidden_size=FFN,
-        normalization="RMSNorm",
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        add_bias_linear=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        gradient_accumulation_fusion=False,
         num_moe_experts=E,
         moe_router_topk=TOPK,
         moe_router_load_balancing_type="none",
@@ -96,35 +86,20 @@ def check_gradients(
         near(grad, shard.of(full), name)
 
 
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
-@ranks()
-def test_one_rank(context: ParallelContext, dispatcher: str) -> None:
-    check_block(context, moe_token_dispatcher_type=dispatcher)
+LAYOUTS: dict[str, dict[str, int]] = {
+    "one rank": {},
+    "expert parallel": {"dp": 2, "ep": 2},
+    "tensor and sequence parallel": {"tp": 2},
+    "whole experts on tensor-parallel ranks": {"tp": 2, "ep": 2, "etp": 1},
+    # The parts of an expert get unequal numbers of tokens, which Gloo cannot gather.
+    "experts dealt out and cut": {"tp": 2, "dp": 2, "ep": 2, "etp": 2},
+}
 
 
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
-@ranks(dp=2, ep=2)
-def test_expert_parallel(context: ParallelContext, dispatcher: str) -> None:
-    check_block(context, moe_token_dispatcher_type=dispatcher)
-
-
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
-@ranks(tp=2)
-def test_tensor_and_sequence_parallel(context: ParallelContext, dispatcher: str) -> None:
-    check_block(context, moe_token_dispatcher_type=dispatcher)
-
-
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
-@ranks(tp=2, ep=2, etp=1)
-def test_whole_experts_on_tensor_parallel_ranks(context: ParallelContext, dispatcher: str) -> None:
-    check_block(context, moe_token_dispatcher_type=dispatcher)
-
-
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
-@ranks(tp=2, dp=2, ep=2, etp=2)
-def test_experts_dealt_out_and_cut(context: ParallelContext, dispatcher: str) -> None:
-    """The parts of an expert get unequal numbers of tokens, which Gloo cannot gather."""
-    check_block(context, moe_token_dispatcher_type=dispatcher)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str, dispatcher: str) -> None:
+    on_ranks(check_block, LAYOUTS[layout], moe_token_dispatcher_type=dispatcher)
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
@@ -262,24 +237,9 @@ def check_auxiliaries(context: ParallelContext) -> None:
             check_auxiliary(context, kind, micro_batch)
 
 
-@ranks()
-def test_auxiliary_losses_on_one_rank(context: ParallelContext) -> None:
-    check_auxiliaries(context)
-
-
-@ranks(cp=2)
-def test_auxiliary_losses_under_context_parallelism(context: ParallelContext) -> None:
-    check_auxiliaries(context)
-
-
-@ranks(tp=2)
-def test_auxiliary_losses_under_sequence_parallelism(context: ParallelContext) -> None:
-    check_auxiliaries(context)
-
-
-@ranks(tp=2, dp=2)
-def test_auxiliary_losses_under_data_parallelism(context: ParallelContext) -> None:
-    check_auxiliaries(context)
+@pytest.mark.parametrize("layout", [{}, {"cp": 2}, {"tp": 2}, {"tp": 2, "dp": 2}])
+def test_auxiliary_losses(layout: dict[str, int]) -> None:
+    on_ranks(check_auxiliaries, layout)
 
 
 @ranks()

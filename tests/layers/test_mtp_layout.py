@@ -8,20 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
 from megatron_ext.inspect.parity import Parity, Recording, Tolerances, compare, parse_layout, record
-from megatron_ext.parallel.context import ParallelContext, embedding_ranks, mtp_rank
-from megatron_ext.parallel.grid import Layout
 from megatron_ext.train import main as pretrain
-from megatron_ext.train.preflight import preflight
-from megatron_ext.train.setup import build_run
 from pretrain_gpt import GPT
-from tests.ranks import run_on_ranks
 from tests.training_runs import TINY, mock_data, train_on_ranks
 
 PLACE = "--pipeline-model-parallel-layout"
@@ -148,59 +142,6 @@ def parsed(words: str, *more: str, num_ranks: int = 4) -> RunConfig:
     flags = [*MODEL, *mock_data(), *DEPTHS, *more, "--train-iters", "3"]
     flags += [*words.split(), "--nproc-per-node", str(num_ranks)]
     return parse_args(flags, world_size=0, device="cpu").config
-
-
-def copies_after_three_steps(context: ParallelContext, config: RunConfig) -> None:
-    """Train, then compare this rank's copy of the embedding with the others' bit for bit."""
-    config, tokenizer = preflight(config)
-    run = build_run(config, GPT, context, torch.device("cpu"), tokenizer)
-    pipeline = torch.distributed.get_process_group_ranks(context.pgs.pp)
-    tied = not config.model.untie_embeddings_and_output_weights
-    holders = embedding_ranks(tied=tied, mtp_rank=mtp_rank(config.model, config.parallel))(pipeline)
-    held = embedding_copy(run.chunks) if context.rank in holders else None
-    before = None if held is None else held.clone()
-    for step in range(3):
-        microbatches = run.batch_size.num_microbatches
-        batches = run.train_source.next_step(microbatches)
-        result = run.runner.train(batches, microbatches, 16 * step, 16)
-        assert result.update.applied
-    if held is None or before is None:
-        return
-    assert float((held - before).abs().max()) > 1e-3
-    copies = [torch.empty_like(held) for _ in holders]
-    torch.distributed.all_gather(copies, held, group=context.pgs.embd)
-    assert all(torch.equal(held, copy) for copy in copies)
-
-
-def embedding_copy(chunks: list[Any]) -> torch.Tensor:
-    """This rank's copy of the word embedding; on a tied last stage it is the output's weight."""
-    models = [chunk.module for chunk in chunks]
-    embeddings = [model.embedding for model in models if hasattr(model, "embedding")]
-    holder = embeddings[0].word_embeddings if embeddings else models[-1].output_layer
-    weight: torch.Tensor = holder.weight.detach()
-    return weight
-
-
-@pytest.mark.parametrize("tie", TIES)
-@pytest.mark.parametrize(
-    ("num_ranks", "words"),
-    [
-        (2, "--pipeline-model-parallel-size 2"),
-        (3, f"--pipeline-model-parallel-size 3 {PLACE} Etttt|mm|L"),
-    ],
-    ids=["last stage", "own stage"],
-)
-def test_d06_copies_of_the_embedding_stay_equal_with_a_decoupled_learning_rate(
-    tie: str, num_ranks: int, words: str
-) -> None:
-    config = parsed(f"{words} --decoupled-lr 1e-2", *TIES[tie], num_ranks=num_ranks)
-    groups = embedding_ranks(tied=tie == "tied", mtp_rank=mtp_rank(config.model, config.parallel))
-    run_on_ranks(
-        copies_after_three_steps,
-        Layout.from_config(config.parallel),
-        {"config": config},
-        get_embedding_ranks=groups,
-    )
 
 
 def test_d08_learned_positions_on_several_stages_are_refused() -> None:

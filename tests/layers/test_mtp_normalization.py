@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt import GPTModel as CoreGPTModel
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
 from megatron_ext.config.parser import parse_args
@@ -192,69 +190,6 @@ def test_losses_and_gradients_are_those_of_a_dense_model(
         for name, grad in gradients.items()
     }
     assert max(worst.values()) <= 1e-5, max(worst, key=lambda name: worst[name])
-
-
-def save_stock(run: Run, path: Path) -> None:
-    """The gradient of megatron-core's own forward pass, on the same weights."""
-    (chunk,) = [wrapped.module for wrapped in run.chunks]
-    batch = whole_batch(run)
-    assert batch.loss_weights.all()
-    MTPLossAutoScaler.set_loss_scale(torch.ones(1))
-    losses = CoreGPTModel.forward(
-        chunk,
-        batch.tokens,
-        batch.position_ids,
-        None,
-        labels=batch.labels,
-        loss_mask=batch.loss_weights,
-    )
-    losses.sum().backward()
-    weight = chunk.mtp.layers[0].eh_proj.weight
-    torch.save(weight.main_grad / batch.loss_weights.sum(), path)
-
-
-def test_d05_a_depth_weighs_as_much_as_its_targets_are_many(tmp_path: Path) -> None:
-    """Of full rows of 32 core's depth 1 keeps 31 of 32 parts of its weight, ours all."""
-    flags = ["--mtp-num-layers", "1"]
-    mine = run_layout("dp1", tmp_path / "run", *flags)
-    on_one_rank(save_stock, config_of(*flags), path=tmp_path / "stock.pt")
-    stock = torch.load(tmp_path / "stock.pt")
-    ours = read_gradients(mine.folder, 1)["mtp.layers.0.eh_proj.weight"]
-    ratio = float((ours * stock).sum() / stock.square().sum())
-    assert ratio == pytest.approx(LENGTH / (LENGTH - 1), rel=1e-5)
-    assert gradient_difference(ours, stock * ratio) <= 1e-5
-
-
-def step_without_targets(run: Run, first_only: bool) -> None:
-    """A step whose depths have no targets; with ``first_only`` the main model has some."""
-    batches = run.train_source.next_step(run.batch_size.num_microbatches)
-    assert batches is not None
-    for batch in batches:
-        batch.loss_weights.zero_()
-        batch.loss_weights[:, 0] = float(first_only)
-        for mask in batch.mtp_loss_weights:
-            mask.zero_()
-    gradients: dict[str, Tensor] = {}
-
-    def observe() -> None:
-        for name, parameter in run.chunks[0].named_parameters():
-            gradients[name] = parameter.main_grad.clone()
-
-    run.runner.observer = observe
-    losses = run.runner.train(batches, len(batches), 0, len(batches)).losses
-    assert [float(losses[key]) for key in LOSSES[1:]] == [0.0, 0.0]
-    assert (float(losses["lm loss"]) > 1) == first_only
-    for name, grad in gradients.items():
-        has_some = first_only and ".mtp." not in name
-        assert grad.isfinite().all(), name
-        assert bool(grad.any()) == has_some, name
-    assert all(parameter.isfinite().all() for parameter in run.chunks[0].parameters())
-
-
-@pytest.mark.parametrize("first_only", [True, False])
-@pytest.mark.parametrize("mode", ["--calculate-per-token-loss", "--no-calculate-per-token-loss"])
-def test_d04_a_depth_without_targets_adds_nothing(mode: str, first_only: bool) -> None:
-    on_one_rank(step_without_targets, config_of(*RAGGED, mode), first_only=first_only)
 
 
 def test_d11_full_recomputation_changes_nothing(tmp_path: Path) -> None:

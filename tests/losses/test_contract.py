@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.contract import checked, pair, weighted_token_loss
 
-
-def test_two_values_are_refused() -> None:
-    def pair_loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return output.sum(), {}
-
-    with pytest.raises(ConfigError, match=r"`pair_loss` returned 2 value\(s\), but .* three"):
-        checked(pair_loss)(torch.ones(3))  # type: ignore[arg-type]
+TOTAL, COUNT = torch.tensor(3.0), torch.tensor(3)
 
 
-def test_fractional_counts_are_refused() -> None:
-    def float_count(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        return output.sum(), torch.tensor(2.5), {}
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [
+        ((TOTAL, {}), r"`my_loss` returned 2 value\(s\), but .* three"),
+        ((TOTAL, torch.tensor(2.5), {}), r"`my_loss` returned a count of type torch.float32"),
+        ((TOTAL, COUNT, {"lm loss": TOTAL}), r"reports `lm loss` with 1 value\(s\)"),
+    ],
+    ids=["two values", "fractional count", "bare mean in the report"],
+)
+def test_a_break_of_the_contract_is_refused_by_name(returned: Any, sentence: str) -> None:
+    def my_loss(_output: Any) -> Any:
+        return returned
 
-    with pytest.raises(ConfigError, match=r"`float_count` returned a count of type torch.float32"):
-        checked(float_count)(torch.ones(3))
-
-
-def test_a_bare_mean_in_the_report_is_refused() -> None:
-    def mean_report(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        return output.sum(), torch.tensor(3), {"lm loss": output.mean()}
-
-    with pytest.raises(ConfigError, match=r"reports `lm loss` with 1 value\(s\)"):
-        checked(mean_report)(torch.ones(3))
+    with pytest.raises(ConfigError, match=sentence):
+        checked(my_loss)(torch.ones(3))
 
 
 def test_reports_survive_in_place_division_of_the_loss() -> None:
-    def aliased(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def aliased(output: torch.Tensor) -> Any:
         total = output.sum()
-        return total, torch.tensor(3), {"lm loss": pair(total, torch.tensor(3))}
+        return total, COUNT, {"lm loss": pair(total, COUNT)}
 
     total, _, report = checked(aliased)(torch.ones(3))
     total /= 100

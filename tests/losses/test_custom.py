@@ -1,4 +1,4 @@
-"""L7: a loss in a file of the user's, against its dense form on one rank; and how it is named."""
+"""A loss in a file of the user's, against its dense form on one rank; and how it is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Criterion 5: micro-batches, ranks and whole steps without targets leave numbers everywhere."""
+"""Micro-batches, ranks and whole steps without targets leave numbers everywhere."""
 
 from __future__ import annotations
 
@@ -82,16 +82,16 @@ def trains(run: Run, result: StepResult) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_criterion_5_a_masked_micro_batch(layout: str) -> None:
+def test_a_masked_micro_batch(layout: str) -> None:
     train_masked(layout, lambda run, i: i == 1, trains)
 
 
 @pytest.mark.parametrize("layout", ["cp2", "cp2a2a", "pp2zbh1cp2"])
-def test_criterion_5_a_masked_context_parallel_rank(layout: str) -> None:
+def test_a_masked_context_parallel_rank(layout: str) -> None:
     train_masked(layout, lambda run, i: run.context.cp_rank == 1, trains)
 
 
-def test_criterion_5_a_masked_data_parallel_rank() -> None:
+def test_a_masked_data_parallel_rank() -> None:
     train_masked("dp2", lambda run, i: run.context.dp_rank == 0, trains)
 
 
@@ -108,11 +108,11 @@ def learns_nothing(run: Run, result: StepResult) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_criterion_5_a_masked_step(layout: str) -> None:
+def test_a_masked_step(layout: str) -> None:
     train_masked(layout, lambda run, i: True, learns_nothing)
 
 
-def test_criterion_5_a_run_goes_on_after_a_masked_step(tmp_path: Path) -> None:
+def test_a_run_goes_on_after_a_masked_step(tmp_path: Path) -> None:
     """Optimizer and schedule stay usable: the next step trains."""
 
     def train_again(run: Run, result: StepResult) -> None:

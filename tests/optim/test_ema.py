@@ -1,4 +1,4 @@
-"""The averaged weights against closed forms, one rank against several, and traps 2 and 4."""
+"""The averaged weights against closed forms, one rank against several, and weights in 16 bits."""
 
 from __future__ import annotations
 
@@ -58,9 +58,7 @@ def _assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("distributed", [False, True])
 @ranks(dp=2)
-def test_criterion_13_the_average_is_the_closed_form(
-    context: ParallelContext, distributed: bool
-) -> None:
+def test_the_average_is_the_closed_form(context: ParallelContext, distributed: bool) -> None:
     tiny = build(context, distributed=distributed)
     ema, history = _ema(tiny), [_weights(tiny)]
     for step in range(1, STEPS + 1):
@@ -89,7 +87,7 @@ def test_steps_before_the_first_averaged_one_leave_the_weights(context: Parallel
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @ranks(dp=2)
-def test_trap_2_an_average_of_16_bit_weights_moves_from_the_first_step(
+def test_an_average_of_16_bit_weights_moves_from_the_first_step(
     context: ParallelContext, precision: str, distributed: bool
 ) -> None:
     decay = 0.9999
@@ -130,9 +128,7 @@ def _save_averages(context: ParallelContext, folder: Path, precision: str) -> No
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_criterion_13_two_and_four_ranks_hold_what_one_holds_bit_for_bit(
-    precision: str, tmp_path: Path
-) -> None:
+def test_two_and_four_ranks_hold_what_one_holds_bit_for_bit(precision: str, tmp_path: Path) -> None:
     for size in (1, 2, 4):
         arguments = {"folder": tmp_path, "precision": precision}
         run_on_ranks(_save_averages, Layout(world_size=size), arguments)

@@ -116,7 +116,7 @@ def test_the_update_is_torchs_adam_on_the_clipped_gradient(context: ParallelCont
 
 @pytest.mark.parametrize("value", [0.05, 3.0])
 @ranks(dp=2)
-def test_criterion_11_a_tiny_epsilon_and_the_norm_before_clipping(
+def test_a_tiny_epsilon_and_the_norm_before_clipping(
     context: ParallelContext, value: float
 ) -> None:
     """One step with the published eps of 1e-15 and betas: torch's AdamW on min(norm, 1)."""
