@@ -18,10 +18,15 @@ from megatron_ext.errors import end_on_interrupt, run_program
 if __name__ == "__main__":
     end_on_interrupt()
 
-from megatron_ext.data.indexed_writer import digest_path, digests_of, verify, write_digests
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.text.config import TokenizerConfig
-from megatron_ext.text.data.inspect import inspect_dataset
+from megatron_ext.text.data.inspect import (
+    digest_path,
+    digests_of,
+    inspect_dataset,
+    verify,
+    write_digests,
+)
 from megatron_ext.text.preprocess.options import add_tokenizer_flags, tokenizer_config
 from megatron_ext.text.tokenizers import build_tokenizer
 

@@ -1,11 +1,10 @@
-"""A micro-batch as a rank sees it: its documents, its targets, and its slice of the sequence.
+"""A micro-batch as a rank sees it: documents, targets, loss weights, and a slice of the sequence.
 
-Each context-parallel rank keeps two chunks of ``2 * cp``, mirrored, as megatron-core cuts it.
+Each context-parallel rank keeps two slices of ``2 * cp``, mirrored, as megatron-core cuts it.
 
-Weights of tokens for the reductions of a loss over a global batch.
-
-With w_t the weight that the data gives a token (1 at a target, 0 elsewhere) and n_i the sum of w_t
-over the sample i that it belongs to, a token weighs
+The reduction of a loss decides what weighs alike. With w_t the weight that the data gives a token
+(1 at a target, 0 elsewhere) and n_i the sum of w_t over the sample i that it belongs to, a token
+weighs
 
     token   w_t            every target alike
     sample  w_t / n_i      every sample alike
@@ -56,43 +55,26 @@ class Batch:
 
 
 def documents_of_tokens(tokens: Tensor, eod: int) -> Tensor:
-    """Number of the document that each position belongs to, within its row.
+    """Return the document, from 0, of each position of the rows ``[b, s]``.
 
     A document ends with its end-of-document token, which still belongs to it.
-
-    Args:
-        tokens: ``[b, s]``.
-        eod: id of the end-of-document token.
-
-    Returns:
-        ``[b, s]`` int64, counted from 0.
     """
     is_end = (tokens == eod).long()
     return is_end.cumsum(dim=1) - is_end
 
 
 def documents_of_positions(position_ids: Tensor) -> Tensor:
-    """Number of the document that each position belongs to, where positions start anew with each.
+    """Return the document, from 0, of each position ``[b, s]``; position 0 begins a document.
 
     Padding with positions of 0 is documents of one token each, so that it attends to itself only.
-
-    Args:
-        position_ids: ``[b, s]``.
-
-    Returns:
-        ``[b, s]`` int64, counted from 0.
     """
     return (position_ids == 0).long().cumsum(dim=1) - 1
 
 
 def document_attention_mask(documents: Tensor) -> Tensor:
-    """Causal mask that also stops at document ends.
+    """Return the causal mask that also stops at document ends.
 
-    Args:
-        documents: number of each position's document, ``[b, s]``.
-
-    Returns:
-        ``[b, 1, s, s]`` bool, True where attention is forbidden.
+    It is ``[b, 1, s, s]`` bool, True where attention is forbidden, for documents ``[b, s]``.
     """
     position = torch.arange(documents.size(1), device=documents.device)
     future = position[None, :] > position[:, None]
@@ -100,7 +82,7 @@ def document_attention_mask(documents: Tensor) -> Tensor:
 
 
 def shift_left(tensor: Tensor, documents: Tensor | None = None) -> Tensor:
-    """Next position's value, with 0 where the sequence, or its document, has no next position.
+    """Shift values by a position; 0 where the sequence, or its document, has no next position.
 
     Args:
         tensor: ``[b, s]``.
@@ -128,7 +110,6 @@ def with_mtp_targets(batch: Batch, depths: int, documents: Tensor | None = None)
 
     Args:
         batch: ``[b, s]``, not yet cut.
-        depths: number of multi-token-prediction depths.
         documents: see `shift_left`; None rolls through the documents of a sample.
     """
     labels, masks = [], []
@@ -172,7 +153,7 @@ EXPONENTS = {"token": 0.0, "sample": 1.0, "square": 0.5}
 
 
 def reduced_weights(weights: Tensor, documents: Tensor | None, reduction: str) -> Tensor:
-    """Weights of the tokens under a reduction.
+    """Return the weights of the tokens under a reduction.
 
     Args:
         weights: w_t of whole rows, ``[b, s]`` float32, not negative.

@@ -37,9 +37,8 @@ def check_cached_indices(prefixes: Iterable[str], data_cache_path: str | None, n
     such a file in its cache; on rank 0 it fails where it cannot write.
 
     Args:
-        prefixes: of the data sets.
         data_cache_path: ``--data-cache-path``; None means a folder beside each data set.
-        name: of the class of data set, which names these folders.
+        name: the class of data set, after which these folders are named.
 
     Raises:
         DataError: a file that is no array, or a folder that can neither be written nor be used as

@@ -47,28 +47,23 @@ Array = npt.NDArray[Any]
 
 
 def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Token dtype that Megatron-LM chooses: uint16 below 65,500 ids, else int32."""
+    """Return the token dtype that Megatron-LM chooses: uint16 below 65,500 ids, else int32."""
     return np.dtype(np.uint16) if vocab_size < 65500 else np.dtype(np.int32)
 
 
 def bin_path(prefix: str | os.PathLike[str]) -> Path:
+    """Return the path of the tokens."""
     return Path(f"{os.fspath(prefix)}.bin")
 
 
 def idx_path(prefix: str | os.PathLike[str]) -> Path:
+    """Return the path of the index."""
     return Path(f"{os.fspath(prefix)}.idx")
 
 
 @dataclass(frozen=True)
 class IndexInfo:
-    """What the header and the sizes of one indexed dataset say.
-
-    Attributes:
-        prefix: path without `.bin`/`.idx`.
-        dtype: dtype of one token.
-        num_sequences, num_documents, num_tokens: counts.
-        multimodal: whether a mode per sequence is stored.
-    """
+    """The header and the sizes of one indexed dataset; a multimodal one stores modes."""
 
     prefix: str
     dtype: np.dtype[Any]
@@ -83,9 +78,9 @@ class Index:
     """The arrays of one `.idx`, memory-mapped.
 
     Attributes:
-        lengths: i32 [Q] tokens per sequence.
-        offsets: i64 [Q] first byte of each sequence in `.bin`.
-        documents: i64 [D + 1] sequence boundaries of documents.
+        lengths: i32 [Q], tokens of each sequence.
+        offsets: i64 [Q], first byte of each sequence in `.bin`.
+        documents: i64 [D + 1], boundaries of documents in sequences.
         modes: i8 [Q], or None.
     """
 
@@ -97,7 +92,7 @@ class Index:
 
 
 def byte_bar(what: str, total: int) -> tqdm[Any]:
-    """Returns a progress bar with the time left, which shows on a terminal only."""
+    """Return a progress bar with the time left, which shows on a terminal only."""
     from tqdm import tqdm
 
     return tqdm(
@@ -106,7 +101,7 @@ def byte_bar(what: str, total: int) -> tqdm[Any]:
 
 
 def read_index(prefix: str | os.PathLike[str]) -> Index:
-    """Maps `<prefix>.idx`.
+    """Map `<prefix>.idx` into memory.
 
     Raises:
         DataError: the file is missing, cannot be read, is no index, has another version or dtype
@@ -118,7 +113,7 @@ def read_index(prefix: str | os.PathLike[str]) -> Index:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turns a failure to read a file into one sentence."""
+    """Turn a failure to read a file into one sentence."""
     try:
         yield
     except OSError as error:
@@ -187,9 +182,9 @@ def _map_arrays(
 
 
 def check_indexed_dataset(prefix: str | os.PathLike[str]) -> IndexInfo:
-    """Checks that `.idx` and `.bin` are whole and belong together.
+    """Check that `.idx` and `.bin` are whole and belong together.
 
-    Reads the index once, in pieces, and of `.bin` the size alone: seconds for a billion sequences.
+    It reads the index once, in pieces, and the size of `.bin`: seconds for a billion sequences.
 
     Raises:
         DataError: one sentence naming the file and what is wrong with it.
@@ -220,7 +215,7 @@ def check_indexed_dataset(prefix: str | os.PathLike[str]) -> IndexInfo:
 
 
 def _check_sequences(prefix: str | os.PathLike[str], index: Index) -> int:
-    """Checks lengths against offsets; returns the number of tokens."""
+    """Check lengths against offsets; return the number of tokens."""
     itemsize, end = index.dtype.itemsize, 0
     for start in range(0, len(index.lengths), SCAN_ITEMS):
         lengths = index.lengths[start : start + SCAN_ITEMS].astype(np.int64)
@@ -261,9 +256,7 @@ def check_ids(prefix: str, ids: Array | tuple[int, int] | None, vocab_size: int)
     """Check that token ids lie in the vocabulary.
 
     Args:
-        prefix: path of the dataset without `.bin`/`.idx`, for the message.
-        ids: some of its ids, or the smallest and the largest; None where there are none.
-        vocab_size: entries of the vocabulary.
+        ids: some ids of the dataset, or the smallest and the largest; None where there are none.
 
     Raises:
         DataError: an id below 0, or beyond the vocabulary.
@@ -282,10 +275,9 @@ def check_ids(prefix: str, ids: Array | tuple[int, int] | None, vocab_size: int)
 def id_range(
     prefix: str | os.PathLike[str], max_tokens: int | None = None
 ) -> tuple[int, int] | None:
-    """Smallest and largest token id; None without a token.
+    """Return the smallest and the largest token id; None without a token.
 
     Args:
-        prefix: path without `.bin`/`.idx`.
         max_tokens: stop after about this many tokens; None reads all of `.bin`, in pieces.
     """
     dtype = read_index(prefix).dtype

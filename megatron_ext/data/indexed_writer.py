@@ -1,15 +1,10 @@
-"""Writing and joining indexed datasets in flat memory, published by renaming.
-
-Checksums of indexed datasets, in the file that `sha256sum -c` reads.
-"""
+"""Writing and joining indexed datasets in flat memory, published by renaming."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,9 +22,8 @@ from megatron_ext.data.indexed import (
     check_indexed_dataset,
     idx_path,
     read_index,
-    readable,
 )
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import DataError
 
 _COPY_BYTES = 1 << 26
 
@@ -43,14 +37,12 @@ def write_index(
     document_lengths: Chunks,
     modes: Chunks | None = None,
 ) -> None:
-    """Writes one `.idx` in flat memory.
+    """Write one `.idx` in flat memory.
 
     Args:
-        path: file to write.
-        dtype: token dtype.
-        lengths: gives, each time it is called, the sequence lengths in pieces (i32).
-        document_lengths: the number of sequences of each document, in pieces.
-        modes: the mode of each sequence, in pieces (multimodal sets only).
+        lengths: a function that gives, each time, the lengths of sequences in pieces (i32).
+        document_lengths: likewise, the number of sequences of each document.
+        modes: likewise, the mode of each sequence (multimodal sets only).
     """
     code = CODE_OF_DTYPE[dtype.name]
     sequences = sum(len(piece) for piece in lengths())
@@ -71,7 +63,7 @@ def write_index(
 
 
 def _running(pieces: Iterable[Array], scale: int, *, inclusive: bool) -> Iterator[Array]:
-    """Running sums across pieces, as i64."""
+    """Yield running sums across pieces, as i64."""
     total = 0
     for piece in pieces:
         scaled = piece.astype("<i8") * scale
@@ -89,10 +81,10 @@ def append_file(
     *,
     advance: Callable[[int], object] = int,
 ) -> None:
-    """Appends bytes [start, end) of `source` to `out` inside the kernel where it can.
+    """Append bytes [start, end) of `source` to `out`, inside the kernel where it can.
 
     Args:
-        advance: called with the number of bytes that were just copied.
+        advance: a function that is told how many bytes were just copied.
 
     Raises:
         DataError: the source ended early.
@@ -126,7 +118,7 @@ def _kernel_copy(source: int, target: int, at: int, count: int) -> int:
 
 
 def publish(pairs: Sequence[tuple[Path, Path]]) -> None:
-    """Renames finished temporary files into place, each `.idx` last.
+    """Rename finished temporary files into place, each `.idx` last.
 
     An old `.idx` is removed before its `.bin` is replaced, so that no moment shows a mixed pair.
 
@@ -150,7 +142,7 @@ def merge_indexed(
     *,
     multimodal: bool = False,
 ) -> IndexInfo:
-    """Joins datasets in the given order into one.
+    """Join datasets in the given order into one.
 
     Raises:
         DataError: no input, a damaged one, different dtypes, or modes in some of them only.
@@ -211,14 +203,14 @@ def _pieces(arrays: Iterable[Array]) -> Iterator[Array]:
 
 
 def _overlapping(arrays: Iterable[Array]) -> Iterator[Array]:
-    """Pieces that share one boundary with the next, so that their differences lose none."""
+    """Yield pieces that share a boundary with the next, so that their differences lose none."""
     for array in arrays:
         for start in range(0, len(array) - 1, SCAN_ITEMS):
             yield array[start : start + SCAN_ITEMS + 1]
 
 
 class IndexedWriter:
-    """Writes one dataset document by document, in flat memory, under temporary names.
+    """A writer of one dataset, document by document, in flat memory, under temporary names.
 
     Use as a context: leaving it normally publishes `<prefix>.bin` and `.idx`, an exception leaves
     nothing behind.
@@ -241,7 +233,7 @@ class IndexedWriter:
     def add_document(
         self, tokens: Array, lengths: Sequence[int], modes: Sequence[int] | None = None
     ) -> None:
-        """Appends one document.
+        """Append one document.
 
         Args:
             tokens: [sum(lengths)] ids.
@@ -280,7 +272,7 @@ class IndexedWriter:
 
 
 def narrow(ids: Array, dtype: np.dtype[Any]) -> Array:
-    """Casts ids to the dtype of the file.
+    """Cast ids to the dtype of the file.
 
     Raises:
         DataError: an id does not fit, which numpy would wrap silently.
@@ -296,93 +288,3 @@ def narrow(ids: Array, dtype: np.dtype[Any]) -> Array:
                 "size, check --vocab-size."
             )
     return ids.astype(dtype, copy=False)
-
-
-_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
-_BYTES = 1 << 22
-
-
-def digest_path(prefix: str | os.PathLike[str]) -> Path:
-    """The file of a dataset's checksums."""
-    return Path(f"{os.fspath(prefix)}.sha256")
-
-
-def digests_of(prefix: str | os.PathLike[str]) -> dict[str, str]:
-    """SHA-256 of both files of a dataset, by file name.
-
-    Raises:
-        DataError: a file is missing or cannot be read.
-    """
-    return {path.name: _digest(path) for path in (bin_path(prefix), idx_path(prefix))}
-
-
-def _digest(path: Path) -> str:
-    found = hashlib.sha256()
-    with (
-        readable(path),
-        open(path, "rb") as stream,
-        byte_bar(f"Digest of {path.name}", os.path.getsize(path)) as bar,
-    ):
-        while piece := stream.read(_BYTES):
-            found.update(piece)
-            bar.update(len(piece))
-    return found.hexdigest()
-
-
-def recorded_digests(prefix: str | os.PathLike[str]) -> dict[str, str] | None:
-    """The checksums in `PREFIX.sha256`, None where there is no such file.
-
-    Raises:
-        DataError: it cannot be read, or does not name both files.
-    """
-    path = digest_path(prefix)
-    if not path.exists():
-        return None
-    with readable(path):
-        lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
-    matches = [match for line in lines if (match := _LINE.fullmatch(line))]
-    found = {match[2]: match[1] for match in matches}
-    wanted = [file.name for file in (bin_path(prefix), idx_path(prefix))]
-    if not set(wanted) <= set(found):
-        raise DataError(
-            f"{path} must hold a SHA-256 for {wanted[0]} and {wanted[1]}; write it again with "
-            "`--write-digest`."
-        )
-    return {name: found[name] for name in wanted}
-
-
-def verify(prefix: str | os.PathLike[str], digests: Mapping[str, str]) -> bool:
-    """Compares checksums with those of `PREFIX.sha256`; returns whether that file exists.
-
-    Raises:
-        DataError: they differ.
-    """
-    recorded = recorded_digests(prefix)
-    for name, digest in (recorded or {}).items():
-        if digests[name] != digest:
-            raise DataError(
-                f"{Path(prefix).with_name(name)} has the SHA-256 {digests[name]}, but "
-                f"{digest_path(prefix)} records {digest}; the file was changed or damaged, so "
-                "copy or make it again."
-            )
-    return recorded is not None
-
-
-def write_digests(prefix: str | os.PathLike[str], digests: Mapping[str, str]) -> Path:
-    """Writes `PREFIX.sha256` and returns its path.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    path = digest_path(prefix)
-    temporary = Path(f"{path}.writing.{os.getpid()}")
-    try:
-        temporary.write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise ConfigError(
-            f"`--write-digest` cannot write {path} ({error.strerror}); make its folder writable, "
-            "or leave the flag out."
-        ) from None
-    return path

@@ -26,12 +26,9 @@ def stage_reads_data(config: RunConfig, context: ParallelContext) -> bool:
     The first stage needs the ids, the last one the labels, and multi-token prediction both; the
     others need them only where attention stops at document ends, whose mask is made from the ids.
     """
-    ends = context.is_first_stage or context.is_last_stage
-    return (
-        ends
-        or context.pp_rank == mtp_rank(config.model, config.parallel)
-        or config.data.reset_attention_mask
-    )
+    if context.is_first_stage or context.is_last_stage or config.data.reset_attention_mask:
+        return True
+    return context.pp_rank == mtp_rank(config.model, config.parallel)
 
 
 def reads_dataset(config: RunConfig, context: ParallelContext) -> bool:
@@ -43,10 +40,10 @@ class BatchSource:
     """An endless or finite supply of the steps of one split on this rank.
 
     Args:
-        loader: gives the micro-batches; None on stages that read no data.
+        loader: the loader of micro-batches; None on stages that read no data.
         num_samples: length of the split, None where this rank does not open it.
-        plan: the micro-batches of each step, where the dataset has one of its own.
-        first_step: of the plan, that comes next.
+        plan: the micro-batches of each step, where the dataset brings a plan.
+        first_step: the step of the plan that comes next.
         whole_epochs: the steps go through the whole split again and again, each time from its
             beginning; the last step of a pass is filled up with samples without targets.
     """
@@ -67,11 +64,11 @@ class BatchSource:
         self._coming = first_step
 
     def num_microbatches(self, usual: int) -> int:
-        """Micro-batches of the coming step; ``usual`` where the batch size alone decides."""
+        """Return the micro-batches of the coming step; ``usual`` where the batch size decides."""
         return usual if self.plan is None else self.plan.num_microbatches(self._coming)
 
     def next_step(self, num_microbatches: int) -> list[Any] | None:
-        """Micro-batches of the next step; None on stages that read no data.
+        """Return the micro-batches of the next step; None on stages that read no data.
 
         Raises:
             DataError: the data is at its end, or holds what cannot be trained on.
@@ -102,18 +99,15 @@ def build_source(
     full_epoch: bool = False,
     as_mappings: bool = False,
 ) -> BatchSource:
-    """The steps of one split, from the sample after ``consumed_samples`` on.
+    """Return the steps of one split, from the sample after ``consumed_samples`` on.
 
     Args:
-        dataset: the split, None on ranks that do not read it. One with a ``plan`` is given to
-            every rank, and names the samples of each micro-batch itself.
-        config: the run.
-        context: the parallel layout of this rank.
-        device: where the batches go.
+        dataset: the split, None on ranks that do not read it. A dataset with a ``plan`` is given
+            to every rank, and its samples name themselves.
         consumed_samples: samples used so far by all data-parallel ranks together.
         eod: end-of-document id.
         full_epoch: go through the whole split again and again, in order (full validation).
-        as_mappings: the micro-batches are what the dataset gives, see `MappingLoader`.
+        as_mappings: give micro-batches as the dataset does, see `MappingLoader`.
     """
     plan: StepPlan | None = getattr(dataset, "plan", None)
     first_step = 0 if plan is None else _steps_done(config, consumed_samples)
@@ -163,7 +157,7 @@ def _draw_as_loaders_do() -> None:
 
 
 def _steps_done(config: RunConfig, consumed_samples: int) -> int:
-    """Steps behind a number of samples, which is the same for each step of a plan."""
+    """Return the number of steps that these samples were, each a global batch."""
     _, batch = config.training.batch_sizes
     if consumed_samples % batch:
         raise DataError(
@@ -181,8 +175,7 @@ class FilledUp(Dataset[dict[str, Any]]):
     rank has the same number of micro-batches.
 
     Args:
-        dataset: samples with a ``loss_mask``.
-        length: number of its samples.
+        length: number of samples of the dataset.
         multiple: global batch size.
     """
 
@@ -217,6 +210,7 @@ def _samples(
     consumed_samples: int,
     full_epoch: bool,
 ) -> Iterator[dict[str, Tensor]]:
+    """Return the samples that this rank draws from a dataset without a plan."""
     micro_batch_size, global_batch_size = config.training.batch_sizes
     share = (micro_batch_size, context.dp_rank, context.layout.data_parallel_size)
     sampler: SequentialSampler | RandomSampler

@@ -7,7 +7,7 @@ tensor-parallel peers receive them by one broadcast.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,15 +28,14 @@ if TYPE_CHECKING:
     from megatron_ext.parallel.context import ParallelContext
 
 
+@dataclass
 class StepLoader:
-    """Gives, step by step, the micro-batches that this rank's pipeline stage needs.
+    """The loader of the micro-batches that this rank's pipeline stage needs, step by step.
 
-    Args:
+    Attributes:
         samples: iterator over collated samples with ``tokens``, ``labels``, ``position_ids``
-            (``[b, s]`` int64) and ``loss_mask`` (``[b, s]`` float32), and ``sample_ids`` where
-            they are wanted; None on tensor-parallel ranks other than the first, which receive by
-            broadcast.
-        context: the parallel layout of this rank.
+            (``[b, s]`` int64) and ``loss_mask`` (``[b, s]`` float32); None on tensor-parallel ranks
+            other than the first, which receive by broadcast.
         shape: ``(micro_batch_size, seq_length)``.
         device: where the batches go.
         mask_documents_at: end-of-document id where neither attention nor multi-token prediction
@@ -44,37 +43,30 @@ class StepLoader:
         documents_by_position: neither may cross from one document into the next, and a document
             begins wherever a position is 0.
         mtp_depths: number of multi-token-prediction depths.
-        with_sample_ids: the samples name themselves.
+        with_sample_ids: the samples have ``sample_ids`` too.
         reduction: what weighs alike in the loss; see `data.batch`.
+        ignore_index: the label of positions that weigh nothing.
     """
 
-    def __init__(
-        self,
-        samples: Iterator[dict[str, Tensor]] | None,
-        context: ParallelContext,
-        shape: tuple[int, int],
-        device: torch.device,
-        *,
-        mask_documents_at: int | None = None,
-        documents_by_position: bool = False,
-        mtp_depths: int = 0,
-        with_sample_ids: bool = False,
-        reduction: str = "token",
-        ignore_index: int = -100,
-    ) -> None:
-        self.samples = samples
-        self.context = context
-        self.shape = shape
-        self.device = device
-        self.mask_documents_at = mask_documents_at
-        self.documents_by_position = documents_by_position
-        self.mtp_depths = mtp_depths
-        self.reduction = reduction
-        self.ignore_index = ignore_index
-        self.keys = ("tokens", "labels", "position_ids", *(("sample_ids",) * with_sample_ids))
+    samples: Iterator[dict[str, Tensor]] | None
+    context: ParallelContext
+    shape: tuple[int, int]
+    device: torch.device
+    mask_documents_at: int | None = None
+    documents_by_position: bool = False
+    mtp_depths: int = 0
+    with_sample_ids: bool = False
+    reduction: str = "token"
+    ignore_index: int = -100
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Return the names of the ids in a sample."""
+        names = ("tokens", "labels", "position_ids")
+        return (*names, "sample_ids") if self.with_sample_ids else names
 
     def next_step(self, num_microbatches: int) -> list[Batch]:
-        """The micro-batches of the next step, in order.
+        """Return the micro-batches of the next step, in order.
 
         Raises:
             StopIteration: the data is at its end.
@@ -99,7 +91,7 @@ class StepLoader:
         return batches
 
     def _documents(self, batch: Batch) -> Tensor | None:
-        """Number of each position's document ``[b, s]``; None where documents do not end."""
+        """Return each position's document ``[b, s]``; None where documents do not end."""
         if self.documents_by_position:
             return documents_of_positions(batch.position_ids)
         if self.mask_documents_at is not None:
@@ -107,7 +99,7 @@ class StepLoader:
         return None
 
     def _receive(self, num_microbatches: int) -> tuple[Tensor, Tensor]:
-        """Ids ``[m, keys, b, s]`` and loss masks ``[m, b, s]`` on the device, after broadcast."""
+        """Return ids ``[m, keys, b, s]`` and masks ``[m, b, s]`` on the device, after broadcast."""
         if self.samples is not None:
             drawn: list[tuple[Tensor, Tensor]] = []
             for _ in range(num_microbatches):
@@ -142,7 +134,7 @@ class Sample(dict[str, Any]):
 
     @property
     def loss_weights(self) -> Tensor:
-        """What a step counts its targets by: ``loss_mask`` ``[b, s/c]``, or 1 for each row."""
+        """Return ``loss_mask`` ``[b, s/c]``, by which a step counts its targets, or 1 for a row."""
         mask = self.get("loss_mask")
         if not isinstance(mask, Tensor):
             first = next(x for x in self.values() if isinstance(x, Tensor))
@@ -152,23 +144,19 @@ class Sample(dict[str, Any]):
         return share
 
 
+@dataclass
 class MappingLoader:
-    """Gives the micro-batches of each step as a dataset's own mappings, the same on all
-    tensor-parallel ranks; see `StepLoader` for its arguments.
+    """The loader of micro-batches as a dataset's own mappings; see `StepLoader`.
+
+    All tensor-parallel ranks get the same mappings.
     """
 
-    def __init__(
-        self,
-        samples: Iterator[dict[str, Any]] | None,
-        context: ParallelContext,
-        device: torch.device,
-    ) -> None:
-        self.samples = samples
-        self.context = context
-        self.device = device
+    samples: Iterator[dict[str, Any]] | None
+    context: ParallelContext
+    device: torch.device
 
     def next_step(self, num_microbatches: int) -> list[Sample]:
-        """The micro-batches of the next step, in order.
+        """Return the micro-batches of the next step, in order.
 
         Raises:
             StopIteration: the data is at its end.
@@ -193,5 +181,5 @@ class MappingLoader:
 def iterators_per_chunk(
     batches: Sequence[Batch] | None, num_chunks: int
 ) -> list[Iterator[Batch] | None]:
-    """One iterator over the same batches for each model chunk; None where a stage reads none."""
+    """Return an iterator over the same batches for each model chunk; None on a stage without."""
     return [None if batches is None else iter(batches) for _ in range(num_chunks)]

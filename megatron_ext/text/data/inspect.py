@@ -1,10 +1,17 @@
-"""What a person wants to know of an indexed dataset before training on it."""
+"""The report on an indexed dataset before training on it, and its checksums.
+
+Checksums lie beside the dataset in a file that `sha256sum -c` reads.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,25 +21,25 @@ from megatron_ext.data.indexed import (
     Index,
     IndexInfo,
     bin_path,
+    byte_bar,
     check_indexed_dataset,
     id_range,
+    idx_path,
     read_index,
+    readable,
 )
+from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.tokenizers.base import NO_TOKEN, Tokenizer
 
 _BAR = 40
 _SHOWN_CHARACTERS = 200
+_DIGEST_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+_DIGEST_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """Lines to print, and warnings.
-
-    Attributes:
-        info: counts.
-        lines: the report.
-        warnings: one sentence each; the dataset can be read all the same.
-    """
+    """The report on a dataset: lines to print, and warnings, in spite of which it can be read."""
 
     info: IndexInfo
     lines: list[str]
@@ -42,10 +49,10 @@ class Inspection:
 def inspect_dataset(
     prefix: str, tokenizer: Tokenizer | None, *, samples: int = 3, seed: int = 0, scan: bool = True
 ) -> Inspection:
-    """Checks a dataset and describes it.
+    """Check a dataset and describe it.
 
     Args:
-        tokenizer: decodes samples and bounds the ids; None leaves both out.
+        tokenizer: the tokenizer that decodes samples and bounds the ids; None leaves both out.
         samples: documents to show, drawn by `seed`.
         scan: read all ids to find the largest.
 
@@ -72,7 +79,7 @@ def _counts(info: IndexInfo, ids: tuple[int, int] | None) -> list[str]:
 
 
 def document_lengths(index: Index) -> Iterator[Any]:
-    """Tokens of each document, i64, in pieces."""
+    """Yield the numbers of tokens of documents, i64, in pieces."""
     documents = index.documents
     for start in range(0, len(documents) - 1, SCAN_ITEMS):
         edges = documents[start : start + SCAN_ITEMS + 1]
@@ -82,7 +89,7 @@ def document_lengths(index: Index) -> Iterator[Any]:
 
 
 def _histogram(index: Index) -> list[str]:
-    """Documents by length, in classes that double: 0, 1, 2-3, 4-7, ..."""
+    """Return lines of documents by length, in classes that double: 0, 1, 2-3, 4-7, ..."""
     counts = np.zeros(64, np.int64)
     for lengths in document_lengths(index):
         # frexp's exponent is the number of bits: exact where log2 would round.
@@ -139,3 +146,89 @@ def _warnings(
             f"{tokenizer.vocab_size - 1}): the dataset was made with another tokenizer."
         )
     return warnings
+
+
+def digest_path(prefix: str | os.PathLike[str]) -> Path:
+    """Return the path of a dataset's checksums."""
+    return Path(f"{os.fspath(prefix)}.sha256")
+
+
+def digests_of(prefix: str | os.PathLike[str]) -> dict[str, str]:
+    """Return the SHA-256 of both files of a dataset, by file name.
+
+    Raises:
+        DataError: a file is missing or cannot be read.
+    """
+    return {path.name: _digest(path) for path in (bin_path(prefix), idx_path(prefix))}
+
+
+def _digest(path: Path) -> str:
+    found = hashlib.sha256()
+    with (
+        readable(path),
+        open(path, "rb") as stream,
+        byte_bar(f"Digest of {path.name}", os.path.getsize(path)) as bar,
+    ):
+        while piece := stream.read(_DIGEST_BYTES):
+            found.update(piece)
+            bar.update(len(piece))
+    return found.hexdigest()
+
+
+def recorded_digests(prefix: str | os.PathLike[str]) -> dict[str, str] | None:
+    """Return the checksums in `PREFIX.sha256`, None where there is no such file.
+
+    Raises:
+        DataError: it cannot be read, or does not name both files.
+    """
+    path = digest_path(prefix)
+    if not path.exists():
+        return None
+    with readable(path):
+        lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
+    matches = [match for line in lines if (match := _DIGEST_LINE.fullmatch(line))]
+    found = {match[2]: match[1] for match in matches}
+    wanted = [file.name for file in (bin_path(prefix), idx_path(prefix))]
+    if not set(wanted) <= set(found):
+        raise DataError(
+            f"{path} must hold a SHA-256 for {wanted[0]} and {wanted[1]}; write it again with "
+            "`--write-digest`."
+        )
+    return {name: found[name] for name in wanted}
+
+
+def verify(prefix: str | os.PathLike[str], digests: Mapping[str, str]) -> bool:
+    """Compare checksums with those of `PREFIX.sha256`; return whether that file exists.
+
+    Raises:
+        DataError: they differ.
+    """
+    recorded = recorded_digests(prefix)
+    for name, digest in (recorded or {}).items():
+        if digests[name] != digest:
+            raise DataError(
+                f"{Path(prefix).with_name(name)} has the SHA-256 {digests[name]}, but "
+                f"{digest_path(prefix)} records {digest}; the file was changed or damaged, so "
+                "copy or make it again."
+            )
+    return recorded is not None
+
+
+def write_digests(prefix: str | os.PathLike[str], digests: Mapping[str, str]) -> Path:
+    """Write `PREFIX.sha256` and return its path.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    path = digest_path(prefix)
+    temporary = Path(f"{path}.writing.{os.getpid()}")
+    try:
+        temporary.write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(
+            f"`--write-digest` cannot write {path} ({error.strerror}); make its folder writable, "
+            "or leave the flag out."
+        ) from None
+    return path
