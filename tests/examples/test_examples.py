@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.examples.scripts import EXAMPLES, smoke, succeed
+from tests.examples.scripts import rows as rows_of
+
 PNG = b"\x89PNG\r\n\x1a\n"
 
 TRAINING = [
@@ -25,39 +23,12 @@ TRAINING = [
 ]
 
 
-def run_example(script: str, out: Path, timeout: float = 240) -> str:
-    """Return the output of an example under SMOKE=1; fail with its own text when it fails."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
-    }
-    environment |= {"SMOKE": "1", "OUT": str(out), "PYTHON": sys.executable}
-    environment["OMP_NUM_THREADS"] = "1"
-    done = subprocess.run(
-        ["bash", str(ROOT / "examples" / script)],
-        env=environment,
-        cwd=out.parent,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("script", TRAINING)
 def test_example_trains_saves_and_plots(script: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    run_example(script, out)
-    rows = metrics(out)
+    smoke(script, out)
+    rows = rows_of(out)
     losses = [row["lm loss"] for row in rows if row["kind"] == "train"]
     assert len(losses) == 4
     # The vocabulary is padded to 256 for two tensor-parallel ranks: at first a token costs ln 256.
@@ -71,8 +42,8 @@ def test_example_trains_saves_and_plots(script: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_custom_loss_is_what_is_trained_and_evaluated(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    run_example("custom_loss/train.sh", out)
-    rows = metrics(out)
+    smoke("custom_loss/train.sh", out)
+    rows = rows_of(out)
     losses = [row["focal loss"] for row in rows if row["kind"] == "train"]
     # Hardly anything is sure at first, so that a token costs nearly its cross-entropy.
     assert losses[0] == pytest.approx(math.log(256), rel=0.05)
@@ -84,8 +55,8 @@ def test_custom_loss_is_what_is_trained_and_evaluated(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_custom_video_model_trains_on_clips_that_it_renders(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    run_example("custom_model/dit.sh", out)
-    losses = [row["loss"] for row in metrics(out) if row["kind"] == "train"]
+    smoke("custom_model/dit.sh", out)
+    losses = [row["loss"] for row in rows_of(out, "train")]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     assert (out / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
@@ -94,8 +65,8 @@ def test_custom_video_model_trains_on_clips_that_it_renders(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_quickstart_resumes_in_another_layout(tmp_path: Path) -> None:
     out = tmp_path / "quickstart"
-    shown = run_example("quickstart.sh", out, timeout=400)
-    rows = metrics(out / "checkpoints")
+    shown = smoke("quickstart.sh", out, timeout=400)
+    rows = rows_of(out / "checkpoints")
     steps = [row["iteration"] for row in rows if row["kind"] == "train"]
     assert steps[-1] == 8
     assert steps == sorted(set(steps))
@@ -109,23 +80,20 @@ def test_quickstart_resumes_in_another_layout(tmp_path: Path) -> None:
 def test_fine_tuning_quickstart_ends_with_an_accuracy(tmp_path: Path) -> None:
     """At this size it learns nothing; docs/sft.md says what the whole run reaches."""
     out = tmp_path / "sft"
-    shown = run_example("sft/quickstart.sh", out, timeout=400)
+    shown = smoke("sft/quickstart.sh", out, timeout=400)
     assert re.search(r"held-out exact match: [0-9.]+% \([0-9]+ of [0-9]+\)", shown)
-    rows = metrics(out / "checkpoints")
+    rows = rows_of(out / "checkpoints")
     assert [row["iteration"] for row in rows if row["kind"] == "resumed"] == [4]
     assert "<html" in (out / "preview.html").read_text(encoding="utf-8")
     assert (out / "hf" / "model.safetensors").exists()
 
 
 @pytest.mark.slow
-def test_fine_tuning_starts_from_public_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fine_tuning_starts_from_public_weights(tmp_path: Path) -> None:
     """Adapters take every step of the script."""
-    monkeypatch.setenv("LORA", "4")
     out = tmp_path / "qwen"
-    run_example("sft/sft_qwen_8gpu.sh", out)
-    rows = [row for row in metrics(out / "checkpoints") if row["kind"] == "train"]
+    smoke("sft/sft_qwen_8gpu.sh", out, LORA="4")
+    rows = rows_of(out / "checkpoints", "train")
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
     assert (out / "checkpoints" / "best_checkpointed_iteration.txt").exists()
 
@@ -134,9 +102,9 @@ def test_fine_tuning_starts_from_public_weights(
 def test_video_quickstart_ends_with_a_measurement(tmp_path: Path) -> None:
     """At this size it learns nothing; docs/video.md says what the whole run is."""
     out = tmp_path / "video"
-    shown = run_example("video/quickstart.sh", out, timeout=400)
+    shown = smoke("video/quickstart.sh", out, timeout=400)
     assert shown.rstrip().endswith("loss.png")
-    rows = metrics(out / "checkpoints")
+    rows = rows_of(out / "checkpoints")
     assert [row["iteration"] for row in rows if row["kind"] == "resumed"] == [4]
     assert (out / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "8"
     assert len(list((out / "samples").glob("sample_*.mp4"))) == 16
@@ -147,11 +115,7 @@ def test_the_corpus_is_the_same_everywhere(tmp_path: Path) -> None:
     made = []
     for name in ("one", "two"):
         path = tmp_path / f"{name}.jsonl"
-        subprocess.run(
-            [sys.executable, ROOT / "examples/make_corpus.py", "--documents=50", "--output", path],
-            check=True,
-            timeout=60,
-        )
+        succeed(EXAMPLES / "make_corpus.py", "--documents=50", "--output", path)
         made.append(path.read_text(encoding="utf-8"))
     assert made[0] == made[1]
     assert len(made[0].splitlines()) == 50

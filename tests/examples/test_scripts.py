@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,9 +10,10 @@ import torch
 from benchmarks import cross_entropy, gpu_peers, gpu_throughput
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
+from tests.examples.scripts import EXAMPLES, ROOT, calls, start_stubbed, stub
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES, TESTS = ROOT / "examples", ROOT / "tests" / "examples"
+TESTS = ROOT / "tests" / "examples"
+GPU_ALL = ROOT / "benchmarks" / "gpu_all.sh"
 SMOKED = {
     "quickstart.sh": "test_examples.py",
     "gpt/pretrain_gpt_1node.sh": "test_examples.py",
@@ -43,8 +41,6 @@ FULL_SIZE = {
     "custom_loss/train.sh": 4,
 }
 """Ranks of the scripts that take the data, the tokenizer and the checkpoints."""
-STUB = '#!/bin/sh\n{{ printf "%s\\0" "$@"; echo; }} >> {record}\n{more}\n'
-Stub = Callable[..., Path]
 
 
 def scripts() -> set[str]:
@@ -57,64 +53,28 @@ def scripts() -> set[str]:
     }
 
 
-def test_g8_every_script_has_a_smoke_mode_that_a_test_runs() -> None:
+def test_every_script_has_a_smoke_mode_that_a_test_runs() -> None:
     assert scripts() == set(SMOKED)
     for script, file in SMOKED.items():
         assert '[[ -n "${SMOKE:-}" ]]' in (EXAMPLES / script).read_text(encoding="utf-8"), script
         text = (TESTS / file).read_text(encoding="utf-8")
         assert script in text or Path(script).name in text, (script, file)
-        assert "SMOKE" in text
-
-
-@pytest.fixture
-def stub(tmp_path: Path) -> Stub:
-    """Make a program that writes its words down, one line a call, and does no more."""
-
-    def make(name: str, more: str = "") -> Path:
-        path = tmp_path / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(STUB.format(record=tmp_path / f"{name}.calls", more=more))
-        path.chmod(0o755)
-        return path
-
-    return make
-
-
-def calls(tmp_path: Path, name: str) -> list[list[str]]:
-    """Return the words of each call of a stub."""
-    path = tmp_path / f"{name}.calls"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [line.split("\0")[:-1] for line in lines]
-
-
-def start(script: Path, *words: str, tmp_path: Path, **environment: str) -> tuple[int, str]:
-    """Return exit code and output of a script that finds stubs before other programs."""
-    done = subprocess.run(
-        ["bash", str(script), *words],
-        env={"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    return done.returncode, done.stdout
+        assert "smoke(" in text
 
 
 @pytest.mark.parametrize("script", FULL_SIZE)
 def test_full_size_commands_have_no_errors_on_gpus(
-    script: str, tmp_path: Path, stub: Stub, monkeypatch: pytest.MonkeyPatch
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    python, srun = stub("python"), stub("srun")
-    stub("scontrol", "echo node0")
+    for name, more in (("python", ""), ("srun", ""), ("scontrol", "echo node0")):
+        stub(tmp_path, name, more)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "node[0-3]"}
     job["SLURM_SUBMIT_DIR"] = str(ROOT)
-    code, shown = start(
-        EXAMPLES / script, "data", "tokenizer", "out",
-        tmp_path=tmp_path, PYTHON=str(python), **(job if script.endswith("sbatch") else {}),
-    )  # fmt: skip
+    queued = script.endswith("sbatch")
+    words = [EXAMPLES / script, "data", "tokenizer", "out"]
+    code, shown = start_stubbed(tmp_path, *words, **(job if queued else {}))
     assert code == 0, shown
-    (words,) = calls(tmp_path, srun.name if script.endswith("sbatch") else python.name)
+    (words,) = calls(tmp_path, "srun" if queued else "python")
     first = next(i for i, word in enumerate(words) if word.endswith((".py", "pretrain_gpt.py")))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = parse_args(words[first + 1 :], world_size=FULL_SIZE[script], device="cuda").config
@@ -122,24 +82,19 @@ def test_full_size_commands_have_no_errors_on_gpus(
     assert config.parallel.world_size == FULL_SIZE[script]
 
 
-def fp8_example(python: Path, tmp_path: Path, **environment: str) -> RunConfig:
-    script = EXAMPLES / "gpt/pretrain_llama3_8b_fp8.sh"
-    code, shown = start(
-        script, "data", "tokenizer", "out", tmp_path=tmp_path, PYTHON=str(python), **environment
-    )
+def llama_example(name: str, folder: Path, **environment: str) -> RunConfig:
+    stub(folder, "python")
+    words = [EXAMPLES / "gpt" / name, "data", "tokenizer", "out"]
+    code, shown = start_stubbed(folder, *words, **environment)
     assert code == 0, shown
-    return parse_args(calls(tmp_path, python.name)[-1][1:], world_size=8, device="cuda").config
+    return parse_args(calls(folder, "python")[-1][1:], world_size=8, device="cuda").config
 
 
-def test_the_fp8_example_is_llama_3_8b_in_8_bits(tmp_path: Path, stub: Stub) -> None:
-    python = stub("python")
-    config = fp8_example(python, tmp_path, IMPL="torch")
+def test_the_fp8_example_is_llama_3_8b_in_8_bits(tmp_path: Path) -> None:
+    config = llama_example("pretrain_llama3_8b_fp8.sh", tmp_path, IMPL="torch")
     assert (config.fp8.fp8_format, config.fp8.fp8_recipe) == ("hybrid", "tensorwise")
     assert config.model.transformer_impl == "torch"
-    script = EXAMPLES / "gpt/pretrain_llama3_8b.sh"
-    start(script, "data", "tokenizer", "out", tmp_path=tmp_path, PYTHON=str(python))
-    words = calls(tmp_path, python.name)[-1][1:]
-    bf16 = parse_args(words, world_size=8, device="cuda").config
+    bf16 = llama_example("pretrain_llama3_8b.sh", tmp_path)
     for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_query_groups", "rotary_base"):
         assert getattr(config.model, name) == getattr(bf16.model, name)
     assert config.optimizer == bf16.optimizer
@@ -155,12 +110,12 @@ def test_the_fp8_example_is_llama_3_8b_in_8_bits(tmp_path: Path, stub: Stub) -> 
     ],
 )
 def test_a_job_is_queued_only_after_its_plan(
-    said: str, code: int, queued: bool, tmp_path: Path, stub: Stub
+    said: str, code: int, queued: bool, tmp_path: Path
 ) -> None:
-    python = stub("python", said)
-    stub("sbatch")
+    stub(tmp_path, "python", said)
+    stub(tmp_path, "sbatch")
     script, words = EXAMPLES / "slurm" / "pretrain_gpt.sbatch", ["data", "tokenizer", "out"]
-    found, shown = start(script, *words, tmp_path=tmp_path, PYTHON=str(python), GPU="H200")
+    found, shown = start_stubbed(tmp_path, script, *words, GPU="H200")
     assert found == code
     assert said.split(maxsplit=1)[1].split(">")[0].split(";")[0].strip() in shown
     assert calls(tmp_path, "sbatch") == ([[str(script), *words]] if queued else [])
@@ -172,13 +127,10 @@ def test_a_job_is_queued_only_after_its_plan(
     assert config.parallel.world_size == 32
 
 
-def test_gpu_all_runs_every_piece_with_flags_that_its_script_takes(
-    tmp_path: Path, stub: Stub
-) -> None:
-    python, out = stub("python"), tmp_path / "results"
-    code, shown = start(
-        ROOT / "benchmarks" / "gpu_all.sh", "all", str(out), tmp_path=tmp_path, PYTHON=str(python)
-    )
+def test_gpu_all_runs_every_piece_with_flags_that_its_script_takes(tmp_path: Path) -> None:
+    stub(tmp_path, "python")
+    out = tmp_path / "results"
+    code, shown = start_stubbed(tmp_path, GPU_ALL, "all", out)
     assert code == 0, shown
     assert "exit code 1" not in shown
     found: dict[str, list[list[str]]] = {}
@@ -201,13 +153,13 @@ def test_gpu_all_runs_every_piece_with_flags_that_its_script_takes(
     ]
 
 
-def test_gpu_all_skips_what_finds_no_time_left(tmp_path: Path, stub: Stub) -> None:
-    python, out = stub("python"), tmp_path / "results"
-    script = ROOT / "benchmarks" / "gpu_all.sh"
-    code, shown = start(script, "2", str(out), tmp_path=tmp_path, PYTHON=str(python), BUDGET="10")
+def test_gpu_all_skips_what_finds_no_time_left(tmp_path: Path) -> None:
+    stub(tmp_path, "python")
+    out = tmp_path / "results"
+    code, shown = start_stubbed(tmp_path, GPU_ALL, "2", out, BUDGET="10")
     assert code == 1
     assert calls(tmp_path, "python") == []
     summary = (out / "summary_2.txt").read_text()
     assert summary.count("skipped") == 3
     assert summary in shown
-    assert start(script, "3", str(out), tmp_path=tmp_path, PYTHON=str(python))[0] == 2
+    assert start_stubbed(tmp_path, GPU_ALL, "3", out)[0] == 2

@@ -42,7 +42,7 @@ def test_peaks_of_two_graphs_one_after_the_other_do_not_add_up() -> None:
 
 
 @ranks()
-def test_s3_two_phases_keep_one_block(context: ParallelContext) -> None:
+def test_two_phases_keep_one_block(context: ParallelContext) -> None:
     found = {
         (blocks, two_phase): streaming_memory.measure(
             context, blocks, two_phase=two_phase, sizes=SIZES["tiny"], height=4
@@ -69,7 +69,7 @@ def test_gradients_that_differ_are_told() -> None:
 
 
 @ranks()
-def test_s4_frames_through_the_cache_are_those_of_the_mask(context: ParallelContext) -> None:
+def test_frames_through_the_cache_are_those_of_the_mask(context: ParallelContext) -> None:
     found = streaming_speed.measure(
         context, SIZES["tiny"], 6, blocks=6, stretch=2, rounds=2, height=4
     )
@@ -92,7 +92,7 @@ def test_ratio_is_that_of_the_medians() -> None:
 
 
 @ranks()
-def test_s2_distance_falls(context: ParallelContext, tmp_path: Path) -> None:
+def test_the_distance_falls(context: ParallelContext, tmp_path: Path) -> None:
     settings = streaming_convergence.Settings(batch=16)
     course = streaming_convergence.follow(context, settings, steps=16, every=8, batch=64)
     assert [point.steps for point in course.points] == [0, 8, 16]

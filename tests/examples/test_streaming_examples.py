@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,31 +16,18 @@ import torch
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.video.config.rules import STREAMING_DEFAULTS
+from tests.examples.scripts import EXAMPLES, calls, smoke, stub, succeed
+from tests.examples.scripts import rows as rows_of
 
-ROOT = Path(__file__).resolve().parents[2]
-STREAMING = ROOT / "examples" / "streaming"
+STREAMING = EXAMPLES / "streaming"
 LONGTUNE = STREAMING / "longtune_1.3b.sh"
-
-
-def run(*command: object, timeout: float = 60, **environment: str) -> str:
-    done = subprocess.run(
-        list(map(str, command)),
-        env={"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def swings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Render a clip of each of 16 captions, and pairs of prompts."""
     folder = tmp_path_factory.mktemp("swings")
-    shown = run(sys.executable, STREAMING / "make_swings.py", folder, "--per-caption=1")
+    shown = succeed(STREAMING / "make_swings.py", folder, "--per-caption=1")
     assert "16 clips of 16 captions" in shown and "12 pairs held out" in shown
     return folder
 
@@ -93,7 +77,7 @@ FOLLOWS, STAYS, LATE = (["red"] * n + ["blue"] * (12 - n) for n in (6, 12, 9))
 
 def measured(folder: Path, *flags: str) -> list[tuple[float, ...]]:
     """Return colour in percent, motions, videos and pixel error before and after the switch."""
-    shown = run(sys.executable, STREAMING / "measure_switches.py", folder, "--skip=2", *flags)
+    shown = succeed(STREAMING / "measure_switches.py", folder, "--skip=2", *flags)
     found = [re.search(f"{name}{ROW}", shown) for name in ("before a switch", "after it       ")]
     assert "2 of 4 videos follow their second prompt" in shown or not flags
     return [tuple(map(float, match.groups())) for match in found if match is not None]
@@ -130,12 +114,10 @@ def test_prompt_files_go_together() -> None:
 @pytest.fixture
 def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """Return the commands that the script would start on eight GPUs."""
-    record, python = tmp_path / "record", tmp_path / "python"
-    python.write_text(f"#!/bin/sh\n{{ printf '%s\\0' \"$@\"; echo; }} >> {record}\n")
-    python.chmod(0o755)
+    python = stub(tmp_path, "python")
     folders = {name: str(tmp_path / name.lower()) for name in ("VAE", "UMT5")}
-    run("bash", LONGTUNE, "teacher", "critic", "start", "out", PYTHON=str(python), **folders)
-    commands = [line.split("\0")[:-1] for line in record.read_text().splitlines()]
+    succeed(LONGTUNE, "teacher", "critic", "start", "out", PYTHON=str(python), **folders)
+    commands = calls(tmp_path, "python")
     assert [c[:3] for c in commands] == [["pretrain_video.py", "--nproc-per-node", "8"]] * 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return [
@@ -171,17 +153,12 @@ def test_the_published_recipe_on_one_node(stages: list[RunConfig]) -> None:
     assert last.checkpoint.pretrained_checkpoint == "out/stage_a"
 
 
-def training_rows(folder: Path) -> list[dict[str, Any]]:
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [row for row in rows if row["kind"] == "train"]
-
-
 @pytest.mark.slow
 def test_both_stages_run_and_the_second_goes_on_from_the_first(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    run("bash", LONGTUNE, timeout=500, SMOKE="1", OUT=str(out), PYTHON=sys.executable)
+    smoke("streaming/longtune_1.3b.sh", out, timeout=500)
     for stage in ("stage_a", "stage_b"):
-        rows = training_rows(out / stage)
+        rows = rows_of(out / stage, "train")
         assert [row["iteration"] for row in rows] == [1, 2]
         assert all(math.isfinite(row["critic loss"]) for row in rows)
 
@@ -189,8 +166,8 @@ def test_both_stages_run_and_the_second_goes_on_from_the_first(tmp_path: Path) -
 @pytest.mark.slow
 def test_quickstart_ends_with_a_measurement(tmp_path: Path) -> None:
     """At this size it learns nothing; docs/streaming.md says what the whole run reaches."""
-    script, out = STREAMING / "quickstart.sh", tmp_path / "run"
-    shown = run("bash", script, timeout=580, SMOKE="1", OUT=str(out), PYTHON=sys.executable)
+    out = tmp_path / "run"
+    shown = smoke("streaming/quickstart.sh", out, timeout=580)
     assert len(re.findall(r"[0-9]+ of 12 videos follow their second prompt", shown)) == 2
     assert len(re.findall(r"(before a switch|after it) +[0-9]+% +[0-9]+ of 12", shown)) == 4
     assert (out / "tuned" / "latest_checkpointed_iteration.txt").read_text().strip() == "4"

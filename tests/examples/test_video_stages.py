@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,45 +16,29 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from megatron_ext.video.data.geometry import parse_plan
 from megatron_ext.video.data.preprocess_options import parse_options
+from tests.examples.scripts import EXAMPLES, calls, rows, smoke, stub, succeed
 
-ROOT = Path(__file__).resolve().parents[2]
-VIDEO = ROOT / "examples" / "video"
+VIDEO = EXAMPLES / "video"
 STAGE1, I2V = "pretrain_stage1_256px.sh", "pretrain_i2v_768px.sh"
 Commands = Callable[..., tuple[list[str], list[str]]]
-
-
-def run_script(script: str, folders: list[str], **environment: str) -> str:
-    done = subprocess.run(
-        ["bash", str(VIDEO / script), *folders],
-        env={"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
     """Return a script's commands with the flags of eight GPUs: encoding, and training."""
-    record, python = tmp_path / "record", tmp_path / "python"
-    python.write_text(f"#!/bin/sh\n{{ printf '%s\\0' \"$@\"; echo; }} >> {record}\n")
-    python.chmod(0o755)
+    python = stub(tmp_path, "python")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("vae", "t5", "clip"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
 
     def started(script: str, **environment: str) -> tuple[list[str], list[str]]:
-        record.unlink(missing_ok=True)
+        (tmp_path / "python.calls").unlink(missing_ok=True)
         encoders = {name: str(tmp_path / name.lower()) for name in ("VAE", "T5", "CLIP")}
         words = ["clips.jsonl", "latents", *(["stage1"] if script == I2V else []), "out"]
-        run_script(script, words, PYTHON=str(python), **encoders, **environment)
-        encoding, training = record.read_text().splitlines()
-        return encoding.split("\0")[:-1], training.split("\0")[:-1]
+        succeed(VIDEO / script, *words, PYTHON=str(python), **encoders, **environment)
+        encoding, training = calls(tmp_path, "python")
+        return encoding, training
 
     return started
 
@@ -154,15 +134,12 @@ def test_micro_batch_sizes_are_the_published_ones(
 @pytest.mark.slow
 def test_both_stages_run_and_the_second_begins_with_the_first(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    shown = run_script(I2V, [], SMOKE="1", OUT=str(out), PYTHON=sys.executable)
+    shown = smoke(f"video/{I2V}", out, timeout=500)
     assert "holds no `embedding.cond_in.weight`, so it starts at zero." in shown
-    first, last = (
-        [row for row in map(json.loads, path.read_text().splitlines()) if row["kind"] == "train"]
-        for path in (out / "stage1" / "metrics.jsonl", out / "metrics.jsonl")
-    )
-    for rows in (first, last):
-        assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
-        assert all(math.isfinite(row["loss"]) for row in rows)
+    first, last = rows(out / "stage1", "train"), rows(out, "train")
+    for found in (first, last):
+        assert [row["iteration"] for row in found] == [1, 2, 3, 4]
+        assert all(math.isfinite(row["loss"]) for row in found)
     assert not any("loss i2v_head" in row for row in first)
     assert any("loss i2v_head" in row for row in last)
     # Steps of one bucket each, whose micro-batch sizes are 2 and 4.
