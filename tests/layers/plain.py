@@ -25,7 +25,7 @@ def attention(
     forbidden: Tensor,
     scale: float | None = None,
 ) -> Tensor:
-    """``[s, b, n, d]`` and ``[s, b, g, d]`` twice to ``[s, b, n * d]``; forbidden ``[b, s, s]``."""
+    """Attend: ``[s, b, n, d]`` and twice ``[s, b, g, d]`` give ``[s, b, n * d]``."""
     repeats = query.size(2) // key.size(2)
     heads = [
         [
@@ -44,12 +44,12 @@ def attention(
 
 
 def causal(length: int, batch: int) -> Tensor:
-    """``[b, s, s]``, True at the future."""
+    """Return ``[b, s, s]``, True at the future."""
     return torch.ones(length, length, dtype=torch.bool).triu(1).expand(batch, -1, -1)
 
 
 def documents(length: int, ends: list[list[int]]) -> Tensor:
-    """``[b, s, s]``, True at the future and across the documents that end before ``ends``."""
+    """Return ``[b, s, s]``, True at the future and across documents that end before ``ends``."""
     rows = []
     for row in ends:
         number = torch.zeros(length, dtype=torch.long)
@@ -83,7 +83,7 @@ def global_name(name: str, context: ParallelContext, num_experts: int) -> str:
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of which full weight a parameter is."""
+    """The part of a full weight that a parameter holds."""
 
     name: str
     shape: tuple[int, ...]
@@ -146,7 +146,7 @@ class PlainBlock:
         return self.weights[name]
 
     def __call__(self, hidden: Tensor, forbidden: Tensor) -> Tensor:
-        """``[s, b, h]`` to ``[s, b, h]``."""
+        """Map ``[s, b, h]`` to ``[s, b, h]``."""
         for layer in range(self.layers):
             prefix = f"layers.{layer}."
             normed = self.norm(f"{prefix}input_layernorm", hidden)

@@ -45,7 +45,7 @@ class Case:
     arguments: Sequence[Any]
 
     def drawn(self, device: str = "cpu") -> list[Any]:
-        """Arguments in float64, the same ones each time."""
+        """Return arguments in float64, the same ones each time."""
         generator = torch.Generator().manual_seed(3)
         return [
             _draw(x, generator).to(device) if isinstance(x, Size) else x for x in self.arguments
@@ -62,7 +62,7 @@ def _draw(size: Size, generator: torch.Generator) -> Tensor:
 
 
 def run(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Outputs, then the gradients of all arguments that train."""
+    """Return the outputs, then the gradients of all arguments that train."""
     found = function(*arguments)
     outputs = (found,) if isinstance(found, Tensor) else tuple(found)
     loss: Any = 0

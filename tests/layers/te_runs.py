@@ -54,11 +54,11 @@ RUNS = {
 
 
 BREAK = " then "
-"""Between two names: the second run goes on from the checkpoint of the first one's first step."""
+"""Stands between two names: the second run resumes from the first one's first step."""
 
 
 def flags_of(name: str, save: Path, more: str = "") -> list[str]:
-    """Of a run; its weights are drawn by name, so that all implementations start alike."""
+    """Return flags of a run whose weights are drawn by name, the same in all implementations."""
     size = (
         "--bf16 --ffn-hidden-size 192 --num-layers 3 --global-batch-size 4 "
         "--no-use-cpu-initialization --train-iters 2 --no-bias-swiglu-fusion "
@@ -68,7 +68,7 @@ def flags_of(name: str, save: Path, more: str = "") -> list[str]:
 
 
 def train(name: str, folder: Path, more: str = "") -> dict[str, Any]:
-    """What a run reported, and what it asked the stand-in for."""
+    """Return what a run reported, and what it asked the stand-in for."""
     if BREAK in name:
         first, name = name.split(BREAK)
         train(first, folder, "--save-interval 1 --exit-interval 1")
@@ -104,7 +104,7 @@ def train(name: str, folder: Path, more: str = "") -> dict[str, Any]:
 
 
 def set_up_buffers() -> dict[str, Any]:
-    """What overlapped communication of two ranks asks for at the start of a run."""
+    """Return what overlapped communication of two ranks asks for at the start of a run."""
     record.CALLS.clear()
     words = (
         f"{TE} --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --bf16 "

@@ -56,7 +56,7 @@ def random_qkv(groups: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def outcome(module: Any, qkv: list[Tensor], mask: Tensor | None, seed: int = 3) -> list[Tensor]:
-    """Output and the three gradients, from a fixed random state."""
+    """Return output and the three gradients, from a fixed random state."""
     own = [x.detach().clone().requires_grad_() for x in qkv]
     torch.manual_seed(seed)
     out = module(*own, mask) if not isinstance(module, SimpleNamespace) else module.call(*own)
@@ -98,7 +98,7 @@ def test_softmax_scale(context: ParallelContext) -> None:
 
 @ranks()
 def test_sliding_window(context: ParallelContext) -> None:
-    """Also where a layer is exempt from it."""
+    """One layer has the window, the other is exempt from it."""
     qkv = random_qkv(N)
     core = config(window_size=(3, 0), window_attn_skip_freq=2)
     distance = torch.arange(S)[:, None] - torch.arange(S)[None, :]
@@ -172,7 +172,7 @@ def test_dropout_draws_as_megatron_core(context: ParallelContext, dtype: torch.d
 def test_recomputing_attention_leaves_gradients_alone(
     context: ParallelContext, granularity: str | None
 ) -> None:
-    """With dropout: the second forward pass draws what the first drew."""
+    """The second forward pass draws the dropout that the first drew."""
     gradients = []
     for recompute in (granularity, None):
         core = config(

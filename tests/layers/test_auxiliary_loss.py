@@ -51,7 +51,7 @@ PLAIN = replace(GPT, model_chunk=build_gpt_chunk)
 
 
 def gradients(task: Any, words: str, ranks: int, folder: Path) -> dict[str, Tensor]:
-    """Gradients of the first step, and the weights that it started from."""
+    """Return the gradients of the first step, and save the weights that it started from."""
     folder.mkdir()
     flags = [*FLAGS, *mock_data(), "--train-iters", "1", "--eod-mask-loss", *words.split()]
     flags = [*flags, "--nproc-per-node", str(ranks)]

@@ -55,7 +55,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def gradients(context: ParallelContext, changes: dict[str, Any]) -> dict[str, Tensor]:
-    """Output, gradient of the input and of every parameter, in double precision."""
+    """Return output, gradient of the input and of every parameter, in double precision."""
     base = {**SMALL, "bias_dropout_fusion": True, **changes}
     core = StepTransformerConfig(**base, tensor_model_parallel_size=context.pgs.tp.size())
     seed_everything(context, 5)
@@ -128,7 +128,7 @@ def test_two_ranks_are_plain_arithmetic(context: ParallelContext, sequence_paral
 
 
 def called(chunk: torch.nn.Module) -> set[str]:
-    """Names of modules whose hooks have been called, a set that fills."""
+    """Return a set that fills with the names of modules whose hooks are called."""
     names: set[str] = set()
     for name, module in chunk.named_modules():
         module.register_forward_pre_hook(lambda *_, name=name: names.add(name))
@@ -136,13 +136,13 @@ def called(chunk: torch.nn.Module) -> set[str]:
 
 
 def holders(chunk: torch.nn.Module) -> set[str]:
-    """Names of modules that hold parameters themselves."""
+    """Return the names of modules that hold parameters themselves."""
     return {n for n, m in chunk.named_modules() if any(True for _ in m.parameters(recurse=False))}
 
 
 @ranks()
 def test_data_parallelism_is_told_of_every_weight_that_is_used(context: ParallelContext) -> None:
-    """It waits for a gathered weight when the module that holds it is called."""
+    """Data parallelism waits for a gathered weight when the module that holds it is called."""
     core = StepTransformerConfig(**SMALL, qk_layernorm=True)
     block = TransformerBlock(core, layer_spec(core, impl="torch"), pg_collection=context.pgs)
     names = called(block)

@@ -34,7 +34,7 @@ def forbidden_by(mask: str) -> Tensor:
 
 
 def check(context: ParallelContext, kind: str, mask: str, groups: int, dtype: torch.dtype) -> None:
-    """Output and gradients of this rank's heads and part of the sequence."""
+    """Check output and gradients of this rank's heads and part of the sequence."""
     tp, cp = context.pgs.tp, context.pgs.cp
     full = [x.requires_grad_() for x in full_qkv(groups, dtype)]
     truth = plain.attention(*(x.double() for x in full), forbidden_by(mask))
@@ -42,7 +42,7 @@ def check(context: ParallelContext, kind: str, mask: str, groups: int, dtype: to
     wanted = [truth, *torch.autograd.grad(truth, full, cotangent)]
 
     def own(tensor: Tensor) -> Tensor:
-        """This rank's heads and positions of ``[s, b, heads(, d)]``."""
+        """Return this rank's heads and positions of ``[s, b, heads(, d)]``."""
         return plain.zigzag(tensor.chunk(tp.size(), dim=2)[tp.rank()], cp.rank(), cp.size())
 
     core = config(

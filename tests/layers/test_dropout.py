@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def full_mask(site: str, first_sample: int) -> Tensor:
-    """What one rank drops of ``[S, B, H]``, 0.5 likely."""
+    """Return what one rank drops of ``[S, B, H]`` with probability 0.5."""
     with microbatch_masks(7, first_sample):
         drawn = [uniform(site, sample, (S, H), CPU) for sample in range(B)]
     return torch.stack(drawn, dim=1) >= 0.5

@@ -57,7 +57,7 @@ def test_one_flag_switches_compilation_off(word: str) -> None:
     ],
 )
 def test_cores_compiled_activation_is_asked_for_where_core_has_it(words: str, fuses: bool) -> None:
-    """With Transformer Engine's layers the MLP is megatron-core's, which raises elsewhere."""
+    """Transformer Engine's layers have megatron-core's MLP, which raises elsewhere."""
     config = parse_args([*WORDS, *words.split()], world_size=1, device="cpu").config
     engine = replace(config.model, transformer_impl="transformer_engine")
     fields = replace(config, model=engine, device="cuda").transformer_fields()

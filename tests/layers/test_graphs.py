@@ -70,7 +70,7 @@ def enter(block: TransformerBlock, microbatch: int) -> None:
 
 
 def summed_as_by_data_parallelism(block: TransformerBlock) -> dict[str, Tensor]:
-    """Gradients of the parameters from now on, taken whenever there is one."""
+    """Sum the gradients of the parameters from now on, taken whenever there is one."""
     totals: dict[str, Tensor] = {}
 
     def add(name: str, parameter: Tensor) -> None:
@@ -170,7 +170,7 @@ def test_evaluation_drops_nothing(context: ParallelContext) -> None:
 
 @on_graphs
 def test_masks_are_those_without_graphs(context: ParallelContext) -> None:
-    """To record takes no random numbers, and a replay takes as many as the layers do."""
+    """Recording takes no random numbers, and a replay takes as many as the layers do."""
     found = []
     for record in (False, True):
         block = block_of(context, hidden_dropout=0.5)
@@ -220,7 +220,7 @@ def test_what_waits_for_parameters_is_called(context: ParallelContext) -> None:
 
 @on_graphs
 def test_products_that_add_to_the_gradient_buffer(context: ParallelContext) -> None:
-    """They do so while they are recorded too, which must not show; then no hook adds any more."""
+    """Recording adds to the buffer too, which must not show; then no hook adds any more."""
     block, found = block_of(context), []
     block.config.adds_in_place = True
     for parameter in block.parameters():

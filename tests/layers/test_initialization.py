@@ -89,7 +89,7 @@ def save_weights(
 
 
 def weights_of(words: str, num_ranks: int, folder: Path) -> dict[str, Tensor]:
-    """Full weights by name; copies on several ranks must agree."""
+    """Return full weights by name; copies on several ranks must agree."""
     folder.mkdir()
     config, vocab_size = config_of(words, num_ranks)
     groups = embedding_ranks(
@@ -113,14 +113,14 @@ def weights_of(words: str, num_ranks: int, folder: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Flags of a model, and its weights on one rank."""
+    """Return the flags of a model, and its weights on one rank."""
     words = MODELS[request.param]
     folder = tmp_path_factory.mktemp("one") / "weights"
     return SimpleNamespace(words=words, truth=weights_of(words, 1, folder))
 
 
 def pairs() -> list[tuple[str, str]]:
-    """Models with the layouts that they can have, and copies only for two of them."""
+    """Return models with the layouts that they can have; only two of them have copies."""
     return [
         (model, layout)
         for model in MODELS
@@ -219,7 +219,7 @@ def test_a_weight_is_what_its_name_and_seed_draw(tmp_path: Path) -> None:
 
 
 def test_zero_centred_norms_start_at_a_gain_of_one(tmp_path: Path) -> None:
-    """With the flag the stored weight is the gain minus one."""
+    """The flag makes the stored weight the gain minus one."""
     weights = weights_of("--apply-layernorm-1p", 1, tmp_path / "weights")
     norms = {name: weight for name, weight in weights.items() if "norm" in name}
     assert len(norms) == 2 * 4 + 1
@@ -228,7 +228,7 @@ def test_zero_centred_norms_start_at_a_gain_of_one(tmp_path: Path) -> None:
 
 
 def test_learned_positions_do_not_depend_on_the_layout(tmp_path: Path) -> None:
-    """Also torch's embedding draws for itself on the first stage only (see `save_weights`)."""
+    """torch's embedding draws for itself, on the first stage only (see `save_weights`)."""
     words = "--position-embedding-type learned_absolute --normalization LayerNorm"
     one = weights_of(words, 1, tmp_path / "one")
     other = weights_of(f"{words} --pipeline-model-parallel-size 2", 2, tmp_path / "other")
@@ -238,7 +238,7 @@ def test_learned_positions_do_not_depend_on_the_layout(tmp_path: Path) -> None:
 
 
 def check_cpu_initialization(context: ParallelContext, folder: Path) -> None:
-    """With the flag the weights are megatron-core's, drawn from torch's generator in order."""
+    """Check that the flag gives megatron-core's weights, drawn from torch's generator in order."""
     config, vocab_size = config_of("--use-cpu-initialization", 1)
     core = build_transformer_config(config)
     assert not isinstance(core.init_method, Marked)
@@ -342,7 +342,7 @@ def test_a_marked_parameter_may_be_wrapped_again(context: ParallelContext) -> No
 
 
 def test_a_parameter_that_moves_leaves_its_place_to_no_other() -> None:
-    """As megatron-core's router does; the memory that it frees is what the next one would get."""
+    """megatron-core's router moves so; the memory that it frees is what the next one would get."""
     config = marked_config(partial(torch.nn.init.constant_, val=3.0))
     parameters = [torch.nn.Parameter(torch.empty(64, 64)) for _ in range(8)]
     for parameter in parameters:

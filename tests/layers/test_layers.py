@@ -61,7 +61,7 @@ def config(context: ParallelContext | None = None, **changes: Any) -> Transforme
 
 
 def local_part(full: Tensor, context: ParallelContext, *, sequence_parallel: bool) -> Tensor:
-    """This rank's positions of ``[s, ...]``."""
+    """Return this rank's positions of ``[s, ...]``."""
     cp, tp = context.pgs.cp, context.pgs.tp
     part = plain.zigzag(full, cp.rank(), cp.size()) if cp.size() > 1 else full
     return part.chunk(tp.size())[tp.rank()] if sequence_parallel else part
@@ -75,7 +75,7 @@ def check_block(
     sequence_parallel: bool = False,
     **changes: Any,
 ) -> None:
-    """Output, gradient of the input and of every parameter."""
+    """Check output, gradient of the input and of every parameter."""
     core = config(
         context, normalization=normalization, sequence_parallel=sequence_parallel, **changes
     )
@@ -110,7 +110,7 @@ def check_gradients(
     *,
     sequence_parallel: bool,
 ) -> None:
-    """After the sums that megatron-core makes for the parameters that say so."""
+    """Check gradients after the sums that megatron-core makes for the parameters that say so."""
     for name, parameter in block.named_parameters():
         assert parameter.grad is not None, name
         grad = parameter.grad.clone()

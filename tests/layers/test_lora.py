@@ -239,7 +239,7 @@ def gradients_with_dropout(context: ParallelContext, *words: str) -> dict[str, T
 def test_masks_of_whole_inputs_agree_between_tensor_parallel_ranks(
     context: ParallelContext,
 ) -> None:
-    """So that the whole matrices, which each rank updates by itself, stay alike."""
+    """The whole matrices, which each rank updates by itself, thus stay alike."""
     whole = [
         gradient
         for name, gradient in gradients_with_dropout(context).items()

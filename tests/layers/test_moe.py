@@ -183,7 +183,7 @@ def plain_auxiliary(kind: str, hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def check_auxiliary(context: ParallelContext, kind: str, micro_batch: int) -> None:
-    """After the division by N, the gradient is that of the mean over all micro-batches."""
+    """Check that the gradient over N is that of the mean over all micro-batches."""
     targets, sequences = 13.0, 8
     generator = torch.Generator().manual_seed(6)
     hidden = torch.randn(S, sequences, H, generator=generator)

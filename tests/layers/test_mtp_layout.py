@@ -46,19 +46,19 @@ def run_layout(name: str, tie: str, folder: Path, *more: str, steps: int = 1) ->
 
 
 OF_TIED = ("tp2+sp", "pp2", "pp4 own stage", "pp4 own stage zb-h1")
-"""Where tied weights make a difference: a rank's vocabulary, and stages that hold copies."""
+"""Layouts where tied weights matter: a cut vocabulary, and stages that hold copies."""
 SEVERAL = (f"tp2sppp3[{PLACE} Etttt|mm|L]", f"cp2pp3[{PLACE} Etttt|mm|L]", "pp2cp2", "tp2sppp2")
 
 
 @pytest.fixture(scope="module")
 def after_three(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What one rank records in three steps."""
+    """Record three steps on one rank."""
     return run_layout("dp1", "untied", tmp_path_factory.mktemp("three") / "run", steps=3)
 
 
 @pytest.fixture(scope="module", params=TIES)
 def one_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Tied or untied, and what one rank records with micro-batches of two."""
+    """Return tied or untied, and what one rank records with micro-batches of two."""
     folder = tmp_path_factory.mktemp("one_rank") / "run"
     truth = run_layout("dp1", request.param, folder)
     assert truth.failure is None
@@ -93,7 +93,7 @@ def test_d07_own_stage_over_several_steps(name: str, after_three: Any, tmp_path:
 
 @pytest.mark.parametrize("name", ["mbs1", "cp2", f"pp3[{PLACE} Ettt|tmm|L]"])
 def test_documents_apart_give_the_gradients_of_one_rank(name: str, tmp_path: Path) -> None:
-    """With attention within documents, targets end where the documents do."""
+    """Targets end where the documents do, as attention does."""
     flag = "--reset-attention-mask"
     truth = run_layout("dp1", "untied", tmp_path / "truth", flag)
     through = run_layout("dp1", "untied", tmp_path / "through")
@@ -103,7 +103,7 @@ def test_documents_apart_give_the_gradients_of_one_rank(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize("tie", TIES)
 def test_d07_one_rank_goes_on_from_the_checkpoint_of_an_own_stage(tie: str, tmp_path: Path) -> None:
-    """And both evaluate alike: in evaluation the own stage hands on the model's states alone."""
+    """Both evaluate alike: in evaluation the own stage hands on the model's states alone."""
     words = [*MODEL, *mock_data(), *DEPTHS, *TIES[tie]]
     words += "--eval-iters 1 --eval-interval 1 --train-iters 3".split()
     # Not Etttt: core saves a first stage wrongly whose layers do not fill 128 elements.
@@ -122,7 +122,7 @@ def test_d07_one_rank_goes_on_from_the_checkpoint_of_an_own_stage(tie: str, tmp_
 
 
 def first_and_last(**_kind: Any) -> Callable[[list[int]], list[int]]:
-    """Which stages hold copies of the embedding, by megatron-core's default."""
+    """Return the stages that hold copies of the embedding, by megatron-core's default."""
     return lambda pipeline: [pipeline[0], pipeline[-1]]
 
 

@@ -118,11 +118,11 @@ class DenseModel:
         return PlainBlock(*self.sizes, layers=layers, weights=weights)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """``[b, s]`` to ``[s, b, h]``."""
+        """Map ``[b, s]`` to ``[s, b, h]``."""
         return self.leaves["embedding.word_embeddings.weight"][tokens].transpose(0, 1)
 
     def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy ``[b, s]``."""
+        """Return cross-entropy ``[b, s]``."""
         logits = hidden @ self.leaves["output_layer.weight"].T
         return F.cross_entropy(logits.permute(1, 2, 0), labels, reduction="none")
 
@@ -153,7 +153,7 @@ class DenseModel:
 
 
 def save_dense(run: Run, path: Path) -> None:
-    """Mean losses and gradients of the first step, by formula."""
+    """Save mean losses and gradients of the first step, by formula."""
     (chunk,) = [wrapped.module for wrapped in run.chunks]
     parameters = dict(chunk.named_parameters())
     dense = DenseModel(parameters, run.config)
@@ -225,7 +225,7 @@ def save_logits(context: ParallelContext, config: RunConfig, path: Path) -> None
 
 
 def check_pipeline_logits(context: ParallelContext, config: RunConfig, path: Path) -> None:
-    """In training the middle stage hands on all depths, in evaluation the model alone."""
+    """Check that the middle stage hands on all depths in training only."""
     chunk = build(context, config)
     tokens, positions = tokens_and_positions()
     for training in (True, False):

@@ -50,7 +50,7 @@ def packed_row(lengths: list[int], padded: list[int]) -> Batch:
 def targets_by_hand(
     batch: Batch, lengths: list[int], padded: list[int], depth: int
 ) -> tuple[list[int], list[int]]:
-    """Labels and mask of one depth: what the same document holds ``depth`` positions on."""
+    """Return labels and mask of one depth: what the document holds ``depth`` positions on."""
     labels, mask, start = [], [], 0
     for true, pad in zip(lengths, padded, strict=True):
         for offset in range(pad):
@@ -137,7 +137,7 @@ def test_d10_stock_cannot_shift_a_short_document(context: ParallelContext) -> No
 
 
 def sample_of(tokens: list[int]) -> dict[str, Tensor]:
-    """One collated sample of GPT pretraining, all of whose positions have targets."""
+    """Return one collated sample of GPT pretraining, all of whose positions have targets."""
     row = torch.tensor([tokens])
     return {
         "tokens": row[:, :-1],
@@ -162,7 +162,7 @@ def test_samples_are_shifted_by_document_where_attention_is(context: ParallelCon
 
 
 def second_document_losses(chunk: torch.nn.Module, tokens: Tensor) -> list[list[float]]:
-    """Sum and count of each depth's losses over the second document of a row."""
+    """Return sum and count of each depth's losses over the second document of a row."""
     documents = documents_of_tokens(tokens[:, :-1], EOD)
     position = torch.arange(tokens.size(1) - 1).unsqueeze(0)
     mask = (documents == 1).float()

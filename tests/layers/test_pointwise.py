@@ -12,7 +12,7 @@ from tests.layers.pointwise_cases import CASES, Case, cast, run
 
 EXACT = 1e-12
 HALF_FACTOR = 1.5
-"""What rounding in half precision may be, as a multiple of the uncompiled function's."""
+"""The most that half precision may round, as a multiple of the uncompiled function's error."""
 
 
 NAMES = ("RMSNorm with residual False", "add and norm bias", "heads with RMSNorm", "joint heads")
@@ -29,7 +29,7 @@ OTHERS = [case for case in CASES if case not in QUICK]
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """Relative, in the L2 norm."""
+    """Return the relative error in the L2 norm."""
     return float((got.double() - want).norm() / want.norm().clamp_min(1e-30))
 
 

@@ -26,7 +26,7 @@ S, B, N, G, D = 12, 2, 4, 2, 8
 
 
 def heads(device: str = "cpu", dtype: torch.dtype = torch.float32, s: int = S) -> list[Tensor]:
-    """Queries, keys and values in Megatron's order, ``[s, b, n, d]`` and ``[s, b, g, d]``."""
+    """Return queries, keys and values: ``[s, b, n, d]`` and ``[s, b, g, d]``."""
     generator = torch.Generator().manual_seed(3)
     made = [torch.randn(s, B, n, D, generator=generator) for n in (N, G, G)]
     return [x.to(device, dtype).requires_grad_() for x in made]
@@ -177,7 +177,7 @@ def through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_copied_around_a_kernel(
     context: ParallelContext, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with values that are a view of a fused projection, as megatron-core cuts it."""
+    """The values are a view of a fused projection, as megatron-core cuts it."""
     through(name, monkeypatch)
     core = config(num_query_groups=G, bf16=True)
     module = build(DotProductAttention, core, context)

@@ -36,7 +36,7 @@ SIGNATURES = {
 
 
 def arguments_of(sources: list[Path], name: str) -> set[str]:
-    """Of a function, a class's constructor, or the forward pass of one without a constructor."""
+    """Return the arguments of a function, of a constructor, or of a forward pass without one."""
     for path in sources:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, (ast.ClassDef, ast.FunctionDef)) or node.name != name:

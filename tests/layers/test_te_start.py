@@ -1,4 +1,4 @@
-"""What happens before Transformer Engine's layers are built: GPUs, buffers, groups, kinds of CP."""
+"""Preparation of a run with Transformer Engine's layers: GPUs, buffers, groups, kinds of CP."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ MODES = SimpleNamespace(FP8="fp8", NONE="none")
 def test_buffers_of_overlapped_communication(
     words: str, modes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Megatron-LM's ``_initialize_tp_communicators`` calls them."""
+    """Megatron-LM's ``_initialize_tp_communicators`` calls them so."""
     monkeypatch.setattr(run, "_has_transformer_engine", lambda device: True)
     monkeypatch.setattr(run, "found_version", lambda: "2.9.0")
     path = tmp_path / "overlap.yaml"

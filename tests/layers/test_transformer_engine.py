@@ -39,7 +39,7 @@ RESUMED = [
 
 
 def runs(*names: str) -> Seen:
-    """What each run reported and asked for."""
+    """Return what each run reported and asked for."""
     path = os.pathsep.join([str(STAND_IN), str(ROOT)])
     environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -84,7 +84,7 @@ def calls(of: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["bf16", "delayed"])
 def test_losses_are_those_of_the_torch_layers(name: str, seen: Seen) -> None:
-    """From the same weights; bf16 rounds at other places, 3 digits each over few layers."""
+    """Both start from the same weights; bf16 rounds at other places, 3 digits over few layers."""
     assert seen[name]["losses"] == pytest.approx(seen["torch"]["losses"], rel=1e-4)
 
 
@@ -178,7 +178,7 @@ def test_the_delayed_recipe_gets_its_options(seen: Seen) -> None:
 
 @pytest.mark.slow
 def test_multi_token_prediction_runs_in_8_bits(others: Seen) -> None:
-    """Its layer, and the product that joins its two inputs."""
+    """The depth has its layer, and the product that joins its two inputs."""
     assert others["mtp"]["modules"]["GradientAccumulatingLayer"] == LAYERS + 1
     products = [x["recipe"] for x in calls(others["mtp"], "product")]
     assert len(products) == (LINEARS + 5) * STEPS * MICROBATCHES
@@ -192,7 +192,7 @@ def test_the_first_and_last_layers_stay_in_bf16(others: Seen) -> None:
 
 
 def test_weights_are_kept_in_8_bits(seen: Seen) -> None:
-    """Built so by megatron-core, filled by name, and quantized again after each update."""
+    """megatron-core builds them so; each update quantizes them again."""
     run = seen["parameters"]
     assert run["kept in 8 bits"] == [True] * LINEARS
     assert (

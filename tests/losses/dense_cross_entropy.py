@@ -22,7 +22,7 @@ Result = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def inputs(*, b: int = B) -> Inputs:
-    """Hidden states, weight, labels with five ignored ones, and token weights of both signs."""
+    """Return hidden states, weight, labels with five ignored ones, and weights of both signs."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(S, b, H, generator=generator)
     weight = torch.randn(V, H, generator=generator)
@@ -36,7 +36,7 @@ def inputs(*, b: int = B) -> Inputs:
 def dense(
     values: Inputs, *, label_smoothing: float = 0.0, z_loss_coefficient: float = 0.0
 ) -> Result:
-    """Truth: whole logits in float64, torch's cross-entropy and its autograd."""
+    """Return the truth: whole logits in float64, torch's cross-entropy and its autograd."""
     hidden, weight, labels, weights = values
     hidden = hidden.detach().double().requires_grad_()
     weight = weight.detach().double().requires_grad_()
@@ -72,7 +72,7 @@ def leaves(values: Inputs, kind: torch.dtype = torch.float32) -> Inputs:
 
 
 def error(found: Tensor | None, truth: Tensor | None) -> float:
-    """Largest difference over the largest true value."""
+    """Return the largest difference over the largest true value."""
     assert found is not None and truth is not None and found.shape == truth.shape
     return float((found.double() - truth).abs().max() / truth.abs().max())
 

@@ -1,4 +1,4 @@
-"""Losses written for a chunk against the same formula on whole logits in float64."""
+"""Losses written for a block against the same formula on whole logits in float64."""
 
 from __future__ import annotations
 

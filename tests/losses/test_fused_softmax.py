@@ -38,7 +38,7 @@ def on_a_gpu(compiler: str, *args: Any, **kwargs: Any) -> Result:
 
 
 def block(kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Logits far from 0, and columns that reach both ends."""
+    """Return logits far from 0, and columns that reach both ends."""
     generator = torch.Generator().manual_seed(0)
     logits = 100 + 5 * torch.randn(C, V, generator=generator)
     return logits.to(kind), torch.tensor([[0], [V - 1], [5], [0], [7], [8]])
@@ -137,7 +137,7 @@ def distance(found: Tensor | None, truth: Tensor | None) -> float:
 
 
 def eager(values: Inputs) -> Result:
-    """Whole logits in the type of the head, as torch's users write it."""
+    """Compute whole logits in the type of the head, as torch's users write it."""
     hidden, weight, labels, weights = values
     logits = (hidden[:, 0] @ weight.t()).float()
     losses = torch.nn.functional.cross_entropy(logits, labels[0], reduction="none")

@@ -52,7 +52,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def check_bias(group: Any, **options: Any) -> None:
-    """Loss and gradients with a bias, against torch's over whole logits in float64."""
+    """Check loss and gradients with a bias against torch's over whole logits in float64."""
     hidden, weight, labels, weights = inputs()
     bias = torch.randn(V, generator=torch.Generator().manual_seed(2))
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
@@ -241,7 +241,7 @@ def test_small_token_weights_survive_float16() -> None:
 
 
 def weight_error(values: Inputs, num_blocks: int, into_main: bool) -> float:
-    """Relative error (root mean square) of a bfloat16 head's gradient."""
+    """Return the relative error (root mean square) of a bfloat16 head's gradient."""
     hidden, weight, labels, weights = leaves(values, torch.bfloat16)
     truth = dense((hidden, weight, labels, weights))[2]
     if into_main:

@@ -73,7 +73,7 @@ def stock_chunk(
 def stock_forward_step(
     _config: RunConfig, batch: Batch, model: torch.nn.Module, _counts: StepCounts | None
 ) -> tuple[Tensor, LossFunction]:
-    """Megatron-LM's forward step: multi-token prediction is the model's own business."""
+    """Do Megatron-LM's forward step: multi-token prediction is the model's own business."""
     output = model(
         batch.tokens,
         batch.position_ids,
@@ -96,7 +96,7 @@ def gpt_chunk(run: RunConfig, context: ParallelContext, build: ModelChunk = buil
 
 
 def whole_batch(run: RunConfig, masks: Tensor | None = None) -> Batch:
-    """One global batch ``[SEQUENCES, LENGTH]`` with its multi-token-prediction targets.
+    """Return one global batch ``[SEQUENCES, LENGTH]`` with its multi-token-prediction targets.
 
     Args:
         run: for the number of depths.
@@ -111,7 +111,7 @@ def whole_batch(run: RunConfig, masks: Tensor | None = None) -> Batch:
 
 
 def ragged_masks() -> Tensor:
-    """Masks of unequal sums, with holes, ``[SEQUENCES, LENGTH]``."""
+    """Return masks of unequal sums, with holes, ``[SEQUENCES, LENGTH]``."""
     mask = torch.ones(SEQUENCES, LENGTH)
     for row, first in enumerate((20, 3, 29, 9)):
         mask[row, first:] = 0
@@ -133,7 +133,7 @@ def rows(batch: Batch, first: int, count: int) -> Batch:
 
 
 def gradients(chunk: torch.nn.Module) -> dict[str, Tensor]:
-    """By name; zeros where nothing arrived."""
+    """Return gradients by name; zeros where nothing arrived."""
     return {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
         for name, p in chunk.named_parameters()
@@ -149,6 +149,6 @@ def worst(mine: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Plain losses ``[b, s]`` of logits ``[s, b, v]``."""
+    """Return plain losses ``[b, s]`` of logits ``[s, b, v]``."""
     losses = F.cross_entropy(logits.double().permute(1, 2, 0), labels, reduction="none")
     return losses.float()

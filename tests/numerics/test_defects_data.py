@@ -40,7 +40,7 @@ DOCUMENT = 5
 
 
 def write(prefix: Path, documents: int, *, vocabulary: int = 90, largest: int = 80) -> str:
-    """Documents of five tokens each; the very last id is the largest."""
+    """Write documents of five tokens each; the very last id is the largest."""
     ids = np.arange(documents * DOCUMENT) % largest
     ids[-1] = largest
     with IndexedWriter(prefix, optimal_dtype(vocabulary)) as writer:
@@ -72,7 +72,7 @@ def dataset(cls: type[GPTDataset], prefix: str, core: GPTDatasetConfig, samples:
 
 
 class _EndlessError(Exception):
-    """Time is up."""
+    """The time is up."""
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def test_d29_an_empty_split_is_refused_when_samples_are_asked_of_it(tmp_path: Pa
 def test_d29_a_dataset_without_tokens_is_refused(
     context: ParallelContext, mmap: list[str], tmp_path: Path
 ) -> None:
-    """With a file for each split nothing is cut, and a split can be empty all the same."""
+    """A file for each split is not cut, and a split can be empty all the same."""
     train, empty = write(tmp_path / "train", 20), tmp_path / "empty"
     with IndexedWriter(empty, optimal_dtype(90)) as writer:
         writer.add_document(np.asarray([], np.int64), [])
@@ -186,7 +186,7 @@ def test_d32_a_mode_is_written_where_none_is_given(tmp_path: Path) -> None:
 
 
 def samples(tokens: int, length: int, *, drop_last: bool) -> int:
-    """What megatron-core counts for one document of so many tokens."""
+    """Return the samples that megatron-core counts in one document of so many tokens."""
     sizes, order = np.asarray([tokens], np.int32), np.zeros(1, np.int32)
     index = helpers.build_sample_idx(sizes, order, length, 1, tokens, drop_last, 1)
     return len(index) - 1

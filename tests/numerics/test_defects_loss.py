@@ -46,14 +46,14 @@ class Scale(MegatronModule):  # type: ignore[misc]
         self.model_type = ModelType.encoder_or_decoder
 
     def set_input_tensor(self, _tensor: Tensor | None) -> None:
-        """One stage takes none."""
+        """Ignore the input; a single stage takes none."""
 
     def forward(self) -> Tensor:
         return self.weight * torch.tensor([1.0, 2.0, 3.0])
 
 
 def step(loss: Loss, *, per_token: bool) -> tuple[float, list[Any]]:
-    """Gradient of the number after one step of core's schedule, and what the loss reported."""
+    """Return the number's gradient after one step of core's schedule, and the loss's report."""
     core = TransformerConfig(
         num_layers=1, hidden_size=2, num_attention_heads=1, calculate_per_token_loss=per_token
     )
@@ -133,7 +133,7 @@ def logits_and_labels(vocabulary: int = 64) -> tuple[Tensor, Tensor]:
 
 
 def gradient_error(loss: Callable[[Tensor, Tensor], Tensor]) -> float:
-    """Largest error of a gradient, relative to the largest gradient, against double precision."""
+    """Return the largest error of a gradient over the largest gradient, in double precision."""
     logits, labels = logits_and_labels()
     exact = logits.double().requires_grad_()
     F.cross_entropy(exact.view(-1, 64), labels.view(-1), reduction="sum").backward()
@@ -153,7 +153,7 @@ def test_d22_stock_rounds_the_gradient_of_the_fused_loss_to_bf16(context: Parall
 
 @ranks()
 def test_d22_in_bf16_the_fused_gradient_is_the_unfused_one(context: ParallelContext) -> None:
-    """There the cast changes nothing: bf16 logits take a bf16 gradient anyway."""
+    """The cast changes nothing there: bf16 logits take a bf16 gradient anyway."""
     logits, labels = logits_and_labels()
     found = []
     for fused in (True, False):
@@ -169,7 +169,7 @@ def test_d22_in_bf16_the_fused_gradient_is_the_unfused_one(context: ParallelCont
 
 @pytest.mark.parametrize("precision", ["", "--fp16"])
 def test_d22_the_fused_loss_without_bf16_is_refused(precision: str) -> None:
-    """It would round the gradient of every logit to eight bits."""
+    """The fused loss would round the gradient of every logit to eight bits."""
     words = f"--train-iters 1 --cross-entropy-loss-fusion {precision}".split()
     with pytest.raises(ConfigError, match="`--cross-entropy-loss-fusion`.*`--bf16`"):
         parse_args([*TINY, *mock_data(), *words], world_size=1, device="cuda")
@@ -205,7 +205,7 @@ def test_d23_logits_are_overwritten_but_losses_and_gradients_are_right(
 
 
 def smoothing_error(group: ProcessGroup, smoothing: float) -> float:
-    """Largest relative error of a loss with smoothed labels, the vocabulary cut over a group."""
+    """Return the largest relative error of a loss with smoothed labels and a cut vocabulary."""
     full, labels = logits_and_labels()
     part = full.chunk(group.size(), dim=-1)[group.rank()].clone()
     mine = vocab_parallel_cross_entropy(part, labels, smoothing)
@@ -232,7 +232,7 @@ def test_d24_stock_smooths_labels_over_the_part_of_the_vocabulary(context: Paral
 
 
 def test_d24_ours_is_the_same_on_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
-    """Against torch's smoothing: tests/losses; here through the flags, with the z-loss."""
+    """tests/losses compares with torch's smoothing; here the flags are used, with the z-loss."""
     flags = [word for word in TINY if word != "--use-cpu-initialization"] + mock_data()
     own = "--label-smoothing 0.1 --z-loss-coeff 1e-3".split()
     limits = "--steps 2 --loss-tolerance 1e-6 --gradient-tolerance 1e-5".split()

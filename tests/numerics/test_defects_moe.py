@@ -62,7 +62,7 @@ def switches(kind: str) -> dict[str, Any]:
 def share(
     context: ParallelContext, cls: type[TopKRouter], kind: str, *, micro_batch: int, targets: int
 ) -> float:
-    """Gradient of an auxiliary loss after a step with so many targets, as a share of the truth.
+    """Return the gradient of an auxiliary loss after a step, as a share of the truth.
 
     The truth is the mean over all micro-batches in double precision. The gradient passes through
     megatron-core's data-parallel wrapper and `finalize_model_grads`, as in a run.
@@ -258,7 +258,7 @@ def test_d01_d02_d03_d28_transformer_engines_layers_have_our_router(
 
 
 def wrong_expert_gradients(context: ParallelContext, *, marked: bool, **changes: Any) -> set[str]:
-    """Parameters of experts whose gradient after a step is not the sum over the ranks with copies.
+    """Return parameters of experts whose gradient is not the sum over the ranks with copies.
 
     The truth adds up what autograd gives each rank, over the ranks that hold the same expert.
     """
@@ -340,7 +340,7 @@ def test_d35_d36_runs_log_the_same_however_experts_are_shared(tmp_path: Path) ->
 def test_what_load_balancing_depends_on(
     balancing: str, ranks: int, more: str, equal: bool, tmp_path: Path
 ) -> None:
-    """As docs/numerics.md says, "What is not invariant"."""
+    """docs/numerics.md says so under "What is not invariant"."""
     flags = [*TINY, *mock_data(), *"--num-experts 4 --num-layers 2 --train-iters 2".split()]
     flags += ["--moe-router-load-balancing-type", balancing, "--moe-aux-loss-coeff", "1"]
     one = train_on_ranks(flags, save=tmp_path / "one")[1]

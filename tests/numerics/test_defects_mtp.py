@@ -49,7 +49,7 @@ def step_counts(batch: Batch) -> StepCounts:
 def our_gradients(
     run: RunConfig, context: ParallelContext, batch: Batch, micro_batch: int
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Of one step in micro-batches, as the step divides them; and what it logs."""
+    """Return the gradients of one step in micro-batches, as the step divides them, and its log."""
     chunk = gpt_chunk(run, context)
     counts = step_counts(batch)
     pieces = range(0, SEQUENCES, micro_batch)
@@ -70,7 +70,7 @@ def our_gradients(
 
 
 def scale_of_means(run: RunConfig, num_microbatches: int) -> int:
-    """What megatron-core's schedule divides multi-token-prediction losses by."""
+    """Return what megatron-core's schedule divides multi-token-prediction losses by."""
     return 1 if run.training.calculate_per_token_loss else num_microbatches
 
 
@@ -101,7 +101,7 @@ def stock_gradients(
 def test_d05_stock_weighs_a_depth_by_the_share_of_targets_that_it_keeps(
     context: ParallelContext,
 ) -> None:
-    """With one depth and full masks, 31 of 32: a shift loses one target of each sequence."""
+    """One depth with full masks keeps 31 of 32: a shift loses one target of each sequence."""
     run = gpt_config("--mtp-num-layers", "1")
     batch = whole_batch(run)
     want, _ = our_gradients(run, context, batch, 1)

@@ -65,7 +65,7 @@ def interleaved(**messages: bool) -> TransformerConfig:
 
 
 def gradient_errors(context: ParallelContext, core: TransformerConfig) -> Tensor:
-    """Relative errors of all four stages' gradients, from core's interleaved schedule, ``[4]``."""
+    """Return the relative errors of all four stages' gradients under core's own schedule."""
     chunks = [Factor(core, 2 * index + context.pp_rank) for index in range(2)]
 
     def step(data: Iterator[int], chunk: Factor) -> tuple[Tensor, Any]:

@@ -32,7 +32,7 @@ LAYOUTS = ["dp1", "dp2", "cp2", "pp2", "tp2sp", "pp2zbh1cp2", "pp2[--no-calculat
 
 
 def masked(batch: Batch) -> Batch:
-    """Without any target, of the model or of a depth."""
+    """Return the batch without any target, for the model and for the depths."""
     return replace(
         batch,
         loss_weights=torch.zeros_like(batch.loss_weights),
@@ -43,7 +43,7 @@ def masked(batch: Batch) -> Batch:
 def train_masked(
     layout: str, choose: Callable[[Run, int], bool], check: Callable[[Run, StepResult], None]
 ) -> None:
-    """One step in which micro-batch i of a rank is masked where ``choose(run, i)`` says so."""
+    """Train a step; micro-batch i of a rank is masked where ``choose(run, i)`` says so."""
     named = parse_layout(layout)
     flags = [*FLAGS, *mock_data(), *MODEL.split(), *named.flags]
     flags = [*flags, "--nproc-per-node", str(named.ranks)]

@@ -16,7 +16,7 @@ LAYOUTS = "mbs1,mbs4,dp2,pp2,pp2dp2,tp2,tp2sp,cp2,cp2pp2,pp2vpp2"
 def agree(
     layouts: str, words: str, capfd: pytest.CaptureFixture[str], *, limit: float = 1e-5
 ) -> None:
-    """No gradient of two steps differs by more than the limit, nor does the norm."""
+    """Check that no gradient of two steps and no norm differs by more than the limit."""
     limits = f"--steps 2 --loss-tolerance {limit} --gradient-tolerance {limit}".split()
     code = main(["--layouts", layouts, *limits, "--", *FLAGS, "--eod-mask-loss", *words.split()])
     assert code == 0, capfd.readouterr().out
@@ -30,7 +30,7 @@ def test_main_loss_with_ragged_masks(capfd: pytest.CaptureFixture[str]) -> None:
     "reduction", ["token", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sample", "square"))]
 )
 def test_reductions(reduction: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """To 1e-6, with multi-token prediction; values of the denominators: tests/data."""
+    """Runs with multi-token prediction agree to 1e-6; tests/data checks the denominators."""
     words = f"--loss-reduction {reduction} --mtp-num-layers 1"
     agree("mbs4,dp2,pp2,cp2,tp2sp", words, capfd, limit=1e-6)
 
@@ -48,5 +48,5 @@ def test_one_sample_per_microbatch_is_the_mean_of_means(tmp_path: Path) -> None:
 
 
 def test_virtual_chunks_on_two_stages(capfd: pytest.CaptureFixture[str]) -> None:
-    """Also with megatron-core's own schedule, whose batched messages are never used."""
+    """megatron-core's own schedule agrees too; its batched messages are never used."""
     agree("pp2vpp2,pp2vpp2coreint,pp2vpp2dp2[--overlap-grad-reduce]", "", capfd)

@@ -40,7 +40,7 @@ def _weights(tiny: Tiny) -> dict[str, Tensor]:
 
 
 def _closed_form(history: list[dict[str, Tensor]], decay: float = DECAY) -> dict[str, Tensor]:
-    """decay^n w_0 + (1 - decay) sum_k decay^(n - k) w_k, in double precision."""
+    """Return decay^n w_0 + (1 - decay) sum_k decay^(n - k) w_k, in double precision."""
     n = len(history) - 1
     return {
         name: decay**n * first.double()
@@ -142,7 +142,7 @@ def test_two_and_four_ranks_hold_what_one_holds_bit_for_bit(precision: str, tmp_
 
 @ranks(dp=4)
 def test_each_rank_holds_a_quarter(context: ParallelContext) -> None:
-    """Beside the optimizer's shards, not beside the model's weights."""
+    """Averages lie with the optimizer's shards, not with the model's weights."""
     tiny = build(context)
     held = torch.tensor(sum(part.average.numel() for part in _ema(tiny)._parts))
     total = held.clone()

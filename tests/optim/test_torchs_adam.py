@@ -28,7 +28,7 @@ SMALL = [
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """As far as megatron-core builds it."""
+    """Transformer Engine's Adam, as far as megatron-core builds it."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ def test_checkpoints_go_on_with_and_without_transformer_engine(
 
 
 def test_what_a_checkpoint_does_not_say_keeps_its_default() -> None:
-    """Of torch's Adam, resumed with Transformer Engine's."""
+    """A checkpoint of torch's Adam resumes with Transformer Engine's."""
     weight = torch.nn.Parameter(torch.ones(2))
     theirs = torch.optim.AdamW([weight], lr=0.5).state_dict()
     ours = FusedAdam([weight], 0.1, 0.0, (0.9, 0.99), 1e-8, adam_w_mode=True)

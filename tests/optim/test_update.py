@@ -119,7 +119,7 @@ def test_the_update_is_torchs_adam_on_the_clipped_gradient(context: ParallelCont
 def test_a_tiny_epsilon_and_the_norm_before_clipping(
     context: ParallelContext, value: float
 ) -> None:
-    """One step with the published eps of 1e-15 and betas: torch's AdamW on min(norm, 1)."""
+    """Take one step with the published eps of 1e-15 and betas: torch's AdamW on min(norm, 1)."""
     betas, eps, decay = (0.9, 0.95), 1e-15, 0.01
     model, optimizer = _optimizer(
         context, distributed=True, adam_beta1=betas[0], adam_beta2=betas[1], adam_eps=eps

@@ -8,7 +8,7 @@ from megatron_ext.schedules.plan import COMPUTE, RECEIVES, SENDS, Action, Kind, 
 
 
 def errors(plan: Plan, *, capacity: int | None = None) -> list[str]:
-    """What is wrong with a plan; nothing if it can be trusted.
+    """Return what is wrong with a plan; nothing if it can be trusted.
 
     Checks that each computation happens once and in the order of the micro-batches, after what it
     needs is there, that sends and receives match one to one in the order of each channel, and that

@@ -26,7 +26,7 @@ FLAGS = [*TINY, *mock_data(), *"--train-iters 4 --eod-mask-loss --global-batch-s
 
 
 def _run(context: ParallelContext, words: str, *, overlap: bool) -> Run:
-    """On a CPU, with the communication of a GPU, which gloo can do as well."""
+    """Build a run on a CPU with the communication of a GPU, which gloo can do as well."""
     flags = [*FLAGS, *words.split()]
     config = parse_args(flags, world_size=context.layout.world_size, device="cpu").config
     config, tokenizer = preflight(config)
@@ -89,7 +89,7 @@ def _compare(context: ParallelContext, words: str) -> list[list[str]]:
 
 @ranks(dp=2)
 def test_one_stage_reduces_while_its_last_backward_pass_runs(context: ParallelContext) -> None:
-    """From the second step on, when the gradients have been counted."""
+    """Reduction overlaps from the second step on, when the gradients have been counted."""
     first, *rest = _compare(context, "--ddp-num-buckets 4")
     assert first.count("first weight") == 2
     assert first.index("reduce") > _last_index(first)
@@ -113,7 +113,7 @@ def test_deferred_gradients_are_complete_when_they_are_reduced(context: Parallel
 
 @ranks(dp=2)
 def test_a_parameter_without_gradient_stops_nothing(context: ParallelContext) -> None:
-    """In the first step, which megatron-core counts by, and in a later one."""
+    """This holds in the first step, which megatron-core counts by, and in a later one."""
     run = _run(context, "--ddp-num-buckets 4", overlap=True)
     model = run.chunks[0].module
     norm, forward = model.decoder.final_layernorm, model.forward

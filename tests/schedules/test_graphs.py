@@ -56,7 +56,7 @@ def losses_and_norms(words: str, ranks: int, folder: Path) -> list[tuple[float, 
 
 
 def check(words: str, ranks: int, folder: Path) -> list[list[list[int]]]:
-    """With graphs a run is the same, bit for bit; returns each rank's replays of each step."""
+    """Check that graphs change no bit of a run, and return each rank's replays of each step."""
     without = losses_and_norms(words, ranks, folder / "without")
     with graphs_on_a_cpu():
         recorded = losses_and_norms(f"{words} --cuda-graph-impl local", ranks, folder / "with")
@@ -67,7 +67,7 @@ def check(words: str, ranks: int, folder: Path) -> list[list[list[int]]]:
 
 
 def orders(replays: list[int], slots: list[int], layers: int) -> list[int]:
-    """Replays as megatron-core writes orders: c + 1 for chunk c's forward pass, else -(c + 1).
+    """Return replays in megatron-core's notation: c + 1 for chunk c's forward pass, else -(c + 1).
 
     `torch.cuda.make_graphed_callables` makes the graphs of the layers' forward passes, and then
     those of their backward passes, for each slot of each chunk.
@@ -94,7 +94,7 @@ def orders(replays: list[int], slots: list[int], layers: int) -> list[int]:
 def core_order(
     rank: int, chunks: int, *, stages: int = 2, microbatches: int = MICROBATCHES
 ) -> list[int]:
-    """What megatron-core's own schedule runs on a rank."""
+    """Return what megatron-core's own schedule runs on a rank."""
     later = stages - 1 - rank
     warmup = later if chunks == 1 else later * 2 + (chunks - 1) * stages
     group = microbatches if chunks == 1 else stages

@@ -44,7 +44,7 @@ def random_plan(generator: random.Random) -> tuple[Plan, int]:
 
 
 def activation_limit(plan: Plan, rank: int, group: int) -> int:
-    """Stage activations that a rank may hold, by the papers."""
+    """Return how many stage activations a rank may hold, by the papers."""
     size, chunks = plan.placement.pipeline_size, plan.placement.num_chunks
     if not any(action.kind is not Kind.FORWARD for action in plan.ranks[0] if action.peer is None):
         return 1

@@ -57,7 +57,7 @@ def test_schedules_equal_megatron_core_bit_for_bit(
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Flags that start from one checkpoint, whatever the layout."""
+    """Return flags that start from one checkpoint, whatever the layout."""
     checkpoint = tmp_path_factory.mktemp("start") / "checkpoint"
     code, _ = train_on_ranks([*TINY, *mock_data(), "--train-iters", "1"], save=checkpoint)
     assert code == 0
@@ -187,7 +187,7 @@ def step(iterator: Iterator[int] | None, model: Any) -> tuple[Tensor, Any]:
 
 
 def truth(num_stages: int, num_microbatches: int, length: int) -> tuple[list[float], list[float]]:
-    """Loss of each micro-batch and gradient of each weight, by plain torch."""
+    """Return the loss of each micro-batch and the gradient of each weight, by plain torch."""
     weights = [torch.tensor(1.0 + 0.25 * s, requires_grad=True) for s in range(num_stages)]
     losses = []
     for i in range(num_microbatches):
@@ -274,7 +274,7 @@ def test_forward_only_collects_what_is_no_loss(schedule: str, chunks: int) -> No
 
 
 def check_memory(context: ParallelContext) -> None:
-    """Outputs are let go once sent, and their messages still arrive whole (D16)."""
+    """Check that outputs are let go once sent, and their messages still arrive whole (D16)."""
     engine, chunks = engine_of("interleaved", context)
     kept: list[Tensor] = []
 
@@ -305,7 +305,7 @@ def test_d15_two_stages_with_virtual_chunks_train_like_1f1b(
 
 
 def check_deferral(context: ParallelContext) -> None:
-    """Weight gradients really come after later input gradients, not within them."""
+    """Check that weight gradients come after later input gradients, not within them."""
     engine, chunks = engine_of("zb-h1", context)
     events: list[tuple[str, tuple[int, int]]] = []
     queue: Any = engine.transformer_config.weight_gradients

@@ -54,7 +54,7 @@ def test_a_model_without_such_layers_is_refused(context: ParallelContext) -> Non
 
 @ranks()
 def test_sides_that_no_product_can_have(context: ParallelContext) -> None:
-    """Of models whose flags do not name them."""
+    """The flags of such models do not name the sides."""
     core = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=1)
     for sides in ((16, 24), (24, 16)):
         layer = ColumnParallelLinear(
@@ -67,7 +67,7 @@ def test_sides_that_no_product_can_have(context: ParallelContext) -> None:
 
 @ranks(tp=2, dp=2, ep=2, etp=1)
 def test_experts_are_completed_over_ranks_that_hold_them(context: ParallelContext) -> None:
-    """Their tensor-parallel group is another, and so are their replicas."""
+    """Experts have another tensor-parallel group and other replicas."""
     pgs = context.pgs
     parts = ExpertParts(pgs, cuts_input=True, varies=True)
     assert [parts.of_tensor(role) for role in Role] == [None] * 3

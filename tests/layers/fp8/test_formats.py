@@ -15,7 +15,7 @@ ONE = torch.ones(())
 
 
 def numbers_of(dtype: torch.dtype) -> Tensor:
-    """All finite numbers of a format, by its definition: sign, exponent, mantissa."""
+    """Return all finite numbers of a format, by its definition: sign, exponent, mantissa."""
     exponent_bits, mantissa_bits = (4, 3) if dtype is E4M3 else (5, 2)
     bias = 2 ** (exponent_bits - 1) - 1
     found = []

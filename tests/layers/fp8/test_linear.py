@@ -25,7 +25,7 @@ S, B, IN, OUT = 16, 2, 32, 64
 
 
 class Whole(Parts):
-    """Of a layer on one rank; needs no groups."""
+    """The parts of a layer on one rank, which needs no groups."""
 
     def __init__(self) -> None:
         self.varies = False
@@ -42,7 +42,7 @@ def scaling_of(recipe: str, parts: Parts | None = None, **flags: Any) -> Scaling
 
 
 def tensors(dtype: torch.dtype = torch.float32, s: int = S) -> tuple[Tensor, Tensor, Tensor]:
-    """Input ``[s, b, in]``, weight ``[out, in]`` and gradient of the output; uneven sizes."""
+    """Return input ``[s, b, in]``, weight ``[out, in]`` and gradient of the output."""
     generator = torch.Generator().manual_seed(9)
     x = torch.randn(s, B, IN, generator=generator) * torch.logspace(-2, 1, s)[:, None, None]
     weight = 0.1 * torch.randn(OUT, IN, generator=generator)
@@ -51,7 +51,7 @@ def tensors(dtype: torch.dtype = torch.float32, s: int = S) -> tuple[Tensor, Ten
 
 
 def whole_layer(scaling: Scaling, dtype: torch.dtype = torch.float32, s: int = S) -> list[Tensor]:
-    """Output, gradient of the input and of the weight on one rank."""
+    """Return output, gradient of the input and of the weight on one rank."""
     x, weight, gradient = tensors(dtype, s)
     x.requires_grad_()
     weight.requires_grad_()
@@ -64,7 +64,7 @@ def whole_layer(scaling: Scaling, dtype: torch.dtype = torch.float32, s: int = S
 @pytest.mark.parametrize("s", [S, 5, 1])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_three_products_within_the_error_of_the_formats(recipe: str, s: int) -> None:
-    """Also of as many tokens as an expert gets, which no product could sum over as they are."""
+    """An expert's numbers of tokens are among them, which no product could sum over as they are."""
     scaling = scaling_of(recipe)
     got = whole_layer(scaling, s=s)
     x, weight, gradient = tensors(s=s)
@@ -153,7 +153,7 @@ def test_what_waits_for_the_backward_pass_is_in_8_bits() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_tokens_change_nothing(recipe: str) -> None:
-    """As an expert that no token was sent to."""
+    """An expert that no token was sent to has such an input."""
     weight = torch.nn.Parameter(tensors()[1])
     scaling = scaling_of(recipe)
     x = torch.zeros(0, IN, requires_grad=True)
@@ -167,7 +167,7 @@ def test_no_tokens_change_nothing(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("puts_off", [False, True])
 def test_weight_gradients_go_to_the_main_gradient_unrounded(recipe: str, puts_off: bool) -> None:
-    """Where the gradients of a step are summed in float32."""
+    """The gradients of a step are summed in float32 there."""
     x, weight, gradient = tensors(torch.bfloat16)
     parameter: Any = torch.nn.Parameter(weight)
     parameter.main_grad = torch.ones(OUT, IN)
@@ -190,7 +190,7 @@ def test_weight_gradients_go_to_the_main_gradient_unrounded(recipe: str, puts_of
 def test_torch_takes_the_products_of_a_layer(
     recipe: str, s: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By torch's own checks for GPUs, on tensors without memory; also of odd numbers of tokens."""
+    """torch's own checks for GPUs run on tensors without memory, also for odd numbers of tokens."""
     products = []
 
     def checked(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
@@ -257,7 +257,7 @@ def layer_of(
 
 
 def near(got: Tensor, want: Tensor) -> None:
-    """Equal but for the order of sums in float32."""
+    """Check that tensors are equal but for the order of sums in float32."""
     assert got.shape == want.shape
     assert (got - want).abs().max() <= 2e-6 * want.abs().max()
 

@@ -38,7 +38,7 @@ def matrix(m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def same(got: Pass, want: Pass) -> None:
-    """To the bit."""
+    """Check that two passes agree to the bit."""
     for ours, theirs in zip(got, want, strict=True):
         assert (ours is None) == (theirs is None)
         if ours is not None and theirs is not None:
@@ -93,7 +93,7 @@ def test_compiled_numbers_are_those_step_by_step(name: str) -> None:
 
 
 def test_numbers_of_rows_that_vary_compile_twice_at_most() -> None:
-    """For the first of them, and for all others."""
+    """One compilation serves the first number, another all others."""
     counter = CompileCounterWithBackend("eager")
     faster = Function(quantize)
     with compiled_on_cpu(counter):
@@ -105,7 +105,7 @@ def test_numbers_of_rows_that_vary_compile_twice_at_most() -> None:
 
 
 def test_every_shape_that_does_not_vary_is_compiled() -> None:
-    """Once, and more of them than torch allows one function by default."""
+    """Each shape compiles once, and more shapes than torch allows one function by default."""
     counter = CompileCounterWithBackend("eager")
     faster = Function(largest)
     with compiled_on_cpu(counter):
@@ -119,7 +119,7 @@ def test_every_shape_that_does_not_vary_is_compiled() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensor", "columns", "known scale"])
 def test_generated_code_gives_the_same_numbers(name: str) -> None:
-    """By inductor, the compiler that runs on a GPU; here it writes C++."""
+    """Inductor, the compiler that runs on a GPU, here writes C++."""
     function, more = FUNCTIONS[name]
     with compiled_on_cpu("inductor"):
         for x in (matrix(64, 48), matrix(21, 32)):

@@ -61,7 +61,7 @@ def test_is_the_product_of_the_quantized_matrices(by_rows: bool) -> None:
 
 
 def test_rows_of_their_own_scale_keep_small_rows() -> None:
-    """With one scale the smallest rows are lost, as the format says."""
+    """One scale for the matrix would lose the smallest rows, as the format says."""
     a, b = matrices(4)
     want = a.double() @ b.double().t()
 
@@ -107,7 +107,7 @@ def test_zeros_give_zeros() -> None:
 
 
 def operands(*, by_rows: bool = False, m: int = 32, k: int = 64, n: int = 48) -> dict[str, Any]:
-    """What `product` would give torch."""
+    """Return the arguments that `product` would give torch."""
     a, b = (torch.ones(sides).to(E4M3) for sides in ((m, k), (n, k)))
     scales = (torch.ones(m, 1), torch.ones(n, 1)) if by_rows else (torch.ones(()), torch.ones(()))
     return arguments(Quantized(a, scales[0]), Quantized(b, scales[1]), torch.bfloat16)
@@ -116,7 +116,7 @@ def operands(*, by_rows: bool = False, m: int = 32, k: int = 64, n: int = 48) ->
 @pytest.mark.parametrize("m", [1, 7, 32])
 @pytest.mark.parametrize("by_rows", [False, True])
 def test_torch_takes_the_arguments_of_a_product(by_rows: bool, m: int) -> None:
-    """Its own checks for GPUs, on tensors without memory."""
+    """torch's own checks for GPUs run on tensors without memory."""
     given = operands(by_rows=by_rows, m=m)
     check_layout(**given)
     assert torch_takes(given)

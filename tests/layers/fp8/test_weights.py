@@ -15,7 +15,7 @@ from tests.layers.fp8.test_linear import scaling_of, tensors, whole_layer
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_casts_a_weight_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For three micro-batches; what it gives is the same."""
+    """Three micro-batches share one cast, and what it gives is the same."""
     want = whole_layer(scaling_of(recipe))
     x, weight, gradient = tensors()
     parameter = torch.nn.Parameter(weight)
