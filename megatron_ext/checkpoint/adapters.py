@@ -1,10 +1,11 @@
-"""Adapters, and branches that start at zero: new ones may start on weights saved without them.
+"""Low-rank adapters in checkpoints, with the weights under them or without.
 
-Checkpoints of adapters alone: the frozen weights under them lie in another checkpoint.
+New adapters, and other branches that start at zero, may start on weights saved without them.
 
-What lies there is known by the digest of that checkpoint's manifest, which holds the digests of all
-its files, so that adapters go on only on the weights that they were trained on, wherever these are.
-Random weights, as of tests, are known by their seed.
+A checkpoint may hold adapters alone, while the frozen weights under them lie in another checkpoint
+(`FrozenBase`). These are known by the digest of their manifest, which holds the digests of all
+files, so that adapters go on only on the weights that they were trained on, wherever these lie.
+Random weights, as in tests, are known by their seed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
@@ -28,24 +29,22 @@ from megatron_ext.checkpoint.storage import read_state, verify
 from megatron_ext.checkpoint.stored import CheckpointRef, choose, find
 from megatron_ext.checkpoint.unpickling import common_state_of, stored_entries
 from megatron_ext.config.checkpoint import CheckpointConfig
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.fp8.scaling import HISTORY
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-    from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.context import ParallelContext
 
 MARK = ".lora."
 
 
 def adapters_among(names: Iterable[str]) -> list[str]:
-    """The names that are matrices of adapters."""
+    """Return the names of adapter matrices, sorted."""
     weights = (n for n in names if "optimizer." not in n and not n.startswith(PREFIX))
     return sorted(name for name in weights if MARK in name)
 
 
 def stored_adapters(path: Path) -> list[str]:
-    """Global names of the adapters in a checkpoint."""
+    """Return the global names of the adapters in a checkpoint."""
     return adapters_among(stored_entries(path))
 
 
@@ -59,7 +58,7 @@ def leave_out_new(
         chunks: keys of the model chunks in it.
 
     Returns:
-        Present values of what was taken out, by chunk and name.
+        Present values of the entries taken out, by chunk and name.
     """
     stored = stored_entries(path)
     new: dict[str, dict[str, Tensor]] = {}
@@ -75,12 +74,7 @@ def leave_out_new(
 
 
 def new_branches(path: Path, new: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-    """Sentences about the branches that `leave_out_new` found.
-
-    Args:
-        path: the checkpoint.
-        new: what it returned.
-    """
+    """Return sentences about the new branches among the result of `leave_out_new`."""
     names = [n for values in new.values() for n, value in values.items() if is_new_branch(value)]
     notes = [
         f"{path} holds no `{name}`, so it starts at zero."
@@ -98,22 +92,22 @@ def check_adapters(
     """Refuse adapters that would be dropped, and a resumed run whose adapters are not there.
 
     Args:
-        state: sharded state that is asked of the checkpoint.
+        state: sharded state that the checkpoint shall fill.
         chunks: keys of the model chunks in it.
-        strictness: ``--dist-ckpt-strictness``; the lenient ones let names differ.
+        strictness: ``--dist-ckpt-strictness``; the lenient values let names differ.
 
     Raises:
-        CheckpointError: adapters on one side only.
+        CheckpointError: only the checkpoint or only the run has some adapter.
     """
     if strictness in LENIENT:
         return
     entries = [entry for chunk in chunks for entry in state.get(chunk, {}).values()]
     # A stage whose layers have none, such as one without layers, knows nothing of the others.
-    wanted = adapters_among(getattr(entry, "key", "") for entry in entries)
+    ours = adapters_among(getattr(entry, "key", "") for entry in entries)
     stored = stored_adapters(path)
     layers = [getattr(entry, "key", "").rpartition(".")[0] for entry in entries]
-    dropped = [x for x in stored if x.partition(MARK)[0] in layers and x not in wanted]
-    missing = [name for name in wanted if name not in stored]
+    dropped = [x for x in stored if x.partition(MARK)[0] in layers and x not in ours]
+    missing = [name for name in ours if name not in stored]
     if dropped:
         raise CheckpointError(
             f"{path} holds the adapter `{dropped[0]}`, which the model would drop; give the "
@@ -133,11 +127,11 @@ BASE = "frozen_base"
 
 @dataclass(frozen=True)
 class FrozenBase:
-    """Which weights lie under adapters.
+    """The weights that lie under adapters.
 
     Attributes:
         path: folder of their checkpoint, None for random weights.
-        identity: equal for equal weights.
+        identity: digest or seed, equal for equal weights.
     """
 
     path: str | None
@@ -145,11 +139,11 @@ class FrozenBase:
 
     @classmethod
     def at(cls, path: Path, *, average: bool = False) -> FrozenBase:
-        """The weights of a checkpoint.
+        """Return the weights of a checkpoint.
 
         Args:
-            path: folder of its iteration.
-            average: the averaged ones, where it keeps some.
+            path: folder of the iteration.
+            average: take the averaged weights, where the checkpoint has some.
         """
         manifest = path / MANIFEST
         # Megatron-LM writes no manifest; its metadata tell at least names and shapes.
@@ -161,10 +155,10 @@ class FrozenBase:
 
     @classmethod
     def given(cls, root: str, *, average: bool) -> FrozenBase:
-        """The newest weights in a folder that a flag names; ``average`` as of `at`.
+        """Return the newest weights in a folder of checkpoints; see `at`.
 
         Raises:
-            CheckpointError: it holds none.
+            CheckpointError: the folder holds none.
         """
         found = find(CheckpointConfig(pretrained_checkpoint=root))
         assert found is not None
@@ -172,14 +166,14 @@ class FrozenBase:
 
     @classmethod
     def under(cls, root: Path, step: int | None) -> FrozenBase | None:
-        """What adapters were trained on, None of a whole checkpoint.
+        """Return the weights under the adapters of a checkpoint, None if it is whole.
 
         Args:
-            root: folder of checkpoints, one of which is whole.
+            root: folder of checkpoints.
             step: iteration, None for the latest.
 
         Raises:
-            CheckpointError: a damaged checkpoint.
+            CheckpointError: the checkpoint is damaged.
         """
         iteration = choose(root, step)
         assert iteration is not None
@@ -187,7 +181,7 @@ class FrozenBase:
 
     @classmethod
     def of_run(cls, config: RunConfig) -> FrozenBase | None:
-        """What a run starts from that loads no weights; None where checkpoints are whole.
+        """Return the weights that a run draws under adapters, None where checkpoints are whole.
 
         A run of several networks leaves their frozen weights out: the checkpoint would be as large
         as that of a run that trains them.
@@ -203,21 +197,21 @@ class FrozenBase:
 
     @classmethod
     def recorded(cls, state: Mapping[str, Any]) -> FrozenBase | None:
-        """What a checkpoint's state names, None if the checkpoint is whole."""
+        """Return the weights that a checkpoint's state names, None if the checkpoint is whole."""
         record = state.get(BASE)
         return None if record is None else cls(**record)
 
     def record(self) -> dict[str, Any]:
-        """What `recorded` reads."""
+        """Return plain values that `recorded` reads."""
         return dataclasses.asdict(self)
 
     def check(self, path: Path, recorded: FrozenBase, flag: str) -> None:
-        """Refuse adapters of other weights.
+        """Refuse adapters that were trained on other weights.
 
         Args:
             path: the checkpoint of the adapters.
-            recorded: what it names.
-            flag: by which this base was given.
+            recorded: the weights that the checkpoint names.
+            flag: the flag by which this base was given.
 
         Raises:
             CheckpointError: the weights differ.
@@ -234,11 +228,10 @@ class FrozenBase:
 
 
 def leave_out_base(state: dict[str, Any], chunks: Sequence[str]) -> None:
-    """Take all but adapters out of the model chunks of a sharded state, in place.
+    """Take all weights but adapters out of a sharded state, in place.
 
     Args:
-        state: of a run.
-        chunks: keys of the model chunks in it.
+        chunks: keys of the model chunks in the state.
     """
     for chunk in chunks:
         if chunk in state:
@@ -257,7 +250,7 @@ def refuse_adapters_alone(path: Path, recorded: FrozenBase | None) -> None:
     """Refuse to start from a checkpoint that lacks the weights under its adapters.
 
     Raises:
-        CheckpointError: it does.
+        CheckpointError: the checkpoint records such weights.
     """
     if recorded is not None:
         raise CheckpointError(
@@ -277,12 +270,9 @@ def load_adapters(
     """Load the adapters of a network that is not the model of the run; all ranks call this.
 
     Args:
-        found: the checkpoint.
-        base: what the network is now.
-        model: the network.
-        section: key of its state in the checkpoint, and what its names begin with.
-        config: how to read.
-        context: of this rank.
+        base: the weights that the network has now.
+        section: key of the network's state in the checkpoint, with which its names begin.
+        config: says how to read.
 
     Raises:
         CheckpointError: a damaged checkpoint, or adapters of another network or of other weights.

@@ -1,6 +1,6 @@
 """Averaged weights in a checkpoint: whole fp32 tensors ``ema.<name>``, cut as the weights are.
 
-So they load in any layout, and tools read them as they read weights.
+They load in any layout, and tools read them as they read weights.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ PREFIX = f"{EMA}."
 
 
 def holds_averages(path: Path) -> bool:
-    """Whether a checkpoint holds averaged weights."""
+    """Return whether a checkpoint holds averaged weights."""
     stored = stored_entries(path)
     return any(name.startswith(PREFIX) for name in stored)
 
 
 def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> bool:
-    """Whether a run takes the averages of a checkpoint; all ranks call this together.
+    """Return whether a run takes the averages of a checkpoint; all ranks call this together.
 
     Args:
-        path: the checkpoint.
-        ema: of the run, None where it keeps no averages.
-        notes: gets a sentence where only one of the two has averages.
+        ema: averages of the run, None where it keeps none.
+        notes: gets a sentence where only run or checkpoint has averages.
     """
     there = gather_or_raise(lambda: holds_averages(path), f"{path} cannot be read")[0]
     if ema is not None and not there:
@@ -51,13 +50,13 @@ def goes_on_averaging(path: Path, ema: ShardedEMA | None, notes: list[str]) -> b
 def take_named(
     path: Path, state: dict[str, Any], chunks: Iterable[str], prefixes: Sequence[str]
 ) -> None:
-    """Ask a checkpoint for weights by other names, where it has them.
+    """Ask a checkpoint for weights by prefixed names, where it has them.
 
     Args:
-        path: the checkpoint.
         state: sharded state of the run, changed in place.
         chunks: keys of the model chunks in it.
-        prefixes: of the names, such as `PREFIX` for averaged weights; the first that fits is taken.
+        prefixes: candidates such as `PREFIX` for averaged weights; the first that the checkpoint
+            has is taken.
     """
     stored = stored_entries(path)
     for chunk in chunks:
@@ -68,27 +67,26 @@ def take_named(
 
 
 def averages_to_save(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]:
-    """Sharded state with the averages, in the host's memory; all ranks call this together.
+    """Return sharded state with the averages, in the host's memory; all ranks call this together.
 
     Args:
-        ema: the averages.
         weights: sharded state of the model chunks.
     """
     return _cut_like(weights, ((parameter, average.cpu()) for parameter, average in ema.gathered()))
 
 
 def averages_to_load(ema: ShardedEMA, weights: dict[str, Any]) -> dict[str, Any]:
-    """Sharded state to be filled with averages.
+    """Return sharded state to be filled with averages.
 
-    Rows of a vocabulary that the checkpoint lacks, since it was padded for another layout, keep the
-    model's values, as they do in the weights.
+    A vocabulary may be padded for another layout. Rows that the checkpoint lacks keep the model's
+    values, as they do in the weights.
     """
     values = (p.detach().to("cpu", torch.float32, copy=True) for p in ema.parameters)
     return _cut_like(weights, zip(ema.parameters, values, strict=True))
 
 
 def load_averages(ema: ShardedEMA, loaded: dict[str, Tensor]) -> None:
-    """Take what was read into the state of `averages_to_load`."""
+    """Take over the averages that were read into the state of `averages_to_load`."""
     ema.load([loaded[key] for key in sorted(loaded, key=int)])
 
 

@@ -1,9 +1,4 @@
-"""Does a checkpoint fit this run?  Asked before anything is overwritten.
-
-Weights in a checkpoint that no rank's model takes.
-
-Each rank knows the names of its own stage only, so that the names of all must be united first.
-"""
+"""Checks that a checkpoint fits the model and the optimizer of a run, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -31,12 +26,12 @@ _MODEL_AXES = ("tensor", "pipeline", "expert")
 
 
 def is_new_branch(value: object) -> bool:
-    """Whether a parameter belongs to a branch that starts at zero, and so changes no output."""
+    """Return whether a parameter belongs to a branch that starts at zero and changes no output."""
     return bool(getattr(value, "new_branch", False))
 
 
 def same_model_ranks(arguments: Namespace, layout: Layout) -> bool:
-    """Whether the run that saved had the same tensor, pipeline and expert parallel sizes."""
+    """Return whether the run that saved had the same tensor, pipeline and expert sizes."""
     return all(
         getattr(arguments, f"{axis}_model_parallel_size", 1)
         == getattr(layout, f"{axis}_model_parallel_size")
@@ -51,11 +46,11 @@ def check_model(
 
     Args:
         model_state: sharded tensors of the model chunks.
-        arguments: of the run that saved.
-        strictness: ``--dist-ckpt-strictness``; the lenient ones let names differ.
+        arguments: flags of the run that saved.
+        strictness: ``--dist-ckpt-strictness``; the lenient values let names differ.
 
     Raises:
-        CheckpointError: a weight that is not there, or has another shape.
+        CheckpointError: the checkpoint lacks a weight, or has it in another shape.
     """
     stored = stored_entries(path)
     for tensor in tensors_in(model_state):
@@ -79,7 +74,7 @@ def check_model(
 
 
 def tensors_in(state: dict[str, Any]) -> Iterator[ShardedTensor]:
-    """Sharded tensors of a state, as they are stored."""
+    """Return the sharded tensors of a state, as they are stored."""
     expanded, _, _ = load_preprocess(state)
     return (value for value in nested_values(expanded) if isinstance(value, ShardedTensor))
 
@@ -87,7 +82,7 @@ def tensors_in(state: dict[str, Any]) -> Iterator[ShardedTensor]:
 def _padding_explains(
     theirs: tuple[int, ...], ours: tuple[int, ...], arguments: Namespace, layout: Layout
 ) -> bool:
-    """Whether two vocabulary sizes can be one vocabulary, padded for two tensor-parallel sizes."""
+    """Return whether two sizes can be one vocabulary padded for two tensor-parallel sizes."""
     if theirs[1:] != ours[1:]:
         return False
     ranks = max(
@@ -106,15 +101,16 @@ def check_optimizer(
     distributed: bool,
     has_main_weights: bool = False,
 ) -> None:
-    """Whether the saved optimizer state can be cut for this run.
+    """Check that the saved optimizer state can be cut for this run.
 
     Args:
         stored: content metadata of the checkpoint.
+        arguments: flags of the run that saved.
         distributed: this run uses the distributed optimizer.
         has_main_weights: this run keeps fp32 weights beside those of the model.
 
     Raises:
-        CheckpointError: saved with the other kind of optimizer, or for one layout only.
+        CheckpointError: the state was saved by the other kind of optimizer, or for one layout.
     """
     kind = stored.get(SHARDING)
     if (kind is not None) != distributed:
@@ -142,23 +138,23 @@ def check_optimizer(
 _OF_A_BLOCK = re.compile(r"((?:.*\.)?(?:\w*blocks|layers))\.(\d+)\.")
 _CRITIC = f"{CRITIC}."
 _HEADS = "mtp."
-"""Begins the names of heads of multi-token prediction, which a run may leave out one by one."""
+"""Begins the names of heads of multi-token prediction. A run may leave them out one by one."""
 
 
 def weights_in(state: dict[str, Any]) -> set[str]:
-    """Names of the weights in a sharded state."""
+    """Return the names of the weights in a sharded state."""
     return {tensor.key for tensor in tensors_in(state)}
 
 
-def check_unexpected(path: Path, wanted: Collection[str], strictness: str = "") -> list[str]:
-    """Compare what a checkpoint holds with what is asked of it.
+def check_unexpected(path: Path, expected: Collection[str], strictness: str = "") -> list[str]:
+    """Compare the weights in a checkpoint with those that a network has on all ranks.
 
-    Optimizer and random states, averages, and other networks are not looked at.
+    Each rank knows the names of its own stage only, so the caller unites them. Optimizer and random
+    states, averages, and other networks are not compared.
 
     Args:
-        path: the checkpoint.
-        wanted: names of the weights of one network on all ranks; the critic's begin as it does.
-        strictness: ``--dist-ckpt-strictness``; the lenient ones let names differ.
+        expected: names of the network's weights; those of the second network begin with `CRITIC`.
+        strictness: ``--dist-ckpt-strictness``; the lenient values let names differ.
 
     Returns:
         A sentence about the weights that are left out, where there are some.
@@ -168,8 +164,8 @@ def check_unexpected(path: Path, wanted: Collection[str], strictness: str = "") 
     """
     if strictness in LENIENT:
         return []
-    asked = {name.removeprefix(PREFIX) for name in wanted}
-    stored = _of_network(path, critic=any(name.startswith(_CRITIC) for name in wanted))
+    asked = {name.removeprefix(PREFIX) for name in expected}
+    stored = _names_of(path, critic=any(name.startswith(_CRITIC) for name in expected))
     _check_blocks(path, stored, asked)
     left = sorted(stored - asked)
     if not left:
@@ -180,8 +176,8 @@ def check_unexpected(path: Path, wanted: Collection[str], strictness: str = "") 
     ]
 
 
-def _of_network(path: Path, *, critic: bool) -> set[str]:
-    """Names of the weights of the critic or of the model in a checkpoint."""
+def _names_of(path: Path, *, critic: bool) -> set[str]:
+    """Return the names of the weights of one network in a checkpoint."""
     stored = stored_entries(path)
     return {
         name
@@ -206,7 +202,7 @@ def _check_blocks(path: Path, stored: Iterable[str], asked: Iterable[str]) -> No
 
 
 def _blocks(names: Iterable[str]) -> dict[str, set[int]]:
-    """Numbers of blocks by what their names begin with."""
+    """Return the numbers of blocks by the beginning of their names."""
     found: dict[str, set[int]] = {}
     for name in names:
         match = _OF_A_BLOCK.match(name)

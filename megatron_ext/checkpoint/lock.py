@@ -58,7 +58,7 @@ def check_save_folder(save: str | None) -> None:
 
 
 def _lock(save: Path) -> int | None:
-    """Return the open lock file; None where the file system knows no locks.
+    """Lock the folder and return the open lock file; None where the file system knows no locks.
 
     Raises:
         CheckpointError: another run holds it, or the folder cannot be written.

@@ -1,4 +1,4 @@
-"""Saving and loading the state of a run."""
+"""Saves and loads the state of a run; see `storage` for the files and `resume` for the checks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ from megatron_ext.checkpoint.averages import (
     load_averages,
     take_named,
 )
-from megatron_ext.checkpoint.changes import check_changes
 from megatron_ext.checkpoint.compatibility import (
     check_model,
     check_optimizer,
@@ -52,12 +51,7 @@ from megatron_ext.checkpoint.publish import (
     temporary_folder_of,
     write_best,
 )
-from megatron_ext.checkpoint.resume import (
-    loads_optimizer,
-    loads_random,
-    random_state,
-    restore_random_state,
-)
+from megatron_ext.checkpoint.resume import check_changes, loads_optimizer, loads_random
 from megatron_ext.checkpoint.state import (
     Chunks,
     ExtraState,
@@ -66,6 +60,8 @@ from megatron_ext.checkpoint.state import (
     chunk_keys,
     common_state,
     content_metadata,
+    random_state,
+    restore_random_state,
     sharded_state,
 )
 from megatron_ext.checkpoint.storage import (
@@ -93,14 +89,13 @@ from megatron_ext.parallel.context import ParallelContext
 
 
 class CheckpointManager:
-    """Saves and loads; all ranks call each method together.
+    """Saves and loads checkpoints; all ranks call each method together.
 
     Args:
-        config: what to load and where to save.
-        context: of this rank.
-        base: what the model is before anything is loaded, where checkpoints hold its adapters
-            only; None saves all weights.
-        section: begins the names of the weights to start from, where a checkpoint has such.
+        config: says what to load and where to save.
+        base: the frozen weights of the model, where checkpoints hold only its adapters; None saves
+            all weights.
+        section: a prefix of the weights to start from, where a checkpoint has names with it.
     """
 
     def __init__(
@@ -134,10 +129,11 @@ class CheckpointManager:
             progress: counters that JSON can hold.
             run_config: the resolved configuration, sections of plain values.
             ema: averaged weights, where the run keeps any.
-            extra_state: what belongs to the run besides its model.
-            best: the checkpoints of the lowest validation loss, lowest first; the tracker of the
+            extra_state: state of the task besides the model.
+            best: the checkpoints of the lowest validation loss, lowest first. The tracker of the
                 best names the first, and none is removed.
-            superseded: iterations that are no longer among them and have no other reason to stay.
+            superseded: iterations that are no longer among the best and have no other reason to
+                stay.
 
         Returns:
             The published folder.
@@ -192,7 +188,7 @@ class CheckpointManager:
         ema: ShardedEMA | None,
         extra_state: ExtraState | None,
     ) -> dict[str, Any]:
-        """What a checkpoint holds besides counters and configuration."""
+        """Return the state to save besides counters and configuration."""
         config = self._config
         kept_optimizer = None if config.no_save_optim else optimizer
         metadata = content_metadata(
@@ -232,9 +228,9 @@ class CheckpointManager:
     ) -> LoadedCheckpoint | None:
         """Load what ``--load`` (or ``--pretrained-checkpoint``) asks for.
 
-        Nothing of the model is changed before the checkpoint has been verified and found to fit.
-        Averaged weights start from the loaded ones where the checkpoint has none, or only its
-        weights are wanted.
+        The model changes only after the checkpoint has been verified and found to fit. Averaged
+        weights start from the loaded ones where the checkpoint has none, or where only weights are
+        loaded.
 
         Args:
             run_config: the run that loads, to compare with the run that saved; None compares
@@ -309,7 +305,7 @@ class CheckpointManager:
         return LoadedCheckpoint(int(common["iteration"]), progress, saved_by, path, notes)
 
     def _restore_base(self, path: Path, recorded: FrozenBase, model: Chunks) -> None:
-        """Load the weights under the adapters in a checkpoint, which names them."""
+        """Load the weights that a checkpoint of adapters names as lying under them."""
         given, average = self._config.pretrained_checkpoint, self._config.pretrained_average
         own = self._base or FrozenBase(None, "unknown seed")
         if given is not None:
@@ -330,12 +326,10 @@ class CheckpointManager:
         arguments: Namespace,
         notes: list[str],
     ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-        """The sharded state to fill, cut as the checkpoint is, after checking that it fits.
+        """Return the sharded state to fill, cut as the checkpoint is, after checking that it fits.
 
-        ``notes`` gets a sentence about weights that the model does not take.
-
-        Returns:
-            The state, and what starts anew where only weights are wanted.
+        ``notes`` gets a sentence about weights that the model does not take. The second result
+        holds the weights that start anew, where only weights are loaded.
         """
         path, layout = found.path, self._context.layout
         keys, strictness = chunk_keys(model), self._config.dist_ckpt_strictness
@@ -367,8 +361,8 @@ class CheckpointManager:
             return weights_in(bare)
 
         what = f"{path} cannot be compared with the model"
-        wanted = set[str]().union(*gather_or_raise(check, what))
-        notes += gather_or_raise(lambda: check_unexpected(path, wanted, strictness), what)[0]
+        names_of_all = set[str]().union(*gather_or_raise(check, what))
+        notes += gather_or_raise(lambda: check_unexpected(path, names_of_all, strictness), what)[0]
         state = sharded_state(model, optimizer, metadata=metadata, is_loading=True)
         if ema is not None:
             state[EMA] = averages_to_load(ema, {key: state[key] for key in keys})

@@ -1,12 +1,12 @@
-"""Five things that megatron-core's optimizers lack when their state is saved and loaded.
+"""Mends five faults of megatron-core's optimizers when their state is saved and loaded.
 
-With torch's own Adam the distributed one cannot list its state before the first update, and reading
-the state trips over the step count that torch keeps for each parameter, or resets it. It writes
-wrong values where a gradient buffer has padding between its buckets. And it cannot read what a run
-with another kind of expert parallelism saved: experts have an optimizer of their own only where
-ranks share them out.
-Where a pipeline stage has no experts, this optimizer has no parameters there, so that it cannot be
-saved, or is saved without the count of its updates.
+- With torch's own Adam, the distributed optimizer cannot list its state before the first update.
+- It fails on the step count that torch keeps for each parameter, or resets it.
+- It writes wrong values where a gradient buffer has padding between its buckets.
+- It cannot read what a run with another kind of expert parallelism saved, since experts have an
+  optimizer of their own only where ranks share them out.
+- Where a pipeline stage has no experts, that optimizer has no parameters. It then cannot be saved,
+  or is saved without the count of its updates.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from megatron_ext.optim.builder import start_state
 from megatron_ext.optim.update import parts_of
 
 KIND_OF_GROUP = ("wd_mult", "lr_mult", "is_decoupled_lr")
-"""What tells the groups of parameters of an optimizer apart, but for whether they are experts."""
+"""Settings that tell the parameter groups of an optimizer apart, besides being experts."""
 
 
 def is_distributed(optimizer: MegatronOptimizer | None) -> bool:
-    """Whether optimizer state is spread over data-parallel ranks."""
+    """Return whether optimizer state is spread over data-parallel ranks."""
     return any(isinstance(part, DistributedOptimizer) for part in parts_of(optimizer))
 
 
 def has_main_weights(optimizer: MegatronOptimizer | None) -> bool:
-    """Whether whole fp32 weights are updated, of which those of the model are copies."""
+    """Return whether fp32 weights are updated, from which the model's are copied."""
     return any(isinstance(part, Float16OptimizerWithFloat16Params) for part in parts_of(optimizer))
 
 
 def prime(optimizer: MegatronOptimizer) -> None:
-    """Give an optimizer that has made no update the state of step 0, which is all zeros."""
+    """Give an optimizer without updates the state of step 0, which is all zeros."""
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)
         if isinstance(inner, (torch.optim.Adam, torch.optim.SGD)):
@@ -48,9 +48,9 @@ def prime(optimizer: MegatronOptimizer) -> None:
 
 @contextmanager
 def counted(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Let an optimizer without parameters count the updates of the others of its chain within.
+    """Let an optimizer without parameters report the number of updates that its chain has made.
 
-    What all ranks have in common is saved by one of them, which may be such a stage.
+    One rank saves the state that all ranks share, and it may be the rank of such an optimizer.
     """
     inners = [getattr(part, "optimizer", None) for part in parts_of(optimizer)]
     adams = [inner for inner in inners if isinstance(inner, torch.optim.Adam)]
@@ -69,10 +69,10 @@ _NOTHING: Any = "no parameter"
 
 
 def leave_out_nothing(state: dict[Any, Any]) -> None:
-    """Leave out what only optimizers without parameters save, so that all ranks save alike.
+    """Leave out entries that only optimizers without parameters save, so that all ranks save alike.
 
     Args:
-        state: of one optimizer or of a chain; changed in place.
+        state: state of one optimizer or of a chain; changed in place.
     """
     for part in (state, *_numbered(state)):
         inner = part.get("optimizer", part)
@@ -92,8 +92,7 @@ def mend_padded_buckets(optimizer: MegatronOptimizer, state: dict[str, Any]) -> 
     shifted (``sharded_param_state_fully_reshardable``). All ranks call this together.
 
     Args:
-        optimizer: whose state is saved.
-        state: what its ``sharded_state_dict`` returned; changed in place.
+        state: result of the optimizer's ``sharded_state_dict``; changed in place.
     """
     for part, part_state in zip(parts_of(optimizer), _states_of(optimizer, state), strict=True):
         fully = part_state.get("param_state_sharding_type") == "fully_reshardable"
@@ -123,14 +122,14 @@ def _mend_part(part: Any, param_state: dict[int, dict[str, Any]]) -> None:
 
 
 def _states_of(optimizer: MegatronOptimizer | None, state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The state of each optimizer of a chain."""
+    """Return the state of each optimizer of a chain."""
     return [state] if len(parts_of(optimizer)) == 1 else _numbered(state)
 
 
 # The shards of fp32 weights are views of parameters, into which values are copied.
 @torch.no_grad()
 def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Load each optimizer of a chain, also where experts were shared out in another way.
+    """Load each optimizer of a chain, even if experts were shared out in another way.
 
     Raises:
         CheckpointError: the saved groups of parameters are not those of this run.
@@ -159,29 +158,29 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
 
 
 def saved_groups(state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """The settings of all groups of parameters in the state of one optimizer or of a chain."""
+    """Return the settings of all parameter groups in the state of an optimizer or of a chain."""
     inner = [each.get("optimizer", each) for each in (state, *_numbered(state))]
     return [group for each in inner for group in each.get("param_groups", ())]
 
 
 def is_decoupled(group: dict[str, Any]) -> bool:
-    """Whether a group has a learning rate of its own, also where only its rates say so."""
+    """Return whether a group has a learning rate of its own, even if only its rates say so."""
     return bool(group.get("is_decoupled_lr")) or not group.get("default_config", True)
 
 
 def _numbered(state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """The states of a chain of several optimizers, which are numbered in the checkpoint."""
+    """Return the states of a chain of several optimizers, which a checkpoint numbers."""
     return [state[number] for number in sorted(key for key in state if isinstance(key, int))]
 
 
 def _saved_otherwise(parts: list[Any], state: dict[Any, Any]) -> bool:
-    """Whether a chain of several optimizers reads the state of one, or one that of several."""
+    """Return whether several optimizers read the state of one, or one the state of several."""
     num_numbered = len(_numbered(state))
     return num_numbered < len(state) if len(parts) > 1 else num_numbered > 0
 
 
 def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """A state for each of these optimizers out of those of another number of optimizers.
+    """Make a state for each of these optimizers from the states of another number of them.
 
     The tensors are already there, since the checkpoint has them by the names of the parameters.
     """
@@ -198,7 +197,7 @@ def _regrouped(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
 
 
 def _regrouped_whole(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """The same as `_regrouped` for optimizers that are not distributed.
+    """Do the same as `_regrouped` for optimizers that are not distributed.
 
     Their state lies under "optimizer" where fp32 weights stand beside it, else at the top.
     """
@@ -216,21 +215,21 @@ def _regrouped_whole(parts: list[Any], state: dict[Any, Any]) -> list[dict[str, 
             for group, named in zip(part.optimizer.param_groups, inner["param_groups"], strict=True)
         ]
         filled = {"state": {**inner.get("state", {}), **count}, "param_groups": groups}
-        beside = {key: value for key, value in theirs[0].items() if key == "grad_scaler"}
-        states.append({**beside, **mine, "optimizer": filled} if inner is not mine else filled)
+        scaler = {key: value for key, value in theirs[0].items() if key == "grad_scaler"}
+        states.append({**scaler, **mine, "optimizer": filled} if inner is not mine else filled)
     return states
 
 
 def _group_like(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """The saved settings of such parameters, whether or not they were experts."""
-    wanted = [group.get(key) for key in KIND_OF_GROUP]
+    """Return the saved settings of parameters like a group's, whether or not they were experts."""
+    kind = [group.get(key) for key in KIND_OF_GROUP]
     for found in (group for each in saved for group in each["optimizer"]["param_groups"]):
-        if [found.get(key) for key in KIND_OF_GROUP] == wanted:
+        if [found.get(key) for key in KIND_OF_GROUP] == kind:
             return {**found, "is_expert_parallel": group["is_expert_parallel"]}
-    kind = ", ".join(f"{key} {value}" for key, value in zip(KIND_OF_GROUP, wanted, strict=True))
+    shown = ", ".join(f"{key} {value}" for key, value in zip(KIND_OF_GROUP, kind, strict=True))
     raise CheckpointError(
-        f"The checkpoint's optimizer has no group of parameters with {kind}; give the flags of the "
-        "run that saved it, or `--no-load-optim`."
+        f"The checkpoint's optimizer has no group of parameters with {shown}; give the flags of "
+        "the run that saved it, or `--no-load-optim`."
     )
 
 

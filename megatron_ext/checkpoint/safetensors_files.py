@@ -1,6 +1,6 @@
-"""Tensors of a folder of safetensors files, one at a time.
+"""Reads and writes folders of safetensors files, as ``from_pretrained`` of transformers knows them.
 
-Writes a folder that ``from_pretrained`` of transformers loads.
+Tensors are read one at a time, and written a file at a time.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from megatron_ext.checkpoint.files import is_plain_name, make_durable, sync_fold
 from megatron_ext.errors import CheckpointError
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Names of safetensors, and torch's."""
+"""Names that safetensors has for dtypes, and torch's names of them."""
 
 
 class TensorSource(Protocol):
-    """Tensors by name, which are read when they are asked for.
+    """Tensors by name, read one at a time.
 
     Attributes:
-        folder: where they lie, for messages.
+        folder: folder or file of the tensors, for messages.
     """
 
     folder: Path
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
 
     def dtypes(self) -> dict[str, str]:
-        """Names of tensors to names of torch's dtypes."""
+        """Return torch's name of the dtype of each tensor."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names of tensors to their shapes."""
+        """Return the shape of each tensor."""
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor."""
+        """Read one tensor."""
 
 
 def index_of(stem: str) -> str:
-    """The file that says which file holds which tensor."""
+    """Return the name of the file that says which file holds which tensor."""
     return f"{stem}.safetensors.index.json"
 
 
@@ -61,8 +61,7 @@ class TensorFolder:
     Files are mapped into memory, so that a tensor takes memory only while it is used.
 
     Args:
-        folder: with the files.
-        stem: what their names begin with.
+        stem: beginning of the files' names.
 
     Raises:
         CheckpointError: no such file, a damaged one, or an index that names what is not there.
@@ -114,11 +113,11 @@ class TensorFolder:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         return set(self._file_of)
 
     def dtypes(self) -> dict[str, str]:
-        """Names of tensors to names of torch's dtypes, read without the tensors."""
+        """Return torch's name of the dtype of each tensor, without reading the tensors."""
         found = {}
         for name, file in self._file_of.items():
             kind = self._files[file].get_slice(name).get_dtype()
@@ -131,15 +130,15 @@ class TensorFolder:
         return found
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names of tensors to their shapes, read without the tensors."""
+        """Return the shape of each tensor, without reading the tensors."""
         slices = {name: self._files[file].get_slice(name) for name, file in self._file_of.items()}
         return {name: tuple(part.get_shape()) for name, part in slices.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor.
+        """Read one tensor.
 
         Raises:
-            CheckpointError: there is none of that name.
+            CheckpointError: there is no tensor of that name.
         """
         if name not in self._file_of:
             raise CheckpointError(
@@ -151,10 +150,10 @@ class TensorFolder:
 
 
 def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
-    """The index, or nothing where one file holds all.
+    """Read the index, which maps tensors to files; return nothing where one file holds all.
 
     Raises:
-        CheckpointError: neither, or an index that cannot be read.
+        CheckpointError: there is neither, or the index cannot be read.
     """
     path, single = folder / index_of(stem), f"{stem}.safetensors"
     if path.is_file():
@@ -174,7 +173,7 @@ def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """``float32``, ``bfloat16`` or ``float16`` as torch's dtype."""
+    """Return torch's dtype of the name ``float32``, ``bfloat16`` or ``float16``."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
@@ -242,15 +241,14 @@ def write_folder(
     max_shard_size: int | str,
     stem: str = "model",
 ) -> None:
-    """Write weights, config.json and the files of the tokenizer; all of it, or nothing.
+    """Write weights, config.json and the files of the tokenizer; write all of them, or nothing.
 
     Args:
         target: a folder that does not exist yet, or is empty.
-        tensors: what to write, a file at a time.
         config: content of config.json.
         like: folder whose tokenizer files are copied.
-        max_shard_size: of one file, in bytes or such as ``"5GB"``.
-        stem: what the names of the files with tensors begin with.
+        max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
+        stem: beginning of the names of the files with tensors.
 
     Raises:
         CheckpointError: the folder holds something, or cannot be written.
@@ -277,7 +275,7 @@ def check_target(target: Path) -> None:
 
 @contextmanager
 def _aside(target: Path) -> Iterator[Path]:
-    """A folder beside the target that takes its name when all went well."""
+    """Make a folder beside the target that takes its name when all went well."""
     check_target(target)
     folder = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:

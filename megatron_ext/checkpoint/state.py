@@ -1,17 +1,21 @@
 """The state of a run under Megatron-LM's keys, cut into shards by megatron-core.
 
-What a checkpoint holds besides the model of a run: other networks, and where a task stands.
-
-What a load gives back.
+It holds model, optimizer, schedule and random generators. A task may add state of its own
+(`ExtraState`), such as other networks.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -27,8 +31,11 @@ from megatron_ext.checkpoint.optimizer_state import (
     prime,
 )
 from megatron_ext.errors import CheckpointError
+from megatron_ext.parallel.context import ParallelContext
 
 Chunks = list[DistributedDataParallel]
+CRITIC = "critic"
+"""Begins the names of a second network, which judges the model of the run."""
 SHARDING = "distrib_optim_sharding_type"
 _SCHEDULES = (
     "give the flags of the run that saved it, or `--override-opt-param-scheduler` or "
@@ -37,10 +44,11 @@ _SCHEDULES = (
 
 
 def content_metadata(optimizer: MegatronOptimizer | None, *, reshardable: bool) -> dict[str, Any]:
-    """How the state is cut; megatron-core keeps this with the checkpoint and needs it to load.
+    """Return how the state is cut; megatron-core stores this and needs it to load.
 
     Args:
-        reshardable: optimizer state that loads in any layout, otherwise in any data-parallel size.
+        reshardable: make the optimizer state load in any layout, otherwise only in any
+            data-parallel size.
     """
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if is_distributed(optimizer):
@@ -51,7 +59,7 @@ def content_metadata(optimizer: MegatronOptimizer | None, *, reshardable: bool) 
 
 
 def chunk_keys(model: Chunks) -> list[str]:
-    """``model``, or ``model0``, ``model1``, … with virtual stages."""
+    """Return ``model``, or ``model0``, ``model1``, … with virtual stages."""
     return ["model"] if len(model) == 1 else [f"model{index}" for index in range(len(model))]
 
 
@@ -62,7 +70,7 @@ def sharded_state(
     metadata: dict[str, Any],
     is_loading: bool,
 ) -> dict[str, Any]:
-    """Sharded tensors of model and optimizer; all ranks call this together."""
+    """Return the sharded tensors of model and optimizer; all ranks call this together."""
     state: dict[str, Any] = {
         key: chunk.sharded_state_dict(metadata=metadata)
         for key, chunk in zip(chunk_keys(model), unwrap_model(model), strict=True)
@@ -82,7 +90,7 @@ def sharded_state(
 def common_state(
     iteration: int, progress: dict[str, Any], run_config: dict[str, Any]
 ) -> dict[str, Any]:
-    """What is the same on all ranks; ``args`` is what Megatron-LM's loader looks at."""
+    """Return the state that all ranks share; Megatron-LM's loader looks at its ``args``."""
     flat: dict[str, Any] = {}
     for section in run_config.values():
         if isinstance(section, dict):
@@ -104,7 +112,7 @@ def apply_state(
     *,
     with_optimizer: bool,
 ) -> None:
-    """Put the loaded values where they belong."""
+    """Put loaded values into model, optimizer and schedule."""
     for key, chunk in zip(chunk_keys(model), model, strict=True):
         # An empty pipeline stage has nothing to load.
         if key in loaded:
@@ -131,18 +139,18 @@ def _settle_rates(
     rates: list[dict[str, float]],
     scheduler: OptimizerParamScheduler,
 ) -> None:
-    """Decide between the learning rates of the flags and those that groups bring with them.
+    """Decide between the learning rates of the flags and those that loaded groups bring along.
 
-    megatron-core's schedule reads a group's own rates first, so that those of a checkpoint would
-    win over `--override-opt-param-scheduler`.
+    megatron-core's schedule reads a group's own rates first, so that a checkpoint's rates would win
+    over `--override-opt-param-scheduler`.
 
     Args:
-        groups: as they were loaded.
-        rates: of the flags, for each group.
-        scheduler: whose flags decide.
+        groups: parameter groups as they were loaded.
+        rates: learning rates of the flags, for each group.
+        scheduler: says which of the two count.
 
     Raises:
-        CheckpointError: rates of their own differ, and no flag says which ones count.
+        CheckpointError: a group's own rates differ, and no flag says which ones count.
     """
     for group, own in zip(groups, rates, strict=True):
         if scheduler.override_opt_param_scheduler:
@@ -168,50 +176,96 @@ def _load_schedule(scheduler: OptimizerParamScheduler, state: dict[str, Any]) ->
     scheduler.step(0)
 
 
-CRITIC = "critic"
-"""Begins the names of the weights of a network that judges the model of the run."""
+def random_state(context: ParallelContext, *, every_replica: bool = False) -> ShardedObject:
+    """Return the states of this rank's generators under Megatron-LM's key.
+
+    All ranks call this together.
+
+    Args:
+        every_replica: keep the states of all data-parallel ranks, which differ only after
+            ``--data-parallel-random-init``.
+    """
+    own = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    states: list[Any] = [own]
+    if every_replica:
+        states = [None] * context.pgs.dp.size()
+        torch.distributed.all_gather_object(states, own, group=context.pgs.dp)
+    layout = context.layout
+    sizes: tuple[int, ...] = (
+        layout.pipeline_model_parallel_size,
+        layout.tensor_model_parallel_size,
+    )
+    ranks: tuple[int, ...] = (context.pp_rank, context.tp_rank)
+    replica = context.pgs.dp_cp.rank()
+    if layout.expert_model_parallel_size > 1:
+        # Experts differ between data-parallel ranks, and so do their states.
+        sizes, ranks = (*sizes, context.pgs.dp_cp.size()), (*ranks, replica)
+        replica = 0
+    return ShardedObject("rng_state", states, sizes, ranks, replica_id=replica)
+
+
+def restore_random_state(context: ParallelContext, states: list[dict[str, Any]]) -> None:
+    """Set the generators to what `random_state` stored."""
+    state = states[context.dp_rank] if len(states) > 1 else states[0]
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    torch.cuda.set_rng_state(state["cuda_rng_state"])
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    graph_safe = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
+    tracker.set_states(
+        {
+            name: tensor_parallel.convert_cuda_rng_state(value, to_graphable=graph_safe)
+            for name, value in state["rng_tracker_states"].items()
+        }
+    )
 
 
 class ExtraState(Protocol):
-    """Adds its own keys to the state of a run; all ranks call each method together."""
+    """What a task adds to the state of a run; all ranks call each method together."""
 
     def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:
-        """Sharded and common state, under keys that no run of Megatron-LM has.
+        """Return sharded and common state, under keys that no run of Megatron-LM has.
 
         Args:
-            metadata: how megatron-core is to cut sharded state.
-            with_optimizer: moments and schedules are wanted too.
+            metadata: tells megatron-core how to cut sharded state.
+            with_optimizer: moments and schedules are saved too.
         """
 
     def state_to_load(
         self, path: Path, metadata: dict[str, Any], *, with_optimizer: bool
     ) -> dict[str, Any]:
-        """What is asked of a checkpoint; arguments as of `state_to_save`.
+        """Return the state that a checkpoint shall fill; see `state_to_save`.
 
         Raises:
             CheckpointError: the checkpoint does not fit.
         """
 
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
-        """Take over what was read.
+        """Take over loaded state.
 
         Args:
-            loaded: whole state, in which the entries of `state_to_load` are filled in.
-            with_optimizer: as it was given to `state_to_load`.
-            notes: gets a sentence about whatever starts anew.
+            loaded: the whole state, in which the entries of `state_to_load` are filled in.
+            notes: gets a sentence about everything that starts anew.
         """
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What was loaded besides weights and optimizer.
+    """The result of a load besides weights and optimizer.
 
     Attributes:
         iteration: training steps done; 0 with ``--finetune``.
         progress: the counters that were saved.
         run_config: the configuration of the run that saved.
-        path: the folder.
-        notes: what was not loaded, and why.
+        path: folder of the checkpoint.
+        notes: sentences about what was not loaded, and why.
     """
 
     iteration: int

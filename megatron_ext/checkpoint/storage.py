@@ -1,20 +1,16 @@
-"""How sharded tensors reach the disk.
+"""Writes, verifies and reads the sharded state of a checkpoint; no rank waits for a failed one.
 
-megatron-core's default writer forks helper processes and talks to them over queues; when a helper
-dies (a full disk, a missing psutil) the job hangs. torch's own writer of the same format needs
-none, and reports the failure of one rank on all of them. One thread for each rank: torch loses the
-errors of a second one.
-
-Writing the state of all ranks into one folder, so that no rank waits for one that failed.
-
-Verifying a checkpoint, and reading its sharded state.
+megatron-core's default writer forks helper processes and talks to them over queues. When a helper
+dies (a full disk, a missing psutil), the job hangs. torch's own writer of the same format needs no
+helpers, and reports the failure of one rank on all of them. Each rank writes by one thread, since
+torch loses the errors of a second one.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
@@ -56,13 +52,10 @@ from megatron_ext.checkpoint.unpickling import (
     PlainCommonStrategy,
     PlainObjectsPlanner,
 )
+from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.collectives import gather_or_raise, on_first_rank
-from megatron_ext.parallel.context import contact_fault
-
-if TYPE_CHECKING:
-    from megatron_ext.config.checkpoint import CheckpointConfig
-    from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.context import ParallelContext, contact_fault
 
 BACKEND, VERSION = "torch_dist", 1
 
@@ -90,9 +83,9 @@ class InProcessSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
 
 
 class PlainLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """megatron-core's reader of ``torch_dist``, by a reader and a plan that run no code of a file.
+    """megatron-core's reader of ``torch_dist``, without running code that a file may hold.
 
-    megatron-core makes both by itself; besides that, `load` does what its own does.
+    `load` differs from megatron-core's only in its reader and its plan.
     """
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> StateDict:
@@ -138,15 +131,9 @@ class PlainLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
 
 
 def save_strategy(backend: str, group: ProcessGroup, *, fully_parallel: bool) -> Any:
-    """The writer; with ``fully_parallel`` the replicas share the work."""
+    """Return the writer; with ``fully_parallel`` the replicas share the work."""
     strategy = InProcessSaveStrategy(backend, VERSION)
     return FullyParallelSaveStrategyWrapper(strategy, group) if fully_parallel else strategy
-
-
-def load_strategy(group: ProcessGroup, *, fully_parallel: bool) -> Any:
-    """The reader; with ``fully_parallel`` the replicas share the work."""
-    strategy = PlainLoadStrategy()
-    return FullyParallelLoadStrategyWrapper(strategy, group) if fully_parallel else strategy
 
 
 Files = dict[str, dict[str, Any]]
@@ -155,8 +142,8 @@ Files = dict[str, dict[str, Any]]
 def write_state(state: dict[str, Any], folder: Path, strategy: Any) -> None:
     """Write sharded and common state as `dist_checkpointing.save` does.
 
-    megatron-core's own function lets rank 0 fail alone when the common state cannot be written;
-    here each step that one rank does for all is agreed on.
+    megatron-core's own function lets rank 0 fail alone when the common state cannot be written.
+    Here all ranks learn of it.
 
     Raises:
         CheckpointError: on every rank, when one of them could not write.
@@ -178,7 +165,7 @@ def describe_written(folder: Path, progress: dict[str, Any], run_config: dict[st
     by the files.
 
     Raises:
-        CheckpointError: on every rank, when a file cannot be read back or is too short.
+        CheckpointError: on every rank, where a file cannot be read back or is too short.
     """
     rank = torch.distributed.get_rank()
 
@@ -211,13 +198,13 @@ def _check_index(folder: Path, files: Files) -> None:
 
 
 def first_failure(error: CheckpointException) -> tuple[int, str]:
-    """The first failing rank of a collective read or write, and the innermost message."""
+    """Return the first failing rank of a collective read or write, and its message."""
     rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
     return rank, one_line(cause)
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of a message, without its full stop."""
+    """Return the first line of a message, without its full stop."""
     if isinstance(error, CheckpointException) and error.failures:
         return first_failure(error)[1]
     lines = str(error).strip().splitlines()
@@ -225,14 +212,14 @@ def one_line(error: BaseException) -> str:
 
 
 def refusal_within(error: BaseException) -> str | None:
-    """The sentence of a rank that refused a file, None where something else failed."""
+    """Return the sentence of a rank that refused a file, None where something else failed."""
     if isinstance(error, CheckpointException) and error.failures:
         error = min(error.failures.items(), key=lambda item: item[0])[1][0]
     return str(error) if isinstance(error, CheckpointError) else None
 
 
 def verify(found: CheckpointRef, context: ParallelContext) -> None:
-    """Compare the checksums, each rank its share of the files.
+    """Compare the checksums of a checkpoint; each rank reads a share of the files.
 
     Raises:
         CheckpointError: on every rank, where one file differs.
@@ -257,19 +244,19 @@ def read_state(
     context: ParallelContext,
     notes: list[str],
 ) -> dict[str, Any]:
-    """Fill a sharded state, together with what is the same on all ranks; all ranks call this.
+    """Fill a sharded state and add the state that all ranks share; all ranks call this together.
 
     Args:
-        path: the checkpoint.
-        state: what is asked of it.
-        config: which names may differ, and how to read.
-        context: of this rank.
+        path: folder of the checkpoint.
+        config: says which names may differ, and how to read.
         notes: gets sentences about names that differ.
 
     Raises:
         CheckpointError: the checkpoint does not fit.
     """
-    strategy = load_strategy(context.pgs.dp_cp, fully_parallel=config.ckpt_fully_parallel_load)
+    strategy: Any = PlainLoadStrategy()
+    if config.ckpt_fully_parallel_load:
+        strategy = FullyParallelLoadStrategyWrapper(strategy, context.pgs.dp_cp)
     strictness = config.dist_ckpt_strictness
     raises = strictness == "raise_all"
     try:
@@ -293,7 +280,7 @@ def read_state(
         ) from error
     if isinstance(loaded, tuple):
         loaded, missing, unexpected = loaded
-        # Random states of another layout are left, which has been said.
+        # A note already says that random states of another layout are left.
         missing = {key for key in missing if not key.startswith("rng_state")}
         named = (("not wanted by the run", missing), ("not in it", unexpected))
         differ = [

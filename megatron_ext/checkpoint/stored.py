@@ -1,4 +1,4 @@
-"""Which checkpoint to load, and what can be read of it before a model exists."""
+"""Finds the checkpoint to load, and reads the parts of it that need no model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROGRESS = "progress.json"
 
 @dataclass(frozen=True)
 class CheckpointRef:
-    """A checkpoint to load, and whether only its weights are wanted."""
+    """A checkpoint to load, and whether to load only its weights."""
 
     root: Path
     iteration: int
@@ -36,17 +36,15 @@ class CheckpointRef:
 
     @property
     def path(self) -> Path:
+        """Return the folder of the iteration."""
         return standing_folder_of(self.root, self.iteration)
 
 
 def find(config: CheckpointConfig) -> CheckpointRef | None:
-    """What the flags say to load.
-
-    Returns:
-        None when the run starts anew.
+    """Return the checkpoint that the flags say to load, None when the run starts anew.
 
     Raises:
-        CheckpointError: what must be there is missing, or what is there is damaged.
+        CheckpointError: a checkpoint that must be there is missing, or one is damaged.
     """
     for folder, step, weights_only in _candidates(config):
         root = Path(folder)
@@ -60,13 +58,13 @@ def find(config: CheckpointConfig) -> CheckpointRef | None:
         iteration = choose(root, step) if root.is_dir() else None
         if iteration is not None:
             return CheckpointRef(root, iteration, weights_only)
-    for name, wanted in (
+    for name, given in (
         ("--resume-mode path", config.resume_mode == "path"),
         ("--exit-on-missing-checkpoint", config.exit_on_missing_checkpoint),
         ("--ckpt-step", config.ckpt_step is not None),
         ("--finetune", config.finetune),
     ):
-        if wanted and config.load is not None and config.pretrained_checkpoint is None:
+        if given and config.load is not None and config.pretrained_checkpoint is None:
             raise CheckpointError(
                 f"`--load` ({config.load}) holds no checkpoint, but `{name}` is given; give a "
                 "folder that does."
@@ -80,10 +78,10 @@ def find(config: CheckpointConfig) -> CheckpointRef | None:
 
 
 def _candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
-    """Folders to look into, in order, with the step wanted and whether only weights are.
+    """Return folders to look into, in order, each with a step and whether to load only weights.
 
-    A run that is started again by the same command goes on from what it saved itself, also where
-    it began from the weights of another.
+    A run that is started again by the same command goes on from its own checkpoints, even where it
+    began from the weights of another.
     """
     found: list[tuple[str, int | None, bool]] = []
     if config.resume_mode == "auto" and config.save is not None:
@@ -97,10 +95,10 @@ def _candidates(config: CheckpointConfig) -> list[tuple[str, int | None, bool]]:
 
 
 def check_weights(flag: str, folder: str | None) -> None:
-    """Refuse a flag that names weights where there are none, before any process group exists.
+    """Check that a flag names a folder with weights, before any process group exists.
 
     Raises:
-        CheckpointError: see `find`; in the words of the flag.
+        CheckpointError: see `find`; the sentence names the flag.
     """
     if folder is None:
         return
@@ -115,7 +113,6 @@ def check_start(config: CheckpointConfig, *, initializes: bool) -> None:
     """Check that the checkpoint that a run starts from is there, before any process group exists.
 
     Args:
-        config: what to load.
         initializes: weights are drawn where none are loaded.
 
     Raises:
@@ -130,7 +127,7 @@ def check_start(config: CheckpointConfig, *, initializes: bool) -> None:
 
 
 def fault_of(folder: Path) -> str | None:
-    """Why a folder is no whole checkpoint, None if it is one."""
+    """Return why a folder is no whole checkpoint, None if it is one."""
     if not folder.is_dir():
         return f"{folder} does not exist"
     try:
@@ -153,7 +150,7 @@ def fault_of(folder: Path) -> str | None:
 
 
 def newest_whole(root: Path) -> int | None:
-    """The newest iteration whose files are all there, None if there is none."""
+    """Return the newest iteration with all its files, None if there is none."""
     for iteration in reversed(published(root)):
         if fault_of(standing_folder_of(root, iteration)) is None:
             return iteration
@@ -161,35 +158,32 @@ def newest_whole(root: Path) -> int | None:
 
 
 def choose(root: Path, step: int | None) -> int | None:
-    """The iteration to load from a folder.
+    """Return the iteration to load from a folder, None when it holds no checkpoint at all.
 
     Args:
         root: ``--load``.
         step: ``--ckpt-step``.
 
-    Returns:
-        The iteration, None when the folder holds no checkpoint at all.
-
     Raises:
-        CheckpointError: the one that is asked for is missing or damaged; names the newest whole
+        CheckpointError: the iteration is missing or damaged; the sentence names the newest whole
             one.
     """
-    wanted = step
-    if wanted is None:
-        # A kill between publication and tracker leaves the announcement; it is what is newest.
-        wanted = announced(root)
-    if wanted is None:
-        wanted = read_tracker(root)
-    if wanted is None:
+    iteration = step
+    if iteration is None:
+        # A kill between publication and tracker leaves an announcement of the newest checkpoint.
+        iteration = announced(root)
+    if iteration is None:
+        iteration = read_tracker(root)
+    if iteration is None:
         return newest_whole(root)
-    fault = fault_of(standing_folder_of(root, wanted))
+    fault = fault_of(standing_folder_of(root, iteration))
     if fault is not None:
-        raise CheckpointError(refusal(root, wanted, fault))
-    return wanted
+        raise CheckpointError(refusal(root, iteration, fault))
+    return iteration
 
 
 def refusal(root: Path, iteration: int, fault: str) -> str:
-    """The sentence that refuses a checkpoint and offers another."""
+    """Return the sentence that refuses a checkpoint and offers another."""
     others = [i for i in published(root) if i != iteration]
     whole = [i for i in others if fault_of(standing_folder_of(root, i)) is None]
     advice = (
@@ -201,10 +195,10 @@ def refusal(root: Path, iteration: int, fault: str) -> str:
 
 
 def read_run_config(root: Path, step: int | None = None) -> dict[str, Any]:
-    """The stored configuration of a run, for ``--use-checkpoint-args``.
+    """Read the stored configuration of a run, for ``--use-checkpoint-args``.
 
     Raises:
-        CheckpointError: no whole checkpoint, or one without a configuration.
+        CheckpointError: there is no whole checkpoint, or it has no configuration.
     """
     if not root.is_dir():
         raise CheckpointError(f"`--load` ({root}) is no folder; give one that holds {TRACKER}.")
@@ -221,7 +215,7 @@ def read_run_config(root: Path, step: int | None = None) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A stored mapping, empty where there is no such file.
+    """Read a stored mapping, empty where there is no such file.
 
     Raises:
         CheckpointError: the file cannot be read.
@@ -235,7 +229,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def stored_progress(path: Path, arguments: Namespace) -> dict[str, Any]:
-    """Counters of our own checkpoints, or what Megatron-LM keeps in its arguments."""
+    """Read the counters of a checkpoint; Megatron-LM keeps them in its arguments."""
     stored = read_json(path / PROGRESS)
     if stored:
         return stored

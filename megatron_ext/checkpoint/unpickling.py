@@ -1,4 +1,4 @@
-"""Reads the pickled parts of a checkpoint, which may be a stranger's, without running their code.
+"""Reads the pickled parts of a checkpoint without running code that they may hold.
 
 A pickle names classes and functions, and an ordinary reader calls whatever it names. Three parts of
 a checkpoint are pickles: the index of the shards (``.metadata``), the common state (``common.pt``),
@@ -48,11 +48,11 @@ _OF_METADATA = {
 }
 _ALLOWED = {(module, name) for module, names in _OF_METADATA.items() for name in names.split()}
 _FOREIGN = re.compile(r"GLOBAL (\S+) w")
-"""How torch's own restricted reader names a class that it refuses."""
+"""The part of torch's error that names a class which its restricted reader refuses."""
 
 
 def refused(path: Path | str, name: str) -> CheckpointError:
-    """The error about a file that names a class which does not belong there."""
+    """Return the error about a file that names a class which does not belong there."""
     return CheckpointError(
         f"{path} names `{name}`, which does not belong into a checkpoint and could run code, so "
         "nothing of the file is used; load a checkpoint from a source that you trust."
@@ -60,13 +60,13 @@ def refused(path: Path | str, name: str) -> CheckpointError:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes of `Metadata` and torch's dtypes."""
+    """A reader of pickles that knows the classes of `Metadata` and torch's dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class of the list.
 
         Raises:
-            pickle.UnpicklingError: with the name of another one.
+            pickle.UnpicklingError: the class is not in the list.
         """
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _ALLOWED:
@@ -75,7 +75,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _UnknownClass(pickle.UnpicklingError):
-    """A pickle names a class that is not in the list."""
+    """The error about a class that is not in the list."""
 
 
 class MetadataReader(FileSystemReader):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.checkpoint.changes import check_changes
+from megatron_ext.checkpoint.resume import check_changes
 from megatron_ext.config.flags import flag
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
