@@ -1,4 +1,4 @@
-"""A config.json of transformers as our flags, and the other way round.
+"""Translates the config.json of a transformers model into our flags, and back.
 
 Sources: the configuration classes and ``modeling_rope_utils.py`` of transformers, and the
 RotaryEmbedding of megatron-core.
@@ -22,24 +22,24 @@ FAMILIES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""Kinds of model that are understood, and transformers' class of each."""
+"""The kinds of model that can be converted, with transformers' class of each."""
 LLAMA3_CONSTANTS = {
     "low_freq_factor": 1,
     "high_freq_factor": 4,
     "original_max_position_embeddings": 8192,
 }
-"""What megatron-core's ``--use-rope-scaling`` has built in; only the factor is free."""
+"""Constants of megatron-core's ``--use-rope-scaling``, where only the factor is free."""
 
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """What a config.json says.
+    """A model as its config.json describes it.
 
     Attributes:
-        family: its ``model_type``.
-        raw: the content of the file.
+        family: ``model_type`` of the file.
+        raw: content of the file.
         fields: values of `ModelConfig` that describe the model.
-        vocab_size: rows of its embedding.
+        vocab_size: rows of the embedding.
     """
 
     family: str
@@ -52,7 +52,7 @@ def read_model(folder: Path) -> HuggingFaceModel:
     """Read the config.json of a folder.
 
     Raises:
-        CheckpointError: no such file, or a model that our flags cannot describe.
+        CheckpointError: the file is missing, or our flags cannot describe the model.
     """
     path = folder / "config.json"
     raw = read_settings(path, "give a folder of a Hugging Face model.")
@@ -60,14 +60,13 @@ def read_model(folder: Path) -> HuggingFaceModel:
 
 
 def understand(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
-    """What the content of a config.json says.
+    """Return the model that the content of a config.json describes.
 
     Args:
-        raw: the content.
-        path: where it stands, for messages.
+        path: place of the content, for messages.
 
     Raises:
-        CheckpointError: a model that our flags cannot describe.
+        CheckpointError: our flags cannot describe the model.
     """
     family = raw.get("model_type")
     if family not in FAMILIES:
@@ -86,7 +85,7 @@ def understand(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
 
 
 def _with_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """The values that transformers would use, with those that the file leaves out."""
+    """Return the values that transformers would use, with defaults for what the file lacks."""
     try:
         from transformers import AutoConfig
     except ImportError as error:
@@ -106,7 +105,7 @@ def _refuse_what_is_not_here(path: Path, raw: dict[str, Any], values: dict[str, 
     """Refuse parts of a model that would be lost or computed differently.
 
     Raises:
-        CheckpointError: naming the entry.
+        CheckpointError: the sentence names the entry.
     """
     family = raw["model_type"]
     architectures = raw.get("architectures") or [FAMILIES[family]]
@@ -127,7 +126,7 @@ def _refuse_what_is_not_here(path: Path, raw: dict[str, Any], values: dict[str, 
 
 
 def _window(values: Mapping[str, Any]) -> int | None:
-    """Tokens that a sliding window leaves visible; None where it hides none."""
+    """Return the tokens that a sliding window leaves visible, None where it hides none."""
     if not values.get("use_sliding_window", True):
         return None
     window = values.get("sliding_window")
@@ -161,10 +160,12 @@ def _fields(path: Path, family: str, values: Mapping[str, Any]) -> dict[str, Any
 
 
 def _rotary_fields(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Positions; transformers 4 keeps the base beside the scaling, transformers 5 in it.
+    """Return the flags of the rotary positions.
+
+    transformers 4 keeps the base beside the scaling, and transformers 5 keeps it within.
 
     Raises:
-        CheckpointError: a scaling that megatron-core does not compute alike.
+        CheckpointError: megatron-core computes the scaling in another way.
     """
     scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
     base = scaling.get("rope_theta", values.get("rope_theta"))
@@ -193,7 +194,7 @@ def _rotary_fields(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def words_of(fields: Mapping[str, Any]) -> list[str]:
-    """The flags of some `ModelConfig` values, as words of a command line; defaults are left out."""
+    """Return `ModelConfig` values as words of a command line, without defaults."""
     words: list[str] = []
     for flag in flags_of("model", ModelConfig):
         value = fields.get(flag.field, flag.default)
@@ -208,12 +209,11 @@ def words_of(fields: Mapping[str, Any]) -> list[str]:
 def config_json(
     model: ModelConfig, *, vocab_size: int, dtype: str, like: HuggingFaceModel | None
 ) -> dict[str, Any]:
-    """The config.json of one of our models.
+    """Return the config.json of one of our models.
 
     Args:
-        model: the resolved model.
         vocab_size: rows of the embedding to write.
-        dtype: of the tensors to write.
+        dtype: dtype of the tensors to write.
         like: a model whose family, token ids and other entries are kept.
 
     Raises:
@@ -228,7 +228,7 @@ def config_json(
         factor = float(model.rotary_seq_len_interpolation_factor)
         rotary["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     longest = like.fields["max_position_embeddings"] if like is not None else 0
-    # The form of rope_theta that all versions of transformers read.
+    # All versions of transformers read rope_theta in the form below.
     dropped = ("rope_parameters", "dtype")
     base = {k: v for k, v in like.raw.items() if k not in dropped} if like is not None else {}
     # transformers' own defaults are token ids of the first Llama.
@@ -262,12 +262,12 @@ _ALIKE = (
 
 
 def _family(model: ModelConfig, like: HuggingFaceModel | None) -> str:
-    """The kind of model to export as.
+    """Return the kind of model to export as.
 
     Raises:
-        CheckpointError: none has all that the model has, or ``like`` is another model.
+        CheckpointError: no kind has all parts of the model, or ``like`` is another model.
     """
-    wanted = {
+    required = {
         "position_embedding_type": "rope",
         "rotary_percent": 1.0,
         "rotary_interleaved": False,
@@ -277,7 +277,7 @@ def _family(model: ModelConfig, like: HuggingFaceModel | None) -> str:
         "add_bias_linear": False,
         "mtp_num_layers": None,
     }
-    for name, value in wanted.items():
+    for name, value in required.items():
         if getattr(model, name) != value:
             flag = f"--{name.replace('_', '-')}"
             raise CheckpointError(

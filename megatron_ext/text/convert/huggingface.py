@@ -65,26 +65,26 @@ from megatron_ext.text.convert.names import (
 from megatron_ext.text.model.gpt import build_gpt_chunk
 
 NO_TRAINING = "--micro-batch-size 1 --skip-train".split()
-"""Flags that no configuration goes without."""
+"""Flags that every configuration needs, even where nothing is trained."""
 ORIGIN, ORIGIN_CONFIG = "huggingface", "huggingface_config"
-"""Where a stored run configuration keeps the config.json that was imported."""
+"""Section and key under which a stored run configuration keeps the imported config.json."""
 _NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", PREFIX)
 
 
 @dataclass(frozen=True)
 class Export:
-    """How to export a checkpoint.
+    """The options of an export.
 
     Attributes:
         load: folder of checkpoints.
         target: new folder for config.json and safetensors.
         step: iteration; None takes the latest.
         like: Hugging Face folder whose config.json and tokenizer files are followed.
-        dtype: of the weights; None keeps the checkpoint's.
+        dtype: dtype to write; None keeps the checkpoint's.
         vocab_size: rows of the vocabulary to write; None takes those of ``like``, then those of the
             model that was imported, then all, with padding.
-        max_shard_size: of one file, in bytes or such as ``"5GB"``.
-        ema: the averaged weights (``--ema-decay``), in place of the last ones.
+        max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
+        ema: write the averaged weights (``--ema-decay``) in place of the last ones.
     """
 
     load: Path
@@ -101,7 +101,7 @@ def export_model(order: Export) -> list[str]:
     """Write a checkpoint as a Hugging Face model.
 
     Returns:
-        Notes on what the user may not expect.
+        Notes about choices that a user may not expect.
 
     Raises:
         CheckpointError: a model that is no llama, mistral, qwen2 or qwen3, or a folder that cannot
@@ -136,7 +136,7 @@ def export_model(order: Export) -> list[str]:
 def _load(
     order: Export, config: RunConfig, context: ParallelContext, chunk: Any
 ) -> dict[str, Tensor]:
-    """The weights to export by name; averaged ones in fp32, whatever the model's dtype."""
+    """Load the weights to export, by name; averaged ones are fp32 whatever the model's dtype."""
     ema = ShardedEMA([chunk], None) if order.ema else None
     manager = CheckpointManager(config.checkpoint, context)
     manager.load(model=[chunk], optimizer=None, scheduler=None, ema=ema)
@@ -173,7 +173,7 @@ def converted(
 
 
 def _stored_run(order: Export, stored: dict[str, Any]) -> RunConfig:
-    """The configuration that loads the weights alone on one rank."""
+    """Return the configuration that loads only the weights on one rank."""
     if (stored.get("moe") or {}).get("num_experts"):
         raise CheckpointError(
             f"`--load` ({order.load}) holds a model with `--num-experts`, which cannot be "
@@ -182,14 +182,14 @@ def _stored_run(order: Export, stored: dict[str, Any]) -> RunConfig:
     precision = stored.get("precision") or {}
     words = [f"--{name}" for name in ("bf16", "fp16") if precision.get(name)]
     words += [*NO_TRAINING, "--load", str(order.load)]
-    # Averages belong to what a run goes on with, not to the weights that another starts from.
+    # Averages are part of the state that a run resumes, not of the weights that another takes.
     words += ["--no-load-optim", "--no-load-rng"] if order.ema else ["--finetune"]
     words += [] if order.step is None else ["--ckpt-step", str(order.step)]
     return parse_args(words, world_size=1, device="cpu", checkpoint_config=stored).config
 
 
 def _like(order: Export, stored: dict[str, Any]) -> HuggingFaceModel | None:
-    """The model to follow: what the user gives, or what was imported."""
+    """Return the model to follow: the one that the user gives, or the one that was imported."""
     if order.like is not None:
         return read_model(order.like)
     raw = (stored.get(ORIGIN) or {}).get(ORIGIN_CONFIG)
@@ -235,15 +235,15 @@ def _check_nothing_is_lost(order: Export, chunk: Any) -> None:
 
 @dataclass(frozen=True)
 class Import:
-    """How to import a model.
+    """The options of an import.
 
     Attributes:
         source: folder with config.json and safetensors.
         save: folder for the checkpoint.
-        dtype: of the weights; None keeps the source's.
-        tensor_parallel_size: that the padded vocabulary shall divide by, in any case.
-        make_vocab_size_divisible_by: on each tensor-parallel rank.
-        seq_length: that ``--use-checkpoint-args`` shall give; None takes the longest position.
+        dtype: dtype of the checkpoint; None keeps the source's.
+        tensor_parallel_size: ranks among which the padded vocabulary can be divided.
+        make_vocab_size_divisible_by: a factor of the vocabulary on each tensor-parallel rank.
+        seq_length: the value that ``--use-checkpoint-args`` gives; None takes the longest position.
     """
 
     source: Path
@@ -306,8 +306,6 @@ def fill(chunk: Any, tensors: TensorFolder, shape: RowShape, *, vocab_size: int)
 
     Args:
         chunk: the whole model, see `build_bare`.
-        tensors: of the source.
-        shape: of the attention.
         vocab_size: rows of the source's embedding.
 
     Raises:
@@ -337,7 +335,7 @@ def fill(chunk: Any, tensors: TensorFolder, shape: RowShape, *, vocab_size: int)
 
 
 def _check_names(tensors: TensorFolder, needed: set[str]) -> None:
-    """Nothing is missing, and nothing would be lost."""
+    """Check that no tensor is missing and that none would be lost."""
     missing = sorted(needed - tensors.names)
     if missing:
         tensors.tensor(missing[0])

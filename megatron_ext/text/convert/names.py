@@ -1,4 +1,4 @@
-"""Our parameter names and the names of transformers' llama-like models, and whose rows are whose.
+"""Maps our parameters, and their adapters, to those of transformers' llama-like models.
 
 Two of our weights are fused. ``linear_qkv`` holds, for each query group, the rows of the group's
 query heads, then of its key, then of its value: ``[g, n/g + 2, d, h]`` seen as ``[rows, h]``
@@ -33,7 +33,7 @@ LAYER_MODULES = {
     "mlp.linear_fc1": GATED,
     "mlp.linear_fc2": ("mlp.down_proj",),
 }
-"""Modules of one layer, ours to theirs."""
+"""Modules of one layer: our name, and the names of transformers."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 OUTER = {
     "embedding.word_embeddings.weight": EMBEDDING,
@@ -41,18 +41,18 @@ OUTER = {
     "output_layer.weight": HEAD,
 }
 VOCABULARY = (EMBEDDING, HEAD)
-"""Their weights whose rows are entries of the vocabulary, which ours pads."""
+"""Weights of transformers whose rows are entries of the vocabulary, which our model pads."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)\.(weight|bias)$")
 _BY_LAST_PART = {ours.rsplit(".", 1)[-1]: theirs for ours, theirs in LAYER_MODULES.items()}
 
 
 @dataclass(frozen=True)
 class RowShape:
-    """What decides the order of fused rows.
+    """The sizes of an attention, which decide the order of fused rows.
 
     Attributes:
-        num_attention_heads: n.
-        num_query_groups: g; n without grouped queries.
+        num_attention_heads: number of heads n.
+        num_query_groups: number of query groups g; n without grouped queries.
         kv_channels: size of one head d.
     """
 
@@ -62,19 +62,22 @@ class RowShape:
 
     @property
     def heads_per_group(self) -> int:
-        """Query heads that share a key and a value, n/g."""
+        """Return n/g, the number of query heads that share a key and a value."""
         return self.num_attention_heads // self.num_query_groups
 
 
 def modules_of(name: str) -> tuple[str, ...]:
-    """Their modules that one of ours is made of, such as ``("mlp.gate_proj", "mlp.up_proj")``.
+    """Return the modules of transformers that one of ours joins.
 
     Args:
-        name: of our module or of anything in it, such as ``linear_fc1`` or
+        name: name of our module or of anything in it, such as ``linear_fc1`` or
             ``decoder.layers.3.mlp.linear_fc1.weight``.
 
+    Returns:
+        Names such as ``("mlp.gate_proj", "mlp.up_proj")``.
+
     Raises:
-        CheckpointError: a module that llama-like models do not have.
+        CheckpointError: llama-like models do not have the module.
     """
     for part in name.split("."):
         if part in _BY_LAST_PART:
@@ -86,16 +89,16 @@ def modules_of(name: str) -> tuple[str, ...]:
 
 
 def split_rows(name: str, tensor: Tensor, shape: RowShape) -> dict[str, Tensor]:
-    """Rows of one of our tensors by the modules of transformers that they belong to.
+    """Split the rows of one of our tensors among the modules of transformers.
 
     Args:
-        name: of our module or of anything in it, see `modules_of`.
+        name: see `modules_of`.
         tensor: a weight ``[rows, h]``, a bias ``[rows]``, or the B of a low-rank adapter
-            ``[rows, r]``; of one tensor-parallel rank when ``shape`` counts that rank's heads.
-        shape: of the attention.
+            ``[rows, r]``. It may be a tensor-parallel rank's, if ``shape`` counts that rank's
+            heads.
 
     Returns:
-        Suffix such as ``self_attn.q_proj`` to its rows; views where the rows lie together.
+        Rows by module, such as ``self_attn.q_proj``; views where the rows lie together.
 
     Raises:
         CheckpointError: an unknown module, or a number of rows that the shape does not give.
@@ -114,12 +117,7 @@ def split_rows(name: str, tensor: Tensor, shape: RowShape) -> dict[str, Tensor]:
 
 
 def join_rows(name: str, parts: Mapping[str, Tensor], shape: RowShape) -> Tensor:
-    """The inverse of `split_rows`.
-
-    Args:
-        name: of our module or of anything in it.
-        parts: suffix such as ``self_attn.q_proj`` to its rows ``[rows, ...]``.
-        shape: of the attention.
+    """Join rows ``[rows, ...]`` by module to one of our tensors; the inverse of `split_rows`.
 
     Raises:
         CheckpointError: an unknown module, or a number of rows that the shape does not give.
@@ -137,26 +135,26 @@ def join_rows(name: str, parts: Mapping[str, Tensor], shape: RowShape) -> Tensor
     return parts[modules[0]]
 
 
-def _check_rows(name: str, tensor: Tensor, wanted: int) -> None:
-    if tensor.shape[0] != wanted:
+def _check_rows(name: str, tensor: Tensor, rows: int) -> None:
+    if tensor.shape[0] != rows:
         raise CheckpointError(
-            f"`{name}` has {tensor.shape[0]} rows, but the shape of the model gives {wanted}; "
+            f"`{name}` has {tensor.shape[0]} rows, but the shape of the model gives {rows}; "
             "give the number of heads, of query groups and the size of a head that it has."
         )
 
 
 def hf_names(name: str) -> dict[str, str]:
-    """Their full names of one of our parameters, by the suffix that `split_rows` gives.
+    """Return the full names that transformers has for one of our parameters, by module.
 
     Args:
-        name: such as ``decoder.layers.3.mlp.linear_fc1.weight``; the layer counts along the whole
-            model.
+        name: a name such as ``decoder.layers.3.mlp.linear_fc1.weight``, whose layer counts along
+            the whole model.
 
     Returns:
-        Such as ``{"mlp.gate_proj": "model.layers.3.mlp.gate_proj.weight", ...}``.
+        Names such as ``{"mlp.gate_proj": "model.layers.3.mlp.gate_proj.weight", ...}``.
 
     Raises:
-        CheckpointError: a parameter that llama-like models do not have.
+        CheckpointError: llama-like models do not have the parameter.
     """
     if name in OUTER:
         return {OUTER[name]: OUTER[name]}
@@ -172,7 +170,7 @@ def hf_names(name: str) -> dict[str, str]:
 
 
 def to_hf(name: str, tensor: Tensor, shape: RowShape) -> dict[str, Tensor]:
-    """One of our parameters, full, as their tensors by full name."""
+    """Return one of our whole parameters as the tensors of transformers, by full name."""
     names = hf_names(name)
     if name in OUTER:
         return {OUTER[name]: tensor}
@@ -180,7 +178,7 @@ def to_hf(name: str, tensor: Tensor, shape: RowShape) -> dict[str, Tensor]:
 
 
 def from_hf(name: str, theirs: Mapping[str, Tensor], shape: RowShape) -> Tensor:
-    """Their tensors by full name as one of our parameters, full; the inverse of `to_hf`."""
+    """Return tensors of transformers as one of our whole parameters; the inverse of `to_hf`."""
     names = hf_names(name)
     if name in OUTER:
         return theirs[OUTER[name]]
@@ -188,7 +186,7 @@ def from_hf(name: str, theirs: Mapping[str, Tensor], shape: RowShape) -> Tensor:
 
 
 def row_shape(config: RunConfig) -> RowShape:
-    """The order of fused rows in a run's full weights."""
+    """Return the sizes that decide the order of fused rows in a run's whole weights."""
     model = config.model
     heads, channels = model.num_attention_heads, model.kv_channels
     assert heads is not None and channels is not None
@@ -205,7 +203,6 @@ def llama_adapters(config: RunConfig, root: Path) -> PeftLayers:
     """Return the layers of transformers' Llama that the adapters of a run belong to.
 
     Args:
-        config: the run that saved.
         root: ``--load``, for messages.
     """
     return PeftLayers(

@@ -1,4 +1,4 @@
-"""A config.json of Wan 2.1 as a named size of the video DiT, and the other way round.
+"""Translates the config.json of Wan 2.1 into a named size of the video DiT, and back.
 
 Sources: the arguments of diffusers' ``WanTransformer3DModel`` and of the original's ``WanModel``,
 with their defaults for what a file leaves out.
@@ -25,7 +25,7 @@ CLASSES = {
     "WanModel": Naming.ORIGINAL,
     "CausalWanModel": Naming.ORIGINAL,
 }
-"""Models that are understood; the last is what Self-Forcing and LongLive make of the second."""
+"""Models that can be converted; Self-Forcing and LongLive make the last from the second."""
 _PATCH = (1, 2, 2)
 _USUAL_HEAD = 128
 _FREE: dict[Naming, dict[str, int]] = {
@@ -67,7 +67,7 @@ _SETTLED: dict[Naming, dict[str, Any]] = {
         "eps": EPSILON,
     },
 }
-"""Entries of which the video DiT has but one value, which is also the default of the classes."""
+"""Entries for which the video DiT has one value only, the default of the classes."""
 _OUTPUT = {
     Naming.DIFFUSERS: ("in_channels", "out_channels"),
     Naming.ORIGINAL: ("in_dim", "out_dim"),
@@ -76,12 +76,12 @@ _OUTPUT = {
 
 @dataclass(frozen=True)
 class WanModel:
-    """What is known of a model before its tensors are read.
+    """The description of a model before its tensors are read.
 
     Attributes:
         size: name in `SIZES`.
-        sizes: of that name, with the model's width of the text.
-        naming: of its tensors.
+        sizes: the sizes of that name, with the model's width of the text.
+        naming: whose names the tensors have.
     """
 
     size: str
@@ -90,10 +90,10 @@ class WanModel:
 
 
 def read_json(folder: Path) -> dict[str, Any]:
-    """The content of a folder's config.json.
+    """Read the config.json of a folder.
 
     Raises:
-        CheckpointError: there is none, or none that can be read.
+        CheckpointError: there is no such file, or it cannot be read.
     """
     path = folder / "config.json"
     if not path.is_file() and (folder / "transformer" / "config.json").is_file():
@@ -102,11 +102,10 @@ def read_json(folder: Path) -> dict[str, Any]:
 
 
 def understand(raw: Mapping[str, Any], path: Path) -> WanModel:
-    """What a config.json says.
+    """Return the model that the content of a config.json describes.
 
     Args:
-        raw: its content.
-        path: where it stands, for messages.
+        path: place of the content, for messages.
 
     Raises:
         CheckpointError: another class, a part that the video DiT lacks, or sizes without a name.
@@ -142,17 +141,16 @@ def understand(raw: Mapping[str, Any], path: Path) -> WanModel:
 
 
 def understand_shapes(found: Mapping[str, tuple[int, ...]], naming: Naming, path: Path) -> WanModel:
-    """What the shapes of the tensors say where there is no config.json.
+    """Return the model that the shapes of its tensors describe, where there is no config.json.
 
-    The number of heads shows in none of them, and is taken from the named sizes of that width.
+    No shape shows the number of heads, which is taken from the named sizes of the same width.
 
     Args:
         found: shapes by name.
-        naming: of the names.
-        path: where they were found, for messages.
+        path: place of the tensors, for messages.
 
     Raises:
-        CheckpointError: no tensors of Wan, or sizes without a name.
+        CheckpointError: the tensors are not Wan's, or have sizes without a name.
     """
 
     def shape(ours: str, dimensions: int) -> tuple[int, ...]:
@@ -191,14 +189,13 @@ def _sizes(values: list[int], path: Path) -> VideoDiTSizes:
 
 
 def named(found: VideoDiTSizes, path: Path) -> tuple[str, VideoDiTSizes]:
-    """The named size of a model, in which the width of the text is free: it is the encoder's.
+    """Return the named size of a model; the width of the text is free, since it is the encoder's.
 
     Args:
-        found: sizes of the model.
-        path: where they were found, for messages.
+        path: place of the model, for messages.
 
     Raises:
-        CheckpointError: there is none, with the nearest one.
+        CheckpointError: the sizes have no name; the sentence tells the nearest named size.
     """
     same = {name: dataclasses.replace(z, text_width=found.text_width) for name, z in SIZES.items()}
     for name, sizes in same.items():
@@ -216,7 +213,7 @@ _COMPARED = "hidden_size num_heads ffn_size num_blocks channels patch_size rope_
 
 
 def _distance(a: VideoDiTSizes, b: VideoDiTSizes) -> float:
-    """How far sizes are from each other, as a factor."""
+    """Return how far two sizes are from each other, as the logarithm of a factor."""
     pairs: Iterable[tuple[float, float]] = ((getattr(a, n), getattr(b, n)) for n in _COMPARED)
     return sum(abs(math.log(x / y)) for x, y in pairs)
 
@@ -228,7 +225,7 @@ def _difference(found: VideoDiTSizes, size: VideoDiTSizes) -> str:
 
 
 def config_json(sizes: VideoDiTSizes, naming: Naming) -> dict[str, Any]:
-    """The config.json of a model, which `understand` reads."""
+    """Return the config.json of a model, which `understand` reads."""
     name = next(name for name, kind in CLASSES.items() if kind is naming)
     out = _OUTPUT[naming][1]
     values: dict[str, Any] = {
@@ -243,7 +240,7 @@ def config_json(sizes: VideoDiTSizes, naming: Naming) -> dict[str, Any]:
     left_out = {"patch_size", "cross_attn_norm", "qk_norm"}
     if sizes.text_width == _FREE[naming]["text_dim"]:
         left_out.add("text_dim")
-    # The original's class does not let a file say them.
+    # The original's class does not take these entries from a file.
     return {k: v for k, v in values.items() if k not in left_out} | {"text_len": 512}
 
 

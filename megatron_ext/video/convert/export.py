@@ -1,6 +1,7 @@
-"""A checkpoint of the video DiT as public weights of Wan 2.1.
+"""Exports a checkpoint of the video DiT as public weights of Wan 2.1.
 
-Tensors are read from the checkpoint as they are written: in memory are those of one file.
+Tensors are read from the checkpoint when they are written, so that only those of one file are in
+memory.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ from megatron_ext.video.convert.names import Naming, shapes, to_wan, wan_names
 from megatron_ext.video.convert.wan import STEM
 
 _PARTS = ("embedder.", "blocks.", "head.")
-"""What the names of a video DiT's parameters begin with."""
+"""Beginnings of the names of a video DiT's parameters."""
 NETWORKS = {"generator": "", "critic": "critic."}
-"""Networks of a streaming run that checkpoints hold, and what their names begin with there."""
+"""Networks that a checkpoint of a streaming run holds, with the prefix of their names."""
 
 
 @dataclass(frozen=True)
 class WanExport:
-    """How to export a checkpoint.
+    """The options of an export.
 
     Attributes:
         load: folder of checkpoints.
         target: new folder for config.json and safetensors.
         step: iteration; None takes the latest.
-        dtype: of the weights; None keeps the run's.
-        max_shard_size: of one file, in bytes or such as ``"5GB"``.
-        network: of `NETWORKS`.
-        ema: the averaged weights of the generator (``--ema-decay``), in place of the last ones.
-        naming: of the tensors, and of config.json.
+        dtype: dtype to write; None keeps the run's.
+        max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
+        network: a key of `NETWORKS`.
+        ema: write the generator's averaged weights (``--ema-decay``) in place of the last ones.
+        naming: whose names tensors and config.json have.
     """
 
     load: Path
@@ -64,7 +65,7 @@ class WanExport:
 
 
 def is_streaming(stored: Mapping[str, Any]) -> bool:
-    """Whether a stored configuration is that of a streaming run, or of imported weights of Wan."""
+    """Return whether a streaming run, or an import of Wan's weights, stored a configuration."""
     video = stored.get("video") or {}
     return bool(video.get("video")) and video.get("task") == "streaming"
 

@@ -1,4 +1,4 @@
-"""Names and shapes of the video DiT's parameters, and the tensors of Wan 2.1 that they hold.
+"""Maps the video DiT's parameters, and their adapters, to the tensors of Wan 2.1.
 
 Sources: ``wan/modules/model.py`` of the original repository (Wan-Video/Wan2.1) and
 ``models/transformers/transformer_wan.py`` of diffusers. Four things differ beside the names:
@@ -27,7 +27,7 @@ from megatron_ext.video.config.wan import VideoDiTSizes
 
 
 class Naming(Enum):
-    """Whose names tensors have."""
+    """The code whose names tensors have."""
 
     DIFFUSERS = "diffusers"
     ORIGINAL = "original"
@@ -69,7 +69,7 @@ _TABLES = ("scale_shift_table", "modulation"), ("scale_shift_table", "head.modul
 
 
 def _table() -> dict[str, tuple[str, str]]:
-    """Parameters, those of the blocks without their number, to Wan's names."""
+    """Map parameters to Wan's names; those of blocks have no number."""
     found = {f"head.{_TABLE}": _TABLES[1], f"blocks.{_TABLE}": _TABLES[0]}
     for ours, theirs in LINEARS.items():
         for kind in ("weight", "bias"):
@@ -84,7 +84,7 @@ _NAMES = _table()
 
 
 def shapes(sizes: VideoDiTSizes) -> dict[str, tuple[int, ...]]:
-    """Names and full shapes of all parameters of a video DiT."""
+    """Return names and whole shapes of all parameters of a video DiT."""
     h, ffn, token = sizes.hidden_size, sizes.ffn_size, sizes.token_width
     linears: dict[str, tuple[int, ...]] = {
         "embedder.patch_in": (h, token),
@@ -112,12 +112,7 @@ def shapes(sizes: VideoDiTSizes) -> dict[str, tuple[int, ...]]:
 
 
 def wan_names(name: str, naming: Naming) -> tuple[str, ...]:
-    """Wan's tensors that one of our parameters holds, in the order of `from_wan`.
-
-    Args:
-        name: one of `shapes`.
-        naming: whose names are wanted.
-    """
+    """Return the names of Wan's tensors in one of our parameters, in the order of `from_wan`."""
     outer, number, inner = _parts(name)
     pattern = _NAMES[outer + inner][naming is Naming.ORIGINAL]
     prefix = f"{outer}{number}." if number else ""
@@ -137,13 +132,7 @@ def _parts(name: str) -> tuple[str, str, str]:
 
 
 def from_wan(name: str, tensors: Sequence[Tensor], sizes: VideoDiTSizes) -> Tensor:
-    """Wan's tensors, in the order of `wan_names`, as one of our parameters.
-
-    Args:
-        name: one of `shapes`.
-        tensors: of the shapes that `to_wan` gives.
-        sizes: of the model.
-    """
+    """Join Wan's tensors, in the order of `wan_names`, to one of our parameters."""
     if len(tensors) > 1:
         heads = [torch.unflatten(x, 0, (sizes.num_heads, 1, sizes.head_dim)) for x in tensors]
         return torch.cat(heads, dim=1).flatten(0, 2)
@@ -158,7 +147,7 @@ def from_wan(name: str, tensors: Sequence[Tensor], sizes: VideoDiTSizes) -> Tens
 
 
 def to_wan(name: str, tensor: Tensor, sizes: VideoDiTSizes) -> tuple[Tensor, ...]:
-    """One of our parameters as Wan's tensors; the inverse of `from_wan`."""
+    """Split one of our parameters into Wan's tensors; the inverse of `from_wan`."""
     if (number := len(wan_names(name, Naming.ORIGINAL))) > 1:
         heads = torch.unflatten(tensor, 0, (sizes.num_heads, number, sizes.head_dim))
         return tuple(part.flatten(0, 1) for part in heads.unbind(1))

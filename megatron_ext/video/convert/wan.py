@@ -1,8 +1,7 @@
-"""Opens what holds the tensors of Wan: a folder of safetensors, or a file of torch.save.
+"""Imports weights of Wan 2.1 as a checkpoint of the video DiT.
 
-Weights of Wan 2.1 as a checkpoint of the video DiT.
-
-One copy of the weights is in memory, and one parameter's tensors beside it.
+They lie in a folder of safetensors, or in a file of torch.save. One copy of the weights is in
+memory, and one parameter's tensors beside it.
 """
 
 from __future__ import annotations
@@ -54,16 +53,16 @@ from megatron_ext.video.model.wan.options import VideoDiTOptions
 from megatron_ext.video.streaming.config import StreamingConfig
 
 STEM = "diffusion_pytorch_model"
-"""What the names of the safetensors files begin with, in both namings."""
+"""Beginning of the names of the safetensors files, in both namings."""
 SUFFIXES = (".pt", ".pth", ".bin")
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-"""What torch's wrappers put into names; averages are saved with them."""
+"""Parts of names that torch's wrappers add; averages are saved with them."""
 _PREFIX = "model."
-"""Name of the network in Self-Forcing's wrapper of it."""
+"""Name of the network in the wrapper that Self-Forcing has for it."""
 
 
 def is_wan(source: Path) -> bool:
-    """Whether a model to import is one of Wan's kind, rather than one of transformers."""
+    """Return whether a model to import is of Wan's kind, rather than of transformers'."""
     if source.is_file():
         return source.suffix in SUFFIXES
     is_pipeline = (source / "model_index.json").is_file()
@@ -74,14 +73,14 @@ def is_wan(source: Path) -> bool:
 
 @contextmanager
 def open_wan(source: Path, entry: str | None) -> Iterator[tuple[WanModel, TensorSource]]:
-    """The model and its tensors.
+    """Open a model and its tensors.
 
     Args:
         source: folder with config.json and safetensors, or a file of torch.save.
-        entry: of that file, such as ``"generator_ema"``; None takes the only one.
+        entry: key of that file, such as ``"generator_ema"``; None takes the only one.
 
     Raises:
-        CheckpointError: nothing that can be read, or a model that cannot be converted.
+        CheckpointError: the source cannot be read, or the model cannot be converted.
     """
     if source.is_file():
         tensors = TensorFile(source, entry)
@@ -106,11 +105,10 @@ class TensorFile:
     """The tensors of one entry of a file of torch.save, mapped into memory.
 
     Args:
-        path: the file.
-        entry: a key of it; None takes the only one that holds tensors.
+        entry: a key of the file; None takes the only one that holds tensors.
 
     Raises:
-        CheckpointError: a file that cannot be read, or several entries to choose from.
+        CheckpointError: the file cannot be read, or has several entries to choose from.
     """
 
     def __init__(self, path: Path, entry: str | None) -> None:
@@ -121,14 +119,14 @@ class TensorFile:
 
     @property
     def names(self) -> set[str]:
-        """Names of all tensors, without what wrappers added."""
+        """Return the names of all tensors, without the parts that wrappers added."""
         return set(self._tensors)
 
     def dtypes(self) -> dict[str, str]:
-        """Names of tensors to names of torch's dtypes.
+        """Return torch's name of the dtype of each tensor.
 
         Raises:
-            CheckpointError: numbers of another kind.
+            CheckpointError: a tensor is quantized.
         """
         found = {name: str(x.dtype).removeprefix("torch.") for name, x in self._tensors.items()}
         for name, kind in found.items():
@@ -140,14 +138,14 @@ class TensorFile:
         return found
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names of tensors to their shapes."""
+        """Return the shape of each tensor."""
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor.
+        """Return one tensor.
 
         Raises:
-            CheckpointError: there is none of that name.
+            CheckpointError: there is no tensor of that name.
         """
         if name not in self._tensors:
             raise CheckpointError(
@@ -157,10 +155,10 @@ class TensorFile:
 
 
 def _chosen(path: Path, entry: str | None) -> Mapping[str, Tensor]:
-    """The tensors of an entry; a file may be one itself.
+    """Return the tensors of an entry; the whole file may be one.
 
     Raises:
-        CheckpointError: no such entry, or several to choose from.
+        CheckpointError: there is no such entry, or there are several to choose from.
     """
     content = _content(path)
     if entry is None and _holds_tensors(content):
@@ -185,12 +183,12 @@ def _holds_tensors(value: Any) -> TypeGuard[Mapping[str, Tensor]]:
 
 
 def _content(path: Path) -> Mapping[str, Any]:
-    """What torch.save wrote, without running code that the file may hold.
+    """Read a file of torch.save without running code that it may hold.
 
     Raises:
-        CheckpointError: a file that cannot be read so.
+        CheckpointError: the file cannot be read so.
     """
-    # The form before torch 1.6 is no archive, and cannot be mapped.
+    # A file from before torch 1.6 is no archive, and cannot be mapped.
     content = plain_content(path, path, mmap=zipfile.is_zipfile(path))
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} must hold names and tensors; give another file.")
@@ -205,13 +203,13 @@ def _bare(name: str) -> str:
 
 @dataclass(frozen=True)
 class WanImport:
-    """How to import weights.
+    """The options of an import.
 
     Attributes:
         source: folder with config.json and safetensors, or a file of torch.save.
         save: folder for the checkpoint.
-        dtype: of the weights; None keeps the source's.
-        entry: of a file of torch.save, such as ``"generator_ema"``; None takes the only one.
+        dtype: dtype of the checkpoint; None keeps the source's.
+        entry: key of a file of torch.save; None takes the only one.
     """
 
     source: Path
@@ -227,13 +225,12 @@ def import_wan(order: WanImport) -> tuple[str, str]:
         Named size of the model, and dtype of the weights such as ``"bfloat16"``.
 
     Raises:
-        CheckpointError: a model that cannot be converted, or a folder that cannot be read or
-            written.
+        CheckpointError: the model cannot be converted, or a folder cannot be read or written.
     """
     refuse_checkpoints(order.save)
     with open_wan(order.source, order.entry) as (model, tensors):
         check_tensors(model.sizes, model.naming, tensors)
-        # Also where a dtype is asked for: numbers of a quantized model mean nothing without scales.
+        # Even where a dtype is given, a quantized model is refused: it would lack its scales.
         tensors.dtypes()
         dtype = order.dtype or only_dtype(tensors)
         config = run_config(model, dtype, order.save)
@@ -245,7 +242,7 @@ def import_wan(order: WanImport) -> tuple[str, str]:
 
 
 def run_config(model: WanModel, dtype: str, save: Path) -> RunConfig:
-    """What the checkpoint says of itself, as one of a streaming run does."""
+    """Return the configuration to store, as a streaming run stores it."""
     streaming = StreamingConfig(generator_size=model.size, text_features=model.sizes.text_width)
     run = RunConfig()
     flags = {word.removeprefix("--"): True for word in PRECISIONS[dtype]}
@@ -260,7 +257,7 @@ def run_config(model: WanModel, dtype: str, save: Path) -> RunConfig:
 
 
 def build_bare(sizes: VideoDiTSizes, dtype: str, context: ParallelContext) -> VideoDiT:
-    """The whole model on one rank on the CPU, with arbitrary weights."""
+    """Build the whole model on one rank on the CPU, with arbitrary weights."""
     config = TransformerConfig(
         **sizes.transformer_fields(),
         params_dtype=torch_dtype(dtype),
@@ -274,7 +271,7 @@ def build_bare(sizes: VideoDiTSizes, dtype: str, context: ParallelContext) -> Vi
 
 @torch.no_grad()
 def fill(chunk: VideoDiT, naming: Naming, tensors: TensorSource) -> None:
-    """Copy tensors of Wan into the whole model, one parameter at a time."""
+    """Copy Wan's tensors into the whole model, one parameter at a time."""
     parameters = list(chunk.named_parameters())
     bar = tqdm(parameters, "Importing", unit="tensor", delay=1.0, leave=False, disable=None)
     for name, parameter in bar:
@@ -283,17 +280,17 @@ def fill(chunk: VideoDiT, naming: Naming, tensors: TensorSource) -> None:
 
 
 def check_tensors(sizes: VideoDiTSizes, naming: Naming, tensors: TensorSource) -> None:
-    """Nothing is missing, nothing would be lost, and all of it fits.
+    """Check that no tensor is missing, that none would be lost, and that all fit.
 
     Raises:
-        CheckpointError: naming the first tensor of which that is not so.
+        CheckpointError: the sentence names the first tensor that is at fault.
     """
-    found, wanted = tensors.shapes(), dict[str, tuple[int, ...]]()
+    found, expected = tensors.shapes(), dict[str, tuple[int, ...]]()
     for name, shape in shapes(sizes).items():
         parts = to_wan(name, torch.empty(shape, device="meta"), sizes)
         names = wan_names(name, naming)
-        wanted |= {full: tuple(part.shape) for full, part in zip(names, parts, strict=True)}
-    for full, shape in wanted.items():
+        expected |= {full: tuple(part.shape) for full, part in zip(names, parts, strict=True)}
+    for full, shape in expected.items():
         if full not in found:
             raise CheckpointError(
                 f"{tensors.folder} holds no `{full}`, which Wan 2.1 has; copy the whole model "
@@ -304,7 +301,7 @@ def check_tensors(sizes: VideoDiTSizes, naming: Naming, tensors: TensorSource) -
                 f"{tensors.folder} holds `{full}` with shape {list(found[full])}, but the sizes of "
                 f"the model imply {list(shape)}; copy the whole model again."
             )
-    extra = sorted(found.keys() - wanted.keys())
+    extra = sorted(found.keys() - expected.keys())
     if extra:
         raise CheckpointError(
             f"{tensors.folder} holds `{extra[0]}`, which Wan 2.1 text to video does not have; use "
