@@ -22,7 +22,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from megatron.core.enums import ModelType
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from megatron_ext.train.run import Run
 
 DatasetsProvider = Callable[[Sequence["int | None"]], Sequence[Any]]
+T = TypeVar("T")
 MegatronForwardStep = Callable[["Iterator[Sample] | None", torch.nn.Module], tuple[Tensor, Any]]
 
 
@@ -61,7 +62,7 @@ def pretrain(
     args_defaults: Mapping[str, Any] | None = None,
     non_loss_data_func: Callable[[Sequence[torch.nn.Module]], Any] | None = None,
 ) -> None:
-    """Train what the command line and the providers say; see Megatron-LM's ``pretrain``.
+    """Train as the command line and the providers say; see Megatron-LM's ``pretrain``.
 
     ``model_type`` is Megatron-LM's; megatron-core has one kind.
 
@@ -127,7 +128,7 @@ def _checked_defaults(defaults: Mapping[str, Any], task: Task) -> Mapping[str, A
 
 @dataclass
 class _Current:
-    """What Megatron-LM keeps in global variables: the run of this process."""
+    """The run of this process, which Megatron-LM keeps in global variables."""
 
     tokenizer: Tokenizer | None = None
     args: argparse.Namespace | None = None
@@ -240,31 +241,27 @@ def _of_contract(loss: Callable[..., Any], cp_size: int) -> LossFunction:
 
 
 def get_args() -> argparse.Namespace:
-    """Return all values of the configuration by the names of their flags.
-
-    Raises:
-        ConfigError: no run has begun.
-    """
-    if _current.args is None:
-        raise ConfigError(
-            "`get_args` was called before the run has begun; call it in a provider or in the "
-            "forward step."
-        )
-    return _current.args
+    """Return all values of the configuration by the names of their flags; see `_begun`."""
+    return _begun(_current.args, "get_args")
 
 
 def get_tokenizer() -> Tokenizer:
-    """Return the tokenizer of the run.
+    """Return the tokenizer of the run; see `_begun`."""
+    return _begun(_current.tokenizer, "get_tokenizer")
+
+
+def _begun(value: T | None, name: str) -> T:
+    """Return a value that a run sets when it begins.
 
     Raises:
         ConfigError: no run has begun.
     """
-    if _current.tokenizer is None:
+    if value is None:
         raise ConfigError(
-            "`get_tokenizer` was called before the run has begun; call it in a provider or in the "
+            f"`{name}` was called before the run has begun; call it in a provider or in the "
             "forward step."
         )
-    return _current.tokenizer
+    return value
 
 
 def core_transformer_config_from_args(_args: argparse.Namespace) -> Any:

@@ -12,8 +12,7 @@ from megatron.core.num_microbatches_calculator import (
 )
 
 from megatron_ext.checkpoint.publish import BestCheckpoint
-from megatron_ext.config.run import RunConfig
-from megatron_ext.config.training import parse_batch_schedule
+from megatron_ext.config.training import TrainingConfig, parse_batch_schedule
 from megatron_ext.errors import ConfigError
 
 
@@ -40,8 +39,9 @@ class _Steps:
 class BatchSize:
     """The batch size of the current step: constant, or growing with the consumed samples."""
 
-    def __init__(self, config: RunConfig, data_parallel_size: int) -> None:
-        training = config.training
+    def __init__(
+        self, training: TrainingConfig, seq_length: int | None, data_parallel_size: int
+    ) -> None:
         micro_batch_size, global_batch_size = training.batch_sizes
         common = (
             global_batch_size,
@@ -59,7 +59,7 @@ class BatchSize:
         self._ramp_end = -1
         if training.step_batch_size_schedule is not None:
             steps = parse_batch_schedule(training.step_batch_size_schedule)
-            self._calculator = _Steps(steps, config.model.seq_length or 1, self._multiple)
+            self._calculator = _Steps(steps, seq_length or 1, self._multiple)
             self._ramp_end = self._calculator.steps[-1][0] - 1
         elif training.rampup_batch_size is None:
             self._calculator = ConstantNumMicroBatchesCalculator(*common)
@@ -103,12 +103,13 @@ class BatchSize:
         return int(self._calculator.current_running_global_batch_size)
 
 
-def number_of_iterations(config: RunConfig, data_parallel_size: int) -> int:
+def number_of_iterations(
+    training: TrainingConfig, seq_length: int | None, data_parallel_size: int
+) -> int:
     """Return the training iterations of a run, also where its length is given in samples."""
-    training = config.training
     if training.train_samples is None:
         return training.train_iters or 0
-    size = BatchSize(config, data_parallel_size)
+    size = BatchSize(training, seq_length, data_parallel_size)
     iterations, consumed = 0, 0
     while not size.is_final(consumed):
         if consumed + size.global_batch_size > training.train_samples:
@@ -119,9 +120,8 @@ def number_of_iterations(config: RunConfig, data_parallel_size: int) -> int:
     return iterations + (training.train_samples - consumed) // size.global_batch_size
 
 
-def split_sizes(config: RunConfig, num_iterations: int) -> list[int | None]:
+def split_sizes(training: TrainingConfig, num_iterations: int) -> list[int | None]:
     """Return the samples to draw from train, valid and test; None means one epoch."""
-    training = config.training
     batch = training.global_batch_size
     assert batch is not None
     train = training.train_samples or num_iterations * batch

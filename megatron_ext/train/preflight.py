@@ -69,8 +69,9 @@ def check_gpt_data(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
         ConfigError, DataError: see `check_inputs`, `check_index_memory`, `given_lengths` and
             `check_cached_indices`.
     """
-    iterations = number_of_iterations(config, config.parallel.data_parallel_size)
-    sizes = split_sizes(config, iterations)
+    replicas = config.parallel.data_parallel_size
+    iterations = number_of_iterations(config.training, config.model.seq_length, replicas)
+    sizes = split_sizes(config.training, iterations)
     if config.data.mock_data:
         check_index_memory(config, BlendSpec(None, None), sizes)
         _say_how_long_an_evaluation_is(config, tokenizer)

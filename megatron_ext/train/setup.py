@@ -72,13 +72,14 @@ def build_run(
         extra_state=runner.extra_state,
         run_config=config,
     )
+    replicas = context.layout.data_parallel_size
     run = Run(
         config=config,
         context=context,
         device=device,
         task=task,
-        num_iterations=number_of_iterations(config, context.layout.data_parallel_size),
-        batch_size=BatchSize(config, context.layout.data_parallel_size),
+        num_iterations=number_of_iterations(config.training, config.model.seq_length, replicas),
+        batch_size=BatchSize(config.training, config.model.seq_length, replicas),
         chunks=chunks,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -153,7 +154,7 @@ def attach_data(run: Run, task: Task, tokenizer: Tokenizer) -> None:
     datasets = task.datasets(
         config,
         tokenizer,
-        split_sizes(config, run.num_iterations),
+        split_sizes(config.training, run.num_iterations),
         lambda: reads_dataset(config, context),
     )
 

@@ -12,7 +12,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.train.batch_size import BatchSize, number_of_iterations
 
 
-def _config(**values: Any) -> Any:
+def _training(**values: Any) -> Any:
     base = {
         "global_batch_size": 16,
         "micro_batch_size": 2,
@@ -23,20 +23,18 @@ def _config(**values: Any) -> Any:
         "train_samples": None,
         "batch_sizes": (2, 16),
     }
-    return SimpleNamespace(
-        training=SimpleNamespace(**{**base, **values}), model=SimpleNamespace(seq_length=8)
-    )
+    return SimpleNamespace(**{**base, **values})
 
 
 def test_constant() -> None:
-    size = BatchSize(_config(), 2)
+    size = BatchSize(_training(), 8, 2)
     assert (size.global_batch_size, size.num_microbatches) == (16, 4)
     assert not size.update(1000)
 
 
 def test_ramp_up_grows_by_its_increment() -> None:
     # From 4 to 16 by 4 over 24 samples: one increment for every 8 samples.
-    size = BatchSize(_config(rampup_batch_size=[4, 4, 24]), 1)
+    size = BatchSize(_training(rampup_batch_size=[4, 4, 24]), 8, 1)
     seen = []
     for consumed in (0, 7, 8, 16, 23, 25):
         size.update(consumed)
@@ -46,22 +44,22 @@ def test_ramp_up_grows_by_its_increment() -> None:
 
 def test_iterations_of_a_ramp_up_by_samples() -> None:
     # Batches 4, 4, 8, 12 reach 28 samples; then 16 each: 28 + 2 * 16 = 60.
-    config = _config(rampup_batch_size=[4, 4, 24], train_samples=60)
-    assert number_of_iterations(config, 1) == 6
-    assert number_of_iterations(_config(train_samples=60), 1) == 3
-    assert number_of_iterations(_config(train_iters=7), 1) == 7
+    training = _training(rampup_batch_size=[4, 4, 24], train_samples=60)
+    assert number_of_iterations(training, 8, 1) == 6
+    assert number_of_iterations(_training(train_samples=60), 8, 1) == 3
+    assert number_of_iterations(_training(train_iters=7), 8, 1) == 7
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused() -> None:
-    size = BatchSize(_config(rampup_batch_size=[4, 4, 24]), 4)
+    size = BatchSize(_training(rampup_batch_size=[4, 4, 24]), 8, 4)
     with pytest.raises(ConfigError, match=r"reaches the global batch size 4, .* \(8\)"):
         size.update(0)
 
 
 def test_a_schedule_of_steps_counts_tokens() -> None:
     # Sequences of 8 tokens: batch 4 from 0, 8 from 12 samples on, 16 from 250 samples on.
-    config = _config(step_batch_size_schedule="0:4 96:8, 2k:16")
-    size = BatchSize(config, 1)
+    training = _training(step_batch_size_schedule="0:4 96:8, 2k:16")
+    size = BatchSize(training, 8, 1)
     seen = []
     for consumed in (0, 11, 12, 249, 250, 10**6):
         size.update(consumed)
@@ -71,8 +69,8 @@ def test_a_schedule_of_steps_counts_tokens() -> None:
 
 def test_iterations_of_a_schedule_of_steps() -> None:
     # 3 steps of 4 reach 12 samples, 30 steps of 8 reach 252, then 16 each.
-    config = _config(step_batch_size_schedule="0:4 96:8 2000:16", train_samples=252 + 32)
-    assert number_of_iterations(config, 1) == 3 + 30 + 2
+    training = _training(step_batch_size_schedule="0:4 96:8 2000:16", train_samples=252 + 32)
+    assert number_of_iterations(training, 8, 1) == 3 + 30 + 2
 
 
 @pytest.mark.parametrize("text", ["8:4", "0:4 0:8", "0:4 x:8", "4", "0:0", ""])

@@ -72,7 +72,7 @@ def collect(
     """
     layout = Layout.from_config(config.parallel)
     replicas = layout.data_parallel_size
-    iterations = number_of_iterations(config, replicas)
+    iterations = number_of_iterations(config.training, config.model.seq_length, replicas)
     if first < 1 or count < 1 or first + count - 1 > iterations:
         raise ConfigError(
             f"`--step` ({first}) and `--steps` ({count}) must lie within the {iterations} steps "
@@ -85,7 +85,7 @@ def collect(
         train = task.datasets(
             config,
             tokenizer,
-            split_sizes(config, iterations),
+            split_sizes(config.training, iterations),
             lambda: reads_dataset(config, context),
         ).train
         assert train is not None
@@ -108,7 +108,8 @@ class _Start:
 
 
 def _starts(config: RunConfig, replicas: int, first: int, count: int) -> list[_Start]:
-    size, consumed, found = BatchSize(config, replicas), 0, []
+    size = BatchSize(config.training, config.model.seq_length, replicas)
+    consumed, found = 0, []
     for iteration in range(1, first + count):
         size.update(consumed)
         if iteration >= first:

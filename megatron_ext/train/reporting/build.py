@@ -9,17 +9,17 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from megatron_ext.config.reporting import LoggingConfig
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.reporting.files import LinePrinter, LossPlot, MetricsFile
 from megatron_ext.train.reporting.records import EvaluationRecord, IterationRecord, Reporter
 from megatron_ext.train.reporting.start import write_configuration
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-    from megatron_ext.parallel.context import ParallelContext
 
 
 def iteration_scalars(record: IterationRecord, config: LoggingConfig) -> dict[str, float]:
@@ -48,8 +48,6 @@ def iteration_scalars(record: IterationRecord, config: LoggingConfig) -> dict[st
 
 
 def _memory() -> dict[str, float]:
-    import torch
-
     if not torch.cuda.is_available():
         return {}
     stats = torch.cuda.memory_stats()
@@ -99,16 +97,14 @@ class TensorBoard:
         self.writer: Any = SummaryWriter(folder, max_queue=config.tensorboard_queue_size)
 
     def on_iteration(self, record: IterationRecord) -> None:
-        if record.iteration % self._config.tensorboard_log_interval:
-            return
-        for tag, value in iteration_scalars(record, self._config).items():
-            self.writer.add_scalar(tag, value, record.iteration)
-            self.writer.add_scalar(f"{tag} vs samples", value, record.consumed_samples)
-        for tag, value in record.common.items():
-            self.writer.add_scalar(tag, value, record.iteration)
+        if record.iteration % self._config.tensorboard_log_interval == 0:
+            self._write(record, iteration_scalars(record, self._config))
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
-        for tag, value in evaluation_scalars(record, self._config).items():
+        self._write(record, evaluation_scalars(record, self._config))
+
+    def _write(self, record: IterationRecord | EvaluationRecord, scalars: dict[str, float]) -> None:
+        for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, record.iteration)
             self.writer.add_scalar(f"{tag} vs samples", value, record.consumed_samples)
         for tag, value in record.common.items():
