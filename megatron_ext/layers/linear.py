@@ -10,66 +10,40 @@ may multiply in 8 bits (see `layers.fp8`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.mappings import _gather_along_first_dim
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from megatron_ext.layers.fp8.linear import Fp8Call, fp8_linear
+from megatron_ext.layers.fp8.linear import fp8_linear
 from megatron_ext.layers.weight_gradients import (
-    DeferredWeightGradients,
+    LinearCall,
     accumulate,
     add_product,
     gradient_placeholder,
 )
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The settings of one layer's product.
+def _weight_gradient(call: LinearCall, gradient: Tensor, total: Tensor) -> Tensor | None:
+    """Compute the weight's gradient, put it where it belongs, and return what autograd gets.
 
-    Attributes:
-        parameter: the weight.
-        queue: where its gradient waits; None computes it in the backward pass.
-        in_place: the product itself adds the gradient to the data-parallel buffer.
-        tp_group: ranks that hold the other parts of the weight; None where nothing is sent.
-        sequence_parallel: the input is gathered, and its gradient reduce-scattered, along s.
-        allreduce_dgrad: the input's gradient is summed over the ranks.
+    Args:
+        call: settings of the product.
+        gradient: gradient of the output, ``[s, b, out]``.
+        total: the whole input, ``[s, b, in]``.
     """
-
-    parameter: Tensor
-    queue: DeferredWeightGradients | None
-    in_place: bool
-    tp_group: ProcessGroup | None
-    sequence_parallel: bool
-    allreduce_dgrad: bool
-
-    def weight_gradient(self, gradient: Tensor, total: Tensor) -> Tensor | None:
-        """Compute the weight's gradient, put it where it belongs, and return what autograd gets.
-
-        Args:
-            gradient: gradient of the output, ``[s, b, out]``.
-            total: the whole input, ``[s, b, in]``.
-        """
-        gradient, total = gradient.flatten(0, -2), total.flatten(0, -2)
-        weight = self.parameter
-        if self.in_place and hasattr(weight, "main_grad"):
-            add_product(weight.main_grad, gradient, total)
-            return None if self.queue is not None else gradient_placeholder(weight)
-        product = gradient.t().matmul(total)
-        if self.queue is None:
-            return product
-        accumulate(weight, product)
-        return None
-
-    def put_off(self, gradient: Tensor, entered: Tensor) -> None:
-        """Compute the weight's gradient from this rank's part of the input."""
-        self.weight_gradient(gradient, _gathered(entered, self).get())
+    gradient, total = gradient.flatten(0, -2), total.flatten(0, -2)
+    weight = call.parameter
+    if call.in_place and hasattr(weight, "main_grad"):
+        add_product(weight.main_grad, gradient, total)
+        return None if call.queue is not None else gradient_placeholder(weight)
+    product = gradient.t().matmul(total)
+    if call.queue is None:
+        return product
+    accumulate(weight, product)
+    return None
 
 
 class _Linear(torch.autograd.Function):
@@ -77,7 +51,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: _Call
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall
     ) -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.call = call
@@ -91,7 +65,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         entered, weight = ctx.saved_tensors
-        call: _Call = ctx.call
+        call: LinearCall = ctx.call
         queue = call.queue
         # Sent while products are computed: first the input, and then its gradient.
         gather = None if queue is not None and queue.collecting else _gathered(entered, call)
@@ -100,9 +74,9 @@ class _Linear(torch.autograd.Function):
             returned = _reduced(grad_output.matmul(weight), call)
         grad_weight = None
         if gather is not None:
-            grad_weight = call.weight_gradient(grad_output, gather.get())
+            grad_weight = _weight_gradient(call, grad_output, gather.get())
         elif queue is not None:
-            queue.add(partial(call.put_off, grad_output, entered))
+            queue.add(lambda: _weight_gradient(call, grad_output, _gathered(entered, call).get()))
         grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
         return None if returned is None else returned.get(), grad_weight, grad_bias, None
 
@@ -120,7 +94,7 @@ class _Sent:
         return self._tensor
 
 
-def _gathered(part: Tensor, call: _Call) -> _Sent:
+def _gathered(part: Tensor, call: LinearCall) -> _Sent:
     """Return all tokens of the input."""
     if not call.sequence_parallel or call.tp_group is None or call.tp_group.size() == 1:
         return _Sent(part)
@@ -131,7 +105,7 @@ def _gathered(part: Tensor, call: _Call) -> _Sent:
     return _Sent(whole, work)
 
 
-def _reduced(whole: Tensor, call: _Call) -> _Sent:
+def _reduced(whole: Tensor, call: LinearCall) -> _Sent:
     """Return the gradient of this rank's input, summed over the ranks."""
     group = call.tp_group
     if group is None or group.size() == 1:
@@ -184,49 +158,21 @@ class _ParallelLinear:
         # Without a gradient for the input there would be no backward pass to collect from.
         if not (weight.requires_grad and input.requires_grad):
             queue = None
-        if self.fp8 is not None:
-            return self._in_8_bits(input, weight, queue, **kwargs)
         in_place = (
             self.alone and weight.requires_grad and getattr(self.config, "adds_in_place", False)
         )
-        if queue is None and not in_place:
+        if queue is None and not in_place and self.fp8 is None:
             output: Tensor = super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
             return output
-        call = _Call(
-            weight,
-            queue,
-            in_place,
-            kwargs["tp_group"],
-            kwargs["sequence_parallel"],
-            kwargs["allreduce_dgrad"],
-        )
-        # Put off, the gradient is hidden from autograd.
+        names = ("tp_group", "sequence_parallel", "allreduce_dgrad")
+        groups = {name: kwargs[name] for name in names}
+        call = LinearCall(weight, queue, in_place, scaling=self.fp8, **groups)
+        if self.fp8 is not None:
+            return fp8_linear(input, weight, kwargs["bias"], call)
+        # A deferred gradient is hidden from autograd.
         seen = weight if queue is None else weight.detach()
         result: Tensor = _Linear.apply(input, seen, kwargs["bias"], call)  # type: ignore[no-untyped-call]
         return result
-
-    def _in_8_bits(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        queue: DeferredWeightGradients | None,
-        *,
-        bias: Tensor | None,
-        allreduce_dgrad: bool,
-        sequence_parallel: bool,
-        tp_group: ProcessGroup | None,
-        **_of_fused_kernels: Any,
-    ) -> Tensor:
-        call = Fp8Call(
-            self.fp8,
-            tp_group,
-            sequence_parallel,
-            allreduce_dgrad,
-            weight,
-            queue,
-            self.alone and getattr(self.config, "adds_in_place", False),
-        )
-        return fp8_linear(input, weight, bias, call)
 
 
 class ColumnParallelLinear(_ParallelLinear, tensor_parallel.ColumnParallelLinear):  # type: ignore[misc]

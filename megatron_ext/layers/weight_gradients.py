@@ -13,9 +13,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 Key = tuple[int, int]
 """Micro-batch and stage."""
@@ -87,8 +90,8 @@ class DeferredWeightGradients:
     """A queue of weight gradients that are computed later, by micro-batch and stage."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Key, list[Callable[[], None]]] = {}
-        self._collecting: list[Callable[[], None]] | None = None
+        self._waiting: dict[Key, list[Callable[[], object]]] = {}
+        self._collecting: list[Callable[[], object]] | None = None
 
     @contextmanager
     def collect(self, key: Key) -> Iterator[None]:
@@ -103,7 +106,7 @@ class DeferredWeightGradients:
     def collecting(self) -> bool:
         return self._collecting is not None
 
-    def add(self, compute: Callable[[], None]) -> None:
+    def add(self, compute: Callable[[], object]) -> None:
         """Defer one weight gradient, or compute it at once outside of `collect`."""
         if self._collecting is None:
             compute()
@@ -119,3 +122,26 @@ class DeferredWeightGradients:
         with torch.no_grad():
             for compute in self._waiting.pop(key, ()):
                 compute()
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """The settings of one call of a linear layer.
+
+    Attributes:
+        parameter: the weight.
+        queue: where its gradient waits; None computes it in the backward pass.
+        in_place: add the gradient to the weight's ``main_grad``, where it has one.
+        tp_group: ranks that hold the other parts of the weight; None where nothing is sent.
+        sequence_parallel: the input is gathered, and its gradient reduce-scattered, along s.
+        allreduce_dgrad: the input's gradient is summed over the ranks.
+        scaling: source of the scales of 8-bit products (see `layers.fp8`); None for others.
+    """
+
+    parameter: Tensor
+    queue: DeferredWeightGradients | None = None
+    in_place: bool = False
+    tp_group: ProcessGroup | None = None
+    sequence_parallel: bool = False
+    allreduce_dgrad: bool = False
+    scaling: Any = None

@@ -11,8 +11,9 @@ import torch
 
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.device.rates import has_fp8
-from megatron_ext.layers.fp8.linear import Fp8Call, KeptWeights, fp8_linear
+from megatron_ext.layers.fp8.linear import KeptWeights, fp8_linear
 from megatron_ext.layers.fp8.scaling import RECIPES, Parts
+from megatron_ext.layers.weight_gradients import LinearCall
 from tests.gpu.runs import losses, one_gpu, train
 from tests.training_runs import TINY, mock_data
 
@@ -85,7 +86,7 @@ def layer(recipe: str, device: str, tokens: int = 40) -> list[torch.Tensor]:
             Parts(context.pgs, cuts_input=False, varies=tokens % 16 > 0),
         ).to(device)
         with KeptWeights([scaling]).kept():
-            call = Fp8Call(scaling, None, False, False, weight, None)
+            call = LinearCall(weight, scaling=scaling)
             output = fp8_linear(x, weight, None, call)
             output.backward(gradient.detach())
     assert x.grad is not None and weight.grad is not None
@@ -109,7 +110,7 @@ def test_the_input_that_waits_takes_half_of_its_bytes() -> None:
         scaling = RECIPES["tensorwise"](
             Fp8Config(fp8_format="hybrid", fp8_recipe="tensorwise"), parts
         ).cuda()
-        call = Fp8Call(scaling, None, False, False, weight, None)
+        call = LinearCall(weight, scaling=scaling)
         fp8_linear(x, weight, None, call)  # compiles
         before = torch.cuda.memory_allocated()
         output = fp8_linear(x, weight, None, call)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,43 +16,14 @@ from megatron.core.tensor_parallel.mappings import (
     _reduce_scatter_along_first_dim,
 )
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_ext.device.streams import HostCopy
 from megatron_ext.layers.fp8.matrices import Quantized, product
 from megatron_ext.layers.fp8.scaling import DelayedScaling, Role, Scaling
-from megatron_ext.layers.weight_gradients import DeferredWeightGradients, gradient_placeholder
+from megatron_ext.layers.weight_gradients import LinearCall, gradient_placeholder
 
 
-@dataclass(frozen=True)
-class Fp8Call:
-    """The settings of one layer's products.
-
-    Attributes:
-        scaling: where the layer's scales come from.
-        tp_group: ranks that hold the other parts of the weight; None where nothing is sent.
-        sequence_parallel: the input is gathered, and its gradient reduce-scattered, along s.
-        allreduce_dgrad: the input's gradient is summed over the ranks.
-        parameter: the weight, hidden from autograd, whose gradient goes to ``queue``.
-        queue: where a zero-bubble schedule defers weight gradients; None leaves them to autograd.
-        adds_to_main_grad: add the weight's gradient to its ``main_grad``, where it has one.
-    """
-
-    scaling: Scaling
-    tp_group: ProcessGroup | None
-    sequence_parallel: bool
-    allreduce_dgrad: bool
-    parameter: Tensor
-    queue: DeferredWeightGradients | None
-    adds_to_main_grad: bool = False
-
-    @property
-    def trains(self) -> bool:
-        """Return whether the weight wants a gradient."""
-        return self.parameter.requires_grad and torch.is_grad_enabled()
-
-
-def fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Fp8Call) -> Tensor:
+def fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
     """Return the layer's output ``[s, b, out/tp]``.
 
     Args:
@@ -61,9 +31,9 @@ def fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Fp8Call
             parallelism; any number of dimensions before the last.
         weight: ``[out, in]`` on this rank.
         bias: ``[out]``.
-        call: see `Fp8Call`.
+        call: settings with a scaling.
     """
-    trains = call.trains
+    trains = call.parameter.requires_grad and torch.is_grad_enabled()
     if call.queue is not None:
         weight = weight.detach()
     output: Tensor = _Fp8Linear.apply(input, weight, bias, call, trains)  # type: ignore[no-untyped-call]
@@ -73,7 +43,7 @@ def fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: Fp8Call
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: Fp8Call, trains: bool
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, trains: bool
     ) -> Tensor:
         total, kept = _entered(input, call, trains)
         kernel = call.scaling.weight(weight).rows
@@ -89,8 +59,8 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         weight, weight_scale, *kept = ctx.saved_tensors
-        call: Fp8Call = ctx.call
-        scaling = call.scaling
+        call: LinearCall = ctx.call
+        scaling: Scaling = call.scaling
         flat = grad_output.flatten(0, -2)
         columns = ctx.trains and scaling.config.fp8_wgrad
         gradient = scaling.pair(flat, Role.GRADIENT, columns=columns)
@@ -112,7 +82,7 @@ class _Fp8Linear(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None
 
 
-def _entered(input: Tensor, call: Fp8Call, trains: bool) -> tuple[Quantized, tuple[Tensor, ...]]:
+def _entered(input: Tensor, call: LinearCall, trains: bool) -> tuple[Quantized, tuple[Tensor, ...]]:
     """Return all tokens of the input in 8 bits, and what the backward pass needs of it.
 
     The backward pass needs its transpose in 8 bits, half of what the input takes. Under sequence
@@ -136,12 +106,12 @@ def _entered(input: Tensor, call: Fp8Call, trains: bool) -> tuple[Quantized, tup
 
 
 def _weight_gradient(
-    call: Fp8Call, flat: Tensor, gradient: Quantized | None, kept: list[Tensor]
+    call: LinearCall, flat: Tensor, gradient: Quantized | None, kept: list[Tensor]
 ) -> Callable[[torch.dtype], Tensor]:
     """Return a function that computes the gradient ``[out, in]`` of the weight in a given dtype.
 
     Args:
-        call: see `Fp8Call`.
+        call: settings with a scaling.
         flat: gradient of the output, ``[tokens, out]``.
         gradient: its transpose in 8 bits; None without ``--fp8-wgrad``.
         kept: what `_entered` kept.
@@ -164,11 +134,11 @@ def _weight_gradient(
     return from_input if gradient is None else from_values
 
 
-def _given(compute: Callable[[torch.dtype], Tensor], call: Fp8Call) -> Tensor | None:
+def _given(compute: Callable[[torch.dtype], Tensor], call: LinearCall) -> Tensor | None:
     """Put the weight's gradient where it belongs, and return what autograd gets."""
     weight = call.parameter
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
-    adds = main_grad is not None and call.adds_to_main_grad
+    adds = main_grad is not None and call.in_place
     # The product cannot add by itself; in the buffer's float32 nothing is rounded in between.
     dtype = main_grad.dtype if main_grad is not None and adds else weight.dtype
     if call.queue is not None:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.layers.fp8 import linear
-from megatron_ext.layers.fp8.linear import Fp8Call, fp8_linear
+from megatron_ext.layers.fp8.linear import fp8_linear
 from megatron_ext.layers.fp8.matrices import Quantized, arguments, product
 from megatron_ext.layers.fp8.scaling import RECIPES, Parts, Role, Scaling
 from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatron_ext.layers.weight_gradients import DeferredWeightGradients
+from megatron_ext.layers.weight_gradients import DeferredWeightGradients, LinearCall
 from tests.layers import plain
 from tests.layers.fp8.bounds import error_of_product
 from tests.layers.fp8.test_product import torch_takes
@@ -55,7 +55,7 @@ def whole_layer(scaling: Scaling, dtype: torch.dtype = torch.float32, s: int = S
     x, weight, gradient = tensors(dtype, s)
     x.requires_grad_()
     weight.requires_grad_()
-    output = fp8_linear(x, weight, None, Fp8Call(scaling, None, False, False, weight, None))
+    output = fp8_linear(x, weight, None, LinearCall(weight, scaling=scaling))
     output.backward(gradient)
     assert x.grad is not None and weight.grad is not None
     return [output.detach(), x.grad, weight.grad]
@@ -116,7 +116,7 @@ def test_put_off_weight_gradients_are_the_same(recipe: str) -> None:
     x.requires_grad_()
     parameter = torch.nn.Parameter(weight)
     queue = DeferredWeightGradients()
-    call = Fp8Call(scaling_of(recipe), None, False, False, parameter, queue)
+    call = LinearCall(parameter, queue, scaling=scaling_of(recipe))
     output = fp8_linear(x, parameter, None, call)
     with queue.collect((0, 0)):
         output.backward(gradient)
@@ -130,7 +130,7 @@ def test_put_off_weight_gradients_are_the_same(recipe: str) -> None:
 def test_bias_is_added_and_has_its_gradient() -> None:
     x, weight, gradient = tensors()
     bias = torch.arange(float(OUT), requires_grad=True)
-    call = Fp8Call(scaling_of("tensorwise"), None, False, False, weight, None)
+    call = LinearCall(weight, scaling=scaling_of("tensorwise"))
     output = fp8_linear(x, weight, bias, call)
     output.backward(gradient)
     without = fp8_linear(x, weight, None, call)
@@ -145,7 +145,7 @@ def test_what_waits_for_the_backward_pass_is_in_8_bits() -> None:
     weight.requires_grad_()
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)  # type: ignore[func-returns-value]
     with hooks:
-        call = Fp8Call(scaling_of("tensorwise"), None, False, False, weight, None)
+        call = LinearCall(weight, scaling=scaling_of("tensorwise"))
         fp8_linear(x, weight, None, call)
     sizes = {tuple(t.shape): t.dtype for t in saved if t is not weight and t.dim() == 2}
     assert sizes[(S * B, IN)] == torch.float8_e4m3fn
@@ -157,7 +157,7 @@ def test_no_tokens_change_nothing(recipe: str) -> None:
     weight = torch.nn.Parameter(tensors()[1])
     scaling = scaling_of(recipe)
     x = torch.zeros(0, IN, requires_grad=True)
-    output = fp8_linear(x, weight, None, Fp8Call(scaling, None, False, False, weight, None))
+    output = fp8_linear(x, weight, None, LinearCall(weight, scaling=scaling))
     assert output.shape == (0, OUT)
     output.sum().backward()
     assert x.grad is not None and x.grad.shape == (0, IN)
@@ -175,7 +175,7 @@ def test_weight_gradients_go_to_the_main_gradient_unrounded(recipe: str, puts_of
     exact = whole_layer(scaling_of(recipe), torch.bfloat16)[2]
     queue = DeferredWeightGradients() if puts_off else None
     x.requires_grad_()
-    call = Fp8Call(scaling_of(recipe), None, False, False, parameter, queue, True)
+    call = LinearCall(parameter, queue, True, scaling=scaling_of(recipe))
     for _ in range(2):
         fp8_linear(x, parameter, None, call).backward(2.0**20 * gradient)
     added = (parameter.main_grad - 1) / 2
@@ -203,7 +203,7 @@ def test_torch_takes_the_products_of_a_layer(
     x, weight, gradient = tensors(torch.bfloat16, s)
     parameter: Any = torch.nn.Parameter(weight)
     parameter.main_grad = torch.zeros(OUT, IN)
-    call = Fp8Call(scaling_of(recipe), None, False, False, parameter, None, True)
+    call = LinearCall(parameter, None, True, scaling=scaling_of(recipe))
     fp8_linear(x.requires_grad_(), parameter, None, call).backward(gradient)
     of_weight = torch.bfloat16 if recipe == "rowwise" else torch.float32
     wanted = [(torch.bfloat16, True), (torch.bfloat16, False), (of_weight, False)]
@@ -215,7 +215,7 @@ def test_a_frozen_weight_keeps_no_input() -> None:
     x, weight, gradient = tensors(torch.bfloat16)
     x.requires_grad_()
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)  # type: ignore[func-returns-value]
-    call = Fp8Call(scaling_of("tensorwise"), None, False, False, weight, None)
+    call = LinearCall(weight, scaling=scaling_of("tensorwise"))
     with hooks:
         output = fp8_linear(x, weight, None, call)
     assert [t.shape for t in saved] == [weight.shape, torch.Size([])]

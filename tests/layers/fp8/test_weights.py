@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.layers.fp8.linear import Fp8Call, KeptWeights, fp8_linear
+from megatron_ext.layers.fp8.linear import KeptWeights, fp8_linear
 from megatron_ext.layers.fp8.scaling import RECIPES, Role
+from megatron_ext.layers.weight_gradients import LinearCall
 from tests.layers.fp8.test_linear import scaling_of, tensors, whole_layer
 
 
@@ -20,7 +21,7 @@ def test_a_step_casts_a_weight_once(recipe: str, monkeypatch: pytest.MonkeyPatch
     x, weight, gradient = tensors()
     parameter = torch.nn.Parameter(weight)
     scaling = scaling_of(recipe)
-    call = Fp8Call(scaling, None, False, False, parameter, None)
+    call = LinearCall(parameter, scaling=scaling)
     casts: list[Role] = []
     pair = scaling.pair
 
