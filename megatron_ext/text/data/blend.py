@@ -1,7 +1,4 @@
-"""Where the samples of each split come from, as Megatron-LM's flags say it.
-
-The data of text runs: the steps of a split, and what a step amounts to.
-"""
+"""The sources of text runs: the datasets of each split by Megatron-LM's flags, and their steps."""
 
 from __future__ import annotations
 
@@ -29,13 +26,13 @@ Blend = tuple[list[str], list[float] | None]
 
 @dataclass(frozen=True)
 class BlendSpec:
-    """Where the samples of each split come from: one blend cut by --split, or one per split."""
+    """The sources of the samples: one blend that --split cuts, or one for each split."""
 
     blend: Blend | None
     per_split: list[Blend | None] | None
 
     def prefixes(self) -> list[str]:
-        """Every dataset prefix, in order, without repeats."""
+        """Return every dataset prefix, in order, without repeats."""
         blends = self.per_split if self.per_split is not None else [self.blend]
         return list(dict.fromkeys(p for blend in blends if blend is not None for p in blend[0]))
 
@@ -101,7 +98,7 @@ def read_blend(config: RunConfig) -> BlendSpec:
 
 
 def training_blend(config: RunConfig) -> BlendSpec:
-    """`read_blend` of a run that must have data.
+    """Collect the dataset prefixes of a run that must have data.
 
     Raises:
         DataError: no dataset is given at all; also see `read_blend`.
@@ -146,7 +143,7 @@ def _words_of(entry: Any) -> list[str] | None:
 def text_source(
     run: Run, dataset: Any, tokenizer: Tokenizer, consumed_samples: int, full_epoch: bool
 ) -> BatchSource:
-    """See `data.loader.build_source`."""
+    """Return the steps of a split; see `data.loader.build_source`."""
     return build_source(
         dataset,
         run.config,
@@ -159,7 +156,7 @@ def text_source(
 
 
 def text_step_stats(run: Run, num_microbatches: int) -> StepStats:
-    """Samples as the batch size counts them, and the rows that are computed for them."""
+    """Return the samples that the batch size counts, and the rows computed for them."""
     rows = run.rows_of(num_microbatches)
     return StepStats(
         samples=run.batch_size.global_batch_size,

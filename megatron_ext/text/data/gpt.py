@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 VOCABULARY_SAMPLE = 1 << 24
 """Tokens of each dataset that are compared with the vocabulary before training."""
 INDEX_BYTES = 16
-"""Memory for each sample, and for each document in it, while megatron-core builds its indices."""
+"""Bytes for each sample, and each document in it, while megatron-core builds its indices."""
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """The three splits; None where no samples were asked for or this rank reads no data."""
+    """The three splits; one is None where nothing is asked of it or this rank reads no data."""
 
     train: Dataset[Any] | None
     valid: Dataset[Any] | list[Dataset[Any]] | None
@@ -63,7 +63,7 @@ class Datasets:
 
 @dataclass
 class KeyedGPTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
-    """GPTDatasetConfig whose cache key also covers what megatron-core's leaves out."""
+    """A GPTDatasetConfig whose cache key also covers what megatron-core's leaves out."""
 
     data_files: str = field(default="", kw_only=True)
     """Digest of the path, size and modification time of every data file."""
@@ -72,7 +72,7 @@ class KeyedGPTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
 
 
 class KeyedGPTDataset(GPTDataset):  # type: ignore[misc]
-    """GPTDataset whose cached indices are rebuilt when a data file or an option changes."""
+    """A GPTDataset whose cached indices are rebuilt when a data file or an option changes."""
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
@@ -116,7 +116,7 @@ class KeyedGPTDataset(GPTDataset):  # type: ignore[misc]
 
 
 def split_bounds(split: str, num_sequences: int) -> list[tuple[int, int]]:
-    """First and past-the-last sequence of each split, as megatron-core cuts them."""
+    """Return the first and past-the-last sequence of each split, as megatron-core cuts them."""
     ratios = parse_and_normalize_split(split)
     edges = [0.0]
     for ratio in ratios:
@@ -139,9 +139,6 @@ def check_inputs(
     """Check every data file, the splits and the vocabulary before anything is built.
 
     Args:
-        config: the run.
-        spec: where the data comes from.
-        tokenizer: what the data should have been made with.
         sizes: samples asked of train, valid and test (None means one epoch).
 
     Returns:
@@ -176,8 +173,7 @@ def check_index_memory(config: RunConfig, spec: BlendSpec, sizes: Sequence[int |
     document is read.
 
     Args:
-        config: the run.
-        spec: where the data comes from, whose files have been checked.
+        spec: the datasets, whose files have been checked.
         sizes: samples asked of train, valid and test; None means one epoch, which is not counted.
 
     Raises:
@@ -208,7 +204,7 @@ def mock_validation_samples(config: RunConfig, tokenizer: Tokenizer) -> int:
 
 
 def _check_splits_of_their_own(spec: BlendSpec, sizes: Sequence[int | None]) -> None:
-    """A split with files of its own can be empty too."""
+    """Check that a split with files of its own is not empty."""
     for name, blend, size in zip(SPLITS, spec.per_split or (), sizes, strict=False):
         if blend is None or size == 0:
             continue
@@ -221,7 +217,7 @@ def _check_splits_of_their_own(spec: BlendSpec, sizes: Sequence[int | None]) -> 
 
 
 def _check_single_passes(config: RunConfig, spec: BlendSpec, sizes: Sequence[int | None]) -> None:
-    """Datasets without weights are read once, so each must hold a sample, and all what is asked."""
+    """Check that datasets without weights, which are read once, hold what is asked of them."""
     length, split = config.model.seq_length or 1, config.data.split
     for index, (name, size) in enumerate(zip(SPLITS, sizes, strict=True)):
         prefixes, weights = (spec.per_split or [spec.blend] * len(sizes))[index] or ([], None)
@@ -283,7 +279,7 @@ def given_lengths(config: RunConfig, spec: BlendSpec) -> dict[str, list[int]] | 
 def dataset_config(
     config: RunConfig, spec: BlendSpec, tokenizer: Tokenizer, data_files: str
 ) -> KeyedGPTDatasetConfig:
-    """megatron-core's dataset configuration of a run."""
+    """Return megatron-core's dataset configuration of a run."""
     data = config.data
     return KeyedGPTDatasetConfig(
         random_seed=config.training.seed,
@@ -312,7 +308,7 @@ def dataset_config(
 
 @contextmanager
 def _without_cache_warnings() -> Iterator[None]:
-    """megatron-core warns of made-up data that its indices are not cached; nobody wants them."""
+    """Silence megatron-core's warning that indices of made-up data are not cached."""
 
     def wanted(record: logging.LogRecord) -> bool:
         return "Unable to save MockGPTDataset" not in record.getMessage()
@@ -357,10 +353,8 @@ def build_gpt_datasets(
     """Build the train, valid and test datasets; all ranks call this together.
 
     Args:
-        config: the run.
-        tokenizer: for the end-of-document and padding ids.
         sizes: samples to draw from train, valid and test; None means one epoch.
-        is_built_on_rank: whether this rank reads data.
+        is_built_on_rank: a function that tells whether this rank reads data.
 
     Raises:
         DataError: see `check_inputs`; also when neither data nor ``--mock-data`` is given.

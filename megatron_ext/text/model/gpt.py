@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 
 class TransformerBlock(CoreTransformerBlock):  # type: ignore[misc]
-    """megatron-core's stack of layers, whose last recomputed piece may be shorter than the others.
+    """A stack of megatron-core's layers, whose last recomputed group may be the shortest.
 
     Core asks for as many layers as ``--recompute-num-layers`` says, also where fewer are left.
     """
 
     def _get_layer(self, layer_number: int) -> Any:
-        """The layer of that number on this chunk, or nothing behind the last."""
+        """Return the layer of that number on this chunk, or nothing behind the last."""
         return self.layers[layer_number] if layer_number < len(self.layers) else _Nothing(self)
 
 
 class _Nothing:
-    """Stands for a layer that is not there; what enters it leaves it."""
+    """A layer that does nothing, in place of one that is not there."""
 
     def __init__(self, block: TransformerBlock) -> None:
         self.layer_number = block.layers[-1].layer_number
@@ -45,12 +45,12 @@ class _Nothing:
     def __call__(
         self, *, hidden_states: Tensor, context: Tensor | None, **_kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """The same two tensors."""
+        """Return the two tensors as they are."""
         return hidden_states, context
 
 
 class GPTModel(CoreGPTModel):  # type: ignore[misc]
-    """megatron-core's GPTModel with two differences.
+    """A GPTModel of megatron-core's with two differences.
 
     The losses of the multi-token-prediction depths are weighted by the caller (`MTPTargets`)
     instead of by counts of the local micro-batch. And the copy of the word embedding that an MTP
@@ -181,7 +181,7 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
         return hidden
 
     def _has_depths(self, targets: MTPTargets | None) -> bool:
-        """Whether multi-token prediction has run where this chunk ends.
+        """Tell whether multi-token prediction has run where this chunk ends.
 
         On a stage of its own it knows no targets, so there it runs in training, always.
         """
@@ -190,7 +190,7 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
         return targets is not None and self.mtp_process
 
     def output_head(self) -> OutputHead:
-        """This rank's part of the head, on the last stage."""
+        """Return this rank's part of the head, on the last stage."""
         return OutputHead(
             weight=self.output_layer(None, weight=self._head_weight(), weight_only=True),
             tp_group=self.output_layer.tp_group,
@@ -199,18 +199,18 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
         )
 
     def _head_weight(self) -> Tensor | None:
-        """The tied weight; None where the head has its own."""
+        """Return the tied weight; None where the head has its own."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
         return None
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Vocabulary-parallel logits ``[s, b, v/tp]``."""
+        """Return vocabulary-parallel logits ``[s, b, v/tp]``."""
         logits, _ = self.output_layer(hidden, weight=self._head_weight())
         return logits  # type: ignore[no-any-return]
 
     def _with_mtp_losses(self, chunks: Tensor, targets: MTPTargets | None) -> Tensor:
-        """Hidden states ``[s, b, h]`` that carry the gradients of all depths' losses.
+        """Return hidden states ``[s, b, h]`` that carry the gradients of all depths' losses.
 
         Args:
             chunks: hidden states of the model and of each depth, ``[(1 + depths) * s, b, h]``.
@@ -241,13 +241,10 @@ def build_gpt_chunk(
     """Build the layers of one virtual pipeline chunk.
 
     Args:
-        config: the run.
-        transformer_config: megatron-core's view of it.
-        context: process groups of this rank.
         pre_process: the chunk holds the embedding.
         post_process: the chunk holds the output layer (and the multi-token-prediction block).
         vp_stage: index of the virtual chunk on this rank.
-        model_class: makes the chunk; a subclass of a user's own, or a function that calls it.
+        model_class: the class of the chunk; a user's own subclass, or a function that calls it.
 
     Raises:
         ConfigError: multi-token prediction with learned positions on more than one stage.

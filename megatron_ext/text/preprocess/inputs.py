@@ -46,7 +46,7 @@ class Part:
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """Files named by paths and globs, in the given order, globs sorted.
+    """Return the files that paths and globs name, in the given order, globs sorted.
 
     Raises:
         DataError: a pattern matches nothing, or a file cannot be read.
@@ -75,12 +75,12 @@ def expand(patterns: Sequence[str]) -> list[str]:
 
 
 def is_stream(path: str) -> bool:
-    """Tells what can be read only once (a pipe, a device, a socket) from a regular file."""
+    """Tell whether a file can be read only once, as a pipe, a device or a socket."""
     return path == "-" or not stat.S_ISREG(os.stat(path).st_mode)
 
 
 def identities(files: Sequence[str]) -> list[list[Any]]:
-    """What tells each file from one that lay there before; a stream is never the same again.
+    """Return what tells files from others under their names; a stream is never the same again.
 
     Size and modification time can be kept over a change (`rsync -t`, `touch -r`), so the inode,
     the time of its last change and both ends of the content count as well.
@@ -102,14 +102,14 @@ def _identity(path: str) -> list[Any]:
 
 
 def needs_spool(files: Sequence[str], workers: int) -> list[str]:
-    """Inputs to copy first: streams, and packed files too few to keep the workers busy."""
+    """Return the inputs to copy first: streams, and packed files too few for all workers."""
     streams = [path for path in files if is_stream(path)]
     packed = [path for path in files if path not in streams and packing_of(path) != "plain"]
     return [*streams, *packed] if len(files) < workers else streams
 
 
 def spool(source: str, target: Path) -> None:
-    """Copies a stream, or a packed file unpacked, to a file, under a temporary name first.
+    """Copy a stream, or a packed file unpacked, to a file, under a temporary name first.
 
     Raises:
         DataError: the source is damaged or cannot be read, or a FIFO has no writer.
@@ -125,7 +125,7 @@ def spool(source: str, target: Path) -> None:
 
 
 def _copy_stream(source: str, out: BinaryIO) -> None:
-    """Copies all that a stream gives.
+    """Copy all that a stream gives.
 
     Standard input is read by its descriptor, since a socket cannot be opened by its name.
     """
@@ -157,10 +157,10 @@ def _is_standard_input(path: str) -> bool:
 
 
 def _await_writer(source: str, descriptor: int) -> bytes:
-    """Waits until a program has opened a FIFO for writing; returns what was read meanwhile.
+    """Wait until a program has opened a FIFO for writing; return what was read meanwhile.
 
     Raises:
-        DataError: none does within a few seconds.
+        DataError: no program does within a few seconds.
     """
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
@@ -186,12 +186,12 @@ def cut(
     part_megabytes: float | None,
     smallest: int = 4_000_000,
 ) -> list[Part]:
-    """Cuts plain files at line ends into parts; a packed file is one part.
+    """Cut plain files at line ends into parts; a packed file is one part.
 
     Args:
         files: (path, name to show) in order.
         part_megabytes: wanted size; None gives each worker a few parts of at most 256 MB.
-        smallest: bytes of a part, at least, where its size is not given.
+        smallest: the fewest bytes of a part where its size is not given.
     """
     sizes = [os.path.getsize(path) for path, _ in files]
     if part_megabytes is None:
@@ -229,7 +229,7 @@ def _line_edges(path: str, size: int, wanted: int) -> list[int]:
 
 
 def blocks(part: Part) -> Iterator[tuple[bytes, int]]:
-    """Yields (whole lines of about 4 MB, bytes of the input read for them).
+    """Yield (whole lines of about 4 MB, bytes of the input read for them).
 
     Raises:
         DataError: a packed file is cut or damaged.

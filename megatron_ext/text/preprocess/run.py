@@ -37,7 +37,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Report:
-    """What a run did.
+    """The outcome of a run.
 
     Attributes:
         prefixes: the merged dataset of each key.

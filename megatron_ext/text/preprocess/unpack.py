@@ -36,7 +36,7 @@ def packing_of(path: str) -> str:
 
 
 def unpacked(path: str, packing: str) -> Iterator[tuple[bytes, int]]:
-    """Yields (unpacked bytes, packed bytes read for them)."""
+    """Yield (unpacked bytes, packed bytes read for them)."""
     if packing == "parquet":
         yield from _json_lines(path)
         return
@@ -92,7 +92,7 @@ def _zstd(raw: BinaryIO, path: str) -> Iterator[bytes]:
 
 
 def _json_lines(path: str) -> Iterator[tuple[bytes, int]]:
-    """Yields (lines of JSON, one for each row; bytes of the file that they stand for).
+    """Yield (lines of JSON, one for each row; bytes of the file that they stand for).
 
     Parquet gives every struct the keys of all rows and fills those that a row lacks with null;
     they are left out again, but for the columns themselves. Bytes become null, which JSON has.

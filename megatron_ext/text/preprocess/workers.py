@@ -40,7 +40,7 @@ _SECONDS_IN_LOG = 5.0
 
 @dataclass(frozen=True)
 class Job:
-    """What all workers share, built before they are forked.
+    """The objects that all workers share, built before they are forked.
 
     Attributes:
         dtypes: dtype of the tokens of each key.

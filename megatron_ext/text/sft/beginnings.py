@@ -1,4 +1,4 @@
-"""Where the first messages of a conversation end in its templated text.
+"""The places where the first messages of a conversation end in its templated text.
 
 Templating the messages before each turn anew costs the square of their number. Most templates write
 one message after the other and look at nothing that follows; for these, which their syntax tree
@@ -16,8 +16,8 @@ from jinja2 import Environment, TemplateSyntaxError, nodes
 from megatron_ext.text.sft.chat import Template
 
 Beginning = Callable[[int, bool], int | None]
-"""Gives the length of the text of the first messages, with the generation prompt or without, and
-None where the whole text does not begin with it."""
+"""A function from a number of messages, and whether the generation prompt follows, to the length of
+their text; None where the whole text does not begin with it."""
 
 _MARK = "\ue000message\ue001"
 _FOR = r"\{%[-+]?\s*for\s+\w+\s+in\s+(?:NAMES)\s*([-+]?%\})"
@@ -25,12 +25,7 @@ _OF_PASSED_MESSAGES = ("first", "index", "index0", "previtem", "cycle", "changed
 
 
 def find_beginnings(template: Template, count: int, whole: str) -> Beginning:
-    """Returns what tells where the first messages end in the text of all.
-
-    Args:
-        count: number of messages.
-        whole: their text.
-    """
+    """Return the function to the ends of the first messages in the text of all ``count``."""
     ends = _marked_ends(template, count, whole)
     if ends is None:
         return lambda messages, prompt: _begins(whole, template.text(messages, prompt=prompt))
@@ -52,24 +47,24 @@ def _begins(whole: str, text: str) -> int | None:
 
 
 def _marked_ends(template: Template, count: int, whole: str) -> dict[int, int] | None:
-    """Where the first n messages end, for n from 1 to one less than all; None if unknown."""
+    """Return the ends of the first n messages, n up to one less than all; None if unknown."""
     source = marked_source(template.source())
     if source is None or count < 2 or _MARK in whole:
         return None
-    pieces = template.text(count, chat_template=source).split(_MARK)
-    before_loop = count - (len(pieces) - 1)
-    if before_loop not in (0, 1) or "".join(pieces) != whole:
+    texts = template.text(count, chat_template=source).split(_MARK)
+    before_loop = count - (len(texts) - 1)
+    if before_loop not in (0, 1) or "".join(texts) != whole:
         return None
     ends, at = {}, 0
-    for messages, piece in enumerate(pieces[:-1], before_loop):
-        at += len(piece)
+    for messages, text in enumerate(texts[:-1], before_loop):
+        at += len(text)
         ends[messages] = at
     return ends
 
 
 @lru_cache(maxsize=8)
 def marked_source(source: str) -> str | None:
-    """Returns the template with a mark before each message.
+    """Return the template with a mark before each message.
 
     It is None where a message's text may depend on later ones, or where that cannot be told.
     """
@@ -100,7 +95,7 @@ def _over(loop: nodes.For, names: set[str]) -> bool:
 
 
 def _names_of_messages(tree: nodes.Template) -> set[str]:
-    """`messages`, and the variables that are set to it or to all but the first of it."""
+    """Return `messages` and the variables that are set to it or to all but the first of it."""
     names = {"messages"}
     for node in tree.find_all(nodes.Assign):
         if isinstance(node.target, nodes.Name) and _aliased(node, names) is not None:
@@ -109,7 +104,7 @@ def _names_of_messages(tree: nodes.Template) -> set[str]:
 
 
 def _aliased(node: nodes.Assign, names: set[str]) -> nodes.Name | None:
-    """The variable whose value, or all but the first of it, an assignment gives another name."""
+    """Return the variable that an assignment gives another name, whole or but for its first."""
     value = node.node
     if isinstance(value, nodes.Getitem) and isinstance(value.arg, nodes.Slice):
         part = value.arg
@@ -120,7 +115,7 @@ def _aliased(node: nodes.Assign, names: set[str]) -> nodes.Name | None:
 
 
 def _looks_ahead(tree: nodes.Template, loop: nodes.For, names: set[str]) -> bool:
-    """Tells whether what is written may depend on later messages.
+    """Tell whether what is written may depend on later messages.
 
     It does where they are read outside the loop (but for the first), or where the loop asks how
     many follow.
@@ -140,7 +135,7 @@ def _looks_ahead(tree: nodes.Template, loop: nodes.For, names: set[str]) -> bool
 
 
 def _asks_what_follows(node: nodes.Node) -> bool:
-    """Tells whether a node asks `loop` for what follows; inner loops have their own."""
+    """Tell whether a node asks `loop` for what follows; inner loops have their own."""
     if isinstance(node, nodes.Getattr) and _is_loop(node.node):
         return node.attr not in _OF_PASSED_MESSAGES
     inner = [node.iter] if isinstance(node, nodes.For) else node.iter_child_nodes()
@@ -152,7 +147,7 @@ def _is_loop(node: nodes.Node) -> bool:
 
 
 def _is_constant(tail: list[nodes.Node], tree: nodes.Template) -> bool:
-    """Tells whether what follows the loop writes the same after any number of messages."""
+    """Tell whether what follows the loop writes the same after any number of messages."""
     stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
     found = [node for part in tail for node in _walk(part)]
     names = {node.name for node in found if isinstance(node, nodes.Name)}

@@ -1,7 +1,4 @@
-"""The chat template of a tokenizer, applied to the beginnings of a conversation.
-
-All that decides the tokens of a conversation: tokenizer, template, and columns of a row.
-"""
+"""All that decides the tokens of a conversation: tokenizer, chat template, columns of a row."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ _OURS = (
 
 
 class ChatTokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
+    """The part of a transformers tokenizer that is used here."""
 
     is_fast: bool
     pad_token_id: int | None
@@ -47,7 +44,7 @@ class ChatTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class TemplateOptions:
-    """How conversations are templated.
+    """The options of templating.
 
     Attributes:
         template_kwargs: passed on to `apply_chat_template`, thus to the template; a row's
@@ -92,7 +89,7 @@ class Template:
             self._kwargs["tools"] = list(conversation.tools)
 
     def apply(self, count: int, **kwargs: Any) -> Any:
-        """`apply_chat_template` of the first ``count`` messages, as a dictionary."""
+        """Apply the chat template to the first ``count`` messages; return a dictionary."""
         return self._apply(count, tokenize=True, return_dict=True, **kwargs)
 
     def _apply(self, count: int, **kwargs: Any) -> Any:
@@ -108,20 +105,20 @@ class Template:
             ) from error
 
     def ids(self, count: int, *, prompt: bool = False) -> list[int]:
-        """Tokens of the first ``count`` messages; ``prompt``: with the generation prompt."""
+        """Return the tokens of the first ``count`` messages, with the generation prompt or not."""
         return list(self.apply(count, add_generation_prompt=prompt)["input_ids"])
 
     def text(self, count: int, *, prompt: bool = False, **kwargs: Any) -> str:
-        """Text of the first ``count`` messages; ``prompt``: with the generation prompt."""
+        """Return the text of the first ``count`` messages, with the generation prompt or not."""
         return str(self._apply(count, tokenize=False, add_generation_prompt=prompt, **kwargs))
 
     def source(self) -> str:
-        """The template itself, in Jinja's language."""
+        """Return the template itself, in Jinja's language."""
         own = self._kwargs.get("chat_template")
         return self._tokenizer.get_chat_template(own, self._kwargs.get("tools"))
 
     def encode(self, text: str) -> Any:
-        """Token ids of a text that was templated, and where each lies in it."""
+        """Return the token ids of a text that was templated, and where each lies in it."""
         try:
             return self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         except Exception as error:  # such as half a surrogate pair, in ways of their own
@@ -138,15 +135,7 @@ CONTENT_VERSION = 1
 
 @dataclass(frozen=True)
 class Chat:
-    """How rows become tokens.
-
-    Attributes:
-        tokenizer: of transformers, with its chat template.
-        vocab_size: number of ids.
-        options: of the template.
-        row_format: layout and columns of a row.
-        identity: plain values that decide the content of a store.
-    """
+    """The means by which rows become tokens; `identity` holds what decides a store's content."""
 
     tokenizer: ChatTokenizer
     vocab_size: int
@@ -156,7 +145,7 @@ class Chat:
 
 
 def build_chat(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) -> Chat:
-    """From the flags; the ids are those of ``tokenizer``.
+    """Return what the flags ask for, with the ids of ``tokenizer``.
 
     Raises:
         ConfigError: a tokenizer without chat templates, or no template.
@@ -225,7 +214,7 @@ def _read(path: str) -> str:
 
 
 def _tokenizer_identity(tokenizer: Tokenizer) -> dict[str, str]:
-    """By content where there is a file, so that a tokenizer may be moved."""
+    """Return what identifies a tokenizer, without its path where it has a file's digest."""
     found = dict(tokenizer.unique_identifiers)
     if "sha256" in found:
         found.pop("path", None)
@@ -237,5 +226,5 @@ def _digest(value: Any) -> str:
 
 
 def key_of(*values: Any) -> str:
-    """A short name for plain values."""
+    """Return a short name for plain values."""
     return _digest(values)[:20]

@@ -32,7 +32,7 @@ SHAREGPT_ROLES: Mapping[str, str] = {
 
 
 class Place(NamedTuple):
-    """Where a row comes from: its file and its number there, counted from 1."""
+    """The origin of a row: its file and its number there, counted from 1."""
 
     file: str
     row: int
@@ -43,17 +43,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Layout of the rows and the names of their columns.
-
-    Attributes:
-        layout: which of the columns below hold the conversation.
-        messages: column of messages (layout "messages").
-        prompt: column of the user's text (layout "prompt-response"; gsm8k's name).
-        response: column of the assistant's text, likewise.
-        conversations: column of from/value pairs (layout "sharegpt").
-        system: optional column of the system text (layout "sharegpt").
-        tools: optional column of tool schemas, a list or JSON text.
-        enable_thinking: optional column of booleans for the chat template.
+    """The layout of rows and the names of their columns, as `SftConfig` has them.
 
     Raises:
         ConfigError: an unknown layout.
@@ -80,11 +70,10 @@ class Conversation:
     """One checked conversation.
 
     Attributes:
-        messages: as the chat template gets them: no `loss_mask`, no keys that are null.
+        messages: what the chat template gets: no `loss_mask`, no keys that are null.
         trained: for each message, whether it is an assistant's whose tokens are trained.
-        tools: tool schemas, if any.
         enable_thinking: the row's own choice; None leaves it to the run's.
-        place: the row's, for errors.
+        place: the origin of the row, for errors.
     """
 
     messages: tuple[Message, ...]
@@ -97,7 +86,7 @@ class Conversation:
 def read_conversation(
     row: Mapping[str, Any], place: Place, row_format: RowFormat | None = None
 ) -> Conversation:
-    """Checks a row and gives its conversation.
+    """Check a row and return its conversation.
 
     Raises:
         DataError: a column that is missing or of a wrong kind, or no assistant message.
@@ -125,7 +114,7 @@ def read_conversation(
 
 
 def plain(value: Any) -> Any:
-    """Numpy arrays, as parquet readers nest them, to lists; numpy scalars to Python's."""
+    """Turn numpy arrays, as parquet readers nest them, into lists, and scalars into Python's."""
     if isinstance(value, np.ndarray):
         return [plain(item) for item in value.tolist()]
     if isinstance(value, np.generic):
@@ -186,7 +175,7 @@ def _from_sharegpt(row: Mapping[str, Any], place: Place, names: RowFormat) -> li
 def _system_column(
     row: Mapping[str, Any], place: Place, names: RowFormat, turns: list[Any]
 ) -> list[Message]:
-    """The system message of a column of its own, which some ShareGPT files have."""
+    """Return the system message of a column of its own, which some ShareGPT files have."""
     text = plain(row.get(names.system))
     if text is None or text == "":
         return []
@@ -202,7 +191,7 @@ def _system_column(
 
 
 def _calls(text: str, field: str, place: Place) -> Message:
-    """The assistant's calls of tools from their JSON text, one or a list of them."""
+    """Return the assistant's calls of tools from their JSON text, one or a list of them."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -277,7 +266,7 @@ def _is_trained(message: Message, field: str, place: Place) -> bool:
 
 
 def _tools(row: Mapping[str, Any], place: Place, name: str) -> tuple[Any, ...] | None:
-    """The schemas; JSON text too, since parquet merges the fields of unlike schemas."""
+    """Return the schemas, also from JSON text, since parquet merges fields of unlike schemas."""
     tools = plain(row.get(name))
     if isinstance(tools, str):
         try:

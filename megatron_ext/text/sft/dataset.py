@@ -1,10 +1,8 @@
-"""Rows of conversations as tensors, and the three splits of a run.
+"""The three splits of a fine-tuning run: rows of conversations as tensors, and their steps.
 
 One rule for lengths: a conversation of n tokens takes n - 1 positions of a row, since position t
 reads token t and predicts token t + 1. ``--sft-max-length`` counts tokens, ``--seq-length``
 positions.
-
-Supervised fine-tuning: what is settled by the conversations before a run starts.
 """
 
 from __future__ import annotations
@@ -37,15 +35,13 @@ _SPLIT_SEED = 2
 
 
 class SftDataset(Dataset[dict[str, Tensor]]):
-    """Conversations of one split; an index is a row, a tuple of their numbers.
+    """The conversations of one split; an index is a row, a tuple of their numbers.
 
     Args:
-        stores: where they are.
         members: numbers of the split's conversations among those of all stores, ``[n]``.
         seq_length: s, positions of a row.
         max_length: tokens of a conversation, at most.
-        truncation: of longer ones.
-        pad_id: id in the padding.
+        truncation: the tokens that a longer conversation keeps.
 
     Attributes:
         lengths: positions that each conversation takes, ``[n]``.
@@ -90,15 +86,15 @@ class SftDataset(Dataset[dict[str, Tensor]]):
         )
 
     def __len__(self) -> int:
-        """Number of conversations."""
+        """Return the number of conversations."""
         return len(self._members)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the plan, which a loader's process does not need."""
+        """Leave out the plan, which a loader's process does not need."""
         return {**self.__dict__, "plan": None}
 
     def __getitem__(self, row: tuple[int, ...]) -> dict[str, Tensor]:
-        """One row: its conversations side by side, then padding.
+        """Return one row: its conversations side by side, then padding.
 
         Args:
             row: numbers of conversations; ``()`` is a row of padding.
@@ -127,19 +123,19 @@ class SftDataset(Dataset[dict[str, Tensor]]):
         }
 
     def place_of(self, sample: int) -> tuple[SftStore, int]:
-        """The store of a conversation, and its number there."""
+        """Return the store of a conversation, and its number there."""
         number = int(self._members[sample])
         store = int(np.searchsorted(self._begins, number, side="right")) - 1
         return self._stores[store], number - int(self._begins[store])
 
     def source_of(self, sample: int) -> str:
-        """The input file that a conversation came from."""
+        """Return the input file that a conversation came from."""
         store, number = self.place_of(sample)
         return store.source_of(number)
 
 
 def cost_model(config: RunConfig) -> CostModel:
-    """Of the documents of a row, by the sizes of the model."""
+    """Return the cost of the documents of a row, by the sizes of the model."""
     model, moe = config.model, config.moe
     width = model.ffn_hidden_size or 0
     if moe.num_experts:
@@ -158,11 +154,11 @@ def cost_model(config: RunConfig) -> CostModel:
 
 
 def plan_steps(config: RunConfig, lengths: Ints, *, seed: int | None) -> StepPlan:
-    """The rows of each step.
+    """Return the rows of each step.
 
     Args:
         lengths: positions of each conversation of the split, ``[n]``.
-        seed: of the order, anew in each epoch; None makes every epoch the same (evaluation).
+        seed: decides the order, anew in each epoch; None makes every epoch the same (evaluation).
     """
     micro_batch_size, batch = config.training.batch_sizes
     replicas, capacity = config.parallel.data_parallel_size, config.model.seq_length
@@ -201,7 +197,7 @@ def _identity(config: RunConfig, lengths: Ints, seed: int | None) -> str:
 
 
 def build_splits(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
-    """The splits with their plans; a split without conversations is None.
+    """Build the splits with their plans; a split without conversations is None.
 
     Raises:
         ConfigError: no data, or a tokenizer without a chat template.
@@ -241,7 +237,7 @@ def build_splits(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
 
 
 def _shares(config: RunConfig, count: int) -> list[Ints]:
-    """Conversations of each split, of all of them shuffled by the seed."""
+    """Return the conversations of each split, out of all of them shuffled by the seed."""
     assert config.data.split is not None
     order = shuffled(count, config.training.seed, _SPLIT_SEED)
     return [np.sort(order[a:b]) for a, b in split_bounds(config.data.split, count)]
@@ -266,7 +262,7 @@ def build_sft_datasets(
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
-    """The splits on every rank: those that read no data need the plan of the steps.
+    """Build the splits on every rank: ranks that read no data need the plan of the steps.
 
     Raises:
         ConfigError, DataError: see `build_splits`.

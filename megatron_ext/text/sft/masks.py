@@ -1,4 +1,4 @@
-"""A conversation to token ids and the mask of trained tokens, by the tokenizer's chat template.
+"""From a conversation to token ids and the mask of trained tokens, by the chat template.
 
 A template that marks the assistant's text with ``{% generation %}`` says itself what is trained.
 For any other, each assistant turn is found by templating the messages before it (with the
@@ -26,7 +26,7 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class TokenizedConversation(NamedTuple):
-    """Token ids ``[s]`` and, for each, 1 where it is trained, else 0."""
+    """The token ids ``[s]`` and, for each, 1 where it is trained, else 0."""
 
     ids: list[int]
     mask: list[int]
@@ -35,7 +35,7 @@ class TokenizedConversation(NamedTuple):
 def tokenize_conversation(
     tokenizer: ChatTokenizer, conversation: Conversation, options: TemplateOptions | None = None
 ) -> TokenizedConversation:
-    """Token ids and trained tokens of a conversation.
+    """Return the token ids and the trained tokens of a conversation.
 
     Raises:
         ConfigError: the tokenizer has no chat template.
@@ -67,7 +67,7 @@ def _marks_generation(
 def _by_generation_marks(
     template: Template, conversation: Conversation, options: TemplateOptions
 ) -> TokenizedConversation:
-    """The template's own mask, less the turns that the row takes out.
+    """Return the template's own mask, less the turns that the row takes out.
 
     transformers drops the turns after one whose first character has no token, and marks all
     that follows one whose last character has none: so the marked runs are counted.
@@ -96,7 +96,7 @@ def _by_generation_marks(
 
 
 def _complete_characters(mask: list[int], offsets: Sequence[tuple[int, int]]) -> None:
-    """Trains all the tokens of a run's last character; transformers marks only its first."""
+    """Train all the tokens of a run's last character; transformers marks only its first."""
     for i in range(1, len(mask)):
         if mask[i - 1] and not mask[i] and offsets[i][0] < offsets[i - 1][1]:
             mask[i] = 1
@@ -110,13 +110,13 @@ def _refuse_marks(conversation: Conversation, found: str) -> NoReturn:
 
 
 def _runs(mask: Sequence[int]) -> list[tuple[int, int]]:
-    """Starts and ends of the runs of ones."""
+    """Return the starts and ends of the runs of ones."""
     edges = [i for i, (a, b) in enumerate(pairwise([0, *mask, 0])) if a != b]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _by_text(template: Template, conversation: Conversation) -> TokenizedConversation | None:
-    """As `_by_prefixes`, by the places of the turns in the text; None where that cannot tell.
+    """Return the mask by the places of the turns in the text; None where that cannot tell.
 
     A byte-pair encoding that has an edge between two tokens gives what lies before it the same
     tokens alone, since no merge reached across.
@@ -141,7 +141,7 @@ def _by_text(template: Template, conversation: Conversation) -> TokenizedConvers
 
 
 def _edge(offsets: Sequence[tuple[int, int]], place: int) -> int | None:
-    """Number of the token that begins at a place of the text; None inside of a token."""
+    """Return the token that begins at a place of the text; None inside of a token."""
     token = bisect_left(offsets, place, key=lambda offset: offset[0])
     return token if token and offsets[token - 1][1] == place else None
 
@@ -149,7 +149,7 @@ def _edge(offsets: Sequence[tuple[int, int]], place: int) -> int | None:
 def _by_prefixes(
     template: Template, conversation: Conversation, options: TemplateOptions
 ) -> TokenizedConversation:
-    """The mask by templating the messages before and up to each trained turn.
+    """Return the mask by templating the messages before and up to each trained turn.
 
     A prefix never ends within a group of tool messages, since both its ends are at assistant
     turns; templates that merge such a group are thus templated as they will be in the whole.
@@ -171,7 +171,7 @@ def _by_prefixes(
 def _exact_span(
     template: Template, conversation: Conversation, whole: list[int], turn: int
 ) -> tuple[int, int]:
-    """Tokens of one assistant turn: after the generation prompt, to what ends the turn."""
+    """Return the span of one assistant turn, from after the generation prompt to its end."""
     before = template.ids(turn, prompt=True)
     if not _begins(whole, before):
         _refuse(
@@ -198,7 +198,7 @@ _MISMATCH = (
 
 
 def _end_of_prefix(template: Template, whole: list[int], count: int) -> int | None:
-    """Length of what the template writes of the first messages, None if the whole differs.
+    """Return the length of what the template writes of the first messages; None if it differs.
 
     Some templates close a text that asks for no answer (Phi-3 with `<|endoftext|>`); what is
     written either way, with and without the generation prompt, is that of the messages.
@@ -215,7 +215,7 @@ def _begins(whole: list[int], prefix: list[int]) -> bool:
 
 
 def _shared_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the longest common beginning."""
+    """Return the length of the longest common beginning."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -228,7 +228,7 @@ def _refuse(conversation: Conversation, turn: int, rule: str) -> NoReturn:
 def _realigned_span(
     template: Template, conversation: Conversation, whole: list[int], turn: int
 ) -> tuple[int, int]:
-    """As `_exact_span`, but looked for where the whole is not written like its beginnings.
+    """Look for the span of a turn where the whole is not written like its beginnings.
 
     A token across the first edge is the turn's, one across the second edge is not.
     """
@@ -254,7 +254,7 @@ def _realigned_span(
 
 
 def _place_of(template: Template, conversation: Conversation, whole: list[int], count: int) -> int:
-    """Where in the whole conversation its first messages end."""
+    """Return the place in the whole conversation where its first messages end."""
     at = _end_of_prefix(template, whole, count)
     if at is None:
         at = _after_longest_tail(whole, template.ids(count), 0, len(whole))
@@ -264,7 +264,7 @@ def _place_of(template: Template, conversation: Conversation, whole: list[int], 
 
 
 def _after_longest_tail(whole: list[int], part: list[int], low: int, high: int) -> int | None:
-    """Position in ``(low, high]`` after the longest end of ``part``; the first of equals."""
+    """Return the position in ``(low, high]`` after the longest end of ``part``, the first one."""
     best, length = None, 0
     for end in range(low + 1, high + 1):
         shared = 0

@@ -1,6 +1,6 @@
-"""Rows of conversations to a store: the work behind tools/preprocess_data.py --sft.
+"""From rows of conversations to a store, by tools/preprocess_data.py or when a run starts.
 
-Files of conversations tokenized when a run starts: once, by one process, into a cache.
+A run tokenizes files of conversations once, by one process, into a cache.
 """
 
 from __future__ import annotations
@@ -47,11 +47,7 @@ _WITHOUT_MEANING = {
 
 @dataclass(frozen=True)
 class SftPreprocessOptions(PreprocessOptions):
-    """One run; outputs are ``PREFIX_sft_document``, ``PREFIX_sft_mask`` and ``PREFIX_sft.json``.
-
-    Raises:
-        ConfigError: with every sentence that applies.
-    """
+    """The options of a run that makes a store; see `PreprocessOptions`."""
 
     smallest_part: ClassVar[int] = 250_000  # templates take longer than bytes alone
     json_keys: Sequence[str] = KEYS
@@ -71,12 +67,12 @@ class SftPreprocessOptions(PreprocessOptions):
         return [*wrong, *self.sft.row_errors()]
 
     def dataset_prefix(self, key: str, partition: int | None = None) -> str:
-        """Prefix of the dataset of one of `KEYS`."""
+        """Return the prefix of the dataset of one of `KEYS`."""
         return f"{self.output_prefix}_sft_{key}"
 
 
 def preprocess_sft(options: SftPreprocessOptions, say: Say = say_to_stderr) -> Report:
-    """Tokenizes conversations into a store.
+    """Tokenize conversations into a store.
 
     Raises:
         ConfigError, DataError: one sentence; finished parts are kept for the next try.
@@ -87,7 +83,7 @@ def preprocess_sft(options: SftPreprocessOptions, say: Say = say_to_stderr) -> R
 
 
 def write_store(options: SftPreprocessOptions, chat: Chat, say: Say) -> Report:
-    """As `preprocess_sft`, with tokenizer and template at hand."""
+    """Tokenize conversations into a store, with tokenizer and template at hand."""
     start = time.monotonic()
     files = inputs.expand(options.inputs)
     resumable = not any(map(inputs.is_stream, files))
@@ -136,10 +132,10 @@ _SECONDS_TO_NOTE = 10.0
 def open_stores(
     flag: str, names: Sequence[str], config: RunConfig, chat: Chat, say: Say = say_to_stderr
 ) -> list[SftStore]:
-    """The stores of files of conversations, or of prefixes that were preprocessed.
+    """Open the stores of files of conversations, or of prefixes that were preprocessed.
 
     Args:
-        flag: that names them, for errors.
+        flag: the flag that names them, for errors.
         names: files or prefixes, in order.
 
     Raises:
@@ -176,7 +172,7 @@ def _refuse_weight(flag: str, name: str) -> None:
 
 
 def _tokenized(name: str, config: RunConfig, chat: Chat, say: Say) -> str:
-    """Prefix of the store of one file, made now if the cache lacks it."""
+    """Return the prefix of the store of one file, made now if the cache lacks it."""
     folder = Path(config.data.data_cache_path or Path(name).parent / "cache")
     prefix = folder / f"{Path(name).name}.{key_of(identities([name]), chat.identity)}"
     if about_path(prefix).exists():
@@ -197,7 +193,7 @@ def _tokenized(name: str, config: RunConfig, chat: Chat, say: Say) -> str:
 
 @contextmanager
 def _lock(prefix: Path, name: str, say: Say) -> Iterator[None]:
-    """Holds the right to write a store; it is freed when its process ends, however it ends."""
+    """Hold the right to write a store; it is freed when its process ends, however it ends."""
     lock = FileLock(f"{prefix}.lock")
     try:
         lock.acquire(timeout=_SECONDS_TO_NOTE)

@@ -1,11 +1,9 @@
-"""Tokenized conversations to rows of the model's length: cut, shifted, laid side by side, padded.
+"""From lines of input to token ids and masks, and from these to rows of the model's length.
 
-Conversations are shifted one by one, before they are laid side by side: no label crosses from one
-into the next. Padding is known by its place, never by its id, which may be the end token's.
-
-Rows of jsonl or parquet to token ids and masks, block by block in a worker process.
-
-Parquet comes as lines of JSON too, see `preprocess.unpack`; a row's number is its line's.
+Worker processes tokenize conversations block by block; parquet comes as lines of JSON too. A rank
+that reads data cuts them, shifts them one by one, lays them side by side, and pads the row: no
+label crosses from one conversation into the next. Padding is known by its place, never by its id,
+which may be the end token's.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ Truncation = Literal["error", "left", "right"]
 
 
 class Labeled(NamedTuple):
-    """What the model reads and predicts at each of s positions.
+    """The ids that the model reads and predicts at each of s positions.
 
     Attributes:
         inputs: token ids, ``[s]`` int64.
@@ -61,12 +59,12 @@ class SftRow:
 
 
 def kept_tokens(max_length: int, truncation: Truncation) -> slice:
-    """Which tokens of a conversation of any length are kept: its last, or its first."""
+    """Return which tokens of a conversation of any length are kept: its last, or its first."""
     return slice(-max_length, None) if truncation == "left" else slice(max_length)
 
 
 def shift(ids: ArrayLike, mask: ArrayLike) -> Labeled:
-    """Inputs, labels and label weights of ids and their mask of trained tokens.
+    """Return inputs, labels and label weights of ids and their mask of trained tokens.
 
     ``inputs = ids[:-1]``, ``labels = ids[1:]``, ``weights = mask[1:]``: position t predicts token
     t + 1, so a weight belongs to the token that is predicted. The first token is never a label.
@@ -89,15 +87,14 @@ def shift(ids: ArrayLike, mask: ArrayLike) -> Labeled:
 
 
 def pad_id_of(tokenizer: ChatTokenizer) -> int:
-    """The tokenizer's padding id, else 0; it may equal the end token's."""
+    """Return the tokenizer's padding id, else 0; it may equal the end token's."""
     return 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
 def lay_out(sequences: Sequence[Labeled], length: int, pad_id: int) -> SftRow:
-    """Lays shifted conversations side by side and pads them: one is padded, several are packed.
+    """Lay shifted conversations side by side and pad the row.
 
     Args:
-        sequences: of any lengths.
         length: s, positions of the row.
         pad_id: id in the padding, as input and label; weights are 0 there.
 
@@ -125,7 +122,7 @@ def lay_out(sequences: Sequence[Labeled], length: int, pad_id: int) -> SftRow:
 
 
 KEYS = ("document", "mask")
-"""What a store holds of each conversation: its token ids, and 1 for each trained one."""
+"""The parts of a conversation in a store: its token ids, and 1 for each trained one."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,7 @@ class ConversationEncoder:
     chat: Chat
 
     def encode(self, lines: Sequence[bytes], first: int, refuse: Refuse, write: Write) -> int:
-        """See `BlockEncoder.encode`."""
+        """Encode the lines of a block; see `BlockEncoder`."""
         kept: list[TokenizedConversation] = []
         for number, line in enumerate(lines, first):
             try:
@@ -151,10 +148,10 @@ class ConversationEncoder:
         return len(kept)
 
     def tokenize(self, line: bytes, number: int) -> TokenizedConversation:
-        """Ids and mask of the conversation of one line.
+        """Return ids and mask of the conversation of one line.
 
         Raises:
-            BadLine: it holds none that can be trained.
+            BadLine: the line holds no conversation that can be trained.
         """
         place = Place("", number)
         try:

@@ -1,4 +1,4 @@
-"""Conversations tokenized once: two indexed datasets, and a JSON file with what made them.
+"""A store of tokenized conversations: two indexed datasets, and a JSON file on their making.
 
 ``PREFIX_sft_document.bin/.idx`` holds the token ids, one document for each conversation, uncut;
 ``PREFIX_sft_mask.bin/.idx`` holds 1 for each trained token, else 0 (uint8); ``PREFIX_sft.json``
@@ -32,20 +32,20 @@ _VOCABULARY_SAMPLE = 1 << 24
 
 
 def about_path(prefix: str | os.PathLike[str]) -> Path:
-    """The JSON file of a store."""
+    """Return the path of a store's JSON file."""
     return Path(f"{os.fspath(prefix)}_sft.json")
 
 
 def prefix_of(name: str) -> str:
-    """The prefix of a store, which may be given with the ending of its token files."""
+    """Return the prefix of a store, which may be given with the ending of its token files."""
     return name.removesuffix(_SUFFIX)
 
 
 def write_about(prefix: str, identity: Mapping[str, Any], files: Sequence[tuple[str, int]]) -> None:
-    """Publishes a store whose datasets are in place.
+    """Publish a store whose datasets are in place.
 
     Args:
-        identity: what decided the content.
+        identity: the values that decided the content.
         files: input files and the number of conversations of each, in order.
     """
     path = about_path(prefix)
@@ -74,10 +74,10 @@ class Arrays:
 
 
 class SftStore:
-    """Conversations of one prefix, in the order of their rows.
+    """The conversations of one prefix, in the order of their rows.
 
     Args:
-        prefix: without ``_sft_document`` and the like.
+        prefix: the path without ``_sft_document`` and the like.
 
     Raises:
         DataError: a part is missing, damaged, or does not belong to the others.
@@ -100,16 +100,16 @@ class SftStore:
         self._vocab_size: int | None = None
 
     def __len__(self) -> int:
-        """Number of conversations."""
+        """Return the number of conversations."""
         return len(self.lengths)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the mapped arrays, which a loader's process maps itself."""
+        """Leave out the mapped arrays, which a loader's process maps itself."""
         return {**self.__dict__, "_arrays": None}
 
     @property
     def arrays(self) -> Arrays:
-        """The content, mapped at the first use."""
+        """Return the content, mapped at the first use."""
         if self._arrays is None:
             begins = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
             tokens, mask = (self._map(key) for key in ("document", "mask"))
@@ -137,7 +137,7 @@ class SftStore:
         return tokens, arrays.mask[kept]
 
     def source_of(self, number: int) -> str:
-        """The input file that a conversation came from."""
+        """Return the input file that a conversation came from."""
         for path, count in self.about["files"]:
             if number < count:
                 return str(path)
@@ -145,7 +145,7 @@ class SftStore:
         raise IndexError(number)
 
     def check(self, identity: Mapping[str, Any], vocab_size: int) -> None:
-        """Compares the store with the tokenizer and template of a run.
+        """Compare the store with the tokenizer and template of a run.
 
         Raises:
             DataError: it was made with others, or holds ids beyond the vocabulary.

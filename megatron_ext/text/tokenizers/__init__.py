@@ -35,7 +35,7 @@ _NOT_HERE = {
 
 
 def build_tokenizer(settings: TokenizerConfig) -> Tokenizer:
-    """Makes the tokenizer that `--tokenizer-type` and its companions name.
+    """Make the tokenizer that `--tokenizer-type` and the flags beside it name.
 
     Raises:
         ConfigError: a flag is missing, unknown, or does not go with the type.
@@ -131,7 +131,7 @@ def _vocab_size(settings: TokenizerConfig, kind: str, default: int | None = None
 
 
 def _check_metadata(settings: TokenizerConfig, kind: str) -> None:
-    """The metadata file may only repeat what the type says; its chat template is not used here."""
+    """Check that the metadata file repeats what the type says; its chat template is not used."""
     path = settings.tokenizer_metadata
     if path is None:
         return

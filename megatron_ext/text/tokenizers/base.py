@@ -1,7 +1,4 @@
-"""What every tokenizer here offers, and the settings that choose one.
-
-Tokenizers without a model: bytes, and ids written as text.
-"""
+"""The interface of tokenizers, and those without a model: bytes, and ids written as text."""
 
 from __future__ import annotations
 
@@ -19,14 +16,14 @@ import numpy.typing as npt
 from megatron_ext.errors import ConfigError, DataError
 
 NO_TOKEN = -1
-"""Id of a special token that the tokenizer lacks; never found in data."""
+"""The id of a special token that the tokenizer lacks; never found in data."""
 
 Ids = Sequence[int] | npt.NDArray[Any]
 FastKind = Literal["sentencepiece", "json"]
 
 
 class Tokenizer(ABC):
-    """Text to ids and back, with the ids that megatron-core 0.16.1 gives for the same flags.
+    """A map of text to ids and back, with megatron-core 0.16.1's ids for the same flags.
 
     `tokenize` adds no token of its own; whoever wants an end-of-document id appends `eod`.
     A special token that the model lacks has the id -1, which megatron-core's datasets take for
@@ -40,52 +37,42 @@ class Tokenizer(ABC):
         self.path = path
         self._options = {name: value for name, value in options.items() if value is not None}
 
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Number of ids, special tokens included, before padding for tensor parallelism."""
-
-    @property
-    @abstractmethod
-    def eos(self) -> int: ...
-
-    @property
-    def bos(self) -> int:
-        return NO_TOKEN
-
-    @property
-    def pad(self) -> int:
-        return NO_TOKEN
-
-    @property
-    def unk(self) -> int:
-        return NO_TOKEN
+    vocab_size: int
+    """The number of ids, special tokens included, before padding for tensor parallelism."""
+    eos: int
+    bos: int = NO_TOKEN
+    pad: int = NO_TOKEN
+    unk: int = NO_TOKEN
 
     @property
     def eod(self) -> int:
-        """Id that ends a document (`--append-eod`, `--eod-mask-loss`)."""
+        """Return the id that ends a document (`--append-eod`, `--eod-mask-loss`)."""
         return self.eos
 
     # megatron-core and NeMo use both spellings.
     @property
     def eos_id(self) -> int:
+        """Return the id that ends a sequence."""
         return self.eos
 
     @property
     def bos_id(self) -> int:
+        """Return the id that begins a sequence."""
         return self.bos
 
     @property
     def pad_id(self) -> int:
+        """Return the id of padding."""
         return self.pad
 
     @property
     def unk_id(self) -> int:
+        """Return the id of text that the vocabulary lacks."""
         return self.unk
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, str]:
-        """What megatron-core's datasets put into the key of their index cache."""
+        """Return what megatron-core's datasets put into the key of their index cache."""
         named = OrderedDict(tokenizer_type=self.kind, path=str(self.path))
         named.update((name, str(value)) for name, value in self._options.items())
         for file in (Path(str(self.path)), Path(str(self.path)) / "tokenizer.json"):
@@ -95,7 +82,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Ids of one text.
+        """Return the ids of one text.
 
         Raises:
             ValueError: the text cannot be expressed (a lone surrogate; no integer for Null).
@@ -103,26 +90,26 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ids. Where the library can tell special tokens apart, they are left out."""
+        """Return the text of ids, without special tokens where the library can tell them apart."""
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
-        """Ids of each text, on the calling thread; one array or list per text."""
+        """Return the ids of each text, as an array or a list; the calling thread does the work."""
         return [self.tokenize(text) for text in texts]
 
     def fast_source(self) -> tuple[FastKind, str] | None:
-        """What a faster engine can be built from: a model path or a tokenizer.json text.
+        """Return a model path or a tokenizer.json text, from which a faster engine can be built.
 
-        None where no other engine gives the same ids.
+        It is None where no other engine gives the same ids.
         """
         return None
 
     def control_texts(self) -> tuple[str, ...]:
-        """Literal texts at which engines differ; documents with one go to this tokenizer."""
+        """Return literal texts at which engines differ; documents with one go to this tokenizer."""
         return ()
 
 
 def require_package(name: str, kind: str) -> Any:
-    """Imports the library of a tokenizer.
+    """Import the library of a tokenizer.
 
     Raises:
         ConfigError: it is not installed.
@@ -137,11 +124,11 @@ def require_package(name: str, kind: str) -> Any:
 
 
 def require_file(flag: str, value: str | None, what: str, kind: str) -> str:
-    """Returns the path of a flag that must name a file.
+    """Return the path of a flag that must name a file.
 
     Raises:
         ConfigError: the flag is missing.
-        DataError: the file is.
+        DataError: there is no such file.
     """
     if not value:
         raise ConfigError(f"`--tokenizer-type {kind}` needs `{flag}` with the path of {what}.")
@@ -151,30 +138,14 @@ def require_file(flag: str, value: str | None, what: str, kind: str) -> str:
 
 
 class ByteLevelTokenizer(Tokenizer):
-    """Each UTF-8 byte is its own id; eos is 0, pad 1; `vocab_size` ids plus special tokens."""
+    """A tokenizer whose ids are UTF-8 bytes; special tokens follow the first `vocab_size` ids."""
 
     kind = "ByteLevelTokenizer"
+    eos, pad, unk = 0, 1, 259
 
     def __init__(self, vocab_size: int = 512, special_tokens: Sequence[str] = ()) -> None:
         super().__init__(None, {"vocab_size": vocab_size, "special": list(special_tokens) or None})
-        self._vocab_size = vocab_size + len(special_tokens)
-        self._first_special = vocab_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def eos(self) -> int:
-        return 0
-
-    @property
-    def pad(self) -> int:
-        return 1
-
-    @property
-    def unk(self) -> int:
-        return 259
+        self.vocab_size = vocab_size + len(special_tokens)
 
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -188,21 +159,13 @@ class ByteLevelTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Texts are integers joined by single spaces; eod is the id after the vocabulary."""
+    """A tokenizer of integers joined by single spaces; eod is the id after the vocabulary."""
 
     kind = "NullTokenizer"
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__(None, {"vocab_size": vocab_size})
-        self._without_eod = vocab_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self._without_eod + 1
-
-    @property
-    def eos(self) -> int:
-        return self._without_eod
+        self.vocab_size, self.eos = vocab_size + 1, vocab_size
 
     def tokenize(self, text: str) -> list[int]:
         try:
@@ -211,8 +174,8 @@ class NullTokenizer(Tokenizer):
             raise ValueError(
                 "the text is not integers joined by single spaces, as NullTokenizer needs"
             ) from None
-        if any(not 0 <= i <= self._without_eod for i in ids):
-            raise ValueError(f"an id is outside 0 to {self._without_eod} of NullTokenizer")
+        if any(not 0 <= i <= self.eos for i in ids):
+            raise ValueError(f"an id is outside 0 to {self.eos} of NullTokenizer")
         return ids
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

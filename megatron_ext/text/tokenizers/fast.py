@@ -64,14 +64,11 @@ HARD_STRINGS: tuple[str, ...] = (
 
 
 class InexactEngine(Exception):
-    """The fast engine gave other ids than the native tokenizer."""
+    """The error that the fast engine gave other ids than the native tokenizer."""
 
 
 class FastEncoder:
-    """Encodes with gigatoken and keeps comparing with the native tokenizer.
-
-    Args:
-        tokenizer: the native tokenizer, whose ids count.
+    """An encoder by gigatoken that keeps comparing with the native tokenizer.
 
     Raises:
         InexactEngine: gigatoken is missing, cannot load this tokenizer, or differs on the hard
@@ -92,7 +89,7 @@ class FastEncoder:
         self.compare(HARD_STRINGS)
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Ids]:
-        """Ids of each text, by the native tokenizer where the engines may differ."""
+        """Return the ids of each text, by the native tokenizer where the engines may differ."""
         return [
             self._native.tokenize(text) if self._may_differ(text) else self._encode(text)
             for text in texts
@@ -104,7 +101,7 @@ class FastEncoder:
         return self._combining and has_combining(text)
 
     def compare(self, texts: Sequence[str]) -> None:
-        """Compares both engines.
+        """Compare both engines.
 
         Raises:
             InexactEngine: the first text on which they differ.
@@ -117,7 +114,7 @@ class FastEncoder:
 
 
 def has_combining(text: str) -> bool:
-    """Whether a text has a character that may join others into a grapheme cluster, or U+0085."""
+    """Tell whether a character may join others into a grapheme cluster, or is U+0085."""
     if text.isascii():
         return False
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
@@ -126,7 +123,7 @@ def has_combining(text: str) -> bool:
 
 @functools.cache
 def _combining_table() -> npt.NDArray[np.bool_]:
-    """True at marks, joiners, jamo, and in all rare planes; bool [0x110000]."""
+    """Return bool [0x110000], True at marks, joiners, jamo, and in all rare planes."""
     table = np.zeros(0x110000, np.bool_)
     for first, last in ((0x80, 0x3100), (0xA000, 0xAC00), (0xF900, 0x10000)):
         for code in range(first, last):

@@ -24,9 +24,6 @@ class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizers.Tokenizer` with named special tokens.
 
     Args:
-        kind: the `--tokenizer-type`.
-        path: where it came from.
-        backend: the `tokenizers.Tokenizer`.
         named: texts of eos_token, bos_token, ... where known.
         special_tokens: further special tokens; those not in the vocabulary get the next ids.
         include_special_tokens: let the tokenizer add its own bos/eos around each text.
@@ -56,32 +53,12 @@ class HuggingFaceTokenizer(Tokenizer):
         self._backend.no_padding()
         if special_tokens:
             self._backend.add_special_tokens(list(special_tokens))
-        self._named = _complete(named)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self._backend.get_vocab_size(with_added_tokens=True))
-
-    def _id(self, name: str) -> int:
-        text = self._named.get(name)
-        found = None if text is None else self._backend.token_to_id(text)
-        return NO_TOKEN if found is None else int(found)
-
-    @property
-    def eos(self) -> int:
-        return self._id("eos_token")
-
-    @property
-    def bos(self) -> int:
-        return self._id("bos_token")
-
-    @property
-    def pad(self) -> int:
-        return self._id("pad_token")
-
-    @property
-    def unk(self) -> int:
-        return self._id("unk_token")
+        self.vocab_size = int(backend.get_vocab_size(with_added_tokens=True))
+        ids = {name: backend.token_to_id(text) for name, text in _complete(named).items()}
+        self.eos, self.bos, self.pad, self.unk = (
+            NO_TOKEN if ids.get(f"{name}_token") is None else int(ids[f"{name}_token"])
+            for name in ("eos", "bos", "pad", "unk")
+        )
 
     def tokenize(self, text: str) -> list[int]:
         encoding = self._backend.encode(text, add_special_tokens=self._include_special)
@@ -105,7 +82,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _complete(named: Mapping[str, str]) -> dict[str, str]:
-    """Lends eos to sep, bos to cls and back, where only one of a pair is named, as core does."""
+    """Lend eos to sep, bos to cls and back, where only one of a pair is named, as core does."""
     out = dict(named)
     for one, other in (("eos_token", "sep_token"), ("bos_token", "cls_token")):
         if one not in out and other in out:
@@ -123,7 +100,7 @@ def build(
     include_special_tokens: bool,
     trust_remote_code: bool,
 ) -> Tokenizer:
-    """Loads a folder, or a name on the Hugging Face hub.
+    """Load a folder, or a name on the Hugging Face hub.
 
     Raises:
         ConfigError: no name.
@@ -146,7 +123,7 @@ def build(
 
 
 def tokenizer_folder(name: str) -> Path:
-    """The folder of a `--tokenizer-model`: itself, a file's, or a download from the hub.
+    """Return the folder of a `--tokenizer-model`: itself, a file's, or a download from the hub.
 
     Raises:
         DataError: there is none.
@@ -182,7 +159,7 @@ def _read_json(path: Path, default: Any) -> Any:
 
 
 def _load_direct(folder: Path, config: dict[str, Any]) -> tuple[Any, dict[str, str]] | None:
-    """Loads tokenizer.json alone; None where that might not be the whole truth."""
+    """Load tokenizer.json alone; return None where that might not be the whole truth."""
     if config.get("tokenizer_class") not in _GENERAL_CLASSES or "auto_map" in config:
         return None
     tokenizers = require_package("tokenizers", "HuggingFaceTokenizer")
@@ -216,7 +193,7 @@ def _load_transformers(folder: Path, *, trust_remote_code: bool) -> tuple[Any, d
 
 
 def load_pretrained(folder: Path, *, trust_remote_code: bool) -> Any:
-    """The tokenizer of transformers, with a `backend_tokenizer` and perhaps a chat template.
+    """Load a tokenizer of transformers, with `backend_tokenizer` and perhaps a chat template.
 
     Raises:
         ConfigError: transformers is not installed.
@@ -245,7 +222,7 @@ def load_pretrained(folder: Path, *, trust_remote_code: bool) -> Any:
 def build_gpt2(
     kind: str, vocab_file: str, merge_file: str, special_tokens: Sequence[str]
 ) -> Tokenizer:
-    """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`; eod is `<|endoftext|>`.
+    """Build GPT-2's byte-level BPE from `vocab.json` and `merges.txt`; eod is `<|endoftext|>`.
 
     Raises:
         DataError: a file cannot be read, or the vocabulary lacks `<|endoftext|>`.

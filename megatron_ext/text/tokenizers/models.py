@@ -1,7 +1,4 @@
-"""SentencePiece models.
-
-Tiktoken vocabularies in NVIDIA's JSON form (a list of rank, token_bytes, token_str).
-"""
+"""Tokenizers of SentencePiece models, and of tiktoken vocabularies in NVIDIA's JSON form."""
 
 from __future__ import annotations
 
@@ -41,9 +38,14 @@ class SentencePieceTokenizer(Tokenizer):
                 "path of a .model file."
             ) from None
         self._special = self._place(special_tokens)
-        self._vocab_size: int = max([self._model.get_piece_size(), *(i + 1 for i in self._by_id)])
+        model = self._model
+        self.vocab_size = max([model.get_piece_size(), *(i + 1 for i in self._by_id)])
+        self.eos, self.bos, self.pad, self.unk = (
+            int(i) for i in (model.eos_id(), model.bos_id(), model.pad_id(), model.unk_id())
+        )
 
     def _place(self, tokens: Sequence[str]) -> dict[str, int]:
+        """Return the ids of special tokens: those of known pieces, then new ones."""
         placed: dict[str, int] = {}
         fresh = self._model.get_piece_size()
         for token in tokens:
@@ -53,26 +55,6 @@ class SentencePieceTokenizer(Tokenizer):
             placed.setdefault(token, known)
         self._by_id = {i: token for token, i in placed.items()}
         return placed
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def eos(self) -> int:
-        return int(self._model.eos_id())
-
-    @property
-    def bos(self) -> int:
-        return int(self._model.bos_id())
-
-    @property
-    def pad(self) -> int:
-        return int(self._model.pad_id())
-
-    @property
-    def unk(self) -> int:
-        return int(self._model.unk_id())
 
     def tokenize(self, text: str) -> list[int]:
         if self._special:
@@ -132,7 +114,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def build(kind: str, path: str, special_tokens: Sequence[str], *, legacy: bool) -> Tokenizer:
-    """Makes the tokenizer; special tokens need megatron-core's `legacy` switch, as in core.
+    """Make the tokenizer; special tokens need megatron-core's `legacy` switch, as in core.
 
     Raises:
         ConfigError: special tokens without the switch.
@@ -147,7 +129,7 @@ def build(kind: str, path: str, special_tokens: Sequence[str], *, legacy: bool) 
 
 
 def _user_defined(model: bytes) -> Iterator[str]:
-    """Texts of user-defined pieces: fields 1 (text) and 3 (type) of the model's field 1."""
+    """Yield the texts of user-defined pieces: fields 1 (text) and 3 (type) of field 1."""
     if not _USER_DEFINED_PIECE.search(model):
         return  # the common case, without a walk over all pieces
     for field, piece in _fields(model):
@@ -158,7 +140,7 @@ def _user_defined(model: bytes) -> Iterator[str]:
 
 
 def _fields(buffer: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Fields of a protobuf message: varints as int, all others as bytes."""
+    """Yield the fields of a protobuf message: varints as int, all others as bytes."""
     at = 0
     while at < len(buffer):
         key, at = _varint(buffer, at)
@@ -197,7 +179,7 @@ PATTERNS = {
 
 
 class TikTokenizer(Tokenizer):
-    """Special tokens take the first ids, the ranks of the file follow; eod is `</s>`."""
+    """A tiktoken vocabulary whose special tokens take the first ids; eod is `</s>`."""
 
     kind = "TikTokenizer"
 
@@ -221,34 +203,17 @@ class TikTokenizer(Tokenizer):
         )
         tiktoken = require_package("tiktoken", self.kind)
         names = _special_names(pattern, vocab_size, num_special_tokens, special_tokens)
-        self._special = {name: i for i, name in enumerate(names)}
-        self._vocab_size = vocab_size
+        special = {name: i for i, name in enumerate(names)}
+        self.vocab_size, self._num_special = vocab_size, len(special)
+        self.eos, self.bos, self.pad, self.unk = (
+            special[name] for name in ("</s>", "<s>", "<pad>", "<unk>")
+        )
         self._encoding: Any = tiktoken.Encoding(
             name=Path(path).parent.name,
             pat_str=PATTERNS[pattern],
             mergeable_ranks=_ranks(path, vocab_size - num_special_tokens, num_special_tokens),
-            special_tokens=self._special,
+            special_tokens=special,
         )
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def eos(self) -> int:
-        return self._special["</s>"]
-
-    @property
-    def bos(self) -> int:
-        return self._special["<s>"]
-
-    @property
-    def pad(self) -> int:
-        return self._special["<pad>"]
-
-    @property
-    def unk(self) -> int:
-        return self._special["<unk>"]
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._encoding.encode(text, allowed_special="all"))
@@ -257,7 +222,7 @@ class TikTokenizer(Tokenizer):
         return [self._encoding.encode_to_numpy(text, allowed_special="all") for text in texts]
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        first = len(self._special) if skip_special_tokens else 0
+        first = self._num_special if skip_special_tokens else 0
         return str(self._encoding.decode([i for i in ids if i >= first]))
 
 
@@ -284,7 +249,7 @@ def _special_names(
 
 
 def _ranks(path: str, count: int, first: int) -> dict[bytes, int]:
-    """Bytes of the first `count` tokens to ids from `first` on."""
+    """Return a map of the bytes of the first `count` tokens to ids from `first` on."""
     try:
         entries = json.loads(Path(path).read_bytes())
         tokens = [base64.b64decode(entry["token_bytes"]) for entry in entries[:count]]

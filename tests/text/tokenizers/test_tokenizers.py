@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import shutil
@@ -13,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.errors import ConfigError, DataError, MegatronExtError
+from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.preprocess.options import add_tokenizer_flags, tokenizer_config
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
 from tests.text import tiny
@@ -250,137 +252,67 @@ def test_core_accepts_it_as_a_dataset_tokenizer() -> None:
     assert config.token_dtype_code == 8
 
 
-BROKEN: list[tuple[dict[str, Any], type[MegatronExtError], str]] = [
-    ({}, ConfigError, "`--tokenizer-type` is missing; give one of SentencePieceTokenizer, GPT"),
-    (
-        {"tokenizer_type": "SentencepieceTokenizer"},
-        ConfigError,
-        "`--tokenizer-type` (SentencepieceTokenizer) is unknown; did you mean SentencePieceTok",
-    ),
-    (
-        {"tokenizer_type": "BertWordPieceCase"},
-        ConfigError,
-        "`--tokenizer-type BertWordPieceCase` is not supported here; train with HuggingFaceTok",
-    ),
-    (
-        {"tokenizer_type": "SentencePieceTokenizer"},
-        ConfigError,
-        "`--tokenizer-type SentencePieceTokenizer` needs `--tokenizer-model` with the path of a Se",
-    ),
-    (
-        {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "/no/such.model"},
-        DataError,
-        "`--tokenizer-model` (/no/such.model) is not a file; give the path of a SentencePiece",
-    ),
-    (
-        {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "{junk}"},
-        DataError,
-        "`--tokenizer-model` ({junk}) is not a SentencePiece model (",
-    ),
-    (
-        {
-            "tokenizer_type": "SentencePieceTokenizer",
-            "tokenizer_model": "{sp}",
-            "tokenizer_special_tokens": ["<x>"],
-        },
-        ConfigError,
-        "`--tokenizer-special-tokens` with a SentencePiece model needs `--tokenizer-sentencepiece",
-    ),
-    (
-        {"tokenizer_type": "HuggingFaceTokenizer"},
-        ConfigError,
-        "`--tokenizer-type HuggingFaceTokenizer` needs `--tokenizer-model` with a folder or a hub",
-    ),
-    (
-        {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "/no/such/folder"},
-        DataError,
-        "`--tokenizer-model` (/no/such/folder) does not exist; give a folder with tokenizer.json",
-    ),
-    (
-        {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "{bad_hf}"},
-        DataError,
-        "{bad_hf}/tokenizer.json is not a tokenizer (",
-    ),
-    (
-        {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "{junk}", "merge_file": "{junk}"},
-        DataError,
-        "{junk} is not valid JSON (",
-    ),
-    (
-        {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "{vocab}"},
-        ConfigError,
-        "`--tokenizer-type GPT2BPETokenizer` needs `--merge-file` with the path of GPT-2's merges",
-    ),
-    (
-        {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "{empty}", "merge_file": "{junk}"},
-        DataError,
-        "`--vocab-file` ({empty}) has no `<|endoftext|>`, which GPT2BPETokenizer needs",
-    ),
-    (
-        {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "{vocab}", "merge_file": "{junk}"},
-        DataError,
-        "`--merge-file` ({junk}) does not fit `--vocab-file` ({vocab}): ",
-    ),
-    (
-        {"tokenizer_type": "TikTokenizer", "tokenizer_model": "{tik}"},
-        DataError,
-        "`--tokenizer-model` ({tik}) holds 300 tokens, but `--vocab-size` less `--tiktoken-num",
-    ),
-    (
-        {"tokenizer_type": "TikTokenizer", "tokenizer_model": "{empty}"},
-        DataError,
-        "`--tokenizer-model` ({empty}) is not a tiktoken vocabulary in JSON (",
-    ),
-    (
-        {"tokenizer_type": "TikTokenizer", "tokenizer_model": "{tik}", "tiktoken_pattern": "v3"},
-        ConfigError,
-        "`--tiktoken-pattern` (v3) must be v1 or v2.",
-    ),
-    (
-        {
-            "tokenizer_type": "TikTokenizer",
-            "tokenizer_model": "{tik}",
-            "tokenizer_special_tokens": ["<unk>", "<s>"],
-        },
-        ConfigError,
-        "`--tokenizer-special-tokens` lacks </s> <mask> <pad> <cls> <sep>, which TikTokenizer",
-    ),
-    (
-        {"tokenizer_type": "TikTokenizer", "tokenizer_model": "{tik}", "vocab_size": 900},
-        ConfigError,
-        "`--tiktoken-num-special-tokens` (1000) must be at least the number of special tokens (7)",
-    ),
-    (
-        {"tokenizer_type": "NullTokenizer"},
-        ConfigError,
-        "`--tokenizer-type NullTokenizer` needs `--vocab-size`, the number of ids.",
-    ),
-    (
-        {"tokenizer_type": "ByteLevelTokenizer", "vocab_size": 100},
-        ConfigError,
-        "`--vocab-size` (100) must be at least 256 for ByteLevelTokenizer; use 512.",
-    ),
-    (
-        {"tokenizer_type": "NullTokenizer", "vocab_size": 5, "vocab_extra_ids": 100},
-        ConfigError,
-        "`--vocab-extra-ids` (100) is for T5's legacy tokenizer and has no effect on the ids",
-    ),
-    (
-        {"tokenizer_type": "NullTokenizer", "vocab_size": 5, "tokenizer_metadata": "{metadata}"},
-        ConfigError,
-        "`--tokenizer-metadata` ({metadata}) names the library huggingface, but `--tokenizer-type",
-    ),
-    (
-        {"tokenizer_type": "NullTokenizer", "vocab_size": 5, "tokenizer_metadata": "{junk}"},
-        DataError,
-        "`--tokenizer-metadata` ({junk}) is not a JSON object; fix it.",
-    ),
-]
+# A line names the kind of error (ConfigError or DataError), the tokenizer and its flags; the next
+# line is how the sentence begins.
+BROKEN = r"""
+C none
+    `--tokenizer-type` is missing; give one of SentencePieceTokenizer, GPT
+C SentencepieceTokenizer
+    `--tokenizer-type` (SentencepieceTokenizer) is unknown; did you mean SentencePieceTok
+C BertWordPieceCase
+    `--tokenizer-type BertWordPieceCase` is not supported here; train with HuggingFaceTok
+C SentencePieceTokenizer
+    `--tokenizer-type SentencePieceTokenizer` needs `--tokenizer-model` with the path of a Se
+D SentencePieceTokenizer --tokenizer-model /no/such.model
+    `--tokenizer-model` (/no/such.model) is not a file; give the path of a SentencePiece
+D SentencePieceTokenizer --tokenizer-model {junk}
+    `--tokenizer-model` ({junk}) is not a SentencePiece model (
+C SentencePieceTokenizer --tokenizer-model {sp} --tokenizer-special-tokens <x>
+    `--tokenizer-special-tokens` with a SentencePiece model needs `--tokenizer-sentencepiece
+C HuggingFaceTokenizer
+    `--tokenizer-type HuggingFaceTokenizer` needs `--tokenizer-model` with a folder or a hub
+D HuggingFaceTokenizer --tokenizer-model /no/such/folder
+    `--tokenizer-model` (/no/such/folder) does not exist; give a folder with tokenizer.json
+D HuggingFaceTokenizer --tokenizer-model {bad_hf}
+    {bad_hf}/tokenizer.json is not a tokenizer (
+D GPT2BPETokenizer --vocab-file {junk} --merge-file {junk}
+    {junk} is not valid JSON (
+C GPT2BPETokenizer --vocab-file {vocab}
+    `--tokenizer-type GPT2BPETokenizer` needs `--merge-file` with the path of GPT-2's merges
+D GPT2BPETokenizer --vocab-file {empty} --merge-file {junk}
+    `--vocab-file` ({empty}) has no `<|endoftext|>`, which GPT2BPETokenizer needs
+D GPT2BPETokenizer --vocab-file {vocab} --merge-file {junk}
+    `--merge-file` ({junk}) does not fit `--vocab-file` ({vocab}):
+D TikTokenizer --tokenizer-model {tik}
+    `--tokenizer-model` ({tik}) holds 300 tokens, but `--vocab-size` less `--tiktoken-num
+D TikTokenizer --tokenizer-model {empty}
+    `--tokenizer-model` ({empty}) is not a tiktoken vocabulary in JSON (
+C TikTokenizer --tokenizer-model {tik} --tiktoken-pattern v3
+    `--tiktoken-pattern` (v3) must be v1 or v2.
+C TikTokenizer --tokenizer-model {tik} --tokenizer-special-tokens <unk> <s>
+    `--tokenizer-special-tokens` lacks </s> <mask> <pad> <cls> <sep>, which TikTokenizer
+C TikTokenizer --tokenizer-model {tik} --vocab-size 900
+    `--tiktoken-num-special-tokens` (1000) must be at least the number of special tokens (7)
+C NullTokenizer
+    `--tokenizer-type NullTokenizer` needs `--vocab-size`, the number of ids.
+C ByteLevelTokenizer --vocab-size 100
+    `--vocab-size` (100) must be at least 256 for ByteLevelTokenizer; use 512.
+C NullTokenizer --vocab-size 5 --vocab-extra-ids 100
+    `--vocab-extra-ids` (100) is for T5's legacy tokenizer and has no effect on the ids
+C NullTokenizer --vocab-size 5 --tokenizer-metadata {metadata}
+    `--tokenizer-metadata` ({metadata}) names the library huggingface, but `--tokenizer-type
+D NullTokenizer --vocab-size 5 --tokenizer-metadata {junk}
+    `--tokenizer-metadata` ({junk}) is not a JSON object; fix it.
+"""
 
 
-@pytest.mark.parametrize("number", range(len(BROKEN)))
-def test_bad_settings_are_told_in_one_sentence(tmp_path: Path, number: int) -> None:
-    settings, kind, sentence = BROKEN[number]
+BROKEN_LINES = BROKEN.strip().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence"), list(zip(BROKEN_LINES[::2], BROKEN_LINES[1::2], strict=True))
+)
+def test_bad_settings_are_told_in_one_sentence(tmp_path: Path, case: str, sentence: str) -> None:
     (tmp_path / "junk").write_bytes(b"\xff\x00 no model")
     (tmp_path / "empty.json").write_text("{}")
     (tmp_path / "metadata.json").write_text('{"library": "huggingface"}')
@@ -395,10 +327,13 @@ def test_bad_settings_are_told_in_one_sentence(tmp_path: Path, number: int) -> N
         "sp": tiny.sentencepiece_model(),
         "tik": tiny.tiktoken_file(),
     }
-    filled = {k: v.format(**places) if isinstance(v, str) else v for k, v in settings.items()}
-    with pytest.raises(kind) as caught:
-        build_tokenizer(TokenizerConfig(**filled))
-    assert str(caught.value).startswith(sentence.format(**places))
+    letter, name, *words = case.format(**places).split()
+    parser = argparse.ArgumentParser()
+    add_tokenizer_flags(parser)
+    words += ["--tokenizer-type", name] if name != "none" else []
+    with pytest.raises({"C": ConfigError, "D": DataError}[letter]) as caught:
+        build_tokenizer(tokenizer_config(vars(parser.parse_args(words))))
+    assert str(caught.value).startswith(sentence.strip().format(**places))
     assert "\n" not in str(caught.value)
 
 
