@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from megatron.core.utils import unwrap_model
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -25,6 +26,9 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.device import select
 from megatron_ext.layers import attention
 from megatron_ext.optim.ema import ShardedEMA
+from megatron_ext.planning.memory import memory
+from megatron_ext.planning.network import Network
+from megatron_ext.planning.state import rank_state
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.loop import train
@@ -35,6 +39,7 @@ from megatron_ext.train.task import Task, TaskOrChoice, choose
 from megatron_ext.video.streaming.step import StreamingRunner
 from pretrain_gpt import GPT
 
+TOLERANCE = 0.10
 KINDS = ("count", "parameters", "gradients", "optimizer", "average")
 
 
@@ -96,7 +101,7 @@ class Measured:
 
     place: dict[str, int]
     state: dict[str, int]
-    weights: list[list[tuple[str, int]]]
+    weights: list[list[list[object]]]
     peak: int
     at_peak: list[tuple[int, str]]
     networks: dict[str, Any]
@@ -138,6 +143,28 @@ def measure(
     paths = sorted(folder.glob("rank_*.json"))
     assert len(paths) == config.parallel.nproc_per_node
     return [Measured(**json.loads(path.read_text())) for path in paths]
+
+
+def check_state(network: Network, ranks: Sequence[Measured]) -> None:
+    """Check that names and sizes of parameters, and bytes of each kind of state, are as planned."""
+    planned = memory(network)
+    for rank in ranks:
+        mine = planned[rank.place["pp"]]
+        assert [[[x.name, x.numel] for x in weights] for weights in mine.weights] == rank.weights
+        replicas = {"replica": rank.place["dp_cp"], "expert_replica": rank.place["expt_dp"]}
+        state = rank_state(network.config, network.sizes, mine.rank, mine.weights, **replicas)
+        assert {kind: getattr(state, kind) for kind in KINDS} == rank.state
+
+
+def check_peak(network: Network, ranks: Sequence[Measured]) -> None:
+    """Check that the peak of a step is as planned within a tenth."""
+    planned = memory(network)
+    for rank in ranks:
+        mine = planned[rank.place["pp"]]
+        held = sum(rank.state[kind] for kind in KINDS[1:])
+        moving = mine.fp8_weights + mine.activations + mine.transient
+        assert moving == pytest.approx(rank.peak, rel=TOLERANCE)
+        assert mine.total == pytest.approx(held + rank.peak, rel=TOLERANCE)
 
 
 def _outside_of_modes(function: Any) -> Any:

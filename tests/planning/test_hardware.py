@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.config.parser import parse_args
+from megatron_ext.config.reporting import GPU_NAMES
 from megatron_ext.device.gpus import GPUS
 from megatron_ext.errors import ConfigError
 from megatron_ext.inspect.doctor.findings import Examination, Rates
@@ -17,21 +17,30 @@ from megatron_ext.planning.hardware import DEFAULT, Efficiency, Reserve, assumed
 from megatron_ext.planning.hardware import Rates as Reached
 from megatron_ext.planning.stages import Ranks
 from megatron_ext.planning.step_time import estimate
-from megatron_ext.text.cost.network import GptNetwork
 from megatron_ext.train.main import main
 from pretrain_gpt import GPT
-from tests.planning.layouts import MODEL
-from tests.planning.test_estimates import LLAMA_8B
+from tests.text.cost.layouts import MODEL, llama, llama_network
 
 H200 = Found(0, "NVIDIA H200", (9, 0), 150 * 10**9, Rates(8e14, 1.4e15, 4.2e12))
 
 
 def _file(folder: Path, *gpus: Found) -> str:
-    """As ``tools/doctor.py --json`` prints it."""
+    """Write what ``tools/doctor.py --json`` prints."""
     content = {"findings": [], "gpus": [dataclasses.asdict(gpu) for gpu in gpus]}
     path = folder / "machine.json"
     path.write_text(json.dumps(content))
     return str(path)
+
+
+def test_the_table_of_gpus() -> None:
+    assert tuple(GPUS) == GPU_NAMES
+    with pytest.raises(ConfigError, match=r"`--gpu` \(V100\) must be one of"):
+        gpu_named("V100")
+    assert GPUS["H100"].peak(1) == pytest.approx(2 * GPUS["H100"].peak(2), rel=1e-3)
+    with pytest.raises(ConfigError, match="A100 has no fp8 products"):
+        GPUS["A100"].peak(1)
+    with pytest.raises(ConfigError, match=r"`products` \(1.5\) must be above 0"):
+        Efficiency(products=1.5)
 
 
 def test_the_doctor_still_writes_what_is_read() -> None:
@@ -66,10 +75,9 @@ def test_a_gpu_that_the_table_lacks_has_the_links_of_its_slot(tmp_path: Path) ->
 
 
 def test_a_measured_machine_changes_the_time(tmp_path: Path) -> None:
-    config = parse_args(LLAMA_8B.split(), world_size=8, device="cuda").config
-    fast = estimate(GptNetwork.of(config), gpu_named(_file(tmp_path, H200)))
+    fast = estimate(llama_network(), gpu_named(_file(tmp_path, H200)))
     slow = Found(0, "NVIDIA H200", (9, 0), 150 * 10**9, Rates(4e14, None, 4.2e12))
-    slower = estimate(GptNetwork.of(config), gpu_named(_file(tmp_path, slow)))
+    slower = estimate(llama_network(), gpu_named(_file(tmp_path, slow)))
     assert 1.5 * fast.seconds < slower.seconds < 2.1 * fast.seconds
 
 
@@ -107,18 +115,13 @@ def test_assumptions_say_where_they_come_from() -> None:
         Efficiency(layers=0)
 
 
-def _ranks(words: str = "", world: int = 8) -> Ranks:
-    config = parse_args([*LLAMA_8B.split(), *words.split()], world_size=world, device="cuda").config
-    return Ranks.of(config)
-
-
 def test_the_reserve_grows_with_groups_and_activations() -> None:
-    mib, gpu = 2**20, GPUS["H100"]
-    alone = Reserve.of(gpu, _ranks(world=1), 0)
+    mib, gpu, one = 2**20, GPUS["H100"], Ranks.of(llama(world=1))
+    alone = Reserve.of(gpu, one, 0)
     assert alone.channels == alone.fragments == 0
     assert alone.matrix_library == 4 * 32 * mib
-    assert Reserve.of(GPUS["A100"], _ranks(world=1), 0).matrix_library == 4 * 8 * mib
-    more = Reserve.of(gpu, _ranks("--tensor-model-parallel-size 2"), 10**9)
+    assert Reserve.of(GPUS["A100"], one, 0).matrix_library == 4 * 8 * mib
+    more = Reserve.of(gpu, Ranks.of(llama("--tensor-model-parallel-size 2")), 10**9)
     assert more.channels == 2 * 2 * 24 * 4 * mib
     assert more.fragments == 5 * 10**7
     assert more.total > alone.total > 500 * mib

@@ -16,7 +16,7 @@ from megatron_ext.planning.memory import memory
 from megatron_ext.planning.step_time import estimate
 from megatron_ext.text.cost.network import GptNetwork
 from megatron_ext.train.preflight import with_padded_vocabulary
-from tests.planning.layouts import MODEL
+from tests.text.cost.layouts import MODEL
 
 NUMBERS = (0, 1, 2, 3, 4, 6, 8, 16, 64, 100, -1)
 CHOICES: dict[str, tuple[object, ...]] = {

@@ -13,9 +13,8 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import GPUS
 from megatron_ext.planning.memory import fullest, memory
 from megatron_ext.planning.stages import Stage
-from megatron_ext.planning.state import distinct, rank_state
+from megatron_ext.planning.state import distinct
 from megatron_ext.planning.step_time import estimate
-from megatron_ext.train.main import main
 from megatron_ext.video.config.mmdit import SIZES as MMDIT_SIZES
 from megatron_ext.video.config.wan import SIZES as DIT_SIZES
 from megatron_ext.video.cost.clip import Clip
@@ -23,12 +22,11 @@ from megatron_ext.video.cost.flops import flops_of_clip
 from megatron_ext.video.cost.flow import network_of, with_recomputation
 from megatron_ext.video.cost.wan import dit_weights
 from megatron_ext.video.data.setup import planned_clips
-from pretrain_video import defaults_of, task_of
-from tests.planning.measure import KINDS, configuration, measure
-from tests.planning.video_layouts import COMMON, LAYOUTS, flags_of
-from tests.video.clips import LONG, SHORT, write_clips
+from pretrain_video import defaults_of
+from tests.planning.measure import check_peak, check_state, configuration, measure
+from tests.video.clips import LONG, write_clips
+from tests.video.cost.layouts import COMMON, LAYOUTS, flags_of
 
-TOLERANCE = 0.10
 QUICK = ("mmdit recomputed", "mmdit tp2 sp", "dit", "causal")
 
 
@@ -46,18 +44,8 @@ def test_state_exactly_and_peak_within_a_tenth(name: str, clips: Path, tmp_path:
     ranks, config = measure(flags, tmp_path, program), configuration(flags, program)
     (clip,) = planned_clips(config)
     network = network_of(config, clip)
-    planned = memory(network)
-    for rank in ranks:
-        mine = planned[rank.place["pp"]]
-        for weights, real in zip(mine.weights, rank.weights, strict=True):
-            assert [[weight.name, weight.numel] for weight in weights] == real
-        replica = rank.place["dp_cp"]
-        state = rank_state(config, network.sizes, mine.rank, mine.weights, replica=replica)
-        assert {kind: getattr(state, kind) for kind in KINDS} == rank.state
-        held = sum(rank.state[kind] for kind in KINDS[1:])
-        moving = mine.fp8_weights + mine.activations + mine.transient
-        assert moving == pytest.approx(rank.peak, rel=TOLERANCE)
-        assert mine.total == pytest.approx(held + rank.peak, rel=TOLERANCE)
+    check_state(network, ranks)
+    check_peak(network, ranks)
 
 
 @pytest.mark.parametrize("name", DIT_SIZES)
@@ -123,15 +111,3 @@ def test_longer_clips_and_no_recomputation_take_more() -> None:
     times = [estimate(network_of(config, x), gpu) for x in (CLIP, longer)]
     assert times[1].seconds > 1.9 * times[0].seconds
     assert 0 < times[0].mfu < 0.7
-
-
-def test_a_dry_run_names_the_worst_and_the_typical_bucket(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    data = write_clips(tmp_path / "clips", {SHORT: 40, LONG: 16})
-    flags = [*COMMON.split(), "--video-data-path", str(data), "--dry-run", "--dry-run-gpu", "H200"]
-    assert main(task_of, flags, defaults=defaults_of(flags)) == 0
-    shown = capfd.readouterr().out
-    assert any("64px 9x64x64" in line and "typical" in line for line in shown.splitlines())
-    assert any("64px 17x64x64" in line and "worst" in line for line in shown.splitlines())
-    assert "estimated on H200" in shown and "double" not in shown

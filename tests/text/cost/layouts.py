@@ -1,6 +1,10 @@
-"""The eight layouts whose memory is measured, and a few more for the exact parts."""
+"""Small runs whose memory is measured, and Llama 3 8B, whose figures are known."""
 
 from __future__ import annotations
+
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.run import RunConfig
+from megatron_ext.text.cost.network import GptNetwork
 
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention "
@@ -46,7 +50,7 @@ MORE = {
 }
 
 QUICK = ("tp2sp", "pp2", "dp2", "ep2", "tied pp2")
-"""Of both, those that are measured in every run of the tests."""
+"""Layouts of both tables that are measured in every run of the tests."""
 
 PEAKS = {
     "bf16": "--bf16",
@@ -71,5 +75,26 @@ QUICK_PEAKS = ("lora", "fp8 tp2sp")
 
 
 def flags_of(name: str) -> list[str]:
-    """The flags of a layout."""
+    """Return the flags of a layout."""
     return [*MODEL, *{**LAYOUTS, **MORE, **PEAKS}[name].split()]
+
+
+LLAMA_8B = (
+    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+    "--group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
+    "--padded-vocab-size 128256 --micro-batch-size 1 --global-batch-size 128 --train-iters 10 "
+    "--lr 1e-4 --bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 128000"
+)
+
+
+def llama(more: str = "", world: int = 8) -> RunConfig:
+    """Return a run of Llama 3 8B on GPUs."""
+    words = [*LLAMA_8B.split(), *more.split()]
+    return parse_args(words, world_size=world, device="cuda").config
+
+
+def llama_network(more: str = "") -> GptNetwork:
+    """Return Llama 3 8B on eight GPUs as a plan sees it."""
+    return GptNetwork.of(llama(more))

@@ -1,4 +1,4 @@
-"""Operations, messages, time and search against closed forms."""
+"""Parameters, state, operations and messages of a GPT against closed forms."""
 
 from __future__ import annotations
 
@@ -6,41 +6,18 @@ import dataclasses
 
 import pytest
 
-from megatron_ext.config.parser import parse_args
 from megatron_ext.config.precision import Fp8Config
-from megatron_ext.config.reporting import GPU_NAMES
-from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import GPUS
 from megatron_ext.errors import ConfigError
-from megatron_ext.planning.hardware import Efficiency, gpu_named
 from megatron_ext.planning.memory import memory
 from megatron_ext.planning.network import Volume
 from megatron_ext.planning.report import model_parameters
-from megatron_ext.planning.search import candidates, search
 from megatron_ext.planning.step_time import estimate, rank_volume
 from megatron_ext.text.cost.flops import GptFlops, flops_per_sample, step_flops
-from megatron_ext.text.cost.network import GPT_COST, GptNetwork, with_recomputation
+from megatron_ext.text.cost.network import GptNetwork, with_recomputation
 from megatron_ext.text.cost.sizes import Sizes, stages
-from tests.planning.layouts import LAYOUTS, MORE, flags_of
 from tests.planning.measure import configuration
-
-LLAMA_8B = (
-    "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
-    "--group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 "
-    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
-    "--padded-vocab-size 128256 --micro-batch-size 1 --global-batch-size 128 --train-iters 10 "
-    "--lr 1e-4 --bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 128000"
-)
-
-
-def _llama(more: str = "", world: int = 8) -> RunConfig:
-    words = [*LLAMA_8B.split(), *more.split()]
-    return parse_args(words, world_size=world, device="cuda").config
-
-
-def _network(more: str = "") -> GptNetwork:
-    return GptNetwork.of(_llama(more))
+from tests.text.cost.layouts import LAYOUTS, MORE, flags_of, llama, llama_network
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *MORE])
@@ -54,7 +31,7 @@ def test_operations_of_all_stages_are_those_of_the_training_log(name: str) -> No
 
 
 def test_full_recomputation_repeats_the_layers() -> None:
-    config = _llama()
+    config = llama()
     stage = stages(config)[0]
     full = with_recomputation(config, "full")
     flops = GptFlops.of(full, Sizes.of(full))
@@ -65,19 +42,19 @@ def test_full_recomputation_repeats_the_layers() -> None:
 def test_parameters_of_llama_3_8b() -> None:
     """8,030,261,248 by its model card's weights."""
     for more in ("", "--tensor-model-parallel-size 4", "--pipeline-model-parallel-size 4"):
-        assert model_parameters(memory(_network(more))) == 8_030_261_248
+        assert model_parameters(memory(llama_network(more))) == 8_030_261_248
 
 
 def test_llama_8b_state_in_bf16_over_replicas() -> None:
     """16 + 2 bytes a parameter: bf16 weights, fp32 gradients, main weights and two moments."""
-    (rank,) = memory(_network("--use-distributed-optimizer"))
+    (rank,) = memory(llama_network("--use-distributed-optimizer"))
     assert rank.state.parameters == pytest.approx(2 * 8_030_261_248, rel=1e-4)
     assert rank.state.gradients == pytest.approx(4 * 8_030_261_248, rel=1e-4)
     assert rank.state.optimizer == pytest.approx(12 * 8_030_261_248 / 8, rel=1e-3)
 
 
 def _volume(more: str) -> Volume:
-    network = _network(more)
+    network = llama_network(more)
     return rank_volume(network, memory(network)[0], 1)
 
 
@@ -85,16 +62,16 @@ def test_tensor_parallel_messages_of_a_layer() -> None:
     """Four all-reduces of [s, b, h] in a layer, 2 (n - 1) / n each; SP gathers twice more."""
     tensor = 8192 * 4096 * 2
     for flags, passes in (("", 8), ("--sequence-parallel", 10)):
-        network = _network(f"--tensor-model-parallel-size 4 {flags}")
+        network = llama_network(f"--tensor-model-parallel-size 4 {flags}")
         layer = network.layer_traffic(experts=False)
         assert layer.tensor == passes * 3 / 4 * tensor
         assert layer.context == layer.expert == 0
 
 
 def test_messages_between_replicas() -> None:
-    gradients = memory(_network())[0].state.gradients
+    gradients = memory(llama_network())[0].state.gradients
     assert _volume("").data == 2 * 7 / 8 * gradients
-    shared = memory(_network("--use-distributed-optimizer"))[0].state
+    shared = memory(llama_network("--use-distributed-optimizer"))[0].state
     wanted = 7 / 8 * (shared.gradients + shared.parameters)
     assert _volume("--use-distributed-optimizer").data == wanted
 
@@ -107,51 +84,10 @@ def test_messages_between_stages_and_along_the_sequence() -> None:
     assert _volume("").total == _volume("").data
 
 
-def test_time_grows_with_the_bubble_and_stays_above_the_peak_rate() -> None:
-    gpu = gpu_named("h100")
-    one = estimate(_network("--use-distributed-optimizer"), gpu)
-    deep = estimate(_network("--pipeline-model-parallel-size 8"), gpu)
-    assert 0 < one.mfu < Efficiency().products * Efficiency().layers
-    assert one.seconds > one.flops / (8 * gpu.bf16)
-    assert deep.price.bubble_share > one.price.bubble_share == 0
-    assert one.tokens_per_second == pytest.approx(128 * 8192 / one.seconds)
-    slower = estimate(_network("--use-distributed-optimizer"), gpu, Efficiency(products=0.35))
-    assert slower.seconds > 1.5 * one.seconds
-
-
-def test_rates_are_those_of_the_training_log() -> None:
-    assert tuple(GPUS) == GPU_NAMES
-    with pytest.raises(ConfigError, match=r"`--gpu` \(V100\) must be one of"):
-        gpu_named("V100")
-    assert GPUS["H100"].peak(1) == pytest.approx(2 * GPUS["H100"].peak(2), rel=1e-3)
-    with pytest.raises(ConfigError, match="A100 has no fp8 products"):
-        GPUS["A100"].peak(1)
-    with pytest.raises(ConfigError, match=r"`products` \(1.5\) must be above 0"):
-        Efficiency(products=1.5)
-
-
-def test_search_finds_layouts_that_fit_and_sorts_them() -> None:
-    gpu = GPUS["A100-40GB"]
-    config = _llama("--num-layers 8 --hidden-size 8192 --num-attention-heads 64")
-    found = search(config, 8, gpu, GPT_COST, count=5)
-    times = [cost.seconds for _, cost in found.best]
-    assert len(times) == 5 and times == sorted(times)
-    assert all(cost.fits for _, cost in found.best)
-    assert found.fitting < found.tried
-    layouts = {str(candidate) for candidate in candidates(config, 8, gpu, GPT_COST)}
-    assert {"dp", "tp8", "tp2pp2", "pp2vpp4", "cp8"} <= layouts
-
-
-def test_search_without_any_layout_says_why() -> None:
-    with pytest.raises(ConfigError, match="No layout of 7 ranks") as caught:
-        search(_llama("--global-batch-size 128"), 7, GPUS["H100"], GPT_COST)
-    assert any("`--global-batch-size` (128)" in text for text in caught.value.messages)
-
-
 def test_eight_bit_layers_and_weights_of_llama_8b() -> None:
     """Matrices of the layers: 32 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336)."""
     matrices = 32 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336)
-    plain = _llama("--use-distributed-optimizer")
+    plain = llama("--use-distributed-optimizer")
     eight = dataclasses.replace(plain, fp8=Fp8Config(fp8_format="hybrid", fp8_recipe="tensorwise"))
     gathers = dataclasses.replace(eight, fp8=dataclasses.replace(eight.fp8, fp8_param_gather=True))
     wide, low, held = (memory(GptNetwork.of(config))[0] for config in (plain, eight, gathers))
@@ -169,9 +105,9 @@ def test_eight_bit_layers_and_weights_of_llama_8b() -> None:
 
 def test_adapters_of_llama_8b_have_no_other_gradients() -> None:
     """Rank 16 on all layers: 32 * 16 * the sum of both sides of the four matrices."""
-    (rank,) = memory(_network("--lora-rank 16"))
+    (rank,) = memory(llama_network("--lora-rank 16"))
     sides = (4096 + 6144) + (4096 + 4096) + (4096 + 2 * 14336) + (14336 + 4096)
     assert rank.state.gradients == 4 * 32 * 16 * sides
     assert rank.state.frozen == 2 * 8_030_261_248
-    plain = estimate(_network(), GPUS["H100"])
-    assert estimate(_network("--lora-rank 16"), GPUS["H100"]).seconds < 0.8 * plain.seconds
+    plain = estimate(llama_network(), GPUS["H100"])
+    assert estimate(llama_network("--lora-rank 16"), GPUS["H100"]).seconds < 0.8 * plain.seconds
