@@ -108,16 +108,13 @@ def token_weights(mask: Tensor, normalization: str) -> Tensor:
 
 
 def token_losses(prediction: Tensor, velocity: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return the mean squared error of each token.
+    """Return the mean squared error of each token, ``[b, n]`` float32.
 
     Args:
         prediction: ``[b, n, d]`` in any float type.
         velocity: ``[b, n, d]`` float32.
         weights: ``[b, n]``; where they are 0 the loss is 0, and so is the gradient, whatever the
             prediction.
-
-    Returns:
-        ``[b, n]`` float32.
 
     Raises:
         ConfigError: the prediction has another shape.
@@ -168,9 +165,6 @@ def flow_matching_loss(
         share: see `losses.contract.share_of_step`.
         reported_modes: condition modes that get an entry in the log; the same on all ranks and in
             all micro-batches.
-
-    Raises:
-        ConfigError: see `token_losses`.
     """
     weights = targets.weights
     losses = token_losses(prediction, targets.velocity, weights) * weights

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.train.run import Run
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from megatron_ext.video.data.encode import VideoSample, reference_names
@@ -25,15 +26,20 @@ from pretrain_video import FLOW
 from tests.training_runs import train_on_ranks, training_rows
 
 CHANNELS, SIDE, TEXT, WIDTH, POOLED = 4, 8, 8, 12, 6
+
+
 IMAGE, SHORT, LONG = (Bucket("64px", frames, 64, 64) for frames in (1, 9, 17))
 
+
 HASHED = TextEncoderConfig(text_length=TEXT, text_width=WIDTH, pooled_width=POOLED)
+
 
 FLAGS = (
     "--mmdit-size tiny --no-adaln-zero --train-iters 3 --lr 1e-3 --lr-warmup-iters 1 "
     "--micro-batch-size 2 --global-batch-size 8 --log-interval 1 --num-workers 0"
 ).split()
 """A run of three steps in which every weight takes part from the first one on."""
+
 
 Rows = list[dict[str, Any]]
 
@@ -133,3 +139,27 @@ def train(data: Path, save: Path, words: str = "", *, ranks: int = 1, **options:
 def steps(data: Path, save: Path, words: str = "", **options: Any) -> Rows:
     """The rows of its training steps."""
     return training_rows(train(data, save, words, **options))
+
+
+def record_steps(run: Run, folder: Path) -> None:
+    """Let rank 0 save the inputs and targets of each training step as ``folder/STEP.pt``."""
+    if run.context.rank != 0:
+        return
+    folder.mkdir(exist_ok=True)
+    next_step = run.train_source.next_step
+
+    def recorded(num_microbatches: int) -> Any:
+        batches: Any = next_step(num_microbatches)
+        content = [
+            {**batch.inputs, **({} if batch.targets is None else vars(batch.targets))}
+            for batch in batches
+        ]
+        torch.save(content, folder / f"{run.progress.iteration + 1}.pt")
+        return batches
+
+    run.train_source.next_step = recorded  # type: ignore[method-assign]
+
+
+def recorded_steps(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """Micro-batches of each step, by the step's number from 1 on."""
+    return {int(path.stem): torch.load(path) for path in folder.iterdir()}

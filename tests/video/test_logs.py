@@ -19,8 +19,16 @@ from megatron_ext.video.data.conditions import draw_modes
 from megatron_ext.video.data.randomness import draw_uniforms
 from megatron_ext.video.data.step_loader import EVALUATION_SEED
 from megatron_ext.video.loss import QUARTERS
-from tests.video.clips import LONG, SHORT, Rows, steps, train, write_clips
-from tests.video.record import record_steps, recorded_steps
+from tests.video.clips import (
+    LONG,
+    SHORT,
+    Rows,
+    record_steps,
+    recorded_steps,
+    steps,
+    train,
+    write_clips,
+)
 
 CONDITIONS = ConditionConfig(
     i2v_head_weight=1, i2v_tail_weight=0, i2v_loop_weight=0, v2v_head_weight=8, v2v_frames=3

@@ -20,8 +20,17 @@ from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from pretrain_video import FLOW
 from tests.checkpoint.tiny import whole_tensors
 from tests.training_runs import train_on_ranks
-from tests.video.clips import FLAGS, IMAGE, LONG, SHORT, Rows, steps, write_clips
-from tests.video.record import record_steps, recorded_steps
+from tests.video.clips import (
+    FLAGS,
+    IMAGE,
+    LONG,
+    SHORT,
+    Rows,
+    record_steps,
+    recorded_steps,
+    steps,
+    write_clips,
+)
 
 STEPS, SAVED, KILLED = 10, 4, 6
 WORDS = (

@@ -102,26 +102,17 @@ def draw_modes(config: ConditionConfig, num_frames: int, uniforms: Tensor) -> Te
 
     Returns:
         Indices into `MODES`, ``[b]`` int64.
-
-    Raises:
-        ConfigError: see `mode_weights`.
     """
     edges = mode_weights(config, num_frames).cumsum(dim=0)
     return torch.searchsorted(edges, uniforms.double().cpu() * edges[-1], right=True)
 
 
 def frame_masks(modes: Tensor, num_frames: int, config: ConditionConfig) -> Tensor:
-    """Return True at the reference frames of clips.
+    """Return True at the reference frames of clips, ``[b, t]`` bool.
 
     Args:
         modes: indices into `MODES`, ``[b]``.
         num_frames: latent frames t of the clips.
-
-    Returns:
-        ``[b, t]`` bool.
-
-    Raises:
-        DataError: see `sections`.
     """
     masks = torch.zeros(len(modes), num_frames, dtype=torch.bool)
     for mask, mode in zip(masks, modes.tolist(), strict=True):
@@ -136,14 +127,11 @@ def place_references(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return the references of one clip at their places, zeros elsewhere.
+    """Return the references of one clip at their places, zeros elsewhere, ``[c, t, h, w]``.
 
     Args:
         pieces: sections with their latents ``[c, k, h, w]``.
         shape: (c, t, h, w) of the latents of the clip.
-
-    Returns:
-        ``[c, t, h, w]``.
 
     Raises:
         DataError: the shape of a piece is not that of its section.
@@ -238,9 +226,6 @@ def null_like(null: Text, text: Text) -> Text:
     Args:
         null: the encoded empty caption, ``[1, k, d]`` and ``[1, e]``, k at most l.
         text: ``[b, l, d]`` and ``[b, e]``.
-
-    Raises:
-        DataError: see `fit_length`.
     """
     sequence = fit_length(null.sequence, text.sequence.size(1))
     return Text(
@@ -256,9 +241,6 @@ def drop_text(text: Text, null: Text, drop_sequence: Tensor, drop_pooled: Tensor
         text: ``[b, l, d]`` and ``[b, e]``.
         null: the encoded empty caption, ``[1, k, d]`` and ``[1, e]``, k at most l.
         drop_sequence, drop_pooled: ``[b]`` bool.
-
-    Raises:
-        DataError: see `fit_length`.
     """
     empty = null_like(null, text)
     sequence_at = drop_sequence.to(text.sequence.device)[:, None, None]

@@ -322,9 +322,6 @@ def open_online(options: VideoPreprocessOptions, *, tell: bool) -> OnlineVideos:
     Args:
         options: as for preprocessing; nothing is written.
         tell: print which clips are left out.
-
-    Raises:
-        ConfigError, DataError: see `preprocess.preprocess`.
     """
     codec = build_codec(options.codec, seed=options.encode.clip_seed)
     check_codec(options.plan, codec, options.encode.reference_lengths)

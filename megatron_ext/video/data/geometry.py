@@ -52,9 +52,6 @@ def sizes(resolution: str, *, adjust: bool = True) -> tuple[tuple[int, int], ...
         resolution: such as ``256px``.
         adjust: add or take 16 on one side where this comes closer to the budget, as in training;
             Open-Sora's inference leaves it out.
-
-    Raises:
-        ConfigError: see `pixel_budget`.
     """
     budget = pixel_budget(resolution)
     found = [_size(budget, ratio, adjust) for ratio in ASPECT_RATIOS]

@@ -82,14 +82,11 @@ class JointAttention:
             )
 
     def __call__(self, qkv: QKV) -> Tensor:
-        """Attend.
+        """Return the output of the attention, ``[s/c, b, n * d]``.
 
         Args:
             qkv: queries and keys, rotated, and values of this rank's slice, each ``[s/c, b, n,
                 d]``.
-
-        Returns:
-            ``[s/c, b, n * d]``.
         """
         query, key, value = qkv
         if self.trades_heads:

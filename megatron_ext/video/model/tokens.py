@@ -55,11 +55,7 @@ def condition_width(channels: int, patch_size: int) -> int:
 
 
 def pack(latents: Tensor, patch_size: int) -> Tensor:
-    """Return latents ``[b, c, t, h, w]`` as tokens ``[b, n, c*p*p]``.
-
-    Raises:
-        DataError: see `grid`.
-    """
+    """Return latents ``[b, c, t, h, w]`` as tokens ``[b, n, c*p*p]``."""
     b, c, t, h, w = latents.shape
     _, rows, columns = grid((t, h, w), patch_size)
     patches = latents.reshape(b, c, t, rows, patch_size, columns, patch_size)
@@ -90,11 +86,7 @@ def unpack(tokens: Tensor, shape: LatentShape, patch_size: int) -> Tensor:
 
 
 def position_ids(shape: LatentShape, patch_size: int, device: torch.device | None = None) -> Tensor:
-    """Return frame, row and column of each token, ``[n, 3]`` int64, in the order of `pack`.
-
-    Raises:
-        DataError: see `grid`.
-    """
+    """Return frame, row and column of each token, ``[n, 3]`` int64, in the order of `pack`."""
     axes = [torch.arange(size, device=device) for size in grid(shape, patch_size)]
     return torch.cartesian_prod(*axes)
 

@@ -1,4 +1,9 @@
+"""Sizes, plans of buckets, and the bucket of each clip."""
+
 from __future__ import annotations
+
+import json
+from typing import Any
 
 import pytest
 
@@ -6,6 +11,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.video.data.clips import with_suffix
 from megatron_ext.video.data.geometry import (
     Bucket,
+    BucketRule,
     ClipShape,
     Drop,
     assign,
@@ -73,3 +79,38 @@ def test_plans_of_another_form_are_refused() -> None:
         parse_plan('{"256px": [1]}')
     with pytest.raises(ConfigError, match=r"resolution \(256\) must be a number"):
         parse_plan({"256": {"1": [1, 1]}})
+
+
+@pytest.mark.parametrize("rule", [0.5, [0.5], [0.5, None]])
+def test_rules_without_a_micro_batch_size(rule: Any) -> None:
+    for given in ({"32px": {"5": rule}}, json.dumps({"32px": {"5": rule}})):
+        plan = parse_plan(given)
+        assert plan.rules["32px"][5] == BucketRule(0.5) == BucketRule(0.5, None)
+        assert plan.as_dict() == {"32px": {"5": [0.5, None]}}
+        assert parse_plan(plan.as_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("rule", "sentence"),
+    [
+        ([1, 0], r"micro-batch size of a bucket \(0\) must be at least 1; set the probability"),
+        ([1.5, 2], r"probability of a bucket \(1.5\) must lie between 0 and 1; 1 takes every"),
+        ([1, 2.5], r"\(2.5 is no whole number\); correct it"),
+        ([1, True], r"\(True is no whole number\)"),
+        ([1, float("inf")], r"Infinity is no number|cannot convert float infinity"),
+        ([1, 2, 3], r"\(\[1, 2, 3\] holds more than a probability and a micro-batch size\)"),
+        ([], r"must be JSON such as"),
+        ("1.0", r"the probability '1.0' is no number"),
+        (None, r"must be JSON such as"),
+    ],
+)
+def test_rules_of_another_form(rule: Any, sentence: str) -> None:
+    for given in ({"32px": {"5": rule}}, json.dumps({"32px": {"5": rule}})):
+        with pytest.raises(ConfigError, match=sentence):
+            parse_plan(given)
+
+
+@pytest.mark.parametrize("frames", ["0", "-4", "1.5", "many"])
+def test_lengths_of_another_form(frames: str) -> None:
+    with pytest.raises(ConfigError, match=r"must have at least 1|must be JSON such as"):
+        parse_plan({"32px": {frames: 1}})

@@ -20,11 +20,21 @@ from PIL import Image
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.data import preprocess as run_module
+from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.dataset import ShardedVideos
 from megatron_ext.video.data.preprocess import main
 from megatron_ext.video.data.preprocess_options import VideoPreprocessOptions, parse_options
 from megatron_ext.video.data.shards import ShardWriter
-from tests.video.data.making import CODEC, FLAGS, PLAN, TEXT, pictures, write_folder, write_gif
+from tests.video.data.making import (
+    CODEC,
+    FLAGS,
+    PLAN,
+    TEXT,
+    pictures,
+    write_folder,
+    write_gif,
+    write_video,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools" / "preprocess_video.py"
@@ -53,6 +63,43 @@ def run(source: Path, output: Path, *more: str) -> int:
 def contents(folder: Path) -> dict[str, bytes]:
     """All files of a dataset, which no run may leave different."""
     return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != ".lock"}
+
+
+def test_clips_to_shards_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A clip of each kind, and one for each reason to drop it."""
+    write_video(tmp_path / "a.mp4", pictures(9))
+    write_folder(tmp_path / "folder", pictures(6))
+    write_gif(tmp_path / "still.gif", pictures(1))
+    write_video(tmp_path / "short.mp4", pictures(3))
+    write_gif(tmp_path / "small.gif", pictures(1, 16, 16))
+    (tmp_path / "broken.mp4").write_bytes(b"no video")
+    names = "a.mp4 folder still.gif short.mp4 small.gif broken.mp4 missing.mp4".split()
+    rows = [{"path": name, "text": "a red bar moves right"} for name in names]
+    rows.append({"path": "a.mp4", "text": ""})
+    source, output = tmp_path / "l.jsonl", tmp_path / "out"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(source, output, "--clips-per-shard=2") == 0
+    said = capsys.readouterr().err
+    assert "3 clips in 2 shards, 5 dropped" in said and "2 of 8 clips dropped" in said
+    videos = ShardedVideos(output)
+    assert len(videos) == 3 and videos.manifest["dropped"]["cannot be read"] == 2
+    assert videos[0].caption == "a red bar moves right 8 FPS."
+    assert videos[2].caption == "a red bar moves right" and not videos[2].references
+    first = build_codec(CODEC).decode(videos[1].latents[None])[0]
+    truth = torch.from_numpy(pictures(6)[:5]).permute(3, 0, 1, 2) / 127.5 - 1
+    assert (first - truth).abs().mean() < 0.2
+    text, pooled = videos.null_text
+    assert text.shape == (6, 16) and not text.any() and not pooled.any()
+
+
+def test_plans_that_no_clip_or_codec_fits_are_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make_clips(tmp_path, 2)
+    assert run(source, tmp_path / "out", '--buckets={"512px": {"5": [1, 1]}}') == 1
+    assert "None of the 2 clips has a bucket" in capsys.readouterr().err
+    assert run(source, tmp_path / "out", '--buckets={"32px": {"4": [1, 1]}}') == 2
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_number_of_processes_and_threads_changes_no_byte(tmp_path: Path) -> None:

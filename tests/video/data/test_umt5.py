@@ -20,7 +20,7 @@ from megatron_ext.video.data.text_encoders import (
     text_encoder_from_manifest,
     width_of,
 )
-from tests.tools.test_preprocess_video import PLAN, frames
+from tests.video.data.making import PLAN, pictures
 from tests.video.data.tiny_umt5 import WIDTH, write_umt5
 
 LENGTH = 9
@@ -136,14 +136,14 @@ def test_clips_are_preprocessed_without_pooled_vectors(folder: Path, tmp_path: P
     from PIL import Image
 
     (tmp_path / "clips").mkdir()
-    for i, picture in enumerate(frames(2)):
+    for i, picture in enumerate(pictures(2)):
         Image.fromarray(picture).save(tmp_path / "clips" / f"{i}.png")
         (tmp_path / "clips" / f"{i}.txt").write_text("a red square")
     words = (
         f"--input {tmp_path / 'clips'} --output {tmp_path / 'out'} --codec-spatial 4 "
         f"--codec-channels 24 --text-encoder umt5 --t5-path {folder} --text-length {LENGTH}"
     ).split()
-    assert main([*words, "--buckets", PLAN]) == 0
+    assert main([*words, "--buckets", PLAN.as_json()]) == 0
     videos = ShardedVideos(tmp_path / "out")
     assert (videos.manifest["text_width"], videos.manifest["pooled_width"]) == (WIDTH, 0)
     encoder = text_encoder_from_manifest(videos.manifest, str(folder))

@@ -110,9 +110,6 @@ class MMDiT(VideoChunk):
         Returns:
             On the last stage the velocity of the tokens ``image_tokens(L, N)``,
             ``[b, local N, C * p * p]``; before it hidden states and vec, ``[s + 1, b, h]``.
-
-        Raises:
-            ConfigError, DataError: see `check_inputs`.
         """
         given = {
             "img_ids": img_ids,

@@ -164,16 +164,13 @@ class FrameAttention:
     def __call__(
         self, query: Tensor, new: KeyValue, past: Sequence[KeyValue], plan: AttentionPlan
     ) -> Tensor:
-        """Attend.
+        """Return the output of the attention, ``[t, n, b, heads, d]`` as before `exchange`.
 
         Args:
             query: ``[t, n, b, heads, d]``, exchanged.
             new: keys and values of the new frames, in the same shape.
             past: cached ones of each of ``plan.past``, ``[1, n, b, heads, d]``.
-            plan: who sees whom.
-
-        Returns:
-            ``[t, n, b, heads, d]`` as before `exchange`.
+            plan: which of the frames each block sees.
         """
         key, value = self._keys(new, past)
         outputs = [_attend(_selected(query, [own]), key, value, seen) for own, seen in plan.blocks]

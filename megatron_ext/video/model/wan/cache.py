@@ -117,16 +117,6 @@ class KVCache:
         return self._slots[frame]
 
     @property
-    def global_end(self) -> int:
-        """Tokens ever seen on this rank."""
-        return self.end * self.shape.tokens
-
-    @property
-    def local_end(self) -> int:
-        """Tokens held on this rank."""
-        return len(self._slots) * self.shape.tokens
-
-    @property
     def num_bytes(self) -> int:
         """Return the memory of keys and values."""
         return sum(x.nbytes for x in (*self.keys, *self.values))

@@ -111,14 +111,11 @@ class Embedder(MegatronModule):  # type: ignore[misc]
             mark_replicated(module, config)
 
     def tokens(self, x: Tensor, tokens: FrameTokens) -> Tensor:
-        """Embed the tokens that this rank holds.
+        """Embed the tokens that this rank holds as ``[s, b, h]``, frame after frame.
 
         Args:
             x: whole latents, ``[b, t, c, h, w]``.
             tokens: which of their tokens to embed.
-
-        Returns:
-            ``[s, b, h]``, the tokens of frame after frame.
         """
         packed = pack(x.transpose(1, 2), self.patch_size)
         held = torch.unflatten(packed, 1, (tokens.num_frames, -1))[:, :, tokens.held].flatten(1, 2)

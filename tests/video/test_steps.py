@@ -1,0 +1,223 @@
+"""Steps of video runs: updates, rates, precision, and what they ask their device for."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ext.config.parser import parse_args
+from megatron_ext.optim.builder import build_scheduler
+from megatron_ext.train.run import Run
+from megatron_ext.video.config.rules import VIDEO_DEFAULTS
+from megatron_ext.video.data.randomness import draw_noise
+from megatron_ext.video.model.mmdit.inputs import timestep_sinusoid
+from megatron_ext.video.model.tokens import pack
+from tests.host_syncs import READ, record_steps
+from tests.video.clips import SHORT, steps, write_clips
+
+BETAS, EPS, DECAY, LR = (0.9, 0.95), 1e-15, 0.01, 1e-3
+
+
+FACTORS = (20.0, 0.05, 1.0)
+"""Of the gradients of the steps: beyond the largest norm, far below it, and as they are."""
+
+
+def compare_with_torch(run: Run) -> None:
+    """Let torch's AdamW follow the run, on the gradients that the run has before it clips them."""
+    parameters = [p for chunk in run.chunks for p in chunk.parameters()]
+    reference = [p.detach().clone().requires_grad_() for p in parameters]
+    plain = torch.optim.AdamW(
+        [
+            {"params": [p for p in reference if p.dim() > 1], "weight_decay": DECAY},
+            {"params": [p for p in reference if p.dim() <= 1], "weight_decay": 0.0},
+        ],
+        lr=LR,
+        betas=BETAS,
+        eps=EPS,
+    )
+    grads: list[Tensor] = []
+    train = run.runner.train
+
+    def scale() -> None:
+        for parameter in parameters:
+            parameter.main_grad.mul_(FACTORS[run.progress.iteration])
+        grads[:] = [parameter.main_grad.clone() for parameter in parameters]
+
+    def checked(*arguments: Any) -> Any:
+        result = train(*arguments)
+        norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))
+        assert math.isclose(result.update.grad_norm, norm, rel_tol=1e-6)
+        assert (norm > 1) == (FACTORS[run.progress.iteration] > 1)
+        for parameter, grad in zip(reference, grads, strict=True):
+            parameter.grad = grad * min(1.0, 1.0 / norm)
+        plain.step()
+        for mine, want in zip(parameters, reference, strict=True):
+            torch.testing.assert_close(mine, want, rtol=1e-6, atol=1e-6)
+        if run.progress.iteration == 0:
+            assert math.isclose(first_moment_norm(run) / (1 - BETAS[0]), 1.0, rel_tol=1e-5)
+        return result
+
+    run.runner.observer = scale
+    run.runner.train = checked  # type: ignore[method-assign]
+
+
+def first_moment_norm(run: Run) -> float:
+    """Of all ranks' shards together."""
+    total = torch.zeros((), dtype=torch.float64)
+    for part in getattr(run.optimizer, "chained_optimizers", [run.optimizer]):
+        for state in part.optimizer.state.values():
+            total += state["exp_avg"].double().square().sum()
+    torch.distributed.all_reduce(total)
+    return math.sqrt(float(total))
+
+
+def test_steps_are_those_of_adamw(clips: Path, tmp_path: Path) -> None:
+    """Sharded over two ranks, with the defaults of video runs; the log shows the whole norm."""
+    words = "--lr-warmup-iters 0 --use-distributed-optimizer"
+    rows = steps(clips, tmp_path, words, ranks=2, prepare=compare_with_torch)
+    norms = [row["grad_norm"] for row in rows]
+    assert norms[0] > 10 and norms[1] < 0.2 and 0.2 < norms[2] < 10
+    assert [row["train/grad_norm"] for row in rows] == norms
+
+
+def rates(words: str, at: list[int]) -> list[float]:
+    """Learning rates of training steps, counted from 0."""
+    flags = f"--video-data-path unread --micro-batch-size 2 --global-batch-size 6 {words}".split()
+    config = parse_args(flags, world_size=1, device="cpu", defaults=VIDEO_DEFAULTS).config
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    scheduler = build_scheduler(config.optimizer, config.training, optimizer)  # type: ignore[arg-type]
+    found = {}
+    for step in range(max(at) + 1):
+        found[step] = optimizer.param_groups[0]["lr"]
+        scheduler.step(increment=6)
+    return [found[step] for step in at]
+
+
+def test_the_rate_rises_for_1000_steps_and_stays() -> None:
+    found = rates("--train-iters 3000", [0, 1, 500, 999, 1000, 1001, 2500, 2999])
+    want = [0, 1e-7, 5e-5, 9.99e-5, 1e-4, 1e-4, 1e-4, 1e-4]
+    assert found == pytest.approx(want, rel=1e-9)
+
+
+def test_the_rate_of_the_published_code() -> None:
+    """``1e-6 + (k + 1) / (W + 1) * (lr - 1e-6)``: its first rate is the flag's start."""
+    lr, warmup = 5e-5, 100
+    start = 1e-6 + (lr - 1e-6) / (warmup + 1)
+    words = f"--lr {lr} --lr-warmup-iters {warmup} --lr-warmup-init {start!r} --train-iters 300"
+    at = [0, 1, warmup // 2, warmup]
+    want = [1e-6 + (k + 1) / (warmup + 1) * (lr - 1e-6) for k in at]
+    assert rates(words, [*at, 250]) == pytest.approx([*want, lr], rel=1e-9)
+    # Its shipped configurations have no warm-up.
+    constant = f"--lr {lr} --lr-warmup-iters 0 --train-iters 300"
+    assert rates(constant, [0, 299]) == [lr, lr]
+
+
+SEED = 3
+
+
+def _count_updates(run: Run) -> None:
+    """Spoil the second step; demand one update of schedule and average in each of the others."""
+    assert run.ema is not None and run.scheduler is not None
+    calls: list[str] = []
+    moved, updated, train = run.scheduler.step, run.ema.update, run.runner.train
+
+    def spoil() -> None:
+        if run.progress.iteration + 1 == 2:
+            for parameter in run.chunks[0].parameters():
+                parameter.main_grad.fill_(math.nan)
+
+    def step(*arguments: Any, **named: Any) -> None:
+        calls.append("schedule")
+        moved(*arguments, **named)
+
+    def update(iteration: int) -> None:
+        calls.append("average")
+        updated(iteration)
+
+    def checked(*arguments: Any) -> Any:
+        wanted = {0: [], 1: ["schedule", "average"], 2: ["schedule", "average"]}
+        assert calls == wanted[run.progress.iteration]
+        return train(*arguments)
+
+    run.runner.observer = spoil
+    run.scheduler.step = step
+    run.ema.update = update  # type: ignore[method-assign]
+    run.runner.train = checked  # type: ignore[method-assign]
+
+
+def test_micro_batches_and_skipped_steps_move_nothing(clips: Path, tmp_path: Path) -> None:
+    """Four micro-batches in each step."""
+    rows = steps(clips, tmp_path, "--lr-warmup-iters 2", prepare=_count_updates)
+    assert [row["skipped_iterations"] for row in rows] == [0, 1, 0]
+    rates = [row["learning_rate"] for row in rows]
+    assert rates[0] == rates[1] == pytest.approx(5e-4) and rates[2] == pytest.approx(1e-3)
+
+
+def _check_path(named: dict[str, Any], velocity: torch.Tensor, samples: range) -> None:
+    """``x_t + (1 - t) v`` is the noise, ``(1 - sigma_min) x1 - v`` the data that bf16 holds."""
+    noise = pack(draw_noise(SEED, samples, (4, 3, 8, 8)), 2).double()
+    t = named["timesteps"].double()[:, None, None]
+    torch.testing.assert_close(named["img"].double() + (1 - t) * velocity, noise, rtol=0, atol=2e-6)
+    data = (1 - 1e-5) * noise - velocity
+    torch.testing.assert_close(data, data.bfloat16().double(), rtol=0, atol=2e-6)
+
+
+def _check_types(run: Run) -> None:
+    """Times, points and velocities are float32 up to the network, which gets all inputs."""
+    model: Any = run.chunks[0].module.module
+    seen: list[dict[str, Any]] = []
+    model.register_forward_pre_hook(
+        lambda module, positional, named: seen.append(named), with_kwargs=True
+    )
+    embedded: list[torch.Tensor] = []
+    model.embedding.time_in.register_forward_pre_hook(lambda module, args: embedded.append(args[0]))
+    next_step, train = run.train_source.next_step, run.runner.train
+    batches: list[Any] = []
+
+    def kept(num_microbatches: int) -> Any:
+        batches[:] = next_step(num_microbatches)
+        return batches
+
+    def checked(*arguments: Any) -> Any:
+        result = train(*arguments)
+        assert len(seen) == len(embedded) == len(batches) == 4
+        samples = range(8 * run.progress.iteration, 8 * run.progress.iteration + 2)
+        for named, sinusoid, batch in zip(seen, embedded, batches, strict=True):
+            for exact in (named["timesteps"], named["img"], batch.targets.velocity):
+                assert exact.dtype is torch.float32
+                assert not torch.equal(exact, exact.bfloat16().float())
+            # Rounded to bfloat16 before, the angles would be wrong by up to 2.
+            wanted = timestep_sinusoid(named["timesteps"].double())
+            torch.testing.assert_close(sinusoid, wanted, rtol=0, atol=1e-3, check_dtype=False)
+            assert named["guidance"].tolist() == [2.5, 2.5]
+            _check_path(named, batch.targets.velocity, samples)
+            samples = range(samples.stop, samples.stop + 2)
+        seen.clear()
+        embedded.clear()
+        return result
+
+    run.train_source.next_step = kept  # type: ignore[method-assign]
+    run.runner.train = checked  # type: ignore[method-assign]
+
+
+def test_a_16_bit_run_keeps_times_and_gives_its_model_everything(
+    tmp_path: Path,
+) -> None:
+    data = write_clips(tmp_path / "clips", {SHORT: 8}, storage="bfloat16")
+    words = f"--bf16 --train-iters 2 --guidance-embed --guidance 2.5 --seed {SEED}"
+    rows = steps(data, tmp_path / "run", words, prepare=_check_types)
+    assert all(1 < row["loss"] < 4 for row in rows)
+
+
+def test_a_step_asks_for_the_update_before_it_alone(clips: Path, tmp_path: Path) -> None:
+    note = tmp_path / "places.json"
+    words = "--bf16 --ema-decay 0.9"
+    steps(clips, tmp_path, f"{words} --log-interval 9", prepare=partial(record_steps, path=note))
+    assert json.loads(note.read_text()) == [READ]
