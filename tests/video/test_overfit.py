@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron_ext.train.callbacks.callback import Callback
+from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.data.conditions import Text
+from megatron_ext.video.data.randomness import draw_noise
 from megatron_ext.video.data.setup import null_text_of
-from megatron_ext.video.sampling.flow import GuidanceConfig, SamplingConfig, initial_noise, sample
+from megatron_ext.video.sampling.flow import sample
 from megatron_ext.video.sampling.velocity import ParallelVelocity
 from pretrain_video import FLOW
 from tests.video.clips import SHORT, clip, steps, write_clips
@@ -38,10 +40,10 @@ class SampleAtEnd(Callback):
             velocity.of_shape(SHAPE[1:]),
             Text(one.text[None], one.pooled[None]),
             Text(null[0][None], null[1][None]),
-            initial_noise(SEED, 1, SHAPE),
+            draw_noise(SEED, [0], SHAPE, "sampling noise"),
             patch_size=2,
             flow=config.flow,
-            sampling=SamplingConfig(20, GuidanceConfig(text_scale=1.0, image_scale=1.0)),
+            sampling=SampleConfig(sample_steps=20, sample_text_scale=1.0, sample_image_scale=1.0),
         )
         torch.save(sampled[0], Path(config.checkpoint.save) / "sampled.pt")
 
@@ -58,4 +60,4 @@ def test_a_fixed_clip_is_learned_and_sampled(tmp_path: Path) -> None:
     assert losses[-1] <= 0.2 * losses[0]
     sampled, wanted = torch.load(tmp_path / "run" / "sampled.pt"), clip(SHORT, 0).latents
     assert correlation(sampled, wanted) > 0.9
-    assert abs(correlation(initial_noise(SEED, 1, SHAPE), wanted)) < 0.2
+    assert abs(correlation(draw_noise(SEED, [0], SHAPE, "sampling noise"), wanted)) < 0.2

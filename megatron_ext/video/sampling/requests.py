@@ -33,23 +33,12 @@ class SampleShape:
         num_frames: f; 1 for images.
         height, width: size in pixels.
         fps: frames per second, which the caption tells the model.
-
-    Raises:
-        ConfigError: a number below 1.
     """
 
     num_frames: int
     height: int
     width: int
     fps: int = 24
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if getattr(self, field.name) < 1:
-                raise ConfigError(
-                    f"`{field.name}` ({getattr(self, field.name)}) of sampled clips must be at "
-                    "least 1; take that of the training clips."
-                )
 
 
 @dataclass(frozen=True)

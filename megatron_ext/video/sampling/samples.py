@@ -1,4 +1,4 @@
-"""Clips sampled from captions by the model of a run: now and then while it trains, or at once."""
+"""Sample clips with the model of a run: now and then while it trains, or at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from megatron_ext.video.sampling.generate import (
     encode_on_reporting_rank,
     generate_latents,
     requests_of,
-    sampling_config,
     shape_of,
 )
 from megatron_ext.video.sampling.requests import EncodedRequests
@@ -31,9 +30,9 @@ if TYPE_CHECKING:
 
 
 def velocity_of(run: Run) -> ParallelVelocity:
-    """What the model of a run predicts; all ranks call this together."""
-    config, core = run.config, run.runner.transformer_config
-    engine = run.runner.engine or forward_engine(run.chunks, core, run.context)
+    """Return the velocity that the model of a run predicts; all ranks call this together."""
+    config, runner = run.config, run.runner
+    engine = runner.engine or forward_engine(run.chunks, runner.transformer_config, run.context)
     patch = patch_size_of(config)
     if config.video.uses_dit:
         return VideoDiTVelocity(engine, run.chunks, run.context, patch_size=patch)
@@ -46,7 +45,7 @@ class ClipSampler:
     """Samples the clips of a run's prompts; all ranks build and call it together.
 
     Args:
-        run: whose model samples.
+        run: its model samples.
 
     Raises:
         ConfigError, DataError: prompts, references or encoders of no use; on all ranks alike.
@@ -64,7 +63,7 @@ class ClipSampler:
         self._velocity = velocity_of(run)
 
     def _encode(self, manifest: Mapping[str, Any]) -> EncodedRequests:
-        """Once for all calls; text encoders of many gigabytes go again."""
+        """Encode the prompts once for all calls; text encoders of many gigabytes are then freed."""
         config, context = self._run.config, self._run.context
         text_encoder = on_reporting_rank(
             lambda: build_text_encoder_of(config, manifest, self._run.device),
@@ -95,10 +94,8 @@ class ClipSampler:
                 self._velocity,
                 self._encoded,
                 flow=run.config.flow,
-                sampling=sampling_config(sample),
-                seed=sample.sample_seed,
+                sampling=sample,
                 context=run.context,
-                batch_size=sample.sample_batch_size,
             )
         facts = {"iteration": run.progress.iteration, "averaged_weights": ema is not None}
 

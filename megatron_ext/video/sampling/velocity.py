@@ -1,7 +1,4 @@
-"""The velocity of latent videos by the model as it lies on the ranks of a run, in any layout.
-
-The velocity of latent videos by a video DiT as it lies on the ranks of a run.
-"""
+"""Predict the velocity of latent videos with the model as it lies on the ranks of a run."""
 
 from __future__ import annotations
 
@@ -29,29 +26,30 @@ if TYPE_CHECKING:
 
 
 def forward_engine(
-    chunks: Sequence[torch.nn.Module], config: TransformerConfig, context: ParallelContext
+    chunks: Sequence[torch.nn.Module],
+    transformer_config: TransformerConfig,
+    context: ParallelContext,
 ) -> PipelineEngine:
-    """An engine for forward passes where the training step has none, as with megatron-core's own.
+    """Build an engine for forward passes where the training step has none.
 
-    Args:
-        chunks: of this rank, wrapped.
-        config: megatron-core's.
-        context: groups of this rank.
+    It has none with megatron-core's own schedules.
     """
     placement = context.placement
     schedule = "interleaved" if placement.num_chunks > 1 else "1f1b"
-    return PipelineEngine("zb-v" if placement.v_shape else schedule, chunks, config, context)
+    schedule = "zb-v" if placement.v_shape else schedule
+    return PipelineEngine(schedule, chunks, transformer_config, context)
 
 
 class ParallelVelocity:
-    """Predictions by forward passes through the pipeline; all ranks of a replica call together.
+    """Predicts by forward passes through the pipeline; all ranks of a replica call it together.
 
     A model is an `MMDiT`, or any module with
 
     - ``forward`` by the keywords of `MMDiT.forward`, of which ``guidance`` and ``cond`` are given
       only to models that take them,
     - ``set_input_tensor``, as megatron-core's schedules call it,
-    - ``boundary_shape(num_text, num_image, micro_batch_size)``: of what passes between stages,
+    - ``boundary_shape(num_text, num_image, micro_batch_size)``: the shape that passes between
+      stages,
     - ``image_tokens(num_text, num_image)``: the slice of image tokens that its output on this rank
       stands for; needed with context parallelism, otherwise the output is that of all of them,
     - ``guidance_embed`` and ``cond_embed``, true if it takes these inputs, on itself or on its
@@ -61,11 +59,11 @@ class ParallelVelocity:
     call it inside ``ParameterGather.paused()``, as evaluation does.
 
     Args:
-        engine: of the training step, or `forward_engine`.
-        chunks: of this rank, wrapped as the step calls them.
+        engine: the engine of the training step, or `forward_engine`.
+        chunks: the model on this rank, wrapped as the step calls them.
         context: groups of this rank.
         patch_size: p.
-        guidance: strength that a distilled model is given.
+        guidance: strength of the guidance that a distilled model gets.
 
     Raises:
         ConfigError: a model without one of these methods, or a guidance that does not suit it.
@@ -102,16 +100,16 @@ class ParallelVelocity:
 
     @property
     def device(self) -> torch.device:
-        """Where the model's inputs must lie."""
+        """Return the device of the model's inputs."""
         return next(p for chunk in self.chunks for p in chunk.parameters()).device
 
     @property
     def takes_references(self) -> bool:
-        """Whether the model is given reference frames."""
+        """Return whether the model takes reference frames."""
         return self._takes("cond")
 
     def of_shape(self, shape: LatentShape) -> Velocity:
-        """The velocity of latents of (t, h, w); see `predict`.
+        """Return the velocity of latents of (t, h, w); see `predict`.
 
         Raises:
             DataError: a height or width that patches do not fill.
@@ -128,7 +126,7 @@ class ParallelVelocity:
         training.
 
         Args:
-            ids: of the tokens, `position_ids`, ``[n, 3]``.
+            ids: positions of the tokens, ``[n, 3]``; see `position_ids`.
             x: tokens, ``[b, n, d]``, the same on all ranks of the replica, as are all others.
             t: times, ``[b]`` float32.
             text: ``[b, l, k]``.
@@ -148,11 +146,11 @@ class ParallelVelocity:
         return self._on_all_ranks(self._run(inputs, shape), x, num_text)
 
     def _run(self, inputs: Mapping[str, Tensor], shape: Sequence[int]) -> Sequence[Tensor]:
-        """The output of the last stage, where this rank has it.
+        """Return the output of the last stage, where this rank has it.
 
         Args:
             inputs: keywords of the model's forward pass.
-            shape: of what passes between stages.
+            shape: the shape that passes between stages.
         """
 
         def forward_step(_: Any, chunk: torch.nn.Module) -> tuple[Tensor, Any]:
@@ -170,14 +168,14 @@ class ParallelVelocity:
         return outputs
 
     def _takes(self, name: str) -> bool:
-        """Whether the model takes an optional input."""
+        """Return whether the model takes an optional input."""
         model = self._models[0]
         return bool(getattr(getattr(model, "sizes", model), SWITCHES[name], False))
 
     def _inputs(
         self, ids: Tensor, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor
     ) -> dict[str, Tensor]:
-        """Keywords of the model's forward pass, checked before any rank waits for another."""
+        """Return and check the keywords of the forward pass, before any rank waits for another."""
         b, n, _ = x.shape
         if len(ids) != n:
             raise DataError(
@@ -204,7 +202,7 @@ class ParallelVelocity:
         return inputs
 
     def _on_all_ranks(self, outputs: Sequence[Tensor], x: Tensor, num_text: int) -> Tensor:
-        """Put together what the context-parallel ranks of the last stage hold, and send it round.
+        """Join the parts of the last stage's context-parallel ranks, and send them to all ranks.
 
         They may hold unequal numbers of image tokens, or none. A token is added to zeros only, so
         that the sum is exact.
@@ -226,7 +224,7 @@ class ParallelVelocity:
         return self._from_last_stage(whole)
 
     def _from_last_stage(self, x: Tensor) -> Tensor:
-        """A tensor of the last stage on all stages, which give one of its shape."""
+        """Return a tensor of the last stage on all stages, which give one of its shape."""
         context = self.context
         x = x.contiguous()
         torch.distributed.broadcast(x, group=context.pgs.pp, group_src=context.last_stage_rank)
@@ -234,7 +232,7 @@ class ParallelVelocity:
 
 
 def _model_of(chunk: torch.nn.Module) -> Any:
-    """The user's module inside the wrappers for data parallelism and 16-bit precision."""
+    """Return the user's module inside the wrappers for data parallelism and 16-bit precision."""
     try:
         return get_attr_wrapped_model(chunk, "boundary_shape", return_model_obj=True)
     except RuntimeError:
@@ -248,14 +246,14 @@ def _model_of(chunk: torch.nn.Module) -> Any:
 
 
 def _unchanged(output: Tensor, *, non_loss_data: bool) -> Tensor:
-    """The loss function of a pass that is after the output itself."""
+    """Return the output itself; the loss function of a pass that collects outputs."""
     assert non_loss_data
     return output
 
 
 @contextmanager
 def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Evaluation mode; then every module is as it was, those that were frozen too."""
+    """Set evaluation mode inside of the block; then every module is as it was before."""
     before = [(module, module.training) for chunk in chunks for module in chunk.modules()]
     for chunk in chunks:
         chunk.eval()
@@ -267,15 +265,15 @@ def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 class VideoDiTVelocity(ParallelVelocity):
-    """Predictions of a `VideoDiT`, whose output is whole on every rank of its last stage.
+    """Predicts with a `VideoDiT`, whose output is whole on every rank of its last stage.
 
-    A causal one predicts all frames of a clip at once, under its mask.
+    A causal model predicts all frames of a clip at once, under its mask.
     """
 
     gives_parts = False
 
     def of_shape(self, shape: LatentShape) -> Velocity:
-        """The velocity of latents of (t, h, w); see `predict_whole`.
+        """Return the velocity of latents of (t, h, w); see `predict_whole`.
 
         Raises:
             DataError: a height or width that patches do not fill.
@@ -287,20 +285,11 @@ class VideoDiTVelocity(ParallelVelocity):
     def predict_whole(
         self, shape: LatentShape, x: Tensor, t: Tensor, text: Tensor, pooled: Tensor, cond: Tensor
     ) -> Tensor:
-        """Predict, in evaluation mode and without gradients.
+        """Predict as `predict` does.
 
         Args:
             shape: (t, h, w) of the latents.
-            x: tokens, ``[b, n, d]``, the same on all ranks of the replica, as are all others.
-            t: times, ``[b]`` float32.
-            text: ``[b, l, k]``.
-            pooled, cond: not looked at.
-
-        Returns:
-            ``[b, n, d]`` float32, the same on all ranks of the replica.
-
-        Raises:
-            DataError: inputs that do not fit the model, on all ranks alike.
+            pooled, cond: unused.
         """
         inputs = {
             "x": unpack(x, shape, self.patch_size).transpose(1, 2),

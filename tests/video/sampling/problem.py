@@ -13,11 +13,10 @@ from megatron.core.transformer.module import Float16Module
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.config.mmdit import SIZES
-from megatron_ext.video.config.run import FlowConfig
+from megatron_ext.video.config.run import FlowConfig, SampleConfig
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.text_encoders import build_text_encoder
 from megatron_ext.video.model.mmdit.options import MMDiTOptions
-from megatron_ext.video.sampling.flow import GuidanceConfig, SamplingConfig
 from megatron_ext.video.sampling.requests import ClipRequest, SampleShape
 from megatron_ext.video.sampling.velocity import ParallelVelocity, forward_engine
 from tests.video.model.mmdit.problem import Problem
@@ -29,8 +28,14 @@ ENCODER = build_text_encoder(
     TextEncoderConfig(text_length=8, text_width=32, pooled_width=16),
 )
 FLOW = FlowConfig()
-SAMPLING = SamplingConfig(num_steps=3, guidance=GuidanceConfig(text_scale=2.0, image_scale=1.5))
 SEED = 11
+SAMPLING = SampleConfig(
+    sample_steps=3,
+    sample_text_scale=2.0,
+    sample_image_scale=1.5,
+    sample_seed=SEED,
+    sample_batch_size=2,
+)
 LATENT = (3, 8, 8)
 NUM_IMAGE, NUM_TEXT = 48, 8
 

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.video.config.run import MODES, ConditionConfig, FlowConfig
+from megatron_ext.errors import DataError
+from megatron_ext.video.config.run import MODES, ConditionConfig, FlowConfig, SampleConfig
 from megatron_ext.video.data.conditions import Text, condition, frame_masks
+from megatron_ext.video.data.randomness import draw_noise
 from megatron_ext.video.loss import noised, shift_factor, timesteps
 from megatron_ext.video.model.tokens import condition_width, pack
 from megatron_ext.video.sampling.flow import (
-    GuidanceConfig,
     References,
-    SamplingConfig,
-    initial_noise,
+    guided,
+    image_scale,
     sample,
+    text_scale,
     times,
 )
 
 B, C, T, H, W = 2, 4, 3, 8, 8
 FLOW = FlowConfig()
-PLAIN = GuidanceConfig(
-    text_scale=1.0,
-    image_scale=1.0,
-    oscillate_text=False,
-    oscillate_image=False,
-    scale_image_by_frame=False,
+PLAIN = SampleConfig(
+    sample_text_scale=1.0,
+    sample_image_scale=1.0,
+    sample_oscillation=False,
+    sample_scale_by_frame=False,
 )
+USUAL = SampleConfig()
 Model = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -40,8 +42,12 @@ def text(seed: int = 0) -> Text:
     return Text(torch.randn(B, 8, 6, generator=random), torch.randn(B, 5, generator=random))
 
 
+def noise_of(seed: int, num_clips: int, shape: Sequence[int]) -> Tensor:
+    return draw_noise(seed, range(num_clips), shape)
+
+
 NULL = Text(torch.zeros(1, 1, 6), torch.zeros(1, 5))
-NOISE = initial_noise(3, B, (C, T, H, W))
+NOISE = noise_of(3, B, (C, T, H, W))
 
 
 def references(mode: str) -> References:
@@ -51,7 +57,7 @@ def references(mode: str) -> References:
 
 def run(
     velocity: Model,
-    guidance: GuidanceConfig = PLAIN,
+    sampling: SampleConfig = PLAIN,
     num_steps: int = 6,
     noise: Tensor = NOISE,
     given: References | None = None,
@@ -64,7 +70,7 @@ def run(
         noise,
         patch_size=2,
         flow=FLOW,
-        sampling=SamplingConfig(num_steps=num_steps, guidance=guidance),
+        sampling=dataclasses.replace(sampling, sample_steps=num_steps),
         references=given,
     )
 
@@ -85,7 +91,7 @@ def test_a_constant_velocity_is_followed_to_its_end(num_steps: int) -> None:
     def exact(x: Tensor, t: Tensor, words: Tensor, pooled: Tensor, cond: Tensor) -> Tensor:
         return pack(v, 2).repeat(len(x) // B, 1, 1)
 
-    found = run(exact, GuidanceConfig(), num_steps)
+    found = run(exact, USUAL, num_steps)
     assert torch.allclose(found, x0 + FLOW.sigma_min * NOISE, rtol=0, atol=1e-5)
 
 
@@ -126,12 +132,11 @@ def test_the_model_gets_exact_times() -> None:
 
 
 def test_sampling_is_seeded_and_reproducible() -> None:
-    guidance = GuidanceConfig()
-    first = run(toy, guidance)
+    first = run(toy, USUAL)
     torch.rand(3)
-    assert torch.equal(run(toy, guidance, noise=initial_noise(3, B, (C, T, H, W))), first)
-    assert not torch.allclose(run(toy, guidance, noise=initial_noise(4, B, (C, T, H, W))), first)
-    assert torch.equal(initial_noise(3, 1, (C, T, H, W))[0], NOISE[0])
+    assert torch.equal(run(toy, USUAL, noise=noise_of(3, B, (C, T, H, W))), first)
+    assert not torch.allclose(run(toy, USUAL, noise=noise_of(4, B, (C, T, H, W))), first)
+    assert torch.equal(noise_of(3, 1, (C, T, H, W))[0], NOISE[0])
     assert not torch.equal(NOISE[0], NOISE[1])
 
 
@@ -153,7 +158,7 @@ def test_scales_of_1_follow_the_conditional_prediction(mode: str) -> None:
 def test_reference_frames_are_the_given_ones(mode: str) -> None:
     given = references(mode)
     given.latents[~given.masks[:, None, :, None, None].expand_as(given.latents)] = math.nan
-    found = run(toy, GuidanceConfig(), given=given)
+    found = run(toy, USUAL, given=given)
     for frame in range(T):
         same = torch.equal(found[:, :, frame], given.latents[:, :, frame])
         assert same == bool(given.masks[0, frame])
@@ -162,28 +167,28 @@ def test_reference_frames_are_the_given_ones(mode: str) -> None:
 
 def test_every_input_and_scale_counts() -> None:
     given = references("i2v_loop")
-    base = GuidanceConfig(oscillate_text=False, oscillate_image=False, scale_image_by_frame=False)
+    base = SampleConfig(sample_oscillation=False, sample_scale_by_frame=False)
     first = run(toy, base, 12, given=given)
     others = [
-        GuidanceConfig(5.0, 3.0, False, False, 10, False),
-        GuidanceConfig(7.5, 2.0, False, False, 10, False),
-        GuidanceConfig(7.5, 3.0, True, False, 10, False),
-        GuidanceConfig(7.5, 3.0, False, True, 10, False),
-        GuidanceConfig(7.5, 3.0, False, False, 10, True),
+        dataclasses.replace(base, **change)
+        for change in (
+            {"sample_text_scale": 5.0},
+            {"sample_image_scale": 2.0},
+            {"sample_oscillation": True},
+            {"sample_scale_by_frame": True},
+        )
     ]
     free = ~given.masks[0]
     for other in others:
         found = run(toy, other, 12, given=given)
         assert not torch.allclose(found[:, :, free], first[:, :, free], atol=1e-4)
     assert not torch.allclose(run(toy, base, 12, given=given, prompts=text(1)), first)
-    with pytest.raises(TypeError, match="guidence"):
-        SamplingConfig(guidence=PLAIN)  # type: ignore[call-arg]
 
 
 def test_guidance_is_by_frame_text_and_references() -> None:
     """One step against the formula of the three predictions, frame by frame."""
     given, prompts = references("i2v_head"), text()
-    guidance = GuidanceConfig(text_scale=2.0, image_scale=3.0)
+    guidance = SampleConfig(sample_text_scale=2.0, sample_image_scale=3.0)
     tokens, n = pack(NOISE, 2), T * H * W // 4
     one = torch.ones(B)
     cond = pack(condition(given.latents, given.masks), 2)
@@ -213,5 +218,41 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
     given = references("i2v_head")
     with pytest.raises(DataError, match=r"masks of \(2, 2\), but the clips are \(2, 4, 3, 8, 8\)"):
         run(toy, given=References(given.latents, given.masks[:, :2]))
-    with pytest.raises(ConfigError, match=r"`num_steps` \(0\) must be 1 or more"):
-        SamplingConfig(num_steps=0)
+
+
+STEADY = SampleConfig(sample_oscillation=False, sample_scale_by_frame=False)
+
+
+def test_the_three_predictions_are_joined() -> None:
+    c, u, u2 = torch.randn(3, 2, 6, 4, dtype=torch.float64)
+    want = u2 + 3.0 * (u - u2) + 7.5 * (c - u)
+    assert torch.allclose(guided(c, u, u2, 7.5, 3.0), want, rtol=1e-12)
+    per_token = torch.rand(6, 1, dtype=torch.float64)
+    want = u2 + per_token * (u - u2) + 7.5 * (c - u)
+    assert torch.allclose(guided(c, u, u2, 7.5, per_token), want, rtol=1e-12)
+
+
+def test_scales_of_1_give_the_conditional_prediction() -> None:
+    c, u, u2 = torch.randn(3, 2, 6, 4)
+    assert torch.equal(guided(c, u, u2, 1.0, 1.0), c)
+
+
+def test_odd_steps_rest_from_the_tenth_on() -> None:
+    config = SampleConfig(sample_scale_by_frame=False)
+    for step in range(50):
+        rests = step in range(11, 50, 2)
+        assert text_scale(config, step) == (1.0 if rests else 7.5)
+        assert image_scale(config, step, 3).tolist() == [1.0 if rests else 3.0] * 3
+        assert text_scale(STEADY, step) == 7.5
+        assert image_scale(STEADY, step, 3).tolist() == [3.0] * 3
+
+
+def test_the_image_scale_rises_over_the_frames_and_falls_over_the_steps() -> None:
+    config = SampleConfig(sample_oscillation=False, sample_steps=20)
+    for step in (0, 1, 7, 19):
+        end = torch.linspace(3.0, 1.0, 21)[step]
+        want = torch.linspace(1.0, float(end), 5)
+        assert torch.allclose(image_scale(config, step, 5), want, rtol=1e-6)
+    assert image_scale(USUAL, 11, 5).tolist() == [1.0] * 5
+    below = SampleConfig(sample_image_scale=0.5)
+    assert image_scale(below, 0, 2).tolist() == [0.5, 0.5]

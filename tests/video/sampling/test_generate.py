@@ -18,17 +18,15 @@ from megatron_ext.parallel.grid import Layout
 from megatron_ext.video.config.mmdit import SIZES
 from megatron_ext.video.data.clips import Clip, decode
 from megatron_ext.video.data.conditions import Text, condition
+from megatron_ext.video.data.randomness import draw_noise
 from megatron_ext.video.model.mmdit.options import MMDiTOptions
 from megatron_ext.video.model.tokens import pack, position_ids, unpack
-from megatron_ext.video.sampling.flow import (
-    GuidanceConfig,
-    References,
-    SamplingConfig,
-    initial_noise,
-    sample,
-    times,
+from megatron_ext.video.sampling.flow import References, sample, times
+from megatron_ext.video.sampling.generate import (
+    decoded,
+    encode_on_reporting_rank,
+    generate_latents,
 )
-from megatron_ext.video.sampling.generate import generate, generate_latents
 from megatron_ext.video.sampling.requests import ClipRequest, encode_requests
 from tests.ranks import ranks, run_on_ranks
 from tests.video.model.mmdit.problem import Problem
@@ -63,18 +61,15 @@ def layout_of(sizes: dict[str, int], schedule: str | None = None) -> Layout:
 
 def clips_of(context: ParallelContext, asked: list[ClipRequest], **changes: Any) -> Tensor | None:
     """Pixels on the reporting rank."""
-    settings = changes.pop("settings", {})
-    arguments = {"sampling": SAMPLING, "seed": SEED, "batch_size": 2, "shape": SHAPE, **changes}
+    settings, shape = changes.pop("settings", {}), changes.pop("shape", SHAPE)
     is_reporting = context.is_reporting_rank
-    return generate(
-        velocity_on(context, **settings),
-        asked,
-        codec=CODEC if is_reporting else None,
-        text_encoder=ENCODER if is_reporting else None,
-        flow=FLOW,
-        context=context,
-        **arguments,
+    velocity = velocity_on(context, **settings)
+    encoded = encode_on_reporting_rank(
+        asked, shape, CODEC if is_reporting else None, ENCODER if is_reporting else None, context
     )
+    sampling = dataclasses.replace(SAMPLING, **changes)
+    latents = generate_latents(velocity, encoded, flow=FLOW, sampling=sampling, context=context)
+    return None if latents is None else decoded(CODEC, latents, 2)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +93,7 @@ def plainly(context: ParallelContext, asked: list[ClipRequest], path: Path) -> N
         return plain(x, ids, text, none, t, pooled, cond=cond)
 
     encoded = encode_requests(asked, SHAPE, CODEC, ENCODER)
-    noise = initial_noise(SEED, len(asked), encoded.latent_shape)
+    noise = draw_noise(SEED, range(len(asked)), encoded.latent_shape, "sampling noise")
     clips = []
     for i in range(len(asked)):
         one = slice(i, i + 1)
@@ -165,8 +160,8 @@ def test_clips_are_seeded_and_references_exact(context: ParallelContext, referen
     asked = requests_with(reference)
     first = clips_of(context, asked)
     torch.rand(5)
-    again = clips_of(context, asked, batch_size=2)
-    other = clips_of(context, asked, seed=SEED + 1)
+    again = clips_of(context, asked, sample_batch_size=2)
+    other = clips_of(context, asked, sample_seed=SEED + 1)
     assert first is not None and again is not None and other is not None
     assert torch.equal(first, again)
     assert not torch.allclose(first[0], other[0], atol=1e-2)
@@ -178,7 +173,9 @@ def test_clips_are_seeded_and_references_exact(context: ParallelContext, referen
         assert not torch.allclose(clips[0, :, 0], seen, atol=1e-2)
 
 
-PLAIN = GuidanceConfig(1.0, 1.0, oscillate_text=False, oscillate_image=False)
+PLAIN = dataclasses.replace(
+    SAMPLING, sample_text_scale=1.0, sample_image_scale=1.0, sample_oscillation=False
+)
 
 
 @ranks(cp=2)
@@ -188,14 +185,11 @@ def test_scales_of_1_follow_the_conditional_prediction(
     """Euler's method with the captions and references alone; the references stay to the bit."""
     velocity = velocity_on(context)
     encoded = encode_requests(requests_with(reference), SHAPE, CODEC, ENCODER)
-    sampling = SamplingConfig(num_steps=3, guidance=PLAIN)
-    found = generate_latents(
-        velocity, encoded, flow=FLOW, sampling=sampling, seed=SEED, context=context, batch_size=3
-    )
+    found = generate_latents(velocity, encoded, flow=FLOW, sampling=PLAIN, context=context)
     given = encoded.references
     assert given is not None
     cond = pack(condition(given.latents, given.masks), 2)
-    x = pack(initial_noise(SEED, 3, encoded.latent_shape), 2)
+    x = pack(draw_noise(SEED, range(3), encoded.latent_shape, "sampling noise"), 2)
     steps = times(FLOW, 3, LATENT, 2).tolist()
     for now, after in zip(steps, steps[1:], strict=False):
         t = torch.full((3,), now)
@@ -213,7 +207,7 @@ def test_fewer_prompts_than_replicas(context: ParallelContext) -> None:
     asked = requests_with(None, 5)
     five = clips_of(context, asked)
     one = clips_of(context, asked[:1])
-    four = clips_of(context, asked[:4], batch_size=1)
+    four = clips_of(context, asked[:4], sample_batch_size=1)
     if context.is_reporting_rank:
         assert five is not None and one is not None and four is not None
         assert torch.allclose(one, five[:1], atol=1e-5)
@@ -227,8 +221,6 @@ def test_bad_input_is_refused_on_every_rank(context: ParallelContext, tmp_path: 
         clips_of(context, missing)
     with pytest.raises(DataError, match="no prompt to sample from"):
         clips_of(context, [])
-    with pytest.raises(ConfigError, match=r"`batch_size` \(0\) must be at least 1"):
-        clips_of(context, requests_with(None), batch_size=0)
     with pytest.raises(ConfigError, match=r"number of frames \(8\) must be a multiple"):
         clips_of(context, requests_with(None), shape=dataclasses.replace(SHAPE, num_frames=8))
     # The widths of the text are not those of the model.
@@ -255,8 +247,6 @@ def test_failures_of_the_reporting_rank_are_those_of_every_rank(
     def broken(*_: Any) -> Tensor:
         raise MemoryError("16 TiB")
 
-    for owner, name, what in ((ENCODER, "encode", "Encoding"), (CODEC, "decode", "Decoding")):
-        with monkeypatch.context() as patched:
-            patched.setattr(owner, name, broken)
-            with pytest.raises(DataError, match=rf"^{what} the .* \(MemoryError\('16 TiB'\)"):
-                clips_of(context, requests_with(None))
+    monkeypatch.setattr(ENCODER, "encode", broken)
+    with pytest.raises(DataError, match=r"^Encoding the .* \(MemoryError\('16 TiB'\)"):
+        clips_of(context, requests_with(None))
