@@ -63,7 +63,7 @@ def judge(case: Case, data: Path, limit: float) -> tuple[str, str]:
     """Return "equal", "refused" or the kind of failure, with the commands that were run."""
     from megatron_ext.train.main import main as train
     from pretrain_gpt import task_of
-    from tests.checkpoint.huggingface.models import make
+    from tests.text.convert.models import make
 
     commands: list[str] = []
     with work_directory(data) as folder:

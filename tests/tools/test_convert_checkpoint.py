@@ -18,8 +18,8 @@ from megatron_ext.device import select
 from megatron_ext.parallel.context import init_groups
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.train.launch import fork_ranks
-from tests.checkpoint.huggingface.models import in_child, make
-from tests.checkpoint.wan import models as wan
+from tests.text.convert.models import in_child, make
+from tests.video.convert import models as wan
 
 TOOL = Path(__file__).parents[2] / "tools" / "convert_checkpoint.py"
 

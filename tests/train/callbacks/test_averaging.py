@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.train.run import Run
-from tests.checkpoint.huggingface.models import in_child
 from tests.checkpoint.tiny import whole_tensors
+from tests.text.convert.models import in_child
 from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
 
 TOOL = Path(__file__).parents[3] / "tools" / "convert_checkpoint.py"

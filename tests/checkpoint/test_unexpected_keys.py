@@ -18,12 +18,12 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.video.config.wan import SIZES
-from tests.checkpoint.test_new_branches import I2V, T2V, latents
-from tests.checkpoint.test_new_branches import run as train
 from tests.ranks import run_on_ranks
 from tests.video.model.wan.problem import Problem
 from tests.video.networks import build
 from tests.video.streaming.runs import attempt, run
+from tests.video.test_new_branches import I2V, T2V, latents
+from tests.video.test_new_branches import run as train
 
 __all__ = ["latents"]
 

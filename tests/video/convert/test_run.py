@@ -18,7 +18,7 @@ from megatron_ext.train.run import Run
 from megatron_ext.video.convert.names import Naming
 from megatron_ext.video.streaming.step import StreamingRunner
 from tests.checkpoint.tiny import whole_tensors
-from tests.checkpoint.wan.models import (
+from tests.video.convert.models import (
     exported,
     imported,
     make,

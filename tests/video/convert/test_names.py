@@ -11,8 +11,8 @@ from diffusers import WanTransformer3DModel
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.wan import SIZES
 from megatron_ext.video.convert.names import Naming, from_wan, shapes, to_wan, wan_names
-from tests.checkpoint.wan.models import TINY, bare, options_of, original_names
 from tests.ranks import ranks
+from tests.video.convert.models import TINY, bare, options_of, original_names
 
 
 @ranks()

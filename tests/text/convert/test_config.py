@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.text.convert.config import HuggingFaceModel, config_json, read_model, words_of
-from tests.checkpoint.huggingface.models import LLAMA3, MODELS, SIZES
+from tests.text.convert.models import LLAMA3, MODELS, SIZES
 
 
 def read(folder: Path, **changed: Any) -> HuggingFaceModel:

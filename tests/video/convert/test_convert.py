@@ -16,7 +16,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.video.convert.names import Naming
 from megatron_ext.video.convert.wan import WanImport, import_wan
 from tests.checkpoint.tiny import whole_tensors
-from tests.checkpoint.wan.models import (
+from tests.video.convert.models import (
     STEM,
     exported,
     imported,

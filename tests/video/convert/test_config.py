@@ -19,7 +19,7 @@ from megatron_ext.video.convert.config import (
     understand_shapes,
 )
 from megatron_ext.video.convert.names import Naming, shapes, wan_names
-from tests.checkpoint.wan.models import TINY, network
+from tests.video.convert.models import TINY, network
 
 PATH = Path("config.json")
 ORIGINAL: dict[str, Any] = {

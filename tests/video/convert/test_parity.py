@@ -14,7 +14,8 @@ from megatron_ext.parallel.grid import Layout
 from megatron_ext.video.config.wan import VideoDiTSizes
 from megatron_ext.video.convert.names import Naming
 from megatron_ext.video.convert.wan import check_tensors, fill
-from tests.checkpoint.wan.models import (
+from tests.ranks import run_on_ranks
+from tests.video.convert.models import (
     STEM,
     bare,
     imported,
@@ -25,7 +26,6 @@ from tests.checkpoint.wan.models import (
     network,
     theirs,
 )
-from tests.ranks import run_on_ranks
 
 TOLERANCE = 1e-5
 """Of the largest number that diffusers gives; fp32."""

@@ -21,7 +21,7 @@ from megatron_ext.video.convert.export import WanExport, export_wan
 from megatron_ext.video.convert.wan import WanImport, import_wan
 from megatron_ext.video.model.wan.model import VideoDiT
 from megatron_ext.video.model.wan.options import VideoDiTOptions
-from tests.checkpoint.huggingface.models import in_child
+from tests.text.convert.models import in_child
 
 STEM = "diffusion_pytorch_model"
 TINY = SIZES["tiny"]

@@ -25,7 +25,9 @@ from megatron_ext.text.convert.huggingface import (
     export_model,
     import_model,
 )
-from tests.checkpoint.huggingface.models import (
+from tests.checkpoint.tiny import whole_tensors
+from tests.ranks import run_on_ranks
+from tests.text.convert.models import (
     MODELS,
     check_logits,
     imported,
@@ -34,8 +36,6 @@ from tests.checkpoint.huggingface.models import (
     run_config,
     theirs,
 )
-from tests.checkpoint.tiny import whole_tensors
-from tests.ranks import run_on_ranks
 from tests.training_runs import train_on_ranks
 
 TP2_PP2 = Layout(4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)

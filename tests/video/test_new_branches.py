@@ -64,7 +64,7 @@ def velocity_of(run: Run) -> Tensor:
         return run.chunks[0](**given)  # type: ignore[no-any-return]
 
 
-def test_criterion_8_a_checkpoint_without_references_gives_the_same_output_with_any(
+def test_a_checkpoint_without_references_gives_the_same_output_with_any(
     latents: Path, trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def write(name: str) -> Any:
