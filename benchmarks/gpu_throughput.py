@@ -50,6 +50,7 @@ from benchmarks.gpu_setup import (
 )
 from benchmarks.targets import FP8_OVER_BF16, MFU, Target, verdict
 from megatron_ext.parallel.context import ParallelContext, seed_everything
+from megatron_ext.text.cost.flops import flops_per_sample
 from megatron_ext.train.loop import train
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
@@ -177,7 +178,7 @@ def measure(
     draw_weights(run)
     seconds = seconds_per_step(run, timing)
     tokens = variant.batch * variant.length / seconds
-    flops = tokens * run.flops_per_sample / variant.length
+    flops = tokens * flops_per_sample(run.config) / variant.length
     top = ceiling(device, ceiling_dtype(device, variant.precision), tiny=tiny)
     cells = (
         f"{1e3 * seconds:.1f}",

@@ -48,7 +48,6 @@ class Run:
     ema: ShardedEMA | None = None
     ema_sources: dict[str, list[BatchSource]] = field(default_factory=dict)
     reporters: Reporters = field(default_factory=lambda: Reporters([]))
-    flops_per_sample: float = 0.0
     peak_flops: float | None = None
 
     @property

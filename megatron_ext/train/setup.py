@@ -23,7 +23,6 @@ from megatron_ext.layers.transformer_engine import prepare_transformer_engine
 from megatron_ext.optim.builder import build_optimizer, build_scheduler
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.optim.update import ParameterGather
-from megatron_ext.text.cost.flops import flops_per_sample
 from megatron_ext.text.data.gpt import Datasets
 from megatron_ext.train.batch_size import BatchSize, Progress, number_of_iterations, split_sizes
 from megatron_ext.train.reporting.start import implementation_line, parameters_line
@@ -89,7 +88,6 @@ def build_run(
         progress=_progress_after(loaded, context),
         ema=ema,
         stop_requests=StopRequests(config.training, started),
-        flops_per_sample=flops_per_sample(config),
         peak_flops=peak_flops(
             torch.cuda.get_device_name(device) if device.type == "cuda" else None
         ),

@@ -13,6 +13,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron_ext.data.loader import BatchSource, build_source
 from megatron_ext.errors import DataError
+from megatron_ext.text.cost.flops import flops_per_sample
 from megatron_ext.train.batch_size import StepStats
 
 if TYPE_CHECKING:
@@ -161,5 +162,5 @@ def text_step_stats(run: Run, num_microbatches: int) -> StepStats:
     return StepStats(
         samples=run.batch_size.global_batch_size,
         tokens=rows * (run.config.model.seq_length or 0),
-        flops=rows * run.flops_per_sample,
+        flops=rows * flops_per_sample(run.config),
     )
