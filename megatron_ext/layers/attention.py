@@ -82,11 +82,11 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         self.backend = AttnBackend(config.attention_backend)
         self._check_options(config)
 
-    def _check_options(self, config: TransformerConfig) -> None:
-        if config.softmax_type != "vanilla":
+    def _check_options(self, transformer_config: TransformerConfig) -> None:
+        if transformer_config.softmax_type != "vanilla":
             raise ConfigError(
-                f"`--softmax-type` ({config.softmax_type}) must be vanilla with the torch "
-                "layers; use `--transformer-impl transformer_engine`."
+                f"`--softmax-type` ({transformer_config.softmax_type}) must be vanilla with the "
+                "torch layers; use `--transformer-impl transformer_engine`."
             )
         if self.cp_group.size() > 1 and self.cp_comm_type not in (*GATHER, "a2a"):
             raise ConfigError(
@@ -300,8 +300,8 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
         )
 
 
-def _random_state(config: TransformerConfig, dropout: float) -> Any:
+def _random_state(transformer_config: TransformerConfig, dropout: float) -> Any:
     """Return the tensor-parallel random state, where the heads are what differs between ranks."""
-    if dropout > 0 and not config.sequence_parallel:
+    if dropout > 0 and not transformer_config.sequence_parallel:
         return tensor_parallel.get_cuda_rng_tracker().fork()
     return contextlib.nullcontext()

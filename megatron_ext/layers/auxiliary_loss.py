@@ -43,7 +43,7 @@ class _Attach(torch.autograd.Function):
         return gradient, start if grad_scale is None else grad_scale(start), None
 
 
-def attach(carrier: Tensor, loss: Tensor, config: Any) -> Tensor:
+def attach(carrier: Tensor, loss: Tensor, transformer_config: Any) -> Tensor:
     """Add ``loss.sum()`` to what the backward pass through ``carrier`` differentiates.
 
     The step divides all gradients by its number of targets; multiply a loss that is to be divided
@@ -52,21 +52,21 @@ def attach(carrier: Tensor, loss: Tensor, config: Any) -> Tensor:
     Args:
         carrier: activations that the main loss depends on.
         loss: a tensor of any shape.
-        config: megatron-core's configuration of the model.
+        transformer_config: megatron-core's configuration of the model.
 
     Returns:
         The carrier; the loss is lost if it is not used.
     """
-    attached: Tensor = _Attach.apply(carrier, loss, config)  # type: ignore[no-untyped-call]
+    attached: Tensor = _Attach.apply(carrier, loss, transformer_config)  # type: ignore[no-untyped-call]
     return attached
 
 
-def attach_microbatch_loss(carrier: Tensor, loss: Tensor, config: Any) -> Tensor:
+def attach_microbatch_loss(carrier: Tensor, loss: Tensor, transformer_config: Any) -> Tensor:
     """Attach a scalar loss whose mean over all micro-batches of the step is to be minimized.
 
     For a task's own auxiliary loss, declare `Task.auxiliary_losses`. Context-parallel ranks give
     parts that add up, tensor-parallel ranks the same value each. See `attach` for the arguments;
     ``config`` carries the step's `AuxiliaryScale`.
     """
-    scale: AuxiliaryScale | None = getattr(config, "auxiliary_scale", None)
-    return attach(carrier, loss if scale is None else loss * scale.value, config)
+    scale: AuxiliaryScale | None = getattr(transformer_config, "auxiliary_scale", None)
+    return attach(carrier, loss if scale is None else loss * scale.value, transformer_config)

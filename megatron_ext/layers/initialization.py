@@ -177,22 +177,22 @@ class Marked:
         return self
 
 
-def mark_methods(config: Any) -> None:
+def mark_methods(transformer_config: Any) -> None:
     """Wrap the methods of a TransformerConfig, each of them once."""
-    methods = {name: getattr(config, name) for name in METHODS}
+    methods = {name: getattr(transformer_config, name) for name in METHODS}
     known = [method.marks for method in methods.values() if isinstance(method, Marked)]
     marks = known[0] if known else Marks()
     for name, method in methods.items():
         if not isinstance(method, Marked):
-            setattr(config, name, Marked(method, marks))
+            setattr(transformer_config, name, Marked(method, marks))
 
 
-def unmark_methods(config: Any) -> None:
+def unmark_methods(transformer_config: Any) -> None:
     """Undo `mark_methods`: what is built later is filled at once."""
     for name in METHODS:
-        method = getattr(config, name)
+        method = getattr(transformer_config, name)
         if isinstance(method, Marked):
-            setattr(config, name, method.method)
+            setattr(transformer_config, name, method.method)
 
 
 def seed_of(name: str, seed: int) -> int:
@@ -203,7 +203,10 @@ def seed_of(name: str, seed: int) -> int:
 
 @torch.no_grad()
 def initialize_by_name(
-    chunks: Sequence[torch.nn.Module], config: Any, seed: int, vocab_size: int | None = None
+    chunks: Sequence[torch.nn.Module],
+    transformer_config: Any,
+    seed: int,
+    vocab_size: int | None = None,
 ) -> None:
     """Fill the parameters of this rank's model chunks; one full tensor exists at a time.
 
@@ -212,7 +215,7 @@ def initialize_by_name(
 
     Args:
         chunks: model chunks without wrappers, on any device and in any dtype.
-        config: the TransformerConfig that they were built with, its methods marked.
+        transformer_config: the TransformerConfig that they were built with, its methods marked.
         seed: ``--seed``.
         vocab_size: entries before padding, whose weights the padding does not change; None takes
             all entries for real ones.
@@ -220,15 +223,15 @@ def initialize_by_name(
     Raises:
         ConfigError: a marked parameter that a chunk's ``sharded_state_dict`` does not name.
     """
-    marks: Marks = config.init_method.marks
+    marks: Marks = transformer_config.init_method.marks
     marks.settle()
     for chunk in chunks:
         staged = _stage_quantized(chunk, marks)
         shards = list(shards_of(chunk, partial(_unquantized, staged)))
-        _fill_marked(chunk, shards, config, seed, vocab_size)
+        _fill_marked(chunk, shards, transformer_config, seed, vocab_size)
         for parameter, values in staged.values():
             _quantize(parameter, values)
-        if config.perform_initialization:
+        if transformer_config.perform_initialization:
             # Otherwise a weight that nobody drew is memory as it was found, NaN now and then.
             _check_filled(chunk)
         _redraw_plain_modules(chunk, shards, marks, seed)
@@ -304,7 +307,7 @@ def _memory(tensor: Tensor) -> int:
 def _fill_marked(
     chunk: torch.nn.Module,
     shards: Sequence[Shard],
-    config: Any,
+    transformer_config: Any,
     seed: int,
     vocab_size: int | None,
 ) -> None:
@@ -312,11 +315,11 @@ def _fill_marked(
     copies = {_memory(p) for p in chunk.parameters() if getattr(p, "shared_embedding", False)}
     drawn: tuple[str, Tensor] | None = None
     for shard in shards:
-        method = config.init_method.marks.method_of(shard.tensor)
+        method = transformer_config.init_method.marks.method_of(shard.tensor)
         if method is None:
             continue
         if _memory(shard.tensor) in copies:
-            method = config.embedding_init_method.method
+            method = transformer_config.embedding_init_method.method
         if drawn is None or drawn[0] != shard.name:
             drawn = None
             drawn = shard.name, _draw(shard, method, seed, vocab_size)

@@ -116,8 +116,8 @@ class Router(TopKRouter):  # type: ignore[misc]
         return attach_microbatch_loss(logits, z_loss, self.config)
 
 
-def _num_layers(config: TransformerConfig) -> int:
-    return int(config.num_layers + (config.mtp_num_layers or 0))
+def _num_layers(transformer_config: TransformerConfig) -> int:
+    return int(transformer_config.num_layers + (transformer_config.mtp_num_layers or 0))
 
 
 class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]

@@ -44,9 +44,9 @@ class Fusions:
     bias_dropout: bool = True
 
 
-def fusions_of(config: TransformerConfig) -> Fusions:
+def fusions_of(transformer_config: TransformerConfig) -> Fusions:
     """Return which parts may compile; a configuration that is not ours allows all of them."""
-    given: Fusions = getattr(config, "fusions", Fusions())
+    given: Fusions = getattr(transformer_config, "fusions", Fusions())
     return given
 
 

@@ -74,15 +74,17 @@ class TorchSpecProvider(LocalSpecProvider):  # type: ignore[misc]
         return SequentialMLP, linear
 
 
-def torch_layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
+def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> ModuleSpec:
     """Return the spec of one transformer layer; with ``moe``, of experts instead of a dense MLP."""
     backend = TorchSpecProvider()
     mlp = get_mlp_module_spec_for_backend(
-        backend, num_experts=config.num_moe_experts if moe else None, moe_grouped_gemm=False
+        backend,
+        num_experts=transformer_config.num_moe_experts if moe else None,
+        moe_grouped_gemm=False,
     )
     if moe:
         mlp.submodules.router = Router
-    qk_norm: Any = Norm if config.qk_layernorm else IdentityOp
+    qk_norm: Any = Norm if transformer_config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -113,30 +115,34 @@ def torch_layer_spec(config: TransformerConfig, *, moe: bool) -> ModuleSpec:
     )
 
 
-def expert_pattern(config: TransformerConfig) -> list[bool]:
+def expert_pattern(transformer_config: TransformerConfig) -> list[bool]:
     """Return which layers hold experts.
 
     Raises:
         ConfigError: a pattern whose length is not the number of layers.
     """
-    if config.num_moe_experts is None:
-        return [False] * config.num_layers
-    frequency = config.moe_layer_freq
+    if transformer_config.num_moe_experts is None:
+        return [False] * transformer_config.num_layers
+    frequency = transformer_config.moe_layer_freq
     if isinstance(frequency, int):
-        return [layer % frequency == 0 for layer in range(config.num_layers)]
-    if len(frequency) != config.num_layers:
+        return [layer % frequency == 0 for layer in range(transformer_config.num_layers)]
+    if len(frequency) != transformer_config.num_layers:
         raise ConfigError(
             f"`--moe-layer-freq` has {len(frequency)} entries, but must have one for each of the "
-            f"{config.num_layers} layers."
+            f"{transformer_config.num_layers} layers."
         )
     return [bool(flag) for flag in frequency]
 
 
-def _check_options(config: TransformerConfig) -> None:
+def _check_options(transformer_config: TransformerConfig) -> None:
     """Refuse what megatron-core's modules cannot do without Transformer Engine."""
     # Their outputs are dropped by a function of core that asks Transformer Engine.
-    needing = [x for x in config.recompute_modules or () if x in RECOMPUTED_WITH_TE]
-    if config.recompute_granularity == "selective" and needing and not has_transformer_engine():
+    needing = [x for x in transformer_config.recompute_modules or () if x in RECOMPUTED_WITH_TE]
+    if (
+        transformer_config.recompute_granularity == "selective"
+        and needing
+        and not has_transformer_engine()
+    ):
         raise ConfigError(
             f"`--recompute-modules {needing[0]}` needs Transformer Engine, which is not "
             "installed; use core_attn, mlp, moe or shared_experts."
@@ -152,7 +158,7 @@ def _use_own_router(layers: Sequence[ModuleSpec]) -> None:
 
 
 def layer_spec(
-    config: TransformerConfig, *, impl: str, vp_stage: int | None = None
+    transformer_config: TransformerConfig, *, impl: str, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """Return the decoder layers of one pipeline chunk, and its final norm.
 
@@ -165,30 +171,39 @@ def layer_spec(
     """
     if impl == TE_IMPL:
         block = get_gpt_decoder_block_spec(
-            config, True, normalization=config.normalization, vp_stage=vp_stage
+            transformer_config,
+            True,
+            normalization=transformer_config.normalization,
+            vp_stage=vp_stage,
         )
         _use_own_router(block.layer_specs)
-        accumulate_gradients(block.layer_specs, config)
+        accumulate_gradients(block.layer_specs, transformer_config)
         return block
-    _check_options(config)
-    pattern = expert_pattern(config)
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    layers = [torch_layer_spec(config, moe=moe) for moe in pattern[first : first + count]]
+    _check_options(transformer_config)
+    pattern = expert_pattern(transformer_config)
+    first = get_transformer_layer_offset(transformer_config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(transformer_config, vp_stage=vp_stage)
+    layers = [
+        torch_layer_spec(transformer_config, moe=moe) for moe in pattern[first : first + count]
+    ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
 
 
 def mtp_block_spec(
-    config: TransformerConfig, *, impl: str, vp_stage: int | None = None
+    transformer_config: TransformerConfig, *, impl: str, vp_stage: int | None = None
 ) -> ModuleSpec | None:
     """Return the multi-token-prediction block, whose layers are like the decoder's last one."""
     if impl == TE_IMPL:
-        layers = get_gpt_decoder_layer_specs(config, True, normalization=config.normalization)
+        layers = get_gpt_decoder_layer_specs(
+            transformer_config, True, normalization=transformer_config.normalization
+        )
         _use_own_router(layers)
-        accumulate_gradients(layers, config)
+        accumulate_gradients(layers, transformer_config)
         # As a block: of single layers, core takes none but its own class.
         block = TransformerBlockSubmodules(layer_specs=layers)
-        return get_gpt_mtp_block_spec(config, block, True, vp_stage=vp_stage)
-    layer = torch_layer_spec(config, moe=expert_pattern(config)[-1])
+        return get_gpt_mtp_block_spec(transformer_config, block, True, vp_stage=vp_stage)
+    layer = torch_layer_spec(transformer_config, moe=expert_pattern(transformer_config)[-1])
     block = TransformerBlockSubmodules(layer_specs=[layer], layer_norm=Norm)
-    return get_gpt_mtp_block_spec_for_backend(config, block, TorchSpecProvider(), vp_stage=vp_stage)
+    return get_gpt_mtp_block_spec_for_backend(
+        transformer_config, block, TorchSpecProvider(), vp_stage=vp_stage
+    )

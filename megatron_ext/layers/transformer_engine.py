@@ -133,9 +133,11 @@ class GradientAccumulatingLayer(TransformerLayer):  # type: ignore[misc]
         super().__init__(accumulating, *args, **kwargs)
 
 
-def accumulate_gradients(layers: Sequence[ModuleSpec], config: TransformerConfig) -> None:
+def accumulate_gradients(
+    layers: Sequence[ModuleSpec], transformer_config: TransformerConfig
+) -> None:
     """Let the layers of a spec sum their weight gradients, where the run asks for it."""
-    if not getattr(config, "te_gradient_accumulation_fusion", False):
+    if not getattr(transformer_config, "te_gradient_accumulation_fusion", False):
         return
     for layer in layers:
         if layer.module is TransformerLayer:

@@ -38,9 +38,11 @@ def config(**changes: Any) -> TransformerConfig:
     return TransformerConfig(**{**base, **changes})
 
 
-def build(kind: type, core: TransformerConfig, context: ParallelContext, **kwargs: Any) -> Any:
+def build(
+    kind: type, transformer_config: TransformerConfig, context: ParallelContext, **kwargs: Any
+) -> Any:
     return kind(
-        config=core,
+        config=transformer_config,
         layer_number=kwargs.pop("layer_number", 1),
         attn_mask_type=AttnMaskType.causal,
         attention_type="self",
@@ -100,15 +102,15 @@ def test_softmax_scale(context: ParallelContext) -> None:
 def test_sliding_window(context: ParallelContext) -> None:
     """One layer has the window, the other is exempt from it."""
     qkv = random_qkv(N)
-    core = config(window_size=(3, 0), window_attn_skip_freq=2)
+    transformer_config = config(window_size=(3, 0), window_attn_skip_freq=2)
     distance = torch.arange(S)[:, None] - torch.arange(S)[None, :]
     for layer in (1, 2):
         forbidden = plain.causal(S, B)
         if layer == 1:
             forbidden = forbidden | (distance > 3)
-        ours = build(DotProductAttention, core, context, layer_number=layer)
+        ours = build(DotProductAttention, transformer_config, context, layer_number=layer)
         assert_near(outcome(ours, qkv, None), expected(qkv, forbidden), 1e-6)
-        theirs = build(CoreAttention, core, context, layer_number=layer)
+        theirs = build(CoreAttention, transformer_config, context, layer_number=layer)
         assert_near(outcome(ours, qkv, None), outcome(theirs, qkv, None), 1e-6)
 
 
@@ -137,11 +139,11 @@ def test_half_precision_rounds_as_megatron_core(
     context: ParallelContext, dtype: torch.dtype, options: dict[str, Any], masked: bool
 ) -> None:
     """Bit for bit on a CPU: a recorded bf16 curve must be met to its last digits."""
-    core = config(num_query_groups=2, **options)
+    transformer_config = config(num_query_groups=2, **options)
     qkv = random_qkv(2, dtype)
     mask = plain.documents(S, ENDS)[:, None] if masked else None
     ours, theirs = (
-        outcome(build(kind, core, context, layer_number=3), qkv, mask)
+        outcome(build(kind, transformer_config, context, layer_number=3), qkv, mask)
         for kind in (DotProductAttention, CoreAttention)
     )
     for mine, other in zip(ours, theirs, strict=True):
@@ -151,19 +153,19 @@ def test_half_precision_rounds_as_megatron_core(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @ranks()
 def test_dropout_draws_as_megatron_core(context: ParallelContext, dtype: torch.dtype) -> None:
-    core = config(attention_dropout=0.3, bf16=dtype == torch.bfloat16)
+    transformer_config = config(attention_dropout=0.3, bf16=dtype == torch.bfloat16)
     qkv = random_qkv(N, dtype)
     results = []
     for kind in (DotProductAttention, CoreAttention):
         seed_everything(context, 11)
-        module = build(kind, core, context)
+        module = build(kind, transformer_config, context)
         results.append([outcome(module, qkv, None), outcome(module, qkv, None)])
     for ours, theirs in zip(*results, strict=True):
         for mine, other in zip(ours, theirs, strict=True):
             assert torch.equal(mine, other)
     assert not torch.equal(results[0][0][0], results[0][1][0]), "the random state moved on"
-    evaluating = build(DotProductAttention, core, context).eval()
-    plainly = build(DotProductAttention, config(bf16=core.bf16), context)
+    evaluating = build(DotProductAttention, transformer_config, context).eval()
+    plainly = build(DotProductAttention, config(bf16=transformer_config.bf16), context)
     assert torch.equal(evaluating(*qkv, None), plainly(*qkv, None))
 
 
@@ -175,15 +177,15 @@ def test_recomputing_attention_leaves_gradients_alone(
     """The second forward pass draws the dropout that the first drew."""
     gradients = []
     for recompute in (granularity, None):
-        core = config(
+        transformer_config = config(
             attention_dropout=0.3,
             recompute_granularity=recompute,
             recompute_modules=["core_attn"] if recompute else None,
         )
         seed_everything(context, 5)
-        spec = torch_layer_spec(core, moe=False).submodules.self_attention
+        spec = torch_layer_spec(transformer_config, moe=False).submodules.self_attention
         module: SelfAttention = build_module(
-            spec, config=core, layer_number=1, pg_collection=context.pgs
+            spec, config=transformer_config, layer_number=1, pg_collection=context.pgs
         )
         hidden = torch.randn(S, B, N * D, generator=torch.Generator().manual_seed(1))
         hidden.requires_grad_()

@@ -72,8 +72,8 @@ def test_documents_and_windows_equal_plain_arithmetic(
     forbidden = plain.documents(S, ENDS) if documents else plain.causal(S, B)
     mask = forbidden[:, None] if documents else None
     window = None if left is None else (left, 0)
-    core = config(num_query_groups=G, kv_channels=D, window_size=window)
-    module = build(DotProductAttention, core, context)
+    transformer_config = config(num_query_groups=G, kv_channels=D, window_size=window)
+    module = build(DotProductAttention, transformer_config, context)
     with made(monkeypatch) as masks:
         found = module(*qkv(), mask)
     assert len(masks) == (documents or left is not None)
@@ -106,8 +106,8 @@ def test_one_mask_for_all_samples(context: ParallelContext) -> None:
 @ranks(cp=2)
 def test_parts_of_the_sequence(context: ParallelContext, documents: bool) -> None:
     forbidden = plain.documents(S, ENDS) if documents else plain.causal(S, B)
-    core = config(kv_channels=D, window_size=(150, 0), context_parallel_size=2)
-    module = build(DotProductAttention, core, context, cp_comm_type="all_gather")
+    transformer_config = config(kv_channels=D, window_size=(150, 0), context_parallel_size=2)
+    module = build(DotProductAttention, transformer_config, context, cp_comm_type="all_gather")
     rank = context.pgs.cp.rank()
     local = [to_rank_order(x, 2).chunk(2)[rank] for x in qkv()]
     own = torch.cat([forbidden.chunk(4, dim=1)[chunk] for chunk in slices_of(rank, 2)], dim=1)

@@ -8,16 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.activations import quick_gelu, squared_relu
-from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from megatron_ext.layers import transformer_layer
 from megatron_ext.layers.compiled import compiled_on_cpu
 from megatron_ext.layers.dropout import microbatch_masks
-from megatron_ext.layers.specs import layer_spec
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext, seed_everything
-from tests.layers.test_layers import HEADS, SMALL, B, H, S, check_block
+from tests.layers.test_layers import HEADS, SMALL, B, H, S, check_block, torch_block
 from tests.ranks import ranks
 
 GATED = {"gated_linear_unit": True, "bias_activation_fusion": False}
@@ -57,9 +55,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def gradients(context: ParallelContext, changes: dict[str, Any]) -> dict[str, Tensor]:
     """Return output, gradient of the input and of every parameter, in double precision."""
     base = {**SMALL, "bias_dropout_fusion": True, **changes}
-    core = StepTransformerConfig(**base, tensor_model_parallel_size=context.pgs.tp.size())
+    transformer_config = StepTransformerConfig(
+        **base, tensor_model_parallel_size=context.pgs.tp.size()
+    )
     seed_everything(context, 5)
-    block = TransformerBlock(core, layer_spec(core, impl="torch"), pg_collection=context.pgs)
+    block = torch_block(transformer_config, context)
     block.double().train()
     torch.manual_seed(7)
     for name, parameter in block.named_parameters():
@@ -143,8 +143,8 @@ def holders(chunk: torch.nn.Module) -> set[str]:
 @ranks()
 def test_data_parallelism_is_told_of_every_weight_that_is_used(context: ParallelContext) -> None:
     """Data parallelism waits for a gathered weight when the module that holds it is called."""
-    core = StepTransformerConfig(**SMALL, qk_layernorm=True)
-    block = TransformerBlock(core, layer_spec(core, impl="torch"), pg_collection=context.pgs)
+    transformer_config = StepTransformerConfig(**SMALL, qk_layernorm=True)
+    block = torch_block(transformer_config, context)
     names = called(block)
     with compiled_on_cpu("eager"):
         block(torch.randn(S, B, H), None)

@@ -45,7 +45,7 @@ def check(context: ParallelContext, kind: str, mask: str, groups: int, dtype: to
         """Return this rank's heads and positions of ``[s, b, heads(, d)]``."""
         return plain.zigzag(tensor.chunk(tp.size(), dim=2)[tp.rank()], cp.rank(), cp.size())
 
-    core = config(
+    transformer_config = config(
         hidden_size=N * D,
         num_attention_heads=N,
         num_query_groups=groups,
@@ -53,7 +53,7 @@ def check(context: ParallelContext, kind: str, mask: str, groups: int, dtype: to
         tensor_model_parallel_size=tp.size(),
         window_size=(3, 0) if "window" in mask else None,
     )
-    module = build(DotProductAttention, core, context, cp_comm_type=kind)
+    module = build(DotProductAttention, transformer_config, context, cp_comm_type=kind)
     local = [own(x.detach()).requires_grad_() for x in full]
     rows = None
     if "documents" in mask:
@@ -105,11 +105,11 @@ def test_the_slices_are_megatron_cores(context: ParallelContext) -> None:
 def test_dropout_keeps_the_mean(context: ParallelContext) -> None:
     """Kept probabilities are scaled up, so the mean over many draws is the undropped result."""
     cp = context.pgs.cp
-    core = config(
+    transformer_config = config(
         hidden_size=N * D, num_attention_heads=N, context_parallel_size=2, attention_dropout=0.2
     )
     local = [plain.zigzag(x, cp.rank(), 2) for x in full_qkv(N, torch.float32)]
-    module = build(DotProductAttention, core, context, cp_comm_type="all_gather")
+    module = build(DotProductAttention, transformer_config, context, cp_comm_type="all_gather")
     mean = torch.stack([module(*local, None) for _ in range(400)]).mean(0)
     undropped = module.eval()(*local, None)
     assert not torch.equal(module.train()(*local, None), undropped)
@@ -118,10 +118,10 @@ def test_dropout_keeps_the_mean(context: ParallelContext) -> None:
 
 @ranks(cp=2)
 def test_what_it_cannot_do_it_says(context: ParallelContext) -> None:
-    core = config(context_parallel_size=2)
+    transformer_config = config(context_parallel_size=2)
     with pytest.raises(ConfigError, match=r"`--cp-comm-type` \(a2a\+p2p\) must be p2p, all_gather"):
-        build(DotProductAttention, core, context, cp_comm_type="a2a+p2p")
-    module = build(DotProductAttention, core, context, cp_comm_type="a2a")
+        build(DotProductAttention, transformer_config, context, cp_comm_type="a2a+p2p")
+    module = build(DotProductAttention, transformer_config, context, cp_comm_type="a2a")
     odd = [torch.zeros(S // 2, B, 3, D)] * 3
     with pytest.raises(ConfigError, match=r"heads of a tensor-parallel rank \(3\) to be divisible"):
         module(*odd, None)

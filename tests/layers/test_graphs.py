@@ -14,11 +14,10 @@ from torch import Tensor
 
 from megatron_ext.layers.compiled import Compiled, compiled_on_cpu
 from megatron_ext.layers.graphs import ChunkGraphs, arguments_of
-from megatron_ext.layers.specs import layer_spec
 from megatron_ext.parallel.context import ParallelContext
 from tests.graph_stand_in import Capture, CpuGraph, graphs_on_a_cpu
 from tests.layers import plain
-from tests.layers.test_layers import HEADS, LAYERS, B, H, S, config
+from tests.layers.test_layers import HEADS, LAYERS, B, H, S, config, torch_block
 from tests.ranks import ranks
 
 SLOTS = 2
@@ -36,8 +35,8 @@ def on_graphs(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def block_of(context: ParallelContext, **changes: Any) -> TransformerBlock:
-    core = config(context, **changes)
-    block = TransformerBlock(core, layer_spec(core, impl="torch"), pg_collection=context.pgs)
+    transformer_config = config(context, **changes)
+    block = torch_block(transformer_config, context)
     plain.fill(block, context)
     enter(block, 0)
     return block

@@ -77,8 +77,8 @@ def save_weights(
     context: ParallelContext, config: RunConfig, vocab_size: int, folder: Path
 ) -> None:
     state = torch.get_rng_state()
-    core = build_transformer_config(config)
-    chunks = build_chunks(GPT.model_chunk, config, core, context, vocab_size)
+    transformer_config = build_transformer_config(config)
+    chunks = build_chunks(GPT.model_chunk, config, transformer_config, context, vocab_size)
     assert torch.equal(torch.get_rng_state(), state)
     parts = [
         (shard.name, shard.full_shape, shard.offset, shard.tensor.detach().clone())
@@ -240,15 +240,15 @@ def test_learned_positions_do_not_depend_on_the_layout(tmp_path: Path) -> None:
 def check_cpu_initialization(context: ParallelContext, folder: Path) -> None:
     """Check that the flag gives megatron-core's weights, drawn from torch's generator in order."""
     config, vocab_size = config_of("--use-cpu-initialization", 1)
-    core = build_transformer_config(config)
-    assert not isinstance(core.init_method, Marked)
+    transformer_config = build_transformer_config(config)
+    assert not isinstance(transformer_config.init_method, Marked)
     torch.manual_seed(5)
-    (chunk,) = build_chunks(GPT.model_chunk, config, core, context, vocab_size)
+    (chunk,) = build_chunks(GPT.model_chunk, config, transformer_config, context, vocab_size)
     torch.manual_seed(5)
     # Embedding, attention's output and input, the gated layer's output and input, and so on.
     truth = CoreGPTModel(
-        config=core,
-        transformer_layer_spec=layer_spec(core, impl="torch"),
+        config=transformer_config,
+        transformer_layer_spec=layer_spec(transformer_config, impl="torch"),
         vocab_size=config.model.padded_vocab_size,
         max_sequence_length=config.model.max_position_embeddings,
         position_embedding_type="rope",

@@ -60,6 +60,14 @@ def config(context: ParallelContext | None = None, **changes: Any) -> Transforme
     return TransformerConfig(**{**base, **changes})
 
 
+def torch_block(
+    transformer_config: TransformerConfig, context: ParallelContext
+) -> TransformerBlock:
+    """Build a block of our torch layers."""
+    spec = layer_spec(transformer_config, impl="torch")
+    return TransformerBlock(transformer_config, spec, pg_collection=context.pgs)
+
+
 def local_part(full: Tensor, context: ParallelContext, *, sequence_parallel: bool) -> Tensor:
     """Return this rank's positions of ``[s, ...]``."""
     cp, tp = context.pgs.cp, context.pgs.tp
@@ -76,10 +84,10 @@ def check_block(
     **changes: Any,
 ) -> None:
     """Check output, gradient of the input and of every parameter."""
-    core = config(
+    transformer_config = config(
         context, normalization=normalization, sequence_parallel=sequence_parallel, **changes
     )
-    block = TransformerBlock(core, layer_spec(core, impl="torch"), pg_collection=context.pgs)
+    block = torch_block(transformer_config, context)
     plain.fill(block, context)
     truth = plain.PlainBlock(H, HEADS, GROUPS, FFN, LAYERS, rms=normalization == "RMSNorm")
     generator = torch.Generator().manual_seed(4)
@@ -169,10 +177,12 @@ def test_recomputation_changes_nothing(context: ParallelContext, recompute: dict
     check_block(context, sequence_parallel=True, masked=True, **recompute)
 
 
-def gpt(core: TransformerConfig, spec: Any, mtp: Any, context: ParallelContext) -> GPTModel:
+def gpt(
+    transformer_config: TransformerConfig, spec: Any, mtp: Any, context: ParallelContext
+) -> GPTModel:
     seed_everything(context, 1234)
     return GPTModel(
-        core,
+        transformer_config,
         spec,
         vocab_size=64,
         max_sequence_length=S,
@@ -198,14 +208,18 @@ def test_starts_with_the_weights_of_megatron_cores_local_spec(
     context: ParallelContext, changes: dict[str, Any]
 ) -> None:
     """The same names in the same order with the same bits."""
-    core = config(**changes)
-    theirs_spec = get_gpt_decoder_block_spec(core, False, normalization=core.normalization)
+    transformer_config = config(**changes)
+    theirs_spec = get_gpt_decoder_block_spec(
+        transformer_config, False, normalization=transformer_config.normalization
+    )
     theirs_mtp = ours_mtp = None
-    if core.mtp_num_layers:
-        theirs_mtp = get_gpt_mtp_block_spec(core, theirs_spec, use_transformer_engine=False)
-        ours_mtp = mtp_block_spec(core, impl="torch")
-    theirs = gpt(core, theirs_spec, theirs_mtp, context)
-    ours = gpt(core, layer_spec(core, impl="torch"), ours_mtp, context)
+    if transformer_config.mtp_num_layers:
+        theirs_mtp = get_gpt_mtp_block_spec(
+            transformer_config, theirs_spec, use_transformer_engine=False
+        )
+        ours_mtp = mtp_block_spec(transformer_config, impl="torch")
+    theirs = gpt(transformer_config, theirs_spec, theirs_mtp, context)
+    ours = gpt(transformer_config, layer_spec(transformer_config, impl="torch"), ours_mtp, context)
     expected = dict(theirs.named_parameters())
     got = dict(ours.named_parameters())
     assert list(got) == list(expected)
@@ -213,7 +227,7 @@ def test_starts_with_the_weights_of_megatron_cores_local_spec(
         assert torch.equal(parameter, expected[name]), name
     ids = torch.arange(S)[None]
     labels = ids + 1
-    if not core.num_moe_experts:  # core's own router needs Transformer Engine
+    if not transformer_config.num_moe_experts:  # core's own router needs Transformer Engine
         torch.testing.assert_close(
             ours(ids, ids, None, labels=labels),
             theirs(ids, ids, None, labels=labels),
@@ -226,10 +240,14 @@ def test_starts_with_the_weights_of_megatron_cores_local_spec(
 def test_checkpoints_carry_the_names_of_megatron_cores_local_spec(
     context: ParallelContext,
 ) -> None:
-    core = config()
-    theirs_spec = get_gpt_decoder_block_spec(core, False, normalization=core.normalization)
-    theirs = gpt(core, theirs_spec, None, context).sharded_state_dict()
-    ours = gpt(core, layer_spec(core, impl="torch"), None, context).sharded_state_dict()
+    transformer_config = config()
+    theirs_spec = get_gpt_decoder_block_spec(
+        transformer_config, False, normalization=transformer_config.normalization
+    )
+    theirs = gpt(transformer_config, theirs_spec, None, context).sharded_state_dict()
+    ours = gpt(
+        transformer_config, layer_spec(transformer_config, impl="torch"), None, context
+    ).sharded_state_dict()
     assert {k: v.key for k, v in ours.items()} == {k: v.key for k, v in theirs.items()}
     keys = {v.key for v in ours.values()}
     assert "decoder.layers.self_attention.linear_qkv.layer_norm_weight" in keys
@@ -237,8 +255,8 @@ def test_checkpoints_carry_the_names_of_megatron_cores_local_spec(
 
 @ranks()
 def test_a_block_is_made_of_our_modules(context: ParallelContext) -> None:
-    core = config(num_moe_experts=2, moe_layer_freq=[0, 1], normalization="LayerNorm")
-    block = TransformerBlock(core, layer_spec(core, impl="torch"), pg_collection=context.pgs)
+    transformer_config = config(num_moe_experts=2, moe_layer_freq=[0, 1], normalization="LayerNorm")
+    block = torch_block(transformer_config, context)
     kinds = [type(module) for module in block.modules()]
     assert kinds.count(DotProductAttention) == LAYERS
     assert kinds.count(LayerNorm) == 2 * LAYERS + 1
@@ -249,7 +267,7 @@ def test_a_block_is_made_of_our_modules(context: ParallelContext) -> None:
 
 @ranks(pp=2, vpp=2)
 def test_each_virtual_stage_gets_its_layers(context: ParallelContext) -> None:
-    core = config(
+    transformer_config = config(
         num_layers=4,
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=2,
@@ -258,7 +276,7 @@ def test_each_virtual_stage_gets_its_layers(context: ParallelContext) -> None:
         moe_layer_freq=[0, 0, 1, 1],
     )
     for stage in (0, 1):
-        spec = layer_spec(core, impl="torch", vp_stage=stage)
+        spec = layer_spec(transformer_config, impl="torch", vp_stage=stage)
         (layer,) = spec.layer_specs
         is_moe = "Router" in str(layer.submodules.mlp.submodules)
         assert is_moe is (stage == 1)
@@ -278,6 +296,6 @@ def test_expert_pattern() -> None:
 @pytest.mark.skipif(has_transformer_engine(), reason="Transformer Engine is installed")
 @ranks()
 def test_recomputation_that_needs_transformer_engine_is_refused(context: ParallelContext) -> None:
-    core = config(recompute_granularity="selective", recompute_modules=["layernorm"])
+    transformer_config = config(recompute_granularity="selective", recompute_modules=["layernorm"])
     with pytest.raises(ConfigError, match="`--recompute-modules layernorm` needs Transformer Eng"):
-        layer_spec(core, impl="torch")
+        layer_spec(transformer_config, impl="torch")

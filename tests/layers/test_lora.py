@@ -83,7 +83,7 @@ def near(got: Tensor, want: Tensor, name: str, tolerance: float = 1e-5) -> None:
 @ranks()
 def test_three_steps_are_those_of_plain_torch(context: ParallelContext, targets: list[str]) -> None:
     run = gpt_config(*LORA, "--lora-target-modules", *targets, *CONSTANT)
-    core = build_transformer_config(run)
+    transformer_config = build_transformer_config(run)
     chunk = bare_chunk(run, context)
     before = {k: v.clone() for k, v in chunk.named_parameters() if ".lora." not in k}
     own = dict(chunk.named_parameters())
@@ -92,7 +92,7 @@ def test_three_steps_are_those_of_plain_torch(context: ParallelContext, targets:
     reference = torch.optim.AdamW(
         truth.adapters.values(), lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01
     )
-    (ddp,) = wrap_chunks([chunk], run, core, context, torch.device("cpu"))
+    (ddp,) = wrap_chunks([chunk], run, transformer_config, context, torch.device("cpu"))
     optimizer = build_optimizer(run, [ddp])
     build_scheduler(run.optimizer, run.training, optimizer)  # sets the learning rate
     for step in range(STEPS):

@@ -10,16 +10,14 @@ from megatron.core.transformer.moe.moe_utils import (
     clear_aux_losses_tracker,
     get_moe_layer_wise_logging_tracker,
 )
-from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
 from megatron_ext.layers.moe import Router
-from megatron_ext.layers.specs import layer_spec
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.parallel.context import ParallelContext
 from tests.layers import plain
-from tests.layers.test_layers import FFN, SMALL, B, H, S, local_part, near
+from tests.layers.test_layers import FFN, SMALL, B, H, S, local_part, near, torch_block
 from tests.ranks import on_ranks, ranks
 
 E, TOPK, SHARED = 4, 2, 8
@@ -45,12 +43,12 @@ def config(context: ParallelContext, **changes: Any) -> StepTransformerConfig:
 
 def check_block(context: ParallelContext, **changes: Any) -> None:
     """A layer of experts: each data-parallel rank has a batch of its own, the loss is a sum."""
-    core = config(context, **changes)
-    shared = core.moe_shared_expert_intermediate_size or 0
-    block = TransformerBlock(core, layer_spec(core, impl="torch"), pg_collection=context.pgs)
+    transformer_config = config(context, **changes)
+    shared = transformer_config.moe_shared_expert_intermediate_size or 0
+    block = torch_block(transformer_config, context)
     plain.fill(block, context, E)
     truth = plain.PlainBlock(H, 4, 2, FFN, 1, experts=E, topk=TOPK, shared_ffn=shared)
-    split = core.sequence_parallel
+    split = transformer_config.sequence_parallel
     for replica in range(context.pgs.dp.size()):
         generator = torch.Generator().manual_seed(replica)
         full = torch.randn(S, B, H, generator=generator)
@@ -109,13 +107,13 @@ def test_dispatchers_agree_where_tokens_are_dropped(context: ParallelContext, po
     full = torch.randn(S, B, H, generator=torch.Generator().manual_seed(5))
     found = []
     for dispatcher in DISPATCHERS:
-        core = config(
+        transformer_config = config(
             context,
             moe_token_dispatcher_type=dispatcher,
             moe_expert_capacity_factor=0.5,
             moe_token_drop_policy=policy,
         )
-        block = TransformerBlock(core, layer_spec(core, impl="torch"), pg_collection=context.pgs)
+        block = torch_block(transformer_config, context)
         plain.fill(block, context, E)
         own = local_part(full, context, sequence_parallel=True).clone().requires_grad_()
         output = block(own, None)
@@ -156,8 +154,10 @@ def test_recomputed_experts(context: ParallelContext, modules: list[str]) -> Non
 def test_logits_come_in_the_routers_dtype(
     context: ParallelContext, name: str | None, dtype: torch.dtype
 ) -> None:
-    core = config(context, moe_router_dtype=name, params_dtype=torch.bfloat16, bf16=True)
-    router = Router(core, pg_collection=context.pgs)
+    transformer_config = config(
+        context, moe_router_dtype=name, params_dtype=torch.bfloat16, bf16=True
+    )
+    router = Router(transformer_config, pg_collection=context.pgs)
     x = torch.randn(S, B, H).bfloat16()
     logits = router.gating(x)
     assert logits.dtype == dtype
@@ -199,21 +199,23 @@ def check_auxiliary(context: ParallelContext, kind: str, micro_batch: int) -> No
             "moe_aux_loss_coeff": WEIGHT,
         }
     )
-    core = config(context, calculate_per_token_loss=True, auxiliary_scale=scale, **kinds)
-    router = Router(core, pg_collection=context.pgs)
+    transformer_config = config(
+        context, calculate_per_token_loss=True, auxiliary_scale=scale, **kinds
+    )
+    router = Router(transformer_config, pg_collection=context.pgs)
     router.set_layer_number(1)
     full = plain.full_weight("router", (E, H)).float()
     with torch.no_grad():
         router.weight.copy_(full)
     clear_aux_losses_tracker()
     for batch in mine:
-        own = local_part(batch, context, sequence_parallel=core.sequence_parallel)
+        own = local_part(batch, context, sequence_parallel=transformer_config.sequence_parallel)
         probs, _ = router(own)
         (0 * probs.sum()).backward()
     gradient = router.weight.grad
     assert gradient is not None
     torch.distributed.all_reduce(gradient, group=context.pgs.dp_cp)
-    if core.sequence_parallel:
+    if transformer_config.sequence_parallel:
         torch.distributed.all_reduce(gradient, group=context.pgs.tp)
 
     weight = full.double().requires_grad_()
@@ -244,14 +246,14 @@ def test_auxiliary_losses(layout: dict[str, int]) -> None:
 
 @ranks()
 def test_a_step_without_targets_logs_and_leaves_no_gradient(context: ParallelContext) -> None:
-    core = config(
+    transformer_config = config(
         context,
         calculate_per_token_loss=True,
         auxiliary_scale=AuxiliaryScale(torch.tensor(0.0)),
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=WEIGHT,
     )
-    router = Router(core, pg_collection=context.pgs)
+    router = Router(transformer_config, pg_collection=context.pgs)
     router.set_layer_number(1)
     clear_aux_losses_tracker()
     probs, _ = router(torch.randn(S, B, H))

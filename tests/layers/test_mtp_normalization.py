@@ -203,8 +203,8 @@ PIPELINE = "--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Et
 
 
 def build(context: ParallelContext, config: RunConfig) -> Any:
-    core = build_transformer_config(config)
-    (chunk,) = build_chunks(GPT.model_chunk, config, core, context)
+    transformer_config = build_transformer_config(config)
+    (chunk,) = build_chunks(GPT.model_chunk, config, transformer_config, context)
     return chunk
 
 

@@ -179,8 +179,8 @@ def test_nothing_is_copied_around_a_kernel(
 ) -> None:
     """The values are a view of a fused projection, as megatron-core cuts it."""
     through(name, monkeypatch)
-    core = config(num_query_groups=G, bf16=True)
-    module = build(DotProductAttention, core, context)
+    transformer_config = config(num_query_groups=G, bf16=True)
+    module = build(DotProductAttention, transformer_config, context)
     query, key, value = heads("meta", torch.bfloat16)
     fused = torch.cat((key, value), dim=-1).detach().requires_grad_()
     with Copies() as copies:

@@ -58,9 +58,9 @@ def test_each_layer_has_its_own_kind_of_context_parallelism(context: ParallelCon
     kinds = ["p2p", "a2a", "all_gather", "p2p"]
     words = f"{TINY} --context-parallel-size 2 --cp-comm-type {' '.join(kinds)}"
     config = parse_args(words.split(), world_size=2, device="cpu").config
-    core = build_transformer_config(config)
-    spec = layer_spec(core, impl="torch")
-    block = TransformerBlock(core, spec, pg_collection=context.pgs)
+    transformer_config = build_transformer_config(config)
+    spec = layer_spec(transformer_config, impl="torch")
+    block = TransformerBlock(transformer_config, spec, pg_collection=context.pgs)
     found = [layer.self_attention.core_attention.cp_comm_type for layer in block.layers]
     assert found == kinds
 

@@ -89,8 +89,8 @@ STOCK = Task(build_gpt_datasets, stock_chunk, stock_forward_step)
 
 def gpt_chunk(run: RunConfig, context: ParallelContext, build: ModelChunk = build_gpt_chunk) -> Any:
     """The whole model on this rank, its weights following from their names."""
-    core = build_transformer_config(run)
-    chunk = build(run, core, context, pre_process=True, post_process=True)
+    transformer_config = build_transformer_config(run)
+    chunk = build(run, transformer_config, context, pre_process=True, post_process=True)
     plain.fill(chunk, context, run.moe.num_experts or 0)
     return chunk
 

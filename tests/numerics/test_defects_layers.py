@@ -23,21 +23,22 @@ def config(**changes: Any) -> TransformerConfig:
 
 @ranks(cp=2)
 def test_d34_attention_under_context_parallelism(context: ParallelContext) -> None:
-    core = config(context_parallel_size=2)
+    transformer_config = config(context_parallel_size=2)
     words = (1, AttnMaskType.causal, "self")
     with pytest.raises(AssertionError, match="only supported by TEDotProductAttention"):
-        CoreAttention(core, *words, pg_collection=context.pgs)
-    DotProductAttention(core, *words, pg_collection=context.pgs)
+        CoreAttention(transformer_config, *words, pg_collection=context.pgs)
+    DotProductAttention(transformer_config, *words, pg_collection=context.pgs)
     check_block(context)
 
 
 @ranks(tp=2)
 def test_d34_norms_under_sequence_parallelism(context: ParallelContext) -> None:
-    core = config(tensor_model_parallel_size=2, sequence_parallel=True)
+    transformer_config = config(tensor_model_parallel_size=2, sequence_parallel=True)
     with pytest.raises(AssertionError, match="sequence parallel not supported by torch LayerNorm"):
-        WrappedTorchNorm(core, 16)
+        WrappedTorchNorm(transformer_config, 16)
     marks = [
-        getattr(parameter, "sequence_parallel", False) for parameter in Norm(core, 16).parameters()
+        getattr(parameter, "sequence_parallel", False)
+        for parameter in Norm(transformer_config, 16).parameters()
     ]
     assert marks == [True, True]
     check_block(context, sequence_parallel=True)

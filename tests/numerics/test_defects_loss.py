@@ -54,11 +54,13 @@ class Scale(MegatronModule):  # type: ignore[misc]
 
 def step(loss: Loss, *, per_token: bool) -> tuple[float, list[Any]]:
     """Return the number's gradient after one step of core's schedule, and the loss's report."""
-    core = TransformerConfig(
+    transformer_config = TransformerConfig(
         num_layers=1, hidden_size=2, num_attention_heads=1, calculate_per_token_loss=per_token
     )
-    core.finalize_model_grads_func = finalize_model_grads
-    model = DistributedDataParallel(core, DistributedDataParallelConfig(), Scale(core))
+    transformer_config.finalize_model_grads_func = finalize_model_grads
+    model = DistributedDataParallel(
+        transformer_config, DistributedDataParallelConfig(), Scale(transformer_config)
+    )
 
     def forward_step(_data: Iterator[Any], chunk: torch.nn.Module) -> tuple[Tensor, Loss]:
         return chunk(), loss

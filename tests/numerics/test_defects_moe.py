@@ -21,7 +21,6 @@ from megatron.core.transformer.moe.moe_utils import (
     track_moe_metrics,
 )
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from megatron_ext.layers import specs as layers
@@ -33,7 +32,7 @@ from megatron_ext.losses.contract import StepCounts
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.step import gpt_forward_step
 from tests.layers import plain
-from tests.layers.test_layers import local_part
+from tests.layers.test_layers import local_part, torch_block
 from tests.layers.test_moe import E, H, S, config, plain_auxiliary
 from tests.numerics.stock import gpt_chunk, gpt_config, whole_batch
 from tests.ranks import ranks
@@ -70,16 +69,18 @@ def share(
     hidden = torch.randn(S, SEQUENCES, H, generator=torch.Generator().manual_seed(6))
     batches = hidden.split(micro_batch, dim=1)
     scale = AuxiliaryScale(torch.tensor(targets / len(batches)))
-    core = config(context, calculate_per_token_loss=True, auxiliary_scale=scale, **switches(kind))
-    router = cls(core, pg_collection=context.pgs)
+    transformer_config = config(
+        context, calculate_per_token_loss=True, auxiliary_scale=scale, **switches(kind)
+    )
+    router = cls(transformer_config, pg_collection=context.pgs)
     router.set_layer_number(1)
     full = plain.full_weight("router", (E, H)).float()
     with torch.no_grad():
         router.weight.copy_(full)
-    model = DistributedDataParallel(core, DistributedDataParallelConfig(), router)
+    model = DistributedDataParallel(transformer_config, DistributedDataParallelConfig(), router)
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
     for batch in batches:
-        own = local_part(batch, context, sequence_parallel=core.sequence_parallel)
+        own = local_part(batch, context, sequence_parallel=transformer_config.sequence_parallel)
         (0 * model(own)[0].sum()).backward()
     local_targets = torch.tensor([targets // context.pgs.dp_cp.size()], dtype=torch.int)
     finalize_model_grads([model], local_targets)
@@ -153,8 +154,10 @@ def test_d25_the_router_works_without_transformer_engine(context: ParallelContex
 
 @ranks()
 def test_d26_stock_masks_an_expert_instead_of_a_padded_token(context: ParallelContext) -> None:
-    core = config(context, moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid")
-    router = StockRouter(core, pg_collection=context.pgs)
+    transformer_config = config(
+        context, moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid"
+    )
+    router = StockRouter(transformer_config, pg_collection=context.pgs)
     routing = torch.ones(E, E, dtype=torch.bool)
     padded = torch.arange(E) == 1
     router._apply_expert_bias(routing, padded)
@@ -200,8 +203,8 @@ def test_d13_d26_no_router_is_given_padding(context: ParallelContext) -> None:
 def test_d27_stock_sizes_the_log_differently_on_stages_without_experts(
     context: ParallelContext,
 ) -> None:
-    core = config(context, num_layers=4, mtp_num_layers=1, **switches("aux_loss"))
-    router = StockRouter(core, pg_collection=context.pgs)
+    transformer_config = config(context, num_layers=4, mtp_num_layers=1, **switches("aux_loss"))
+    router = StockRouter(transformer_config, pg_collection=context.pgs)
     router.set_layer_number(4)
     tracker = get_moe_layer_wise_logging_tracker()
     tracker.clear()
@@ -246,14 +249,14 @@ def test_d01_d02_d03_d28_transformer_engines_layers_have_our_router(
     Core's local spec stands in for the one that needs Transformer Engine; both name the router.
     """
 
-    def local_spec(core: StepTransformerConfig, _use_te: bool, **words: Any) -> Any:
-        return get_gpt_decoder_block_spec(core, False, **words)
+    def local_spec(transformer_config: StepTransformerConfig, _use_te: bool, **words: Any) -> Any:
+        return get_gpt_decoder_block_spec(transformer_config, False, **words)
 
     monkeypatch.setattr(layers, "get_gpt_decoder_block_spec", local_spec)
-    core = StepTransformerConfig(
+    transformer_config = StepTransformerConfig(
         num_layers=1, hidden_size=H, num_attention_heads=2, num_moe_experts=E, **MOE_AUXILIARY
     )
-    (layer,) = layers.layer_spec(core, impl="transformer_engine").layer_specs
+    (layer,) = layers.layer_spec(transformer_config, impl="transformer_engine").layer_specs
     assert layer.submodules.mlp.submodules.router is Router
 
 
@@ -262,8 +265,8 @@ def wrong_expert_gradients(context: ParallelContext, *, marked: bool, **changes:
 
     The truth adds up what autograd gives each rank, over the ranks that hold the same expert.
     """
-    core = config(context, calculate_per_token_loss=True, **changes)
-    block = TransformerBlock(core, layers.layer_spec(core, impl="torch"), pg_collection=context.pgs)
+    transformer_config = config(context, calculate_per_token_loss=True, **changes)
+    block = torch_block(transformer_config, context)
     plain.fill(block, context, E)
     if marked:
         mark_experts(block, context.pgs)
@@ -282,7 +285,7 @@ def wrong_expert_gradients(context: ParallelContext, *, marked: bool, **changes:
             torch.distributed.all_reduce(truth[name], group=context.pgs.expt_dp)
         parameter.grad = None
     ddp = DistributedDataParallelConfig()
-    model = DistributedDataParallel(core, ddp, block, pg_collection=context.pgs)
+    model = DistributedDataParallel(transformer_config, ddp, block, pg_collection=context.pgs)
     backward(model)
     finalize_model_grads([model], torch.tensor([1], dtype=torch.int), pg_collection=context.pgs)
     wrong = set()

@@ -64,9 +64,9 @@ def interleaved(**messages: bool) -> TransformerConfig:
     )
 
 
-def gradient_errors(context: ParallelContext, core: TransformerConfig) -> Tensor:
+def gradient_errors(context: ParallelContext, transformer_config: TransformerConfig) -> Tensor:
     """Return the relative errors of all four stages' gradients under core's own schedule."""
-    chunks = [Factor(core, 2 * index + context.pp_rank) for index in range(2)]
+    chunks = [Factor(transformer_config, 2 * index + context.pp_rank) for index in range(2)]
 
     def step(data: Iterator[int], chunk: Factor) -> tuple[Tensor, Any]:
         return chunk(next(data)), lambda output: (output.sum(), torch.tensor(1), {})
@@ -141,8 +141,8 @@ def test_d20_stock_takes_a_flag_for_the_size_of_the_hybrid_context_group(
     context: ParallelContext,
 ) -> None:
     """`collect_non_loss_data`, False, becomes the factor of the loss: 0 instead of a slope of 1."""
-    core = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
-    chunk = Factor(core, 0)
+    transformer_config = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
+    chunk = Factor(transformer_config, 0)
     chunk.vp_stage = None
 
     def step(data: Iterator[Any], model: Factor) -> tuple[Tensor, Any]:
@@ -157,7 +157,7 @@ def test_d20_stock_takes_a_flag_for_the_size_of_the_hybrid_context_group(
         None,
         None,
         [],
-        core,
+        transformer_config,
         False,
         None,
         False,

@@ -55,10 +55,13 @@ def test_a_model_without_such_layers_is_refused(context: ParallelContext) -> Non
 @ranks()
 def test_sides_that_no_product_can_have(context: ParallelContext) -> None:
     """The flags of such models do not name the sides."""
-    core = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=1)
+    transformer_config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=1)
     for sides in ((16, 24), (24, 16)):
         layer = ColumnParallelLinear(
-            *sides, config=core, init_method=torch.nn.init.zeros_, tp_group=context.pgs.tp
+            *sides,
+            config=transformer_config,
+            init_method=torch.nn.init.zeros_,
+            tp_group=context.pgs.tp,
         )
         model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([layer])})
         with pytest.raises(ConfigError, match=r"those of `blocks.0` are \(.*24.*\); change its"):

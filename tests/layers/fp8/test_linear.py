@@ -227,7 +227,7 @@ def test_a_frozen_weight_keeps_no_input() -> None:
 def layer_of(
     kind: type, context: ParallelContext, recipe: str, *, sequence_parallel: bool
 ) -> ColumnParallelLinear | RowParallelLinear:
-    core = TransformerConfig(
+    transformer_config = TransformerConfig(
         num_layers=1,
         hidden_size=IN,
         num_attention_heads=4,
@@ -241,7 +241,7 @@ def layer_of(
     layer = kind(
         IN,
         OUT,
-        config=core,
+        config=transformer_config,
         init_method=torch.nn.init.zeros_,
         bias=False,
         tp_group=context.pgs.tp,
