@@ -1,4 +1,4 @@
-"""A run of pretrain_gpt.py within a test, to be looked at from inside."""
+"""Builds a run of pretrain_gpt.py within a test, to look at it from inside."""
 
 from __future__ import annotations
 

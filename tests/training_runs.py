@@ -1,4 +1,4 @@
-"""Whole training runs inside of a test: parsed flags, forked ranks, rows of metrics.jsonl."""
+"""Whole training runs inside a test, from flags over forked ranks to rows of metrics."""
 
 from __future__ import annotations
 

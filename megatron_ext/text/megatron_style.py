@@ -1,4 +1,4 @@
-"""Programs written for Megatron-LM: its ``pretrain`` and what its providers and steps call.
+"""Programs written for Megatron-LM: its ``pretrain``, and what providers and steps call.
 
 A ``pretrain_*.py`` of Megatron-LM runs when its imports from ``megatron.training`` come from here;
 docs/porting.md goes through one. The providers keep their signatures:
@@ -160,7 +160,7 @@ def _datasets(
     sizes: Sequence[int | None],
     _is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
-    """Build on all ranks, as megatron-core's builder waits for all of them."""
+    """Build the datasets on all ranks, as megatron-core's builder waits for all of them."""
     train, valid, test = provider(list(sizes))
     return Datasets(train, valid, test)
 

@@ -1,4 +1,4 @@
-"""How many samples a step and a run take, and how far a run has come."""
+"""The numbers of samples in a step and in a run, and the progress of a run."""
 
 from __future__ import annotations
 

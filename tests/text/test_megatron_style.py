@@ -41,7 +41,7 @@ CP2, DP2 = "--context-parallel-size 2", ""
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page's code, as a user would copy it."""
+    """Write the code of the page to a file, as a user would copy it."""
     (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     path = tmp_path_factory.mktemp("ported") / "pretrain_ported.py"
     path.write_text(code)
@@ -85,7 +85,7 @@ def test_the_pages_program_trains_what_pretrain_gpt_trains(
 def test_the_pages_program_keeps_its_flag_in_checkpoints(
     program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a run goes on from one, in another layout."""
+    """A run goes on from such a checkpoint in another layout."""
     words, saved = [*RUN, "--loss-ceiling", "4.5"], tmp_path / "half"
     whole = losses(run_program(program, words, tmp_path / "whole", monkeypatch))
     assert whole[0][0] < 4.5
@@ -97,7 +97,7 @@ def test_the_pages_program_keeps_its_flag_in_checkpoints(
 
 
 def mean_loss(mask: Tensor, output: Tensor, *, parts: int) -> Any:
-    """Megatron-LM's older loss functions: the mean of a micro-batch, with or without a report."""
+    """Return the mean of a micro-batch, as Megatron-LM's older losses do."""
     loss = (output.view(-1) * mask.view(-1)).sum() / mask.sum()
     return loss if parts == 1 else (loss, {"lm loss": loss.detach().clone().view(1)})
 
@@ -135,7 +135,7 @@ class Line(MegatronModule):
         self.line = torch.nn.Linear(4, 1)
 
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
-        """Take nothing: there is one stage."""
+        """Take nothing, as there is one stage."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.line(x).squeeze(-1)

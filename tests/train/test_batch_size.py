@@ -1,4 +1,4 @@
-"""Growing batches and run lengths against counts made by hand."""
+"""Growing batches and run lengths equal counts made by hand."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _open = ExitStack()
 
 
 def compile_on_cpu(run: Run) -> None:
-    """For the rest of this process, which is a rank; a file tells that a graph was made."""
+    """Compile for the rest of this rank's process; a file tells that a graph was made."""
     made = Path(run.config.checkpoint.save or "") / "graphs"
 
     def backend(graph: torch.fx.GraphModule, example: list[Tensor]) -> Callable[..., Any]:

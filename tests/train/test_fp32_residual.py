@@ -35,7 +35,7 @@ MODELS = {
 
 
 def curve(words: str, ranks: int, save: Path) -> list[float]:
-    """Losses of two steps, with the dtypes within every layer checked."""
+    """Return the losses of two steps, and check the dtypes within every layer."""
     half = torch.float16 if "--fp16" in words else torch.bfloat16
 
     def prepare(run: Run) -> None:

@@ -26,7 +26,7 @@ PP2 = "--pipeline-model-parallel-size 2"
 
 
 def flags_of(*more: str, steps: int = 4) -> list[str]:
-    """With initial weights that no layout changes."""
+    """Return flags with initial weights that no layout changes."""
     size = "--bf16 --ffn-hidden-size 192 --global-batch-size 8 --no-use-cpu-initialization"
     length = f"--train-iters {steps} --lr-decay-iters {max(12, steps)}"
     return [*TINY, *mock_data(), *" ".join([size, length, *more]).split()]
@@ -43,7 +43,7 @@ def losses(rows: list[dict[str, Any]]) -> list[float]:
 
 
 def histories(save: Path, iteration: int) -> dict[str, Tensor]:
-    """The delayed state in a checkpoint: ``[layers, steps, 3]`` of each kind of layer."""
+    """Return the delayed state in a checkpoint: ``[layers, steps, 3]`` of each kind of layer."""
     tensors = whole_tensors(save / f"iter_{iteration:07d}", save / "whole.pt")
     found = {name: tensor for name, tensor in tensors.items() if name.endswith("amax_history")}
     assert len(found) == 4 and all(tensor.shape == (4, 4, 3) for tensor in found.values())
@@ -53,7 +53,7 @@ def histories(save: Path, iteration: int) -> dict[str, Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [TP2, PP2])
 def test_200_steps_end_within_1_percent_of_bf16(layout: str, tmp_path: Path) -> None:
-    """Means of the last ten steps; and all have learnt."""
+    """The means of the last ten steps are compared, and all runs have learnt."""
     small = (layout, "--global-batch-size 2 --num-layers 2")
     bf16 = losses(run(tmp_path / "bf16", *small, ranks=2, steps=200))
     want = sum(bf16[-10:]) / 10
@@ -85,7 +85,7 @@ Runs = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a run without 8 bits saved."""
+    """Return the folder of a run without 8 bits."""
     save = tmp_path_factory.mktemp("bf16") / "save"
     run(save)
     return save
@@ -93,7 +93,7 @@ def in_bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Where the run of a recipe on one rank saved, which runs once."""
+    """Return the folder of a recipe's run on one rank, which runs once."""
 
     @functools.cache
     def saved(recipe: str) -> Path:
@@ -142,7 +142,7 @@ def test_other_layouts_train_alike(
     [DELAYED, pytest.param(TENSORWISE, marks=slow), pytest.param(ROWWISE, marks=slow)],
 )
 def test_recomputation_changes_nothing(recipe: str, on_one_rank: Runs, tmp_path: Path) -> None:
-    """Not even the history: a pass that is computed twice counts once."""
+    """A pass that is computed twice enters the history once."""
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     got = run(tmp_path / "save", "--fp8-format hybrid", recipe, full)
     want = training_rows(read_metrics(on_one_rank(recipe) / "metrics.jsonl"))
@@ -154,7 +154,7 @@ def test_recomputation_changes_nothing(recipe: str, on_one_rank: Runs, tmp_path:
 
 @slow
 def test_a_step_enters_the_history_once(tmp_path: Path) -> None:
-    """Whatever its number of micro-batches; the latest entry comes first."""
+    """The number of micro-batches does not matter; the latest entry comes first."""
     run(tmp_path / "save", "--fp8-format hybrid", DELAYED, "--save-interval 2", steps=3)
     after_2, after_3 = histories(tmp_path / "save", 2), histories(tmp_path / "save", 3)
     for name, history in after_3.items():
@@ -218,7 +218,7 @@ def test_a_bf16_run_goes_on_from_8_bits(tmp_path: Path, capfd: pytest.CaptureFix
 
 @slow
 def test_first_and_last_layers_stay_in_bf16(tmp_path: Path) -> None:
-    """Counted along the whole model."""
+    """Layers are counted along the whole model."""
     more = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 {} --num-layers-at-end-in-bf16 0"
 
     def note(count: int) -> Any:
@@ -246,7 +246,7 @@ EXPERTS = (
 
 
 def expert_histories(save: Path, iteration: int) -> dict[str, Tensor]:
-    """As `histories`, of the experts: ``[layers, experts, steps, 3]`` of both kinds of layer."""
+    """Return the histories of the experts, ``[layers, experts, steps, 3]`` each."""
     tensors = whole_tensors(save / f"iter_{iteration:07d}", save / "whole.pt")
     found = {
         name: tensor
@@ -268,7 +268,7 @@ def expert_histories(save: Path, iteration: int) -> dict[str, Tensor]:
     ],
 )
 def test_experts_are_near_bf16_on_every_layout(ranks: int, layout: str, tmp_path: Path) -> None:
-    """However many tokens each of them gets."""
+    """The number of tokens that each of them gets does not matter."""
     bf16 = losses(run(tmp_path / "bf16", EXPERTS, layout, ranks=ranks, steps=2))
     fp8 = ("--fp8-format hybrid", DELAYED, EXPERTS, layout)
     got = losses(run(tmp_path / "fp8", *fp8, ranks=ranks, steps=2))

@@ -1,4 +1,4 @@
-"""Where a step of training would wait for a GPU: in one place, once."""
+"""A step of training would wait for a GPU in one place, once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
 
 
 def places_of_a_step(run: Run) -> list[str]:
-    """Of the third step, with its entry in the log; 8-bit scales have histories by then.
+    """Return the places of the third step, before which 8-bit scales get histories.
 
     The device decides on updates, as a GPU does. The host then reads what the step before did: by
     then that step is over, and the passes of this one wait for the device.
@@ -55,7 +55,7 @@ def test_a_step_asks_for_the_update_before_it_alone(context: ParallelContext, wo
 
 @ranks()
 def test_a_host_that_decides_asks_for_the_norm(context: ParallelContext) -> None:
-    """As on a CPU, and with an optimizer that cannot skip an update by itself."""
+    """A CPU decides so, and an optimizer that cannot skip an update by itself needs it."""
     run = build(FLAGS, context)
     with host_syncs() as places:
         one_step(run, IntervalMetrics(run))
@@ -95,7 +95,7 @@ def test_the_recorder_sees_what_would_wait() -> None:
 
 
 def _seen_in_package(ask: object) -> int:
-    """Places noted when a function of this package hands a tensor to ``ask``."""
+    """Count the places noted when a function of this package hands a tensor to ``ask``."""
     namespace: dict[str, object] = {}
     code = compile("def run(ask, x):\n    ask(x)\n", "/any/megatron_ext/here.py", "exec")
     exec(code, namespace)

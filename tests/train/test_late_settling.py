@@ -1,4 +1,4 @@
-"""Updates that the device decides on: a host that learns of them late counts the same.
+"""A host that learns late of the updates that its device decides on counts the same.
 
 Here the device is a CPU with the fused kernel of a GPU. The truth is a run in which the host asks
 after each step.
@@ -82,7 +82,7 @@ def _rows(folder: Path, words: str, num_ranks: int, *, late: bool) -> list[dict[
 def test_nothing_shows_that_the_host_learned_late(
     num_ranks: int, words: str, tmp_path: Path
 ) -> None:
-    """Rates, skipped steps, losses and every tensor of the checkpoints, to the last digit."""
+    """Rates, skipped steps, losses and all tensors of checkpoints agree to the last digit."""
     found = {late: _rows(tmp_path / str(late), words, num_ranks, late=late) for late in (0, 1)}
     assert found[0] == found[1]
     skipped = [row["total_skipped_iterations"] for row in found[1] if row["kind"] == "train"]

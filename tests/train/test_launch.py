@@ -259,7 +259,7 @@ def test_other_children_of_the_process_are_left_to_who_started_them() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_the_launcher_leaves_no_orphans(number: signal.Signals, tmp_path: Path) -> None:
-    """Neither processes nor files."""
+    """No processes and no files are left."""
     (tmp_path / "ranks").mkdir()
     (tmp_path / "temporary").mkdir()
     process = subprocess.Popen(

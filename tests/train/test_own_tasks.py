@@ -1,4 +1,4 @@
-"""Tasks of a user's own: what evaluation hands over, and what a model or a step must have."""
+"""A user's own tasks get collected data, and learn what their model or step lacks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PP2 = "--pipeline-model-parallel-size 2"
 def collecting_loss(
     losses: Tensor, batch: Batch, non_loss_data: bool = False
 ) -> tuple[Tensor, Tensor, Any] | Tensor:
-    """Megatron-LM's way: the same function gives the loss, or what is to be looked at."""
+    """Return the loss, or the data to be looked at, as Megatron-LM's functions do."""
     if non_loss_data:
         return losses.detach().clone()
     return weighted_token_loss(losses, weights=batch.loss_weights)
@@ -84,7 +84,7 @@ def test_non_loss_data_of_the_last_stage_reaches_its_function(words: str, tmp_pa
 
 
 def test_non_loss_data_may_come_from_a_function_of_the_model(tmp_path: Path) -> None:
-    """And collecting costs a run without a writer nothing."""
+    """Collecting costs a run without a writer nothing."""
 
     def norms(chunks: Any) -> list[Tensor]:
         return [torch.stack([p.norm() for p in chunk.parameters()]) for chunk in chunks]
@@ -117,7 +117,7 @@ def bare_chunk(*_: Any, **__: Any) -> Any:
 
 class NoInput(torch.nn.Module):
     def sharded_state_dict(self) -> None:
-        """Only there."""
+        """Do nothing."""
 
 
 def without_input(*_: Any, **__: Any) -> Any:

@@ -23,7 +23,7 @@ EXPERTS = "--num-experts 4 --disable-bias-linear"
 
 
 def curve(words: str, ranks: int, save: Path) -> list[tuple[float, float]]:
-    """Losses and gradient norms of two steps."""
+    """Return the losses and gradient norms of two steps."""
     code, rows = train_on_ranks([*BASE, *words.split()], ranks=ranks, save=save)
     assert code == 0
     return [(row["lm loss"], row["grad_norm"]) for row in training_rows(rows)]
@@ -55,7 +55,7 @@ def test_recomputation_changes_nothing(
 
 
 def test_transformer_engines_mlp_with_biases_is_refused() -> None:
-    """Its biases, which are parameters, would be returned from what is recomputed."""
+    """The recomputed part would return its biases, which are parameters."""
     words = f"{SELECTIVE} mlp --transformer-impl transformer_engine".split()
     with pytest.raises(ConfigError) as caught:
         parse_args([*BASE, *words], world_size=1, device="cuda")

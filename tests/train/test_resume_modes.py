@@ -1,4 +1,4 @@
-"""``--resume-mode``: where a run goes on, and what is refused before any rank starts."""
+"""``--resume-mode`` decides where a run goes on, and refuses folders without checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
 
 
 def run(save: Path, words: str, ranks: int = 1) -> list[dict[str, Any]]:
-    """Rows of the training steps in the folder, after a run of at most four steps."""
+    """Run at most four steps, and return the rows of all training steps in the folder."""
     flags = [*TINY, *mock_data(), "--train-iters", "4", *words.split()]
     code, rows = train_on_ranks(flags, ranks=ranks, save=save)
     assert code == 0

@@ -36,7 +36,7 @@ def joined(batches: list[Batch]) -> Batch:
 
 
 def gradient(run: Run, batches: list[Batch]) -> Tensor:
-    """All gradients of a step in one vector."""
+    """Return all gradients of a step in one vector."""
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
     run.runner.forward_backward(batches, len(batches), forward_only=False)
@@ -44,7 +44,7 @@ def gradient(run: Run, batches: list[Batch]) -> Tensor:
 
 
 def compare(words: list[str], fits: Callable[[float], bool]) -> None:
-    """The relative difference between the gradients of two micro-batches and of one fits."""
+    """Check the relative difference between the gradients of two micro-batches and of one."""
     device = select()
     words = [*FLAGS, *words, "--nproc-per-node", "1"]
     config, tokenizer = preflight(parse_args(words, world_size=0, device=device.kind).config)

@@ -38,7 +38,7 @@ Rows = list[dict[str, Any]]
 def train(
     folder: Path, words: str, layout: str = "one", prepare: Callable[[Run], None] | None = None
 ) -> Rows:
-    """Rows of the training steps of a run on made-up data."""
+    """Return the rows of the training steps of a run on made-up data."""
     ranks, more = LAYOUTS[layout]
     flags = [*SAME_WEIGHTS, *mock_data(), "--eod-mask-loss", *words.split(), *more.split()]
     code, rows = train_on_ranks(flags, ranks=ranks, save=folder, prepare=prepare)
@@ -47,7 +47,7 @@ def train(
 
 
 def observe(run: Run, folder: Path, note: Callable[[bool], dict[str, Any]]) -> None:
-    """Write what is noted before and after each step, one file for each rank and step."""
+    """Write notes on each step, one file for each rank and step."""
     inner = run.runner.train
 
     def train(*arguments: Any) -> Any:
@@ -68,7 +68,7 @@ def parameters(run: Run) -> list[tuple[str, Tensor]]:
 
 
 def notes(folder: Path, step: int) -> list[dict[str, Any]]:
-    """What each rank noted at a step."""
+    """Return the notes of each rank on a step."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob(f"rank*_step{step}.json"))]
 
 
@@ -113,7 +113,7 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(
 def test_a_skipped_step_is_announced_once_when_it_happens(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Long before the next report, which comes after four iterations."""
+    """The next report comes after four iterations only."""
     spoil = partial(poison, rank=1, step=2, value=math.inf, folder=tmp_path)
     train(tmp_path / "save", "--train-iters 4 --log-interval 4", "dp2", spoil)
     lines = capfd.readouterr().out.splitlines()
@@ -124,7 +124,7 @@ def test_a_skipped_step_is_announced_once_when_it_happens(
 
 
 def dense_norm(run: Run, folder: Path) -> None:
-    """Note the norm of the whole gradient before the update, and of what the update applied."""
+    """Note the norms of the whole gradient and of the gradient that the update applied."""
     squares: list[float] = []
 
     def whole() -> None:
@@ -200,7 +200,7 @@ def digest_data(run: Run, folder: Path) -> None:
 def test_a_resumed_run_repeats_order_rate_and_loss(
     layout: str, loader: str, tmp_path: Path
 ) -> None:
-    """Also in the middle of an epoch, and with evaluations, which draw samples of their own."""
+    """The run breaks in the middle of an epoch; its evaluations draw samples of their own."""
     prefix = documents(tmp_path / "docs", 30)
     data = without(TINY, "--eval-iters", "--eval-interval", "--split")
     words = [*data, *NULL, "--data-path", prefix, "--split", "80,20,0", "--eod-mask-loss"]
@@ -250,7 +250,7 @@ def dense_loss(run: Run, folder: Path, flags: Sequence[str]) -> None:
 
 
 def test_validation_is_the_sum_over_all_targets(tmp_path: Path) -> None:
-    """Eleven samples or so in batches of 16 or 4: none is left out, and none counts twice."""
+    """About eleven samples in batches of 16 or 4: none is left out, and none counts twice."""
     prefix = documents(tmp_path / "docs", 40)
     tiny = without(
         SAME_WEIGHTS, "--split", "--eval-interval", "--micro-batch-size", "--global-batch-size"

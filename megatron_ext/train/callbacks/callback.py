@@ -1,4 +1,4 @@
-"""What can be done between the steps of a run: a callback, and what it may decide."""
+"""The callbacks between the steps of a run, and the decisions that they may take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Losses = Sequence[Mapping[str, float]]
 
 @dataclass
 class Decision:
-    """What follows from a step: whether to save a checkpoint, and whether the run ends.
+    """The consequences of a step: whether to save a checkpoint, and whether the run ends.
 
     Attributes:
         save: a checkpoint of this iteration is to be saved; a run that ends is always saved.
@@ -30,7 +30,7 @@ class Decision:
 
 
 class Callback:
-    """Something done between steps; a subclass overrides the moments that concern it.
+    """An action between steps; a subclass overrides the methods of the moments that concern it.
 
     All ranks call each method together, in the order of `loop.train`. A task names its own classes
     in `Task.callbacks`.

@@ -31,7 +31,7 @@ class Evaluation(Callback):
         self._callbacks = callbacks
 
     def after_step(self) -> None:
-        """Evaluate where the interval says so."""
+        """Evaluate after each multiple of the interval."""
         run = self.run
         if not (run.evaluates and due(run.progress.iteration, run.config.training.eval_interval)):
             return

@@ -20,7 +20,7 @@ class GarbageCollection(Callback):
             gc.collect()
 
     def after_step(self) -> None:
-        """Collect where the interval says so."""
+        """Collect after each multiple of the interval."""
         training = self.run.config.training
         if training.manual_gc and due(self.run.progress.iteration, training.manual_gc_interval):
             gc.collect()

@@ -134,7 +134,7 @@ def as_yaml(config: RunConfig) -> str:
 
 
 def write_configuration(config: RunConfig, folder: Path) -> None:
-    """Write the whole configuration to a save folder, in the place of that of an earlier start.
+    """Write the whole configuration to a save folder, where it replaces an earlier one.
 
     Raises:
         OSError: the folder cannot be written.
@@ -158,7 +158,7 @@ def implementation_line(config: RunConfig, optimizer: MegatronOptimizer | None) 
 
 
 def parameters_line(total: int, trained: int, largest: int) -> str:
-    """Tell the number of parameters, of which tied and copied ones count once."""
+    """Tell the number of parameters; a parameter with copies counts once."""
     share = "" if trained == total else f", {trained:,} of them trained"
     return f"parameters: {total:,}{share}; at most {largest:,} on one rank"
 

@@ -129,7 +129,7 @@ class SampleWhileTraining(Callback):
         self._root = Path(sample.sample_dir or Path(run.config.checkpoint.save or ".") / "samples")
 
     def after_step(self) -> None:
-        """Sample where the interval says so."""
+        """Sample after each multiple of the interval."""
         iteration = self.run.progress.iteration
         if self._sampler is not None and due(iteration, self._interval):
             self._sampler(self._root / f"iter_{iteration:07}")

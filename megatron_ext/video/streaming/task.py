@@ -45,7 +45,7 @@ class SampleWhileTraining(Callback):
         )
 
     def after_step(self) -> None:
-        """Sample where the interval says so."""
+        """Sample after each multiple of the interval."""
         iteration = self.run.progress.iteration
         if due(iteration, self._interval):
             with self._work.paused():

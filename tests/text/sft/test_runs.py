@@ -1,4 +1,4 @@
-"""Fine-tuning runs: packed, padded and by budget agree, in any layout, and resume in an epoch."""
+"""Fine-tuning with packed, padded and budgeted batches agrees, and resumes in an epoch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BATCHING = {"packed": 8, "padded": 12, "token-budget": 12}
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Flags of a tokenizer, conversations to train on and others to validate on."""
+    """Return flags of a tokenizer, of training and of validation conversations."""
     folder = tmp_path_factory.mktemp("sft")
     train = tiny.write_jsonl(folder / "train.jsonl", tiny.chats(COUNT, turns=2, words=3))
     valid = tiny.write_jsonl(folder / "valid.jsonl", tiny.chats(7, turns=2, words=3, seed=1))
@@ -69,7 +69,7 @@ MTP = "--mtp-num-layers 1"
 
 @pytest.fixture(scope="module")
 def padded(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Runs of two models on one rank with a conversation in each row."""
+    """Run two models on one rank with a conversation in each row."""
     words = f"{batching('padded')} --train-epochs 3"
     folder = tmp_path_factory.mktemp("padded")
     return {model: run(data, f"{model} {words}", folder / model) for model in ("", MTP)}
@@ -98,7 +98,7 @@ def test_packed_equals_padded(
     padded: dict[str, Any],
     tmp_path: Path,
 ) -> None:
-    """The sum of the loss over the same conversations, divided by the same count: 1e-5."""
+    """The loss over the same conversations, divided by the same count, agrees within 1e-5."""
     words = f"{model} {layout} {batching(kind)} --train-epochs 3"
     rows = run(data, words, tmp_path / "s", ranks)
     assert len(training_rows(rows)) == 3
@@ -149,7 +149,7 @@ STEPS, BREAK = 7, 4
 
 
 def final_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of the last checkpoint by name, optimizer included."""
+    """Return all tensors of the last checkpoint by name, optimizer included."""
     path = folder / f"iter_{STEPS:07d}"
     names = FileSystemReader(path).read_metadata().state_dict_metadata
     state = {
@@ -165,7 +165,7 @@ def final_weights(folder: Path) -> dict[str, Tensor]:
 def test_a_run_resumes_in_the_middle_of_an_epoch(
     kind: str, data: list[str], tmp_path: Path
 ) -> None:
-    """Three steps an epoch or more; bitwise the same after a stop."""
+    """An epoch has three steps or more; the weights after a stop agree bit for bit."""
     size = {"packed": 2, "token-budget": 4}[kind]
     words = f"--sft-batching {kind} --global-batch-size {size} --train-iters {STEPS}"
     whole = training_rows(run(data, words, tmp_path / "whole"))

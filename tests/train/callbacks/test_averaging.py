@@ -38,14 +38,14 @@ def _train(save: Path, *more: str, ranks: int = 1, steps: int = STEPS, **options
 
 
 def _stored(save: Path, iteration: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights and averages of a checkpoint, whole."""
+    """Return the whole weights and averages of a checkpoint."""
     everything = whole_tensors(save / f"iter_{iteration:07d}", save / "whole.pt")
     averages = {n[len("ema.") :]: t for n, t in everything.items() if n.startswith("ema.")}
     return {name: everything[name] for name in averages}, averages
 
 
 def _assert_closed_form(save: Path, steps: list[int]) -> None:
-    """The average at the last step follows from the weights at these."""
+    """Check that the average at the last step follows from the weights at the given steps."""
     weights = [_stored(save, step)[0] for step in steps]
     last, averages = len(steps) - 1, _stored(save, steps[-1])[1]
     assert averages
@@ -110,7 +110,7 @@ def test_an_average_every_other_step_is_resumed_bit_for_bit(tmp_path: Path) -> N
 
 
 def _compare_copies(run: Run) -> None:
-    """After each update, the averages of the tied embedding are the same on its stages."""
+    """Check after each update that the averages of the tied embedding agree on its stages."""
     ema = run.ema
     assert ema is not None
     update = ema.update
@@ -140,7 +140,7 @@ def test_tied_and_predicting_copies_of_the_embedding_stay_equal(tmp_path: Path) 
 
 
 def test_a_resumed_run_averages_bit_for_bit(tmp_path: Path) -> None:
-    """Whatever the format of the optimizer's own state; the other one is that of the next test."""
+    """The optimizer's state has one format here, and the other in the next test."""
     flags = [*EMA, "--bf16", "--save-interval", "3", "--ema-start", "2"]
     flags.append("--no-dist-ckpt-optim-fully-reshardable")
     whole = _train(tmp_path / "whole", *flags, ranks=2)
@@ -196,7 +196,7 @@ def _evaluations(rows: list[dict[str, Any]]) -> dict[str, float]:
 def test_evaluation_is_that_of_the_exported_average(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In the run, from its checkpoint, and from the weights that the tool exports."""
+    """The run, its checkpoint and the weights that the tool exports give the same loss."""
     flags = ["--eval-iters", "2", "--lr", "1e-2"]
     run, ours, theirs = tmp_path / "run", tmp_path / "ours", tmp_path / "theirs"
     inside = _evaluations(_train(run, *flags, *EMA, "--eval-ema", "--save-interval", "6", ranks=2))

@@ -57,7 +57,7 @@ KEEP = "--eval-iters 1 --train-iters 12 --save-interval 4 --keep-best 2 --keep-l
 def test_the_best_checkpoints_stay_and_those_they_supersede_go(
     layout: str, parts: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the run was broken; 2, 6 and 8 are gone, 10 is the best, 12 the newest."""
+    """A broken run does the same; 2, 6 and 8 are gone, 10 is the best, 12 the newest."""
     losses = {2: 5.0, 4: 3.0, 6: 4.0, 8: 6.0, 10: 2.0, 12: 7.0}
     start = 0
     for end in parts:

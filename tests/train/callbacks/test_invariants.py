@@ -1,4 +1,4 @@
-"""What ranks must share is compared, and a violation names the parameter and the ranks."""
+"""A violation of what ranks must share names the parameter and the ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def spoil_history(run: Run, name: str, rank: int) -> None:
 
 
 def message_of(words: str, ranks: int, change: Change, folder: Path) -> str:
-    """What the check says on some rank, after ``change`` has been made."""
+    """Return the message of the check on some rank, after ``change`` has been made."""
     flags = [*TINY, *mock_data(), "--train-iters", "1", *words.split()]
     flags = [*flags, "--nproc-per-node", str(ranks)]
     if "--tie" in flags:

@@ -1,4 +1,4 @@
-"""Reports: Megatron-LM's line to the character, files that survive kills and resumes."""
+"""Reports have Megatron-LM's line to the character, and files that survive kills."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_full_disk_is_warned_of_once_and_training_goes_on(
 def test_a_full_disk_of_tensorboard_prints_no_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its thread meets the error, and the next report tells of it."""
+    """TensorBoard's thread meets the error, and the next report tells of it."""
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     def full(*_: object) -> None:
@@ -112,7 +112,7 @@ def test_a_full_disk_of_tensorboard_prints_no_traceback(
 
 
 def test_the_metrics_file_has_whole_lines_after_a_full_disk(tmp_path: Path) -> None:
-    """What did not fit is written when there is space again."""
+    """A row that did not fit is written when there is space again."""
     metrics = MetricsFile(tmp_path, 0)
     metrics.on_iteration(_record(1))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -180,7 +180,7 @@ def test_a_resumed_run_rewrites_what_it_does_again(tmp_path: Path) -> None:
 
 
 def test_every_line_is_json_even_with_a_bad_norm(tmp_path: Path) -> None:
-    """Strict JSON, which knows no NaN; the file's reader, a resumed run and the plot know it."""
+    """Strict JSON knows no NaN; the file's reader, a resumed run and the plot do."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
