@@ -34,7 +34,7 @@ def _curves() -> dict[str, Any]:
 
 CURVES = _curves()
 OF_THE_PROGRAM = "llama_tp2"
-"""Is trained by the program as one starts it, the others by what it calls."""
+"""The run that is started as a program; the others call its functions."""
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ TENANTS: dict[str, set[str]] = {"text": set(), "video": set(), "inspect": {"text
 
 
 def _imports(path: Path) -> set[str]:
-    """Parts of this package that a file imports, at any depth of its code."""
+    """Return the folders of this package that a file imports, at any depth of its code."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = []

@@ -20,7 +20,7 @@ from tests.video.streaming.runs import write_prompts
 
 VOCABULARY = 127
 USUAL_PLACE = Path(tempfile.gettempdir()) / "megatron_ext_combinations_6"
-"""Its number changes when the inputs do."""
+"""The folder of the inputs; its number changes when they do."""
 
 
 def make(folder: Path = USUAL_PLACE) -> Path:

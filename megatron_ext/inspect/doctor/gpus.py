@@ -43,7 +43,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True)
 class Driver:
-    """What NVIDIA's driver shows.
+    """The answers of NVIDIA's driver.
 
     Attributes:
         finding: the state of the driver itself.
@@ -88,7 +88,7 @@ def ask_driver(here: ThisMachine) -> Driver:
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """What torch says about itself and its GPUs.
+    """The answers of torch about itself and its GPUs.
 
     Attributes:
         version: version of torch.
