@@ -37,7 +37,7 @@ class ConfigError(MegatronExtError):
 
 
 class DataError(MegatronExtError):
-    """Input data, an indexed dataset or a tokenizer that cannot be used."""
+    """Input data that cannot be used."""
 
 
 class CheckpointError(MegatronExtError):

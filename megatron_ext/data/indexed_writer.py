@@ -284,7 +284,7 @@ def narrow(ids: Array, dtype: np.dtype[Any]) -> Array:
             bad = low if low < bounds.min else high
             raise DataError(
                 f"Token id {bad} does not fit the dataset's {dtype.name} "
-                f"({bounds.min} to {bounds.max}); the tokenizer gives ids beyond its vocabulary "
-                "size, check --vocab-size."
+                f"({bounds.min} to {bounds.max}); ids go beyond the vocabulary size, check "
+                "--vocab-size."
             )
     return ids.astype(dtype, copy=False)

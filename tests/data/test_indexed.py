@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.data.indexed import check_indexed_dataset, id_range, optimal_dtype, read_index
+from megatron_ext.data.indexed import check_indexed_dataset, optimal_dtype, read_index
 from megatron_ext.errors import DataError
+from megatron_ext.text.data.inspect import id_range
 
 
 def core_dataset(prefix: Path, *, multimodal: bool = False) -> Path:

@@ -18,6 +18,7 @@ from megatron_ext.train.batch_size import StepStats
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
+    from megatron_ext.text.config import DataConfig
     from megatron_ext.text.tokenizers.base import Tokenizer
     from megatron_ext.train.run import Run
 
@@ -77,13 +78,12 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def read_blend(config: RunConfig) -> BlendSpec:
+def read_blend(data: DataConfig) -> BlendSpec:
     """Collect the dataset prefixes of a run from its flags.
 
     Raises:
         DataError: a list file that cannot be read, or a malformed blend.
     """
-    data = config.data
     if data.data_args_path is not None:
         words = _read_words("--data-args-path", data.data_args_path)
         return BlendSpec(_blend("--data-args-path", words), None)
@@ -104,7 +104,7 @@ def training_blend(config: RunConfig) -> BlendSpec:
     Raises:
         DataError: no dataset is given at all; also see `read_blend`.
     """
-    spec = read_blend(config)
+    spec = read_blend(config.data)
     if not spec.prefixes():
         raise DataError(
             "No training data is given; use `--data-path` PREFIX, `--train-data-path` PREFIX "

@@ -33,17 +33,17 @@ from torch.utils.data import Dataset
 
 from megatron_ext.data.indexed import (
     CODE_OF_DTYPE,
-    check_ids,
     check_indexed_dataset,
-    id_range,
     read_index,
 )
 from megatron_ext.device.host import this_host
 from megatron_ext.errors import DataError
 from megatron_ext.text.data.blend import SPLITS, BlendSpec, training_blend
+from megatron_ext.text.data.inspect import check_ids, id_range
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
+    from megatron_ext.text.config import DataConfig
     from megatron_ext.text.tokenizers.base import Tokenizer
 
 VOCABULARY_SAMPLE = 1 << 24
@@ -162,7 +162,7 @@ def check_inputs(
                 if size != 0 and (ratio > 0 or name == "train"):
                     _check_not_empty(prefix, bounds, name, config.data.split)
     _check_splits_of_their_own(spec, sizes)
-    _check_single_passes(config, spec, sizes)
+    _check_single_passes(config.data, config.model.seq_length or 1, spec, sizes)
     return digest.hexdigest()
 
 
@@ -216,9 +216,10 @@ def _check_splits_of_their_own(spec: BlendSpec, sizes: Sequence[int | None]) -> 
                 )
 
 
-def _check_single_passes(config: RunConfig, spec: BlendSpec, sizes: Sequence[int | None]) -> None:
+def _check_single_passes(
+    data: DataConfig, length: int, spec: BlendSpec, sizes: Sequence[int | None]
+) -> None:
     """Check that datasets without weights, which are read once, hold what is asked of them."""
-    length, split = config.model.seq_length or 1, config.data.split
     for index, (name, size) in enumerate(zip(SPLITS, sizes, strict=True)):
         prefixes, weights = (spec.per_split or [spec.blend] * len(sizes))[index] or ([], None)
         if weights is not None or len(prefixes) < 2 or size == 0:
@@ -226,8 +227,8 @@ def _check_single_passes(config: RunConfig, spec: BlendSpec, sizes: Sequence[int
         held = 0
         for prefix in prefixes:
             lengths = read_index(prefix).lengths
-            if spec.per_split is None and split is not None:
-                lengths = lengths[slice(*split_bounds(split, len(lengths))[index])]
+            if spec.per_split is None and data.split is not None:
+                lengths = lengths[slice(*split_bounds(data.split, len(lengths))[index])]
             tokens = int(lengths.sum())
             if 0 < tokens <= length:
                 raise DataError(
@@ -236,7 +237,7 @@ def _check_single_passes(config: RunConfig, spec: BlendSpec, sizes: Sequence[int
                     "a larger share."
                 )
             held += max(0, tokens - 1) // length
-        several = name == "valid" and config.data.multiple_validation_sets
+        several = name == "valid" and data.multiple_validation_sets
         if size is not None and held < size and not several:
             raise DataError(
                 f"The {name} split holds {held} samples, and datasets without weights are read "

@@ -1,4 +1,4 @@
-"""The report on an indexed dataset before training on it, and its checksums.
+"""Looking into an indexed dataset before training on it: its ids, a report, and its checksums.
 
 Checksums lie beside the dataset in a file that `sha256sum -c` reads.
 """
@@ -18,12 +18,12 @@ import numpy as np
 
 from megatron_ext.data.indexed import (
     SCAN_ITEMS,
+    Array,
     Index,
     IndexInfo,
     bin_path,
     byte_bar,
     check_indexed_dataset,
-    id_range,
     idx_path,
     read_index,
     readable,
@@ -35,6 +35,51 @@ _BAR = 40
 _SHOWN_CHARACTERS = 200
 _DIGEST_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 _DIGEST_BYTES = 1 << 22
+
+
+def check_ids(prefix: str, ids: Array | tuple[int, int] | None, vocab_size: int) -> None:
+    """Check that token ids lie in the vocabulary.
+
+    Args:
+        ids: some ids of the dataset, or the smallest and the largest; None where there are none.
+
+    Raises:
+        DataError: an id below 0, or beyond the vocabulary.
+    """
+    if ids is None or len(ids) == 0:
+        return
+    low, high = int(np.min(ids)), int(np.max(ids))
+    if low < 0 or high >= vocab_size:
+        raise DataError(
+            f"{prefix}.bin holds the token id {low if low < 0 else high}, but the vocabulary has "
+            f"{vocab_size} entries, from 0 on; use the tokenizer that the data was preprocessed "
+            "with."
+        )
+
+
+def id_range(
+    prefix: str | os.PathLike[str], max_tokens: int | None = None
+) -> tuple[int, int] | None:
+    """Return the smallest and the largest token id; None without a token.
+
+    Args:
+        max_tokens: stop after about this many tokens; None reads all of `.bin`, in pieces.
+    """
+    dtype = read_index(prefix).dtype
+    low, high = [], []
+    path = bin_path(prefix)
+    with (
+        readable(path),
+        open(path, "rb") as stream,
+        byte_bar("Reading ids", os.path.getsize(path)) as bar,
+    ):
+        while len(piece := np.fromfile(stream, dtype, SCAN_ITEMS)):
+            bar.update(piece.nbytes)
+            low.append(int(piece.min()))
+            high.append(int(piece.max()))
+            if max_tokens is not None and len(low) * SCAN_ITEMS >= max_tokens:
+                break
+    return (min(low), max(high)) if low else None
 
 
 @dataclass(frozen=True)

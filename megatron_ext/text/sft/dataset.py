@@ -28,7 +28,10 @@ from megatron_ext.text.sft.rows import Truncation, kept_tokens, lay_out, pad_id_
 from megatron_ext.text.sft.store import SftStore
 
 if TYPE_CHECKING:
+    from megatron_ext.config.model import ModelConfig
+    from megatron_ext.config.moe import MoEConfig
     from megatron_ext.config.run import RunConfig
+    from megatron_ext.text.config import DataConfig
     from megatron_ext.text.tokenizers.base import Tokenizer
 
 _SPLIT_SEED = 2
@@ -134,9 +137,8 @@ class SftDataset(Dataset[dict[str, Tensor]]):
         return store.source_of(number)
 
 
-def cost_model(config: RunConfig) -> CostModel:
+def cost_model(model: ModelConfig, moe: MoEConfig) -> CostModel:
     """Return the cost of the documents of a row, by the sizes of the model."""
-    model, moe = config.model, config.moe
     width = model.ffn_hidden_size or 0
     if moe.num_experts:
         expert_width = moe.moe_ffn_hidden_size or width
@@ -163,24 +165,17 @@ def plan_steps(config: RunConfig, lengths: Ints, *, seed: int | None) -> StepPla
     micro_batch_size, batch = config.training.batch_sizes
     replicas, capacity = config.parallel.data_parallel_size, config.model.seq_length
     assert capacity is not None
+    cost = cost_model(config.model, config.moe)
     epochs: Epochs
     if config.sft.sft_batching == "padded":
         epochs = PaddedEpochs(lengths.size, batch, replicas, micro_batch_size, seed)
     elif config.sft.sft_batching == "packed":
-        epochs = PackedEpochs(lengths, capacity, batch, replicas, cost_model(config), seed)
+        epochs = PackedEpochs(lengths, capacity, batch, replicas, cost, seed)
     else:
         # megatron-core's interleaved schedule takes whole groups of micro-batches only.
-        stages = config.parallel.pipeline_model_parallel_size
         interleaved = config.parallel.virtual_pipeline_model_parallel_size is not None
-        epochs = BudgetEpochs(
-            lengths,
-            capacity,
-            batch,
-            replicas,
-            cost_model(config),
-            seed,
-            multiple=stages if interleaved else 1,
-        )
+        group = config.parallel.pipeline_model_parallel_size if interleaved else 1
+        epochs = BudgetEpochs(lengths, capacity, batch, replicas, cost, seed, multiple=group)
     return StepPlan(
         epochs,
         micro_batch_size,
@@ -223,7 +218,8 @@ def build_splits(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
     data = config.data
     if data.data_path is not None:
         stores = open_stores("--data-path", data.data_path, config, chat)
-        members = _shares(config, sum(map(len, stores)))
+        assert data.split is not None
+        members = _shares(data.split, config.training.seed, sum(map(len, stores)))
         found = [split(stores, part, seed) for part, seed in zip(members, seeds, strict=True)]
     else:
         found = []
@@ -232,19 +228,17 @@ def build_splits(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
             stores = open_stores(f"--{name}-data-path", paths, config, chat)
             found.append(split(stores, np.arange(sum(map(len, stores))), seed))
     if found[0] is None and not config.training.skip_train:
-        raise _no_train(config)
+        raise _no_train(data)
     return Datasets(*found)
 
 
-def _shares(config: RunConfig, count: int) -> list[Ints]:
+def _shares(split: str, seed: int, count: int) -> list[Ints]:
     """Return the conversations of each split, out of all of them shuffled by the seed."""
-    assert config.data.split is not None
-    order = shuffled(count, config.training.seed, _SPLIT_SEED)
-    return [np.sort(order[a:b]) for a, b in split_bounds(config.data.split, count)]
+    order = shuffled(count, seed, _SPLIT_SEED)
+    return [np.sort(order[a:b]) for a, b in split_bounds(split, count)]
 
 
-def _no_train(config: RunConfig) -> Exception:
-    data = config.data
+def _no_train(data: DataConfig) -> Exception:
     if data.data_path is None and data.train_data_path is None:
         return ConfigError(
             "`--sft` needs conversations to train on; name files with `--data-path`, or with "

@@ -17,14 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.data.indexed import (
-    bin_path,
-    check_ids,
-    check_indexed_dataset,
-    id_range,
-    read_index,
-)
+from megatron_ext.data.indexed import bin_path, check_indexed_dataset, read_index
 from megatron_ext.errors import DataError
+from megatron_ext.text.data.inspect import check_ids, id_range
 
 FORMAT = 1
 _SUFFIX = "_sft_document"

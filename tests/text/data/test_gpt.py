@@ -46,7 +46,7 @@ def _dataset(prefix: str, cache: Path, samples: int | None = None) -> KeyedGPTDa
 
     config = _config("--data-path", prefix, "--data-cache-path", str(cache))
     tokenizer = build_tokenizer(config.tokenizer)
-    spec = read_blend(config)
+    spec = read_blend(config.data)
     files = check_inputs(config, spec, tokenizer, [1, 0, 0])
     core = dataset_config(config, spec, tokenizer, files)
     low = KeyedGPTDataset.build_low_level_dataset(prefix, core)
@@ -93,9 +93,9 @@ def test_an_empty_split_is_refused_only_when_it_is_asked_for(tmp_path: Path) -> 
     config = _config("--data-path", prefix)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, split="99,1,0"))
     tokenizer = build_tokenizer(config.tokenizer)
-    check_inputs(config, read_blend(config), tokenizer, [4, 0, 0])
+    check_inputs(config, read_blend(config.data), tokenizer, [4, 0, 0])
     with pytest.raises(DataError, match=r"The valid split of .*docs is empty under `--split` 99,1"):
-        check_inputs(config, read_blend(config), tokenizer, [4, 4, 0])
+        check_inputs(config, read_blend(config.data), tokenizer, [4, 4, 0])
 
 
 def test_splits_that_nothing_is_asked_of_are_left_out(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_datasets_without_weights_hold_what_is_asked_of_them(tmp_path: Path) -> 
 def _inputs(*words: str) -> tuple[Any, BlendSpec, Any]:
     config = _config("--data-path", *words)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, split="1,0,0"))
-    return config, read_blend(config), build_tokenizer(config.tokenizer)
+    return config, read_blend(config.data), build_tokenizer(config.tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -151,20 +151,23 @@ def _inputs(*words: str) -> tuple[Any, BlendSpec, Any]:
     ],
 )
 def test_blends_are_read_as_megatron_lm_reads_them(words: list[str], blend: Any) -> None:
-    assert read_blend(_config("--data-path", *words)) == BlendSpec(blend, None)
+    assert read_blend(_config("--data-path", *words).data) == BlendSpec(blend, None)
 
 
 def test_lists_from_files(tmp_path: Path) -> None:
     words = tmp_path / "words.txt"
     words.write_text("0.5 a\n0.5 b\n")
-    assert read_blend(_config("--data-args-path", str(words))).blend == (["a", "b"], [0.5, 0.5])
+    assert read_blend(_config("--data-args-path", str(words)).data).blend == (
+        ["a", "b"],
+        [0.5, 0.5],
+    )
     splits = tmp_path / "splits.json"
     splits.write_text('{"train": "a", "valid": ["b"], "test": ["c"]}')
-    per_split = read_blend(_config("--per-split-data-args-path", str(splits))).per_split
+    per_split = read_blend(_config("--per-split-data-args-path", str(splits)).data).per_split
     assert per_split == [(["a"], None), (["b"], None), (["c"], None)]
     splits.write_text("[1]")
     with pytest.raises(DataError, match="must be a JSON object with the keys train, valid"):
-        read_blend(_config("--per-split-data-args-path", str(splits)))
+        read_blend(_config("--per-split-data-args-path", str(splits)).data)
 
 
 def test_the_length_of_made_up_validation_data_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,6 +133,6 @@ def test_the_cost_is_that_of_the_model(folder: Path) -> None:
     config = config_of(folder, "--data-path", "f", "--make-vocab-size-divisible-by", "1")
     from megatron_ext.train.preflight import with_padded_vocabulary
 
-    model = cost_model(with_padded_vocabulary(config, 258))
+    model = cost_model(with_padded_vocabulary(config, 258).model, config.moe)
     linear, quadratic = 2 * (4 * 64 + 3 * 160) + 8 * 258, 2 * 2 * 4
     assert model.linear * quadratic == model.quadratic * linear
