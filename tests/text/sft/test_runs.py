@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from megatron_ext.errors import ConfigError, DataError, MegatronExtError
 from megatron_ext.text.sft.dataset import SftDataset, build_splits, prepare_sft
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.train.preflight import preflight
+from tests.host_syncs import READ, record_steps
 from tests.text.sft import tiny
 from tests.training_runs import train_on_ranks, training_rows
+from tools.parity import main as compare
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --swiglu "
@@ -278,3 +282,41 @@ def test_a_tokenizer_of_another_type_is_refused(data: list[str]) -> None:
     config = parse_args([*MODEL, *null, "--train-iters", "1"], world_size=0, device="cpu").config
     with pytest.raises(ConfigError, match=r"`--tokenizer-type` \(NullTokenizer\) has no chat"):
         preflight(config, prepare_sft)
+
+
+PACKED = "[--sft-batching token-budget]"
+LAYOUTS = f"mbs4,dp2,dp1{PACKED},cp2{PACKED},pp2dp2{PACKED},tp2sp{PACKED}"
+
+
+@pytest.mark.parametrize(
+    "reduction", ["token", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sample", "square"))]
+)
+def test_packing_changes_no_gradient(
+    reduction: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The truth is one conversation in each row on one rank; gradients agree within 1e-6."""
+    chats = tiny.write_jsonl(tmp_path / "chats.jsonl", tiny.chats(24, turns=2, words=3))
+    words = [
+        *MODEL,
+        *("--sft", "--data-path", str(chats), "--split", "90,10,0", "--sft-batching", "padded"),
+        *("--tokenizer-type", "HuggingFaceTokenizer", "--global-batch-size", "8"),
+        *("--tokenizer-model", str(tiny.save(tmp_path / "tokenizer"))),
+        *("--make-vocab-size-divisible-by", "192", "--mtp-num-layers", "1"),
+        *("--loss-reduction", reduction),
+    ]
+    limits = "--steps 1 --loss-tolerance 1e-6 --gradient-tolerance 1e-6".split()
+    code = compare(["--layouts", LAYOUTS, *limits, "--", *words])
+    assert code == 0, "".join(capfd.readouterr())
+
+
+@pytest.mark.slow
+def test_a_step_asks_its_device_for_the_update_before_it_alone(tmp_path: Path) -> None:
+    chats = tiny.write_jsonl(tmp_path / "train.jsonl", tiny.chats(12, turns=2, words=3))
+    tokenizer = str(tiny.save(tmp_path / "tokenizer"))
+    words = f"{batching('packed')} --train-epochs 3 --mtp-num-layers 1 --eval-iters 0".split()
+    words += ["--sft", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer]
+    flags = [*MODEL, *words, "--train-data-path", str(chats), "--log-interval", "9"]
+    note = tmp_path / "places.json"
+    code, _ = train_on_ranks(flags, save=tmp_path / "run", prepare=partial(record_steps, path=note))
+    assert code == 0
+    assert json.loads(note.read_text()) == [READ]
