@@ -5,21 +5,26 @@ from __future__ import annotations
 import random
 import runpy
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from megatron_ext.planning.hardware import size
+from megatron_ext.planning.report import NO_COST, print_plan
 from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
 from pretrain_gpt import GPT
+from tests.planning.measure import configuration
 from tests.text.cost.layouts import MODEL
 
 TOOL = Path(__file__).parents[2] / "tools" / "plan.py"
 
 TP2 = "--tensor-model-parallel-size 2 --nproc-per-node 2"
+CP8 = "--context-parallel-size 8 --nproc-per-node 8"
 PP4 = "--pipeline-model-parallel-size 4 --nproc-per-node 4"
 FULL = "--recompute-granularity full --recompute-method uniform"
+BALANCING = "--moe-router-load-balancing-type"
 SELECTIVE = "--recompute-granularity selective"
 
 SEPARATE = {
@@ -31,9 +36,7 @@ SEPARATE = {
     "--max-position-embeddings 64": "`--max-position-embeddings` (64)",
     "--num-experts 4 --moe-router-topk 5": "`--moe-router-topk` (5) must be between",
     "--num-experts 4 --moe-pad-expert-input-to-capacity": "`--moe-expert-capacity-factor`",
-    "--num-experts 4 --moe-router-load-balancing-type aux_loss seq_aux_loss": (
-        "`--moe-aux-loss-coeff` has 1 value(s)"
-    ),
+    f"--num-experts 4 {BALANCING} aux_loss seq_aux_loss": "`--moe-aux-loss-coeff` has 1 value",
     "--dry-run-nodes 0": "`--dry-run-nodes` (0) must be at least 1",
     "--dry-run-gpu V100": "`--dry-run-gpu` (V100) must be one of A100-40GB",
     "--num-query-groups 3": "divisible by `--num-query-groups` (3)",
@@ -49,16 +52,10 @@ DENSE = {
     "--hidden-size 66": "`--hidden-size` (66) must be divisible",
     f"--ffn-hidden-size 191 {TP2}": "`--ffn-hidden-size` (191) must be divisible by `--tensor-",
     f"--padded-vocab-size 513 {TP2}": "`--padded-vocab-size` (513) must be divisible",
-    "--context-parallel-size 8 --cp-comm-type a2a --nproc-per-node 8": (
-        "`--cp-comm-type a2a` needs the attention heads"
-    ),
-    "--seq-length 126 --context-parallel-size 4 --nproc-per-node 4": (
-        "`--seq-length` (126) must be divisible by 2 × `--context-parallel-size`"
-    ),
+    f"--cp-comm-type a2a {CP8}": "`--cp-comm-type a2a` needs the attention heads",
+    f"--seq-length 120 {CP8}": "`--seq-length` (120) must be divisible by 2 × `--context-parallel-",
     f"--decoder-first-pipeline-num-layers 2 {PP4}": "leaves 2 of 4 layers for 3 stages",
-    "--decoder-last-pipeline-num-layers 2": (
-        "`--decoder-last-pipeline-num-layers` (2) needs `--pipeline-model-parallel-size`"
-    ),
+    "--decoder-last-pipeline-num-layers 2": "(2) needs `--pipeline-model-parallel-size`",
     f"--decoder-first-pipeline-num-layers 1 --account-for-loss-in-pipeline-split {PP4}": (
         "does not go with `--account-for-embedding-in-pipeline-split`"
     ),
@@ -78,12 +75,8 @@ EXPERTS = {
     "--moe-router-enable-expert-bias": "needs `--moe-router-score-function sigmoid`",
     "--moe-router-num-groups 3 --moe-router-group-topk 1": "`--moe-router-num-groups` (3)",
     TP2: "needs `--sequence-parallel`",
-    "--add-bias-linear --moe-shared-expert-intermediate-size 64": (
-        "Experts with biases do not go with a shared expert"
-    ),
-    "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1": (
-        "`--moe-aux-loss-coeff` (0.1) must be 0"
-    ),
+    "--add-bias-linear --moe-shared-expert-intermediate-size 64": "Experts with biases do not",
+    f"{BALANCING} sinkhorn --moe-aux-loss-coeff 0.1": "`--moe-aux-loss-coeff` (0.1) must be 0",
     "--moe-apply-probs-on-input": "`--moe-apply-probs-on-input` needs",
 }
 FAULTS = SEPARATE | DENSE | {f"--num-experts 4 {flags}": said for flags, said in EXPERTS.items()}
@@ -116,13 +109,13 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(
         raise AssertionError("a rank was started")
 
     monkeypatch.setattr("megatron_ext.train.main.launch", refuse)
-    flags = "--pipeline-model-parallel-size 4 --nproc-per-node 4 --dry-run-nodes 2 --dry-run"
-    assert main(GPT, [*MODEL, *flags.split()]) == 0
+    flags = [*MODEL, *PP4.split(), "--dry-run-nodes", "2", "--dry-run"]
+    assert main(GPT, flags) == 0
     shown = capfd.readouterr().out
     assert "8 ranks (pp 4 × dp 2)" in shown
     assert "schedule 1f1b: bubble" in shown
     assert "estimated on" not in shown
-    assert main(GPT, [*MODEL, *flags.split(), "--dry-run-gpu", "H200"]) == 0
+    assert main(GPT, [*flags, "--dry-run-gpu", "H200"]) == 0
     assert "estimated on H200" in capfd.readouterr().out
 
 
@@ -138,64 +131,65 @@ def test_planning_flags_need_a_dry_run(capfd: pytest.CaptureFixture[str]) -> Non
     assert "`--dry-run-nodes` (2) needs `--dry-run`" in capfd.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def tool() -> Callable[[list[str]], int]:
-    return runpy.run_path(str(TOOL))["main"]  # type: ignore[no-any-return]
+@dataclass(frozen=True)
+class Tool:
+    """``tools/plan.py`` on the small model with further flags."""
+
+    run: Callable[[list[str]], int]
+    capfd: pytest.CaptureFixture[str]
+
+    def __call__(self, own: str, flags: str = "", code: int = 0) -> str:
+        """Return the words that it prints."""
+        assert self.run([*own.split(), "--", *MODEL, *flags.split()]) == code
+        return " ".join("".join(self.capfd.readouterr()).split())
 
 
-def test_the_tool_plans_for_many_gpus(
-    tool: Callable[[list[str]], int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def tool(capfd: pytest.CaptureFixture[str]) -> Tool:
+    return Tool(runpy.run_path(str(TOOL))["main"], capfd)
+
+
+def test_the_tool_plans_for_many_gpus(tool: Tool, tmp_path: Path) -> None:
     picture = tmp_path / "plan.png"
-    own = ["--world-size", "16", "--gpu", "H200", "--png", str(picture), "--"]
-    more = "--pipeline-model-parallel-size 4 --global-batch-size 32".split()
-    assert tool([*own, *MODEL, *more]) == 0
-    shown = capfd.readouterr().out
+    more = "--pipeline-model-parallel-size 4 --global-batch-size 32"
+    shown = tool(f"--world-size 16 --gpu H200 --png {picture}", more)
     assert "16 ranks (pp 4 × dp 4)" in shown
     assert "fits: " in shown
     for path in (picture, tmp_path / "plan_memory.png"):
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_plan_may_ask_for_layers_that_this_machine_lacks(
-    tool: Callable[[list[str]], int], capfd: pytest.CaptureFixture[str]
-) -> None:
-    eight = "--bf16 --fp8-format hybrid --fp8-recipe blockwise --num-attention-heads 4".split()
-    asked = ["--transformer-impl", "transformer_engine", *eight]
-    assert tool(["--world-size", "4", "--gpu", "H100", "--", *MODEL, *asked]) == 0
-    shown = capfd.readouterr().out
-    assert "Transformer Engine's layers priced as the torch layers" in " ".join(shown.split())
+def test_a_plan_may_ask_for_layers_that_this_machine_lacks(tool: Tool) -> None:
+    eight = "--bf16 --fp8-format hybrid --fp8-recipe blockwise --num-attention-heads 4"
+    shown = tool("--world-size 4 --gpu H100", f"--transformer-impl transformer_engine {eight}")
+    assert "Transformer Engine's layers priced as the torch layers" in shown
 
 
-def test_the_tool_searches(
-    tool: Callable[[list[str]], int], capfd: pytest.CaptureFixture[str]
-) -> None:
-    own = "--world-size 4 --search --count 3 --".split()
-    assert tool([*own, *MODEL, "--bf16"]) == 0
-    assert "layouts that fit" in capfd.readouterr().out
+def test_the_tool_searches(tool: Tool) -> None:
+    assert "layouts that fit" in tool("--world-size 4 --search --count 3", "--bf16")
 
 
-def test_recomputation_is_not_advised_beside_graphs(
-    tool: Callable[[list[str]], int], capfd: pytest.CaptureFixture[str]
-) -> None:
-    large = "--num-layers 64 --hidden-size 4096 --num-attention-heads 32 --seq-length 16384".split()
-    graphs = "--cuda-graph-impl local --max-position-embeddings 16384".split()
-    flags = [*MODEL, *large, *graphs, "--bf16", "--use-distributed-optimizer"]
-    flags += ["--global-batch-size", "128"]
-    assert tool(["--world-size", "64", "--gpu", "H200", "--", *flags]) == 1
-    assert "it would fit with full recomputation in place of" in capfd.readouterr().out
-    assert tool(["--world-size", "1", "--search", "--", *MODEL, *graphs]) == 0
-    assert not {"full", "selective"} & set(capfd.readouterr().out.split())
+def test_recomputation_is_not_advised_with_graphs(tool: Tool) -> None:
+    large = "--num-layers 64 --hidden-size 4096 --num-attention-heads 32 --seq-length 16384"
+    graphs = "--cuda-graph-impl local --max-position-embeddings 16384"
+    more = "--bf16 --use-distributed-optimizer --global-batch-size 128"
+    shown = tool("--world-size 64 --gpu H200", f"{large} {graphs} {more}", code=1)
+    assert "it would fit with full recomputation in place of" in shown
+    assert not {"full", "selective"} & set(tool("--world-size 1 --search", graphs).split())
 
 
-def test_the_tool_reports_errors(
-    tool: Callable[[list[str]], int], capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert tool(["--world-size", "3", "--", *MODEL, "--tensor-model-parallel-size", "2"]) == 2
-    assert "error: The number of ranks (3)" in capfd.readouterr().err
+def test_the_tool_reports_errors(tool: Tool) -> None:
+    shown = tool("--world-size 3", "--tensor-model-parallel-size 2", code=2)
+    assert "error: The number of ranks (3)" in shown
 
 
-def test_sizes_are_shown_in_units() -> None:
-    assert size(2.5e9) == "2.50 GB"
-    assert size(1234567) == "1.23 MB"
-    assert size(0) == "–"
+def test_a_task_without_a_cost_shows_its_schedule(capfd: pytest.CaptureFixture[str]) -> None:
+    config = configuration([*MODEL, *PP4.split()])
+    assert print_plan(config, None)
+    shown = " ".join(capfd.readouterr().out.split())
+    assert NO_COST in shown and "schedule 1f1b: bubble" in shown
+
+
+@pytest.mark.parametrize(("count", "text"), [(2.5e9, "2.50 GB"), (1234567, "1.23 MB"), (0, "–")])
+def test_sizes_are_shown_in_units(count: float, text: str) -> None:
+    assert size(count) == text

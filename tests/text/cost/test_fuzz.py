@@ -19,55 +19,38 @@ from megatron_ext.train.preflight import with_padded_vocabulary
 from tests.text.cost.layouts import MODEL
 
 NUMBERS = (0, 1, 2, 3, 4, 6, 8, 16, 64, 100, -1)
+NUMBERED = (
+    "tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size "
+    "expert-model-parallel-size expert-tensor-parallel-size num-attention-heads num-query-groups "
+    "kv-channels micro-batch-size num-virtual-stages-per-pipeline-rank "
+    "num-layers-per-virtual-pipeline-stage microbatch-group-size-per-virtual-pipeline-stage "
+    "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers num-experts "
+    "moe-router-topk moe-ffn-hidden-size moe-shared-expert-intermediate-size mtp-num-layers "
+    "recompute-num-layers lora-rank num-layers-at-start-in-bf16 ddp-num-buckets ddp-bucket-size "
+    "vocab-size padded-vocab-size make-vocab-size-divisible-by cross-entropy-chunk-size"
+).split()
 CHOICES: dict[str, tuple[object, ...]] = {
-    "--tensor-model-parallel-size": NUMBERS,
-    "--pipeline-model-parallel-size": NUMBERS,
-    "--context-parallel-size": NUMBERS,
-    "--expert-model-parallel-size": NUMBERS,
-    "--expert-tensor-parallel-size": NUMBERS,
+    **{f"--{name}": NUMBERS for name in NUMBERED},
     "--num-layers": (*NUMBERS, 12, 48),
     "--hidden-size": (*NUMBERS, 256, 1024),
-    "--num-attention-heads": NUMBERS,
-    "--num-query-groups": NUMBERS,
     "--ffn-hidden-size": (*NUMBERS, 1000),
-    "--kv-channels": NUMBERS,
     "--seq-length": (*NUMBERS, 4096),
     "--max-position-embeddings": (*NUMBERS, 4096),
-    "--micro-batch-size": NUMBERS,
     "--global-batch-size": (*NUMBERS, 256),
-    "--num-virtual-stages-per-pipeline-rank": NUMBERS,
-    "--num-layers-per-virtual-pipeline-stage": NUMBERS,
-    "--microbatch-group-size-per-virtual-pipeline-stage": NUMBERS,
-    "--decoder-first-pipeline-num-layers": NUMBERS,
-    "--decoder-last-pipeline-num-layers": NUMBERS,
     "--pipeline-model-parallel-layout": ("Et|tttL", "Ettt|tL", "E|tttt|L", "Et*4L", "", "x|y"),
     "--pipeline-schedule": ("1f1b", "gpipe", "zb-h1", "zb-v", "interleaved", "core-1f1b"),
-    "--num-experts": NUMBERS,
-    "--moe-router-topk": NUMBERS,
-    "--moe-ffn-hidden-size": NUMBERS,
     "--moe-layer-freq": ("[0,1]", "2", "[1]*4", "0", "[]", "([1]+[0])*2"),
-    "--moe-shared-expert-intermediate-size": NUMBERS,
     "--moe-token-dispatcher-type": ("allgather", "alltoall", "flex"),
-    "--mtp-num-layers": NUMBERS,
     "--recompute-granularity": ("full", "selective"),
     "--recompute-method": ("uniform", "block"),
-    "--recompute-num-layers": NUMBERS,
     "--recompute-modules": ("core_attn", "mlp", "moe", "layernorm"),
     "--cp-comm-type": ("p2p", "all_gather", "a2a", "a2a+p2p"),
-    "--lora-rank": NUMBERS,
     "--lora-target-modules": ("linear_qkv", "linear_fc1", "linear_kv"),
     "--fp8-format": ("e4m3", "hybrid"),
     "--fp8-recipe": ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"),
-    "--num-layers-at-start-in-bf16": NUMBERS,
-    "--ddp-num-buckets": NUMBERS,
-    "--ddp-bucket-size": NUMBERS,
     "--ema-decay": (0, 0.5, 1, 2),
-    "--vocab-size": NUMBERS,
-    "--padded-vocab-size": NUMBERS,
-    "--make-vocab-size-divisible-by": NUMBERS,
     "--optimizer": ("adam", "sgd"),
     "--cross-entropy-impl": ("chunked", "eager", "core"),
-    "--cross-entropy-chunk-size": NUMBERS,
     "--normalization": ("LayerNorm", "RMSNorm"),
     "--position-embedding-type": ("rope", "learned_absolute", "none"),
     "--hidden-dropout": (0, 0.5, 1, -1),
@@ -86,7 +69,7 @@ CASUALTIES = (AssertionError, LookupError, ArithmeticError, TypeError, Attribute
 
 
 def words_of(seed: int) -> list[str]:
-    """Up to six random flags on top of a good run; later ones take the place of earlier ones."""
+    """Return up to six random flags after those of a good run, whose place they take."""
     draw = random.Random(seed)
     words = list(MODEL)
     for name in draw.sample(sorted(CHOICES), draw.randint(1, 4)):
@@ -95,7 +78,7 @@ def words_of(seed: int) -> list[str]:
 
 
 def outcome(seed: int) -> str:
-    """``plan`` or ``errors``; anything else is a traceback."""
+    """Return ``plan`` or ``errors``; anything else is a traceback."""
     draw = random.Random(-seed)
     world = draw.choice((1, 2, 4, 8, 12, 64))
     device, gpu = draw.choice(("cpu", "cuda")), draw.choice(sorted(GPUS))
