@@ -1,6 +1,7 @@
-"""Floating-point operations of an MMDiT.
+"""Floating-point operations of the video networks, as the log counts them.
 
-Floating-point operations of a video DiT.
+Only matrix products count. Attention counts in full where it is bidirectional, and else the keys
+that each query sees; recomputation does not count.
 """
 
 from __future__ import annotations
@@ -19,14 +20,10 @@ from megatron_ext.video.model.wan.model import VideoDiT
 
 
 def flops_of_clip(sizes: MMDiTSizes, num_text: int, num_image: int) -> float:
-    """Of one clip through the model, forward and backward.
-
-    Matrix products only; attention is bidirectional and counts in full; recomputation does not
-    count.
+    """Return the operations of one clip through an MMDiT, forward and backward.
 
     Args:
-        sizes: of the model.
-        num_text, num_image: tokens.
+        num_text, num_image: tokens of the clip.
     """
     h, m = sizes.hidden_size, sizes.mlp_size
     tokens = num_text + num_image
@@ -52,16 +49,12 @@ def flops_of_frames(
     num_frames: int,
     tokens_per_frame: int,
 ) -> float:
-    """Of one clip through the model, all frames at once, forward and backward.
-
-    Matrix products only; of attention those that the window leaves; recomputation does not count.
+    """Return the operations of one clip through a video DiT, forward and backward.
 
     Args:
-        sizes: of the model.
         window: which frames see which, None for all.
         num_text: text tokens.
-        num_frames: t, whole blocks with a window.
-        tokens_per_frame: N.
+        num_frames: latent frames, which are whole blocks with a window.
     """
     frames = range(num_frames)
     seen = [
@@ -81,14 +74,13 @@ def flops_of_pass(
     first_frame: int = 0,
     **others: Any,
 ) -> float:
-    """Of a pass without gradient through the whole model, on all its model-parallel ranks together.
+    """Return the operations of a pass without gradient on all model-parallel ranks together.
 
-    Matrix products only; attention counts the keys that are seen. What the cache knows of the text
-    is not computed again, and not counted.
+    What the cache knows of the text is not computed again, and not counted.
 
     Args:
-        model: any rank's part of it.
-        x, timesteps, text, cache, first_frame, others: as of `VideoDiT.forward`.
+        model: any rank's part of the network.
+        x, timesteps, text, cache, first_frame, others: see `VideoDiT.forward`.
     """
     batch, frames, _, height, width = x.shape
     per_frame = height * width // model.sizes.patch_size**2
@@ -108,7 +100,7 @@ def flops_of_pass(
 def _frames_seen(
     window: FrameWindow | None, new: range, present: Set[int]
 ) -> Iterable[tuple[int, int]]:
-    """Frames that attend and frames that they see, of those that are there, for each block."""
+    """Return for each block how many frames attend, and how many present frames they see."""
     if window is None:
         return [(len(new), len(new))]
     return [
@@ -125,13 +117,12 @@ def flops_of_sample(
     num_times: int,
     embeds_text: bool = True,
 ) -> float:
-    """Of one sample in a pass without gradient.
+    """Return the operations of one sample through a video DiT in a pass without gradient.
 
     Args:
-        sizes: of the model.
         attended: tokens that attend and tokens that they see, for each stretch of frames.
         num_text: tokens of the text.
-        num_times: timesteps, one or one for each frame.
+        num_times: timesteps: one, or one for each frame.
         embeds_text: keys and values of the text are computed.
     """
     h, pairs = sizes.hidden_size, list(attended)
