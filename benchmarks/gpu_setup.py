@@ -22,6 +22,7 @@ from megatron_ext.device import select
 from megatron_ext.device.gpus import peak_flops
 from megatron_ext.device.rates import has_fp8, matrix_rate
 from megatron_ext.errors import MegatronExtError
+from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
@@ -184,7 +185,10 @@ def config_of(flags: Sequence[str], device: torch.device) -> tuple[RunConfig, To
     Raises:
         ConfigError: it cannot be run here.
     """
-    config, tokenizer = preflight(parse_args(list(flags), world_size=1, device=device.type).config)
+    config, tokenizer = preflight(
+        parse_args(list(flags), TEXT, TEXT, TEXT, TEXT, world_size=1, device=device.type).config,
+        GPT.preflight,
+    )
     model = dataclasses.replace(config.model, perform_initialization=False)
     return dataclasses.replace(config, model=model), tokenizer
 

@@ -51,10 +51,10 @@ from benchmarks.gpu_setup import (
 from benchmarks.targets import FP8_OVER_BF16, MFU, Target, verdict
 from megatron_ext.parallel.context import ParallelContext, seed_everything
 from megatron_ext.text.cost.flops import flops_per_sample
+from megatron_ext.text.task import GPT
 from megatron_ext.train.loop import train
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
-from pretrain_gpt import GPT
 
 IMPLEMENTATIONS = {"torch": "torch", "te": "transformer_engine"}
 FP8 = ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe")

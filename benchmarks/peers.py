@@ -24,9 +24,9 @@ from benchmarks.gpu_setup import Llama, config_of, draw_weights, version_of
 from benchmarks.torch_llama import EPSILON, THETA, TorchLlama, token_loss
 from megatron_ext.data.batch import Batch
 from megatron_ext.parallel.context import ParallelContext, seed_everything
+from megatron_ext.text.task import GPT
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
-from pretrain_gpt import GPT
 
 LEARNING_RATE = 1e-5
 CLIP = 1.0

@@ -31,13 +31,13 @@ from megatron_ext.config.parser import parse_args
 from megatron_ext.device import select
 from megatron_ext.parallel.context import init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
+from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.loop import train
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.reporting.build import Reporters
 from megatron_ext.train.reporting.files import MetricsFile
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
-from pretrain_gpt import GPT
 
 FLAGS = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --swiglu --normalization RMSNorm "
@@ -111,7 +111,8 @@ def measure(rounds: int, steps: int) -> tuple[list[float], list[float]]:
     """Return step times in milliseconds of alternating blocks: ours, bare."""
     device = select()
     config, tokenizer = preflight(
-        parse_args(FLAGS.split(), world_size=1, device=device.kind).config
+        parse_args(FLAGS.split(), TEXT, TEXT, world_size=1, device=device.kind).config,
+        GPT.preflight,
     )
     ours: list[float] = []
     bare: list[float] = []

@@ -50,9 +50,8 @@ from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
 from megatron_ext.video.config.mmdit import SIZES
-from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from megatron_ext.video.data.preprocess import main as preprocess
-from pretrain_video import FLOW
+from megatron_ext.video.task import FLOW, VIDEO
 
 FLAGS = (
     "--micro-batch-size 1 --global-batch-size 4 --train-iters 1 --lr-warmup-iters 0 "
@@ -156,7 +155,7 @@ def measure(size: str, precision: str, replicas: int, latents: Path) -> dict[str
     words += ["--nproc-per-node", str(replicas)]
     words += ["--bf16"] if precision == "bf16" else []
     device = select()
-    parsed = parse_args(words, world_size=0, device=device.kind, defaults=VIDEO_DEFAULTS)
+    parsed = parse_args(words, VIDEO, VIDEO, world_size=0, device=device.kind)
     with redirect_stdout(None):
         config, tokenizer = preflight(parsed.config, FLOW.preflight)
     with tempfile.TemporaryDirectory() as name:

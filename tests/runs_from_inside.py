@@ -10,19 +10,19 @@ from megatron_ext.config.parser import parse_args
 from megatron_ext.data.batch import Batch
 from megatron_ext.device import select
 from megatron_ext.parallel.context import ParallelContext, seed_everything
+from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.callbacks.averaging import WeightAverage
 from megatron_ext.train.metrics import IntervalMetrics
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
-from pretrain_gpt import GPT
 
 
 def build(flags: Sequence[str], context: ParallelContext) -> Run:
     """Build the run on this rank."""
     kind = select().kind
-    parsed = parse_args(list(flags), world_size=context.layout.world_size, device=kind)
-    config, tokenizer = preflight(parsed.config)
+    parsed = parse_args(list(flags), TEXT, TEXT, world_size=context.layout.world_size, device=kind)
+    config, tokenizer = preflight(parsed.config, GPT.preflight)
     seed_everything(context, config.training.seed)
     return build_run(config, GPT, context, torch.device(kind), tokenizer)
 

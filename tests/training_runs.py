@@ -16,13 +16,13 @@ from megatron_ext.config.parser import parse_args
 from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.device import select
+from megatron_ext.text.task import TEXT
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import pretrain, stored_config
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.reporting.files import plot_metrics, read_metrics
 from megatron_ext.train.run import Run
-from megatron_ext.train.task import TaskOrChoice, choose, sections_of
-from pretrain_gpt import task_of
+from megatron_ext.train.task import Task, TaskChoice, check_step_flags
 
 REFERENCE = Path(
     os.environ.get(
@@ -63,10 +63,9 @@ def train_on_ranks(
     *,
     ranks: int = 1,
     save: Path,
-    task: TaskOrChoice = task_of,
+    task: Task | TaskChoice = TEXT,
     defaults: Mapping[str, Any] | None = None,
     prepare: Callable[[Run], None] | None = None,
-    sections: Sequence[type] = (),
 ) -> tuple[int, list[dict[str, Any]]]:
     """Train on forked ranks; return the exit code and the rows of ``metrics.jsonl``."""
     _load_matplotlib()
@@ -74,15 +73,16 @@ def train_on_ranks(
     words = [*flags, "--nproc-per-node", str(ranks), "--save", str(save)]
     parsed = parse_args(
         words,
+        TEXT,
+        task,
         world_size=0,
         device=device.kind,
-        checkpoint_config=stored_config(words),
+        checkpoint_config=stored_config(words, task),
         defaults=defaults,
-        sections=sections_of(task, sections),
-    ).config
-    chosen = choose(task, parsed)
-    config, tokenizer = preflight(parsed, chosen.preflight)
-    run = partial(pretrain, chosen, config, device=device, tokenizer=tokenizer, prepare=prepare)
+    )
+    check_step_flags(parsed.task, parsed.config)
+    config, assets = preflight(parsed.config, parsed.task.preflight)
+    run = partial(pretrain, parsed.task, config, device=device, assets=assets, prepare=prepare)
     code = fork_ranks(run, ranks)
     return code, read_metrics(save / "metrics.jsonl")
 

@@ -23,7 +23,6 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,8 @@ from megatron_ext.errors import end_on_interrupt, run_program
 
 if __name__ == "__main__":
     end_on_interrupt()
+
+from collections.abc import Sequence
 
 from megatron_ext.checkpoint.conversion import PRECISIONS
 from megatron_ext.checkpoint.stored import read_run_config

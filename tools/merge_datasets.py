@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -14,6 +13,9 @@ from megatron_ext.errors import end_on_interrupt, run_program
 
 if __name__ == "__main__":
     end_on_interrupt()
+
+
+from collections.abc import Sequence
 
 from megatron_ext.data.indexed import bin_path, idx_path
 from megatron_ext.data.indexed_writer import merge_indexed

@@ -18,7 +18,6 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,6 +27,9 @@ from megatron_ext.errors import end_on_interrupt, run_program
 
 if __name__ == "__main__":
     end_on_interrupt()
+
+
+from collections.abc import Sequence
 
 from rich.console import Console
 

@@ -20,9 +20,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,10 +31,8 @@ from megatron_ext.errors import end_on_interrupt, run_program
 if __name__ == "__main__":
     end_on_interrupt()
 
-import pretrain_gpt
-import pretrain_video
 from megatron_ext.config.flags import COUNT, SIZE
-from megatron_ext.config.parser import parse_args
+from megatron_ext.config.parser import ParsedArgs, parse_args
 from megatron_ext.config.reporting import GPU_NAMES
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import Gpu
@@ -47,8 +44,12 @@ from megatron_ext.planning.network import TaskCost
 from megatron_ext.planning.picture import save
 from megatron_ext.planning.report import console, search_table, show
 from megatron_ext.planning.search import search
-from megatron_ext.train.main import cost_of, silence_known_warnings
-from megatron_ext.train.preflight import preflight, with_vocabulary
+from megatron_ext.text.preflight import with_tokenizer
+from megatron_ext.text.task import TEXT
+from megatron_ext.train.main import silence_known_warnings
+from megatron_ext.train.preflight import preflight
+from megatron_ext.train.task import TaskChoice
+from megatron_ext.video.task import VIDEO
 
 
 def main(argv: Sequence[str]) -> int:
@@ -91,8 +92,11 @@ def read(words: Sequence[str], world_size: int, gpu: str) -> tuple[RunConfig, Ta
     Raises:
         ConfigError: with one sentence for every error.
     """
-    config = with_vocabulary(parsed(words, world_size, gpu, {}))
-    return config, cost_of(pretrain_gpt.task_of(config), config)
+    found = parsed(words, TEXT, world_size, gpu)
+    config: RunConfig = found.config
+    if not config.model.padded_vocab_size:
+        config, _ = with_tokenizer(config)
+    return config, found.task.cost
 
 
 def read_video(
@@ -103,21 +107,18 @@ def read_video(
     Raises:
         ConfigError, DataError: with one sentence for every error.
     """
-    config = parsed(words, world_size, gpu, pretrain_video.defaults_of(words))
-    task = pretrain_video.task_of(config)
-    config, _ = preflight(config, task.preflight)
-    return config, cost_of(task, config)
+    found = parsed(words, VIDEO, world_size, gpu)
+    config, _ = preflight(found.config, found.task.preflight)
+    return config, found.task.cost
 
 
-def parsed(
-    words: Sequence[str], world_size: int, gpu: str, defaults: Mapping[str, Any]
-) -> RunConfig:
+def parsed(words: Sequence[str], program: TaskChoice, world_size: int, gpu: str) -> ParsedArgs:
     """Return the run of some flags as a plan, which may ask for what this machine lacks."""
-    planned = {**defaults, "dry_run": True, "dry_run_gpu": gpu}
-    found = parse_args(words, world_size=world_size, device="cuda", defaults=planned)
+    planned = {"dry_run": True, "dry_run_gpu": gpu}
+    found = parse_args(words, program, world_size=world_size, device="cuda", defaults=planned)
     for note in found.notes:
         print(f"> {note}")
-    return found.config
+    return found
 
 
 def refuse_for_video(args: argparse.Namespace) -> None:
@@ -149,7 +150,7 @@ def plan(config: RunConfig, gpu: Gpu, cost: TaskCost | None, png: Path | None) -
 def propose(config: RunConfig, world_size: int, gpu: Gpu, cost: TaskCost | None, count: int) -> int:
     """Print the best layouts."""
     assert cost is not None
-    found = search(config, world_size, gpu, cost, count=count)
+    found = search(config, TEXT.choose(config), world_size, gpu, cost, count=count)
     console().print(search_table(found))
     return 0 if found.best else 1
 

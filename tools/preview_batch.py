@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,6 +25,9 @@ from megatron_ext.errors import end_on_interrupt, run_program
 
 if __name__ == "__main__":
     end_on_interrupt()
+
+
+from collections.abc import Sequence
 
 from rich.console import Console
 

@@ -18,7 +18,6 @@ jsonl as ``--sample-prompts`` may switch captions more often: ``{"text": "a cat"
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -27,6 +26,9 @@ from megatron_ext.errors import end_on_interrupt, run_program
 
 if __name__ == "__main__":
     end_on_interrupt()
+
+
+from collections.abc import Sequence
 
 from megatron_ext.video.sampling.tool import sample_video
 from megatron_ext.video.streaming.tool import sample_streaming

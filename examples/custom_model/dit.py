@@ -29,19 +29,17 @@ from megatron_ext.config.flags import changed
 from megatron_ext.errors import ConfigError
 from megatron_ext.train.batch_size import StepStats
 from megatron_ext.train.main import main
-from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH, MMDiTSizes
-from megatron_ext.video.config.rules import VIDEO_DEFAULTS
+from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH, MMDiTConfig, MMDiTSizes
 from megatron_ext.video.data.step_loader import video_step_stats
 from megatron_ext.video.model.mmdit.inputs import timestep_sinusoid
 from megatron_ext.video.model.mmdit.options import stage_blocks
 from megatron_ext.video.model.modulation import modulated, start_at_zero
 from megatron_ext.video.model.rotary import rotary_table, rotate
-from pretrain_video import FLOW
+from megatron_ext.video.task import FLOW
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
     from megatron_ext.parallel.context import ParallelContext
-    from megatron_ext.text.tokenizers.base import Tokenizer
     from megatron_ext.train.run import Run
 
 
@@ -161,13 +159,13 @@ def build_chunk(
 ) -> DiT:
     """Build one pipeline chunk; the first holds the embedding, the last the output."""
     placement = context.placement
-    sizes = config.mmdit.sizes(config.model)
+    sizes = config.section(MMDiTConfig).sizes(config.model)
     dealt = stage_blocks(sizes, placement.num_stages, double_block_cost=1.0)
     blocks = dealt[placement.stage_of(context.pp_rank, vp_stage or 0)]
     return DiT(transformer_config, sizes, blocks, pre_process, post_process)
 
 
-def prepare(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
+def prepare(config: RunConfig) -> tuple[RunConfig, None]:
     """Refuse, before any rank starts, what this model does not do; then read the clips.
 
     Raises:
@@ -188,7 +186,7 @@ def prepare(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
         )
     if errors:
         raise ConfigError(errors)
-    return FLOW.preflight(config, tokenizer)
+    return FLOW.preflight(config)
 
 
 def step_stats(run: Run, num_microbatches: int) -> StepStats:
@@ -197,7 +195,7 @@ def step_stats(run: Run, num_microbatches: int) -> StepStats:
     Each weight and token takes 6 operations; a block has 12 h^2 weights. The scores of n tokens,
     and their product with the values, take 2 n^2 h multiplications.
     """
-    source, sizes = run.train_source, run.config.mmdit.sizes(run.config.model)
+    source, sizes = run.train_source, run.config.section(MMDiTConfig).sizes(run.config.model)
     lengths = [x.num_tokens for x in source.video_plan.sequences(source.coming)]
     h = sizes.hidden_size
     flops = sum(6.0 * sizes.num_blocks * n * (12 * h + 2 * n) * h for n in lengths)
@@ -207,4 +205,4 @@ def step_stats(run: Run, num_microbatches: int) -> StepStats:
 TASK = dataclasses.replace(FLOW, model_chunk=build_chunk, step_stats=step_stats, preflight=prepare)
 
 if __name__ == "__main__":
-    sys.exit(main(TASK, sys.argv[1:], defaults=VIDEO_DEFAULTS))
+    sys.exit(main(TASK, sys.argv[1:]))

@@ -12,7 +12,6 @@ GPT's own code, so that every flag of pretrain_gpt.py works: layouts, ``--mtp-nu
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,11 +24,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import pretrain_gpt
 from megatron_ext.config.flags import flag
 from megatron_ext.losses.custom import TokenLoss, TokenLossConfig
 from megatron_ext.losses.vocabulary import VocabularyHead
 from megatron_ext.text.model.gpt import GPTModel, build_gpt_chunk
+from megatron_ext.text.task import TEXT
 from megatron_ext.train.main import main
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
     from megatron_ext.config.run import RunConfig
     from megatron_ext.parallel.context import ParallelContext
-    from megatron_ext.train.task import Task
 
 
 @dataclass(frozen=True)
@@ -98,15 +96,11 @@ class CeilingLossConfig(TokenLossConfig):
     ceiling: float = 12.0
 
 
-SECTIONS = (CapFlags,)
-DEFAULTS = {"loss": f"{Path(__file__).resolve()}:CeilingLossConfig"}
-
-
-def task_of(config: RunConfig) -> Task:
-    """Return GPT's task, or the one of fine-tuning, with this model in it."""
-    task = pretrain_gpt.task_of(config)
-    return dataclasses.replace(task, model_chunk=build_chunk, sections=SECTIONS)
-
+TASK = TEXT.with_sections(CapFlags).replace(
+    model_chunk=build_chunk,
+    defaults={"loss": f"{Path(__file__).resolve()}:CeilingLossConfig"},
+)
+"""The tasks of pretrain_gpt.py, each with this model, its flag and its loss."""
 
 if __name__ == "__main__":
-    sys.exit(main(task_of, sys.argv[1:], defaults=DEFAULTS, sections=SECTIONS))
+    sys.exit(main(TASK, sys.argv[1:]))

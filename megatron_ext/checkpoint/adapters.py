@@ -186,7 +186,7 @@ class FrozenBase:
         A run of several networks leaves their frozen weights out: the checkpoint would be as large
         as that of a run that trains them.
         """
-        if config.lora.lora_rank is None or not config.video.streams:
+        if config.lora.lora_rank is None or not config.lora.saves_adapters_only:
             return None
         return cls.drawn(config.training.seed)
 

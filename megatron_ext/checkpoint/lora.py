@@ -25,6 +25,7 @@ from megatron_ext.checkpoint.state import CRITIC
 from megatron_ext.checkpoint.stored import CheckpointRef, choose, stored_progress
 from megatron_ext.checkpoint.unpickling import read_tensors
 from megatron_ext.config.checkpoint import CheckpointConfig
+from megatron_ext.config.finalize import derived
 from megatron_ext.config.lora import DEFAULT_ALPHA, LoraConfig
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
@@ -140,7 +141,7 @@ def _on_one_rank(
         no_load_rng=True,
     )
     alone = dataclasses.replace(stored, parallel=ParallelConfig(), checkpoint=checkpoint)
-    return alone.resolved(1, device.kind)
+    return derived(alone, 1, device.kind)
 
 
 def _build(config: RunConfig, context: ParallelContext, build: ModelChunk, device: Any) -> Any:

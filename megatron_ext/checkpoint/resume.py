@@ -7,7 +7,6 @@ model computes without a word.
 
 from __future__ import annotations
 
-import dataclasses
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from megatron_ext.config.checkpoint import CheckpointConfig
 from megatron_ext.config.flags import IfChanged, if_changed
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.run import RunConfig
-from megatron_ext.config.sections import section_name
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.grid import Layout
 
@@ -155,12 +153,8 @@ def changes(config: RunConfig, stored: Mapping[str, Any]) -> Iterator[Change]:
 
 def _sections(config: RunConfig) -> Iterator[tuple[str, type]]:
     """Yield name and class of each section of a run, the task's own included."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield field.name, type(value)
-    for own in config.own:
-        yield section_name(type(own)), type(own)
+    for name, section in config.by_name().items():
+        yield name, type(section)
 
 
 def check_changes(

@@ -11,11 +11,13 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from megatron_ext.errors import ConfigError
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
 
 NumberT = TypeVar("NumberT", int, float)
 
@@ -157,6 +159,11 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def derived(default: Any = None) -> Any:
+    """Declare a field of a task's section that is no flag: something else decides its value."""
+    return dataclasses.field(default=default, metadata={"derived": True})
+
+
 @dataclass(frozen=True)
 class Flag:
     """One flag as the parser and ``--help`` see it.
@@ -215,7 +222,7 @@ def _flag_of(section: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
         negative = (*meta["negative"], f"--no-{dashed}")
     default = field.default
     if default is dataclasses.MISSING:
-        default = typing.cast(Any, field.default_factory)()
+        default = typing.cast("Any", field.default_factory)()
     return Flag(
         section=section,
         field=field.name,
@@ -295,7 +302,7 @@ def changed(run: Any, sections: Sequence[str], only: Collection[str] | None = No
     """
     return [
         spelling_of(section, field)
-        for section in (getattr(run, name) for name in sections)
+        for section in (run.by_name()[name] for name in sections)
         for field in changed_fields(section)
         if only is None or field in only
     ]

@@ -6,10 +6,7 @@ Flags of Megatron-LM 0.16.1 that are known and refused: why, and what to use ins
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
+from typing import Any
 
 RENAMED: dict[str, tuple[str, ...]] = {
     "--use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
@@ -86,7 +83,9 @@ OF_ENGINE = {
 }
 """Field of a flag that only Transformer Engine's layers follow -> what happens without them."""
 
-NEEDS: tuple[tuple[str, str, Callable[[RunConfig], bool]], ...] = (
+Need = tuple[str, str, Callable[[Any], bool]]
+
+NEEDS: tuple[Need, ...] = (
     (
         "rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor "
         "use_rope_scaling",
@@ -133,7 +132,6 @@ NEEDS: tuple[tuple[str, str, Callable[[RunConfig], bool]], ...] = (
         "--lr-decay-style WSD",
         lambda run: run.optimizer.lr_decay_style == "WSD",
     ),
-    ("data_sharding", "--dataloader-type cyclic", lambda run: run.data.dataloader_type == "cyclic"),
 )
 """Fields of flags, the flag without which they do nothing, and whether a run has it."""
 

@@ -223,7 +223,11 @@ class ModelConfig:
     )
     variable_seq_lengths: bool = False
     blocks_dealt_by_cost: bool = False
-    """Of a video model: any number of stages, and a length that the data decides."""
+    """The task's model has blocks of its own: any number of stages, a length that data decides."""
+    unpadded_vocab_size: int | None = None
+    """Entries of the vocabulary before padding; None of a model without one."""
+    document_masks: bool = False
+    """Attention stops where documents end, so that every stage needs the ids of the tokens."""
 
     @property
     def gated(self) -> bool:

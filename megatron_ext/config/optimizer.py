@@ -21,7 +21,6 @@ from megatron_ext.config.flags import (
     Range,
     flag,
 )
-from megatron_ext.config.training import TrainingConfig
 
 DECAY = Range(0, 100)
 OVERLAP = "communication on a CPU does not run beside computation"
@@ -122,21 +121,6 @@ class OptimizerConfig:
     )
     usual_warmup_iters: int = 0
 
-    def with_warmup(self, training: TrainingConfig) -> OptimizerConfig:
-        """Settle the warm-up of a run whose length is known in steps, where none is given.
-
-        The usual one is shortened to a tenth of a decay that has no room for it.
-        """
-        usual, decay = self.usual_warmup_iters, self.lr_decay_iters or training.train_iters
-        if self.lr_warmup_iters is not None:
-            return self
-        if self.lr_warmup_fraction is not None or not usual:
-            return dataclasses.replace(self, lr_warmup_iters=0)
-        if decay is None:
-            return self  # epochs are not counted in steps yet
-        warmup = usual if usual < decay else decay // 10
-        return dataclasses.replace(self, lr_warmup_iters=warmup)
-
     def warmup_notes(self) -> list[str]:
         """Say that the usual warm-up was shortened; for runs that give none."""
         usual, warmup = self.usual_warmup_iters, self.lr_warmup_iters
@@ -146,141 +130,6 @@ class OptimizerConfig:
             f"The usual warm-up of {usual} steps is shortened to {warmup}, a tenth of the learning "
             "rate's decay; `--lr-warmup-iters` decides otherwise."
         ]
-
-    def resolved(self, device: str, training: TrainingConfig) -> OptimizerConfig:
-        """With warm-up and weight decay settled, and without what a CPU cannot do."""
-        changes: dict[str, object] = {}
-        if self.weight_decay_incr_style == "constant":
-            # Others are refused.
-            for name in ("start_weight_decay", "end_weight_decay"):
-                if getattr(self, name) is None:
-                    changes[name] = self.weight_decay
-        if device == "cpu":
-            changes.update(
-                overlap_grad_reduce=False,
-                overlap_param_gather=False,
-                ddp_average_in_collective=False,
-            )
-        return dataclasses.replace(self.with_warmup(training), **changes)  # type: ignore[arg-type]
-
-    def errors(self, training: TrainingConfig) -> list[str]:
-        """What cannot be run, one sentence each."""
-        found = [
-            *self._rate_errors(training),
-            *self._decoupled_errors(),
-            *self._decay_errors(),
-            *self._unit_errors(training),
-        ]
-        if self.overlap_param_gather and not self.use_distributed_optimizer:
-            found.append("`--overlap-param-gather` needs `--use-distributed-optimizer`; give both.")
-        if self.overlap_param_gather and not self.overlap_grad_reduce:
-            found.append("`--overlap-param-gather` needs `--overlap-grad-reduce`; give both.")
-        if self.optimizer == "sgd" and self.use_distributed_optimizer:
-            found.append(
-                "`--optimizer sgd` does not go with `--use-distributed-optimizer`, which keeps "
-                "Adam's state only; leave the latter out."
-            )
-        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
-            found.append(
-                "`--override-opt-param-scheduler` and `--use-checkpoint-opt-param-scheduler` "
-                "exclude each other; give one."
-            )
-        if self.ddp_bucket_size is not None and self.ddp_num_buckets is not None:
-            found.append(
-                "`--ddp-bucket-size` and `--ddp-num-buckets` exclude each other; give one."
-            )
-        return found
-
-    def _decoupled_errors(self) -> list[str]:
-        if self.decoupled_lr is None:
-            if self.decoupled_min_lr is None:
-                return []
-            return [
-                f"`--decoupled-min-lr` ({self.decoupled_min_lr}) needs `--decoupled-lr`; give both."
-            ]
-        own = self.decoupled_min_lr is not None
-        name = "--decoupled-min-lr" if own else "--min-lr"
-        smallest = self.decoupled_min_lr if own else self.min_lr
-        if (smallest or 0.0) <= self.decoupled_lr:
-            return []
-        return [
-            f"`--decoupled-lr` ({self.decoupled_lr}) must be at least `{name}` ({smallest}); give "
-            "a smaller `--decoupled-min-lr`."
-        ]
-
-    def _decay_errors(self) -> list[str]:
-        start, end = self.start_weight_decay, self.end_weight_decay
-        if self.weight_decay_incr_style == "constant":
-            return [
-                f"`--{name}-weight-decay` ({value}) needs `--weight-decay-incr-style` linear or "
-                "cosine; give one, or `--weight-decay` alone."
-                for name, value in (("start", start), ("end", end))
-                if value not in (None, self.weight_decay)
-            ]
-        if start is None or end is None:
-            return [
-                f"`--weight-decay-incr-style` ({self.weight_decay_incr_style}) needs "
-                "`--start-weight-decay` and `--end-weight-decay`; give both."
-            ]
-        if end < start:
-            return [
-                f"`--end-weight-decay` ({end}) must be at least `--start-weight-decay` ({start}), "
-                "since it only grows; swap them, or use `--weight-decay` alone."
-            ]
-        return []
-
-    def _rate_errors(self, training: TrainingConfig) -> list[str]:
-        if training.skip_train:
-            return []
-        if self.lr is None:
-            return ["`--lr` is missing; give the learning rate."]
-        found = []
-        if self.min_lr > self.lr:
-            found.append(
-                f"`--min-lr` ({self.min_lr}) must be between 0 and `--lr` ({self.lr}); use "
-                f"{self.lr / 10:g}."
-            )
-        if self.lr_warmup_init > self.lr:
-            found.append(
-                f"`--lr-warmup-init` ({self.lr_warmup_init}) must be at most `--lr` ({self.lr})."
-            )
-        return found
-
-    def _unit_errors(self, training: TrainingConfig) -> list[str]:
-        """Lengths of the schedule in another unit than that of the run, or that do not fit."""
-        by_samples = training.train_samples is not None
-        wrong = ("iters", "samples") if by_samples else ("samples", "iters")
-        found = []
-        for phase in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-            if getattr(self, f"{phase}_{wrong[0]}"):
-                name = phase.replace("_", "-")
-                found.append(
-                    f"`--{name}-{wrong[0]}` does not go with `--train-{wrong[1]}`; use "
-                    f"`--{name}-{wrong[1]}`."
-                )
-        warmup = self.lr_warmup_samples if by_samples else self.lr_warmup_iters or 0
-        total = training.train_samples if by_samples else training.train_iters
-        decay = (self.lr_decay_samples if by_samples else self.lr_decay_iters) or total or 0
-        if self.lr_warmup_fraction is not None and warmup:
-            found.append(
-                f"`--lr-warmup-fraction` ({self.lr_warmup_fraction}) and "
-                f"`--lr-warmup-{wrong[1]}` ({warmup}) exclude each other; give one."
-            )
-        if decay and warmup >= decay:
-            found.append(
-                f"`--lr-warmup-{wrong[1]}` ({warmup}) must be less than the length of the decay "
-                f"({decay}); use {decay // 10}."
-            )
-        wsd = self.lr_wsd_decay_samples if by_samples else self.lr_wsd_decay_iters
-        if self.lr_decay_style == "WSD" and wsd is None:
-            found.append(
-                f"`--lr-decay-style WSD` needs `--lr-wsd-decay-{wrong[1]}`; use {decay // 10}."
-            )
-        return found
-
-
-STREAMING_START = 200
-"""First averaged step of LongLive (arXiv:2509.22622)."""
 
 
 @dataclass(frozen=True)
@@ -310,32 +159,12 @@ class EmaConfig:
     for_sampling: bool = False
     """A run that only samples, with the averaged weights."""
 
-    def resolved(self, *, streams: bool) -> EmaConfig:
-        """With the first step, where there is an average."""
+    def resolved(self) -> EmaConfig:
+        """Return the section with the first averaged step, where there is an average."""
         if not self.ema_decay or self.ema_start is not None:
             return self
-        return dataclasses.replace(self, ema_start=STREAMING_START if streams else 1)
+        return dataclasses.replace(self, ema_start=1)
 
     def keeps_average(self, *, trains: bool) -> bool:
         """Whether the run holds averaged weights: to go on with, or only to evaluate."""
         return bool(self.ema_decay) if trains else self.eval_ema or self.for_sampling
-
-    def errors(self, training: TrainingConfig) -> list[str]:
-        """What cannot be run, one sentence each."""
-        found = []
-        if not self.ema_decay and self.ema_start not in (None, 1):
-            found.append(
-                f"`--ema-start` ({self.ema_start}) needs `--ema-decay`; give one such as 0.9999."
-            )
-        every = self.ema_update_every
-        if every > 1 and not self.ema_decay:
-            found.append(
-                f"`--ema-update-every` ({every}) needs `--ema-decay`; give one such as 0.9999."
-            )
-        if self.eval_ema and not self.keeps_average(trains=not training.skip_train):
-            found.append("`--eval-ema` needs `--ema-decay`; give one such as 0.9999.")
-        if self.eval_ema and not training.evaluates:
-            found.append(
-                "`--eval-ema` needs evaluation, but `--eval-iters` is 0; give a number of batches."
-            )
-        return found

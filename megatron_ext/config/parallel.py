@@ -1,51 +1,22 @@
-"""How the ranks are shared out.
-
-Whether the ranks can be shared out; used by the configuration and by the rank grid.
-"""
+"""How the ranks are shared out."""
 
 from __future__ import annotations
 
-import dataclasses
-import os
 from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron_ext.config.flags import PROCESSES, SIZE, IfChanged, Range, flag
-from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.pipeline import SCHEDULES, default_schedule, stage_errors, virtual_size
 
-
-def rank_errors(
-    world_size: int, *, tensor: int, pipeline: int, context: int, expert: int, expert_tensor: int
-) -> list[str]:
-    """What keeps a number of ranks from being laid out, one sentence each."""
-    sizes = {
-        "--tensor-model-parallel-size": tensor,
-        "--pipeline-model-parallel-size": pipeline,
-        "--context-parallel-size": context,
-        "--expert-model-parallel-size": expert,
-        "--expert-tensor-parallel-size": expert_tensor,
-        "--world-size": world_size,
-    }
-    found = [
-        f"`{name}` ({value}) must be at least 1." for name, value in sizes.items() if value < 1
-    ]
-    if found:
-        return found
-    products = {
-        "tensor × pipeline × context": tensor * pipeline * context,
-        "expert-tensor × expert × pipeline": expert_tensor * expert * pipeline,
-    }
-    refused: set[int] = set()
-    for what, size in products.items():
-        if world_size % size and size not in refused:
-            refused.add(size)
-            found.append(
-                f"The number of ranks ({world_size}) must be divisible by {what} parallel size "
-                f"({size}); start {-(-world_size // size) * size} ranks, or lower one of the "
-                "sizes."
-            )
-    return found
+SCHEDULES = (
+    "no-pipelining",
+    "1f1b",
+    "interleaved",
+    "zb-h1",
+    "zb-v",
+    "core-no-pipelining",
+    "core-1f1b",
+    "core-interleaved",
+)
 
 
 @dataclass(frozen=True)
@@ -131,96 +102,3 @@ class ParallelConfig:
     virtual_pipeline_model_parallel_size: int | None = None
     world_size: int = 1
     data_parallel_size: int = 1
-
-    def resolved(self, model: ModelConfig, world_size: int) -> ParallelConfig:
-        """With the derived sizes filled in."""
-        chunks = virtual_size(self, model)
-        return dataclasses.replace(
-            self,
-            sequence_parallel=self.sequence_parallel and self.tensor_model_parallel_size > 1,
-            virtual_pipeline_model_parallel_size=chunks,
-            pipeline_schedule=self.pipeline_schedule
-            or default_schedule(self.pipeline_model_parallel_size, chunks),
-            world_size=world_size,
-            data_parallel_size=max(
-                1,
-                world_size
-                // max(
-                    1,
-                    self.tensor_model_parallel_size
-                    * self.pipeline_model_parallel_size
-                    * self.context_parallel_size,
-                ),
-            ),
-        )
-
-    def errors(self, model: ModelConfig) -> list[str]:
-        """What cannot be run, one sentence each."""
-        expert_tensor = self.expert_tensor_parallel_size
-        found = rank_errors(
-            self.world_size,
-            tensor=self.tensor_model_parallel_size,
-            pipeline=self.pipeline_model_parallel_size,
-            context=self.context_parallel_size,
-            expert=self.expert_model_parallel_size,
-            expert_tensor=expert_tensor or self.tensor_model_parallel_size,
-        )
-        if not found:
-            found.extend(self._mapping_errors())
-        found.extend(stage_errors(self, model))
-        found.extend(self._share_errors(model))
-        layers = 1 if model.blocks_dealt_by_cost else model.num_layers
-        if len(self.cp_comm_type) not in (1, layers):
-            found.append(
-                f"`--cp-comm-type` has {len(self.cp_comm_type)} values, but must have one for all "
-                f"layers or one for each of the {layers}."
-            )
-        started = int(os.environ.get("WORLD_SIZE", "0"))
-        if started and self.nproc_per_node > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
-            found.append(
-                f"`--nproc-per-node` ({self.nproc_per_node}) is for a run without torchrun, which "
-                f"has started {started} ranks; give it to torchrun instead."
-            )
-        return found
-
-    def _mapping_errors(self) -> list[str]:
-        """Replicas that megatron-core's groups cannot number after the stages."""
-        tp, cp = self.tensor_model_parallel_size, self.context_parallel_size
-        etp = self.expert_tensor_parallel_size or tp
-        ep = self.expert_model_parallel_size
-        staged = self.use_tp_pp_dp_mapping and self.pipeline_model_parallel_size > 1
-        if not staged or tp * cp == etp * ep:
-            return []
-        return [
-            "`--use-tp-pp-dp-mapping` with pipeline stages needs as many replicas of the experts "
-            f"as of the other layers, but tensor × context parallel size is {tp} × {cp} and "
-            f"expert-tensor × expert parallel size is {etp} × {ep}, also in a model without "
-            "experts; leave the flag out, or make the products equal."
-        ]
-
-    def _share_errors(self, model: ModelConfig) -> list[str]:
-        """Heads and sequences that the ranks cannot share."""
-        found = []
-        tp, cp = max(1, self.tensor_model_parallel_size), max(1, self.context_parallel_size)
-        for name, heads in (
-            ("--num-attention-heads", model.num_attention_heads),
-            ("--num-query-groups", model.num_query_groups),
-        ):
-            if heads and heads % tp:
-                found.append(
-                    f"`{name}` ({heads}) must be divisible by `--tensor-model-parallel-size` "
-                    f"({tp}); use {-(-heads // tp) * tp}."
-                )
-        length = model.seq_length or 0
-        if cp > 1 and length % (2 * cp):
-            found.append(
-                f"`--seq-length` ({length}) must be divisible by 2 × `--context-parallel-size` "
-                f"(2 × {cp} = {2 * cp}); use {-(-length // (2 * cp)) * 2 * cp}."
-            )
-        if self.sequence_parallel and length % (tp * cp):
-            found.append(
-                f"`--seq-length` ({length}) must be divisible by tensor × context parallel size "
-                f"({tp} × {cp} = {tp * cp}) with `--sequence-parallel`; use "
-                f"{-(-length // (tp * cp)) * tp * cp}."
-            )
-        return found

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.config.checkpoint import model_of
+from megatron_ext.config.finalize import finalize
 from megatron_ext.config.flags import Flag, flags_of
 from megatron_ext.config.megatron_flags import (
     ALWAYS_ON,
@@ -23,9 +23,10 @@ from megatron_ext.config.megatron_flags import (
     OF_ENGINE,
     RENAMED,
     UNSUPPORTED,
+    Need,
 )
-from megatron_ext.config.run import RunConfig
-from megatron_ext.config.sections import OWN_FLAGS, check_sections, named
+from megatron_ext.config.run import LeftOut, Program, RunConfig, TaskFlags, engine_sections
+from megatron_ext.config.sections import OWN_FLAGS, check_sections, named, print_help
 from megatron_ext.errors import ConfigError
 
 
@@ -35,12 +36,14 @@ class ParsedArgs:
 
     Attributes:
         config: the resolved configuration.
+        task: what the flags choose of the program's tasks.
         notes: one line for each flag that has no effect or an old name.
         print_config: the user asked for the resolved configuration instead of a run.
     """
 
     config: RunConfig
     notes: list[str]
+    task: Any
     print_config: bool = False
 
 
@@ -55,25 +58,33 @@ class _Reading:
     config_files: list[str] = field(default_factory=list)
     print_config: bool = False
     no_position_embedding: bool = False
+    elsewhere: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    settled: list[tuple[str, str, Flag, Any]] = field(default_factory=list)
 
     def put(self, flag: Flag, value: Any) -> None:
         self.values.setdefault(flag.section, {})[flag.field] = value
         self.given.append(flag)
 
 
-def _sections(own: Sequence[type] = ()) -> dict[str, Any]:
-    """Return the sections of a configuration by name, the user's own last."""
-    found: dict[str, Any] = {
-        section.name: section.default_factory
-        for section in dataclasses.fields(RunConfig)
-        if dataclasses.is_dataclass(section.default_factory)
-    }
-    return found | named(own)
+def sections_of(program: Program) -> dict[str, type]:
+    """Return the sections that a program knows by name, the task's last."""
+    return engine_sections() | named(program.sections)
 
 
-def all_flags(own: Sequence[type] = ()) -> list[Flag]:
-    """Every supported flag, by section; those of the user's own sections come last."""
-    return [flag for name, kind in _sections(own).items() for flag in flags_of(name, kind)]
+def all_flags(program: Program) -> list[Flag]:
+    """Return every flag of a program, by section; those of its task come last."""
+    return [
+        flag
+        for name, kind in sections_of(program).items()
+        for flag in flags_of(name, kind)
+        if not _is_left_out(program, name, flag.field)
+    ]
+
+
+def _is_left_out(program: Program | TaskFlags, section: str, field: str) -> bool:
+    left_out = program.left_out.get(section, {})
+    return "*" in left_out or field in left_out
 
 
 def spellings(flags: Sequence[Flag]) -> dict[str, tuple[Flag, bool]]:
@@ -91,67 +102,102 @@ def _canonical(name: str) -> str:
 
 def parse_args(
     argv: Sequence[str],
+    program: Program,
     *,
     world_size: int,
     device: str,
     checkpoint_config: Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
-    sections: Sequence[type] = (),
+    elsewhere: Mapping[str, Sequence[type]] | None = None,
 ) -> ParsedArgs:
     """Understand a command line.
 
     Args:
         argv: the words after the program's name.
+        program: the task, or the tasks of which the flags choose one.
         world_size: ranks that torchrun started; 0 lets ``--nproc-per-node`` decide.
         device: ``"cuda"`` or ``"cpu"``.
         checkpoint_config: the stored configuration whose model, and whose values of the user's
             own flags, are to be used (``--use-checkpoint-args``); the command line wins over it.
-        defaults: values of fields in the place of their own defaults.
-        sections: the user's own, see `config.sections`.
+        defaults: values of fields in the place of the task's defaults and of their own.
+        elsewhere: sections of other programs by the programs' names, for users who mistake them.
 
     Raises:
         ConfigError: with one sentence for every error.
         SystemExit: after ``--help``.
     """
-    check_sections(sections, _sections())
+    check_sections(program.sections, engine_sections())
     if "--help" in argv or "-h" in argv:
-        from megatron_ext.config.sections import print_help
-
-        print_help(all_flags(sections))
+        print_help(all_flags(program))
         raise SystemExit(0)
-    reading = read_words(argv, sections)
-    layers = [_by_section(defaults or {}, sections)]
-    layers += [_read_yaml(path, reading, sections) for path in reading.config_files]
-    if checkpoint_config is not None:
-        asked = {k: v for x in (*layers, reading.values) for k, v in x.get("video", {}).items()}
-        layers.append(model_of(checkpoint_config, asked))
-        layers.append({name: checkpoint_config.get(name, {}) for name in named(sections)})
+    reading = read_words(argv, program, elsewhere)
+    given = [_read_yaml(path, reading, program) for path in reading.config_files]
+    given.append(reading.values)
+    try:
+        # The flags choose the task, whose defaults stand below them.
+        asked = _joined(given)
+        task = program.choose(RunConfig.from_dict(asked, program.sections))
+        layers = [_by_section(task.defaults, program), _by_section(defaults or {}, program)]
+        if checkpoint_config is not None:
+            bare = RunConfig.from_dict(_joined([*layers, asked]), program.sections)
+            layers.append(dict(task.stored_model(checkpoint_config, bare)))
+        values = _joined([*layers, *given])
+        _settle_old_spellings(values, reading)
+        bare = RunConfig.from_dict(values, program.sections)
+        config = finalize(bare, task, world_size, device)
+    except ConfigError as error:
+        raise ConfigError([*reading.errors, *error.messages]) from None
+    reading.errors += _left_out_errors(reading, config)
+    reading.errors += [
+        f"`{flag.shown}` has no effect here: {_reason(task.left_out, flag)}; leave it out."
+        for flag in all_flags(program)
+        if _is_left_out(task, flag.section, flag.field)
+        and asked.get(flag.section, {}).get(flag.field, flag.default)
+        not in (flag.default, task.defaults.get(flag.field, flag.default))
+    ]
+    if reading.errors:
+        raise ConfigError(reading.errors)
+    notes = [
+        *reading.notes,
+        *_inert(reading, config, getattr(task, "needs", ())),
+        *(() if "lr_warmup_iters" in values["optimizer"] else config.optimizer.warmup_notes()),
+    ]
+    return ParsedArgs(config, notes, task, reading.print_config)
+
+
+def _joined(layers: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return values by section, of which later layers win."""
     values: dict[str, dict[str, Any]] = {}
-    for layer in [*layers, reading.values]:
+    for layer in layers:
         for section, entries in layer.items():
             values.setdefault(section, {}).update(entries)
+    return values
+
+
+def _settle_old_spellings(values: dict[str, dict[str, Any]], reading: _Reading) -> None:
+    """Let flags that speak of another flag have their effect."""
     precision = values.get("precision", {})
     if "bf16" in precision or precision.get("fp16"):
         precision["bf16_on_gpu"] = False
     if reading.no_position_embedding:
         _no_position_embedding(values.get("model", {}), reading)
-    try:
-        config = RunConfig.from_dict(values, sections).finalize(world_size, device)
-    except ConfigError as error:
-        raise ConfigError([*reading.errors, *error.messages]) from None
-    if reading.errors:
-        raise ConfigError(reading.errors)
-    notes = [
-        *reading.notes,
-        *_inert(reading, config),
-        *(() if "lr_warmup_iters" in values["optimizer"] else config.optimizer.warmup_notes()),
-    ]
-    return ParsedArgs(config, notes, reading.print_config)
 
 
-def read_words(argv: Sequence[str], sections: Sequence[type] = ()) -> _Reading:
+def read_words(
+    argv: Sequence[str], program: Program, elsewhere: Mapping[str, Sequence[type]] | None = None
+) -> _Reading:
     """Turn words into values of fields, collecting errors on the way."""
-    reading, table = _Reading(), spellings(all_flags(sections))
+    reading, table = _Reading(), spellings(all_flags(program))
+    reading.elsewhere = {
+        name: program_name
+        for program_name, kinds in (elsewhere or {}).items()
+        for name in spellings([flag for kind in kinds for flag in flags_of("", kind)])
+    }
+    reading.left_out = {
+        name: _reason(program.left_out, flag)
+        for flag in _left_out_flags(program).values()
+        for name in spellings([flag])
+    }
     words = _expand_old_spellings(_split_equals(argv), reading)
     position = 0
     while position < len(words):
@@ -212,6 +258,14 @@ def _read_flag(
     elif name in UNSUPPORTED or name.replace("--no-", "--", 1) in UNSUPPORTED:
         reason = UNSUPPORTED.get(name) or UNSUPPORTED[name.replace("--no-", "--", 1)]
         reading.errors.append(f"`{word}` is known from Megatron-LM but refused here: {reason}.")
+    elif name in reading.elsewhere:
+        reading.errors.append(
+            f"`{word}` is a flag of {reading.elsewhere[name]}, not of this program; leave it out."
+        )
+    elif name in reading.left_out:
+        reading.errors.append(
+            f"`{word}` has no effect here: {reading.left_out[name]}; leave it out."
+        )
     else:
         near = difflib.get_close_matches(name, known_names(table), n=3, cutoff=0.6)
         advice = f"did you mean {' or '.join(f'`{x}`' for x in near)}?" if near else "see --help."
@@ -268,8 +322,8 @@ def _convert(flag: Flag, text: str) -> Any:
     return flag.type(text)
 
 
-def _read_yaml(path: str, reading: _Reading, own: Sequence[type] = ()) -> dict[str, dict[str, Any]]:
-    """Sections of a file whose entries may be nested by section or flat."""
+def _read_yaml(path: str, reading: _Reading, program: Program) -> dict[str, dict[str, Any]]:
+    """Return the sections of a file whose entries may be nested by section or flat."""
     import yaml
 
     try:
@@ -280,7 +334,8 @@ def _read_yaml(path: str, reading: _Reading, own: Sequence[type] = ()) -> dict[s
     if not isinstance(content, dict):
         reading.errors.append(f"`--config` ({path}) must hold names and values.")
         return {}
-    fields = {flag.field: flag for flag in all_flags(own)}
+    fields = {flag.field: flag for flag in all_flags(program)}
+    left_out = _left_out_flags(program)
     sections: dict[str, dict[str, Any]] = {}
     flat = {}
     for key, value in content.items():
@@ -297,11 +352,46 @@ def _read_yaml(path: str, reading: _Reading, own: Sequence[type] = ()) -> dict[s
                 reading.errors += error.messages
                 continue
             sections.setdefault(fields[name].section, {})[name] = read
-        elif name not in _derived():
+        elif name in left_out:
+            reading.settled.append((path, str(key), left_out[name], value))
+        elif name not in _derived(program):
             near = difflib.get_close_matches(name, list(fields), n=2)
             advice = f"did you mean {' or '.join(near)}?" if near else "see --help."
             reading.errors.append(f"`{key}` in {path} is not a flag of this program; {advice}")
     return sections
+
+
+def _reason(left_out: LeftOut, flag: Flag) -> str:
+    """Return why a flag is left out."""
+    fields = left_out[flag.section]
+    return fields.get(flag.field) or fields["*"]
+
+
+def _left_out_flags(program: Program) -> dict[str, Flag]:
+    """Return the engine's flags that the program does not know, by field."""
+    return {
+        flag.field: flag
+        for section, kind in engine_sections().items()
+        for flag in flags_of(section, kind)
+        if _is_left_out(program, section, flag.field)
+    }
+
+
+def _left_out_errors(reading: _Reading, config: RunConfig) -> list[str]:
+    """Return a sentence for entries of files that contradict what the task has settled.
+
+    A stored configuration holds fields that the task decides; they may stand there as it does.
+    """
+    found = []
+    for path, key, flag, value in reading.settled:
+        has = getattr(getattr(config, flag.section), flag.field)
+        held = list(has) if isinstance(has, tuple) else has
+        if value not in (held, flag.default):
+            found.append(
+                f"`{key}` in {path} ({value}) has no effect here: "
+                f"{reading.left_out[flag.positive[0]]}; leave it out."
+            )
+    return found
 
 
 def _yaml_value(flag: Flag, named: str, value: Any) -> Any:
@@ -322,20 +412,20 @@ def _yaml_value(flag: Flag, named: str, value: Any) -> Any:
     return _value(flag, named, [str(word) for word in words])
 
 
-def _by_section(values: Mapping[str, Any], own: Sequence[type] = ()) -> dict[str, dict[str, Any]]:
-    """Values of fields, each in the section that has it."""
+def _by_section(values: Mapping[str, Any], program: Program) -> dict[str, dict[str, Any]]:
+    """Return values of fields, each in the section that has it."""
     found: dict[str, dict[str, Any]] = {}
-    for name, kind in _sections(own).items():
+    for name, kind in sections_of(program).items():
         fields = {field.name for field in dataclasses.fields(kind)}
         found[name] = {k: v for k, v in values.items() if k in fields}
     return found
 
 
-def _derived() -> set[str]:
-    """Fields that follow from others; a printed configuration holds them too."""
+def _derived(program: Program) -> set[str]:
+    """Return fields that follow from others; a printed configuration holds them too."""
     return {
         field.name
-        for kind in _sections().values()
+        for kind in sections_of(program).values()
         for field in dataclasses.fields(kind)
         if "help" not in field.metadata
     }
@@ -356,8 +446,8 @@ def _no_position_embedding(model: Mapping[str, Any], reading: _Reading) -> None:
         )
 
 
-def _inert(reading: _Reading, config: RunConfig) -> list[str]:
-    """Notes on flags that were given and do nothing, at all or on this device or in its layers."""
+def _inert(reading: _Reading, config: RunConfig, needs: Sequence[Need]) -> list[str]:
+    """Return notes on flags that were given and do nothing, at all, on this device or here."""
     given = reading.given
     reasons = [(flag, ALWAYS_ON.get(flag.field), "") for flag in given]
     if config.device == "cpu":
@@ -375,7 +465,7 @@ def _inert(reading: _Reading, config: RunConfig) -> list[str]:
         for flag, reason, where in reasons
         if reason
     ]
-    for names, needed, has in NEEDS:
+    for names, needed, has in (*NEEDS, *needs):
         idle = [flag for flag in given if flag.field in names.split()]
         if idle and not has(config):
             notes += [f"`{flag.shown}` has no effect without `{needed}`." for flag in idle]

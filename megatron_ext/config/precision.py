@@ -1,21 +1,17 @@
-"""Number formats of parameters, gradients and losses.
-
-Matrix products in 8-bit floating point (arXiv:2209.05433).
-"""
+"""Number formats of parameters, gradients and losses; products in 8 bits (arXiv:2209.05433)."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from megatron_ext.config.flags import COUNT, NATURAL, SIZE, IfChanged, Range, flag
-from megatron_ext.config.rules.fp8 import TE_RECIPES, TORCH_RECIPES, fp8_errors
-from megatron_ext.config.transformer_engine import needs_torch_layers
 
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
+TE_RECIPES = ("blockwise", "mxfp8", "custom")
 
+
+TORCH_RECIPES = ("rowwise",)
 SCALE = Range(0, 2.0**64, above=True)
 """A loss scale."""
 
@@ -151,7 +147,3 @@ class Fp8Config:
             return False
         after = num_layers - self.num_layers_at_end_in_bf16
         return not self.num_layers_at_start_in_bf16 < layer_number <= after
-
-    def errors(self, run: RunConfig) -> list[str]:
-        """What cannot be run, one sentence each."""
-        return fp8_errors(self, run, may_use_te=not needs_torch_layers(run))

@@ -38,8 +38,10 @@ OWN_FLAGS = ("--help", "-h", "--config", "--print-config", "--no-position-embedd
 
 
 def section_name(kind: type) -> str:
-    """Return what a section is called in configurations: ``my_flags`` for ``MyFlags``."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
+    """Return a section's name in files: ``my_flags`` for ``MyFlags``, or its ``SECTION``."""
+    named = getattr(kind, "SECTION", None)
+    plain = kind.__name__.removesuffix("Config")
+    return str(named or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", plain).lower())
 
 
 def named(sections: Sequence[type]) -> dict[str, type]:
@@ -96,7 +98,7 @@ def _shape_errors(kind: Any) -> Iterator[str]:
         )
         return
     for field in dataclasses.fields(kind):
-        if "help" not in field.metadata:
+        if not {"help", "derived"} & set(field.metadata):
             yield (
                 f"The field `{field.name}` of the section `{kind.__name__}` must be a flag; "
                 "declare it with `megatron_ext.config.flags.flag(default, help)`."

@@ -113,6 +113,9 @@ class TrainingConfig:
     profile_step_start: int = flag(10, "first recorded step", bounds=NATURAL)
     profile_step_end: int = flag(12, "step after the last recorded one", bounds=COUNT)
     profile_ranks: list[int] = flag([0], "ranks that record", nargs="+", bounds=NATURAL)
+    num_workers: int = flag(
+        2, "processes that load data", unit="processes", bounds=Range(0, 256), if_changed="allow"
+    )
 
     @property
     def exit_signal_number(self) -> int:

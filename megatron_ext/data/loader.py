@@ -26,7 +26,7 @@ def stage_reads_data(config: RunConfig, context: ParallelContext) -> bool:
     The first stage needs the ids, the last one the labels, and multi-token prediction both; the
     others need them only where attention stops at document ends, whose mask is made from the ids.
     """
-    if context.is_first_stage or context.is_last_stage or config.data.reset_attention_mask:
+    if context.is_first_stage or context.is_last_stage or config.model.document_masks:
         return True
     return context.pp_rank == mtp_rank(config.model, config.parallel)
 
@@ -95,7 +95,9 @@ def build_source(
     device: torch.device,
     *,
     consumed_samples: int,
-    eod: int,
+    mask_documents_at: int | None = None,
+    cyclic: bool = False,
+    data_sharding: bool = True,
     full_epoch: bool = False,
     as_mappings: bool = False,
 ) -> BatchSource:
@@ -105,7 +107,9 @@ def build_source(
         dataset: the split, None on ranks that do not read it. A dataset with a ``plan`` is given
             to every rank, and its samples name themselves.
         consumed_samples: samples used so far by all data-parallel ranks together.
-        eod: end-of-document id.
+        mask_documents_at: the end-of-document id where attention stops; None lets it go on.
+        cyclic: shuffle anew in each epoch; else take the samples in order.
+        data_sharding: give each replica a shard of its own where ``cyclic`` shuffles.
         full_epoch: go through the whole split again and again, in order (full validation).
         as_mappings: give micro-batches as the dataset does, see `MappingLoader`.
     """
@@ -125,7 +129,14 @@ def build_source(
             samples = iter(_loader(dataset, sampler, config, device))
         else:
             samples = _samples(
-                dataset, length, config, context, device, consumed_samples, full_epoch
+                dataset,
+                length,
+                config,
+                context,
+                device,
+                consumed_samples,
+                full_epoch=full_epoch,
+                sharded=data_sharding if cyclic else None,
             )
     if as_mappings:
         mappings = MappingLoader(samples, context, device)
@@ -137,7 +148,7 @@ def build_source(
         context,
         (micro_batch_size, config.model.seq_length),
         device,
-        mask_documents_at=eod if config.data.reset_attention_mask else None,
+        mask_documents_at=mask_documents_at,
         documents_by_position=packs,
         mtp_depths=config.model.mtp_num_layers or 0,
         reduction=config.loss.loss_reduction,
@@ -208,7 +219,9 @@ def _samples(
     context: ParallelContext,
     device: torch.device,
     consumed_samples: int,
+    *,
     full_epoch: bool,
+    sharded: bool | None,
 ) -> Iterator[dict[str, Tensor]]:
     """Return the samples that this rank draws from a dataset without a plan."""
     micro_batch_size, global_batch_size = config.training.batch_sizes
@@ -218,10 +231,8 @@ def _samples(
         # Whole global batches, so that every pass over the split starts at its beginning.
         dataset = FilledUp(dataset, length, global_batch_size)
         length = len(dataset)
-    if config.data.dataloader_type == "cyclic" and not full_epoch:
-        sampler = RandomSampler(
-            length, consumed_samples, *share, data_sharding=config.data.data_sharding
-        )
+    if sharded is not None and not full_epoch:
+        sampler = RandomSampler(length, consumed_samples, *share, data_sharding=sharded)
     else:
         sampler = SequentialSampler(length, consumed_samples, *share)
     loader = _loader(dataset, sampler, config, device)
@@ -231,7 +242,7 @@ def _samples(
 def _loader(
     dataset: Dataset[Any], sampler: Sampler[Any], config: RunConfig, device: torch.device
 ) -> DataLoader[Any]:
-    workers = config.data.num_workers
+    workers = config.training.num_workers
     return DataLoader(
         dataset,
         batch_sampler=sampler,

@@ -28,7 +28,7 @@ from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import pretrain
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.reporting.files import MetricsFile, read_metrics
-from megatron_ext.train.task import TaskOrChoice, choose, sections_of
+from megatron_ext.train.task import Task, TaskChoice, check_step_flags
 
 if TYPE_CHECKING:
     from megatron_ext.train.run import Run
@@ -160,7 +160,7 @@ class Recording:
 
 
 def record(
-    task: TaskOrChoice,
+    program: Task | TaskChoice,
     words: Sequence[str],
     layout: NamedLayout,
     steps: int,
@@ -170,7 +170,7 @@ def record(
     """Train ``steps`` steps in a layout.
 
     Args:
-        task: the task to train, or a function that chooses it by the configuration.
+        program: the task to train, or the tasks of which the flags choose one.
         words: the flags of the run, without its layout.
         layout: adds its own flags.
         steps: training steps.
@@ -182,15 +182,15 @@ def record(
     try:
         parsed = parse_args(
             [*words, *layout.flags, *fixed.split()],
+            program,
             world_size=0,
             device=device.kind,
-            sections=sections_of(task),
         )
         if parsed.config.checkpoint.save is not None:
             raise ConfigError("`--save` is given, but a parity run keeps nothing; drop it.")
         with (folder / "log").open("w") as log, redirect_stdout(log):
-            chosen = choose(task, parsed.config)
-            config, tokenizer = preflight(parsed.config, chosen.preflight)
+            check_step_flags(parsed.task, parsed.config)
+            config, assets = preflight(parsed.config, parsed.task.preflight)
     except MegatronExtError as error:
         return Recording(layout, folder, [], failure=" ".join(error.messages))
 
@@ -199,7 +199,7 @@ def record(
         if run.context.is_reporting_rank:
             run.reporters.sinks[:] = [MetricsFile(folder, resumed_at=0)]
 
-    main = partial(pretrain, chosen, config, device=device, tokenizer=tokenizer, prepare=prepare)
+    main = partial(pretrain, parsed.task, config, device=device, assets=assets, prepare=prepare)
     code = fork_ranks(main, layout.ranks)
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
     failure = None if code == 0 else f"a rank ended with exit code {code}"

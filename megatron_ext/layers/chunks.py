@@ -11,8 +11,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule, float16_to_fp32
 
+from megatron_ext.config.acceleration import TE_IMPL
 from megatron_ext.config.run import RunConfig
-from megatron_ext.config.transformer_engine import TE_IMPL
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.fp8.attach import attach_fp8
 from megatron_ext.layers.initialization import initialize_by_name, mark_methods, unmark_methods
@@ -56,7 +56,7 @@ def build_chunks(
             context.pgs,
             num_layers=config.model.num_layers,
             on_gpu=config.device == "cuda",
-            varies=config.video.video,
+            varies=config.model.blocks_dealt_by_cost,
         )
     for chunk in chunks:
         mark_experts(chunk, context.pgs)

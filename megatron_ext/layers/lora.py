@@ -39,7 +39,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_ext.config.lora import VIDEO_TARGETS, LoraConfig
+from megatron_ext.config.lora import ALL_TARGETS, LoraConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.initialization import draw_by_name
 from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -176,7 +176,7 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
 
 def _targets(config: LoraConfig) -> Sequence[str]:
     """Return the names of layers; a configuration that names none means all that there may be."""
-    return VIDEO_TARGETS if config.lora_target_modules is None else config.lora_target_modules
+    return ALL_TARGETS if config.lora_target_modules is None else config.lora_target_modules
 
 
 def _attach(chunk: torch.nn.Module, config: LoraConfig) -> None:

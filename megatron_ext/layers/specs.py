@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from megatron_ext.config.transformer_engine import TE_IMPL
+from megatron_ext.config.acceleration import TE_IMPL
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear

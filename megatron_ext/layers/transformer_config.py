@@ -10,9 +10,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend, LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron_ext.config.acceleration import TE_IMPL
 from megatron_ext.config.precision import PrecisionConfig
 from megatron_ext.config.run import RunConfig
-from megatron_ext.config.transformer_engine import TE_IMPL
+from megatron_ext.config.transformer_fields import transformer_fields
 from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
 from megatron_ext.layers.pointwise import ACTIVATIONS, Fusions
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients
@@ -107,7 +108,7 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     batched messages swap. Overlapped messages never go with the deallocation of stage outputs: a
     buffer would be freed while it is being sent. Our own runtime has neither fault.
     """
-    fields: dict[str, Any] = dict(config.transformer_fields())
+    fields: dict[str, Any] = dict(transformer_fields(config))
     model, parallel = config.model, config.parallel
     dtype = params_dtype(config.precision)
     fields["params_dtype"] = dtype

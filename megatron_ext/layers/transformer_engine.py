@@ -19,8 +19,9 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import is_te_min_version
 
+from megatron_ext.config.acceleration import TE_IMPL
+from megatron_ext.config.rules.transformer_engine import read_overlap_settings
 from megatron_ext.config.run import RunConfig
-from megatron_ext.config.transformer_engine import TE_IMPL, read_overlap_settings
 from megatron_ext.device.rates import FIRST, Capability, engine_recipes
 from megatron_ext.errors import ConfigError
 

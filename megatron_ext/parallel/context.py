@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.parallel import ParallelConfig
-from megatron_ext.config.pipeline import mtp_stage
+from megatron_ext.config.rules.pipeline import mtp_stage
 from megatron_ext.device import Device
 from megatron_ext.device.streams import destroy_graphs
 from megatron_ext.errors import ConfigError

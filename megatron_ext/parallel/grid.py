@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from megatron_ext.config.parallel import ParallelConfig, rank_errors
+from megatron_ext.config.parallel import ParallelConfig
+from megatron_ext.config.rules.parallel import rank_errors
 from megatron_ext.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ext.config.cuda_graphs import CudaGraphConfig
+from megatron_ext.config.acceleration import CudaGraphConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import Gpu
 from megatron_ext.planning.checks import check_core

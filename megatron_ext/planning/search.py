@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from megatron_ext.config.run import RunConfig
+from megatron_ext.config.finalize import finalize
+from megatron_ext.config.run import RunConfig, TaskFlags
 from megatron_ext.device.gpus import Gpu
 from megatron_ext.errors import ConfigError
 from megatron_ext.planning.hardware import DEFAULT, Efficiency
@@ -38,7 +39,7 @@ class Candidate:
     micro_batch: int
     recompute: str
 
-    def of(self, config: RunConfig, world_size: int, cost: TaskCost) -> RunConfig:
+    def of(self, config: RunConfig, task: TaskFlags, world_size: int, cost: TaskCost) -> RunConfig:
         """Return the run in this layout, checked.
 
         Raises:
@@ -65,7 +66,7 @@ class Candidate:
             config.optimizer, use_distributed_optimizer=config.optimizer.optimizer == "adam"
         )
         run = dataclasses.replace(config, parallel=parallel, training=training, optimizer=optimizer)
-        return cost.recompute(run, self.recompute).finalize(world_size, config.device)
+        return finalize(cost.recompute(run, self.recompute), task, world_size, config.device)
 
     def __str__(self) -> str:
         sizes = {"tp": self.tp, "pp": self.pp, "vpp": self.chunks, "cp": self.cp, "ep": self.ep}
@@ -115,6 +116,7 @@ def divisors(number: int) -> list[int]:
 
 def search(
     config: RunConfig,
+    task: TaskFlags,
     world_size: int,
     gpu: Gpu,
     cost: TaskCost,
@@ -130,6 +132,7 @@ def search(
     Args:
         config: the run in any layout; what is not a matter of layout is kept, but the optimizer is
             distributed and sequences are cut wherever matrices are.
+        task: checks each layout by its own rules.
         world_size: GPUs.
         cost: the task's, whose cases must follow from the flags alone.
         count: layouts to return.
@@ -145,7 +148,7 @@ def search(
         if layout in settled:
             continue
         try:
-            run = candidate.of(config, world_size, cost)
+            run = candidate.of(config, task, world_size, cost)
         except ConfigError as error:
             errors |= dict.fromkeys(error.messages)
             settled.add(layout)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from megatron.core.utils import unwrap_model
 
-from megatron_ext.config.cuda_graphs import CudaGraphConfig
+from megatron_ext.config.acceleration import CudaGraphConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.graphs import ChunkGraphs
 from megatron_ext.layers.transformer_layer import TransformerLayer

@@ -1,15 +1,11 @@
-"""Where the samples come from.
-
-The tokenizer that the data was made with.
-
-Supervised fine-tuning: the rows of the data, their template, and how they fill batches.
-"""
+"""Flags and rules of text runs: samples, tokenizer, and fine-tuning on conversations."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +18,11 @@ from megatron_ext.config.flags import (
     flag,
     spelling_of,
 )
+from megatron_ext.config.lora import TARGETS
+from megatron_ext.config.megatron_flags import Need
+from megatron_ext.config.rules.build import build_errors
+from megatron_ext.config.rules.lora import target_errors
+from megatron_ext.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
@@ -53,9 +54,6 @@ class DataConfig:
     multiple_validation_sets: bool = flag(
         False, "report each validation prefix by itself", if_changed="allow"
     )
-    num_workers: int = flag(
-        2, "processes that load data", unit="processes", bounds=Range(0, 256), if_changed="allow"
-    )
     dataloader_type: str = flag(
         "single", "in order, or shuffled anew each epoch", choices=("single", "cyclic")
     )
@@ -80,7 +78,7 @@ class DataConfig:
             return dataclasses.replace(self, split=DEFAULT_SPLIT)
         return self
 
-    def errors(self, *, full_validation: bool) -> list[str]:
+    def own_errors(self, *, full_validation: bool) -> list[str]:
         """What cannot be read, one sentence each."""
         ways = {
             "--data-path": self.data_path,
@@ -227,18 +225,6 @@ class SftConfig:
         """What ``sft_template_kwargs`` holds, in a configuration without errors."""
         return dict(json.loads(self.sft_template_kwargs or "{}"))
 
-    def errors(self, run: RunConfig) -> list[str]:
-        """What cannot be run, one sentence each."""
-        if not self.sft:
-            return self._without_sft(run)
-        found = [
-            f"`{spelling_of(getattr(run, section), name)}` does not go with `--sft`: {reason}; "
-            "leave it out."
-            for section, name, reason in _NOT_WITH_SFT
-            if name in changed_fields(getattr(run, section))
-        ]
-        return [*found, *self.row_errors(), *self._length_errors(run), *self._batch_errors(run)]
-
     def row_errors(self) -> list[str]:
         """What the tool and the trainer refuse alike."""
         found = []
@@ -258,46 +244,139 @@ class SftConfig:
             )
         return found
 
-    def _without_sft(self, run: RunConfig) -> list[str]:
-        names = changed_fields(self)
-        found = [
-            f"`{_dashed(name)}` has an effect only with `--sft`; add it, or leave this out."
-            for name in names
-        ]
-        if run.training.train_epochs is not None and not run.video.video:
-            found.append("`--train-epochs` needs `--sft`; give `--train-iters`.")
-        return found
 
-    def _length_errors(self, run: RunConfig) -> list[str]:
-        seq_length, longest = run.model.seq_length, self.sft_max_length
-        if seq_length is None or longest is None:
-            return []
-        if 2 <= longest <= seq_length + 1:
-            return []
-        return [
-            f"`--sft-max-length` ({longest}) must be from 2 to `--seq-length` + 1 "
-            f"({seq_length + 1}), since n tokens take n - 1 positions; change either."
-        ]
+def sft_errors(sft: SftConfig, run: RunConfig) -> list[str]:
+    """Return a sentence for everything that fine-tuning does not go with."""
+    if not sft.sft:
+        return _without_sft(sft, run)
+    sections = run.by_name()
+    found = [
+        f"`{spelling_of(sections[section], name)}` does not go with `--sft`: {reason}; "
+        "leave it out."
+        for section, name, reason in _NOT_WITH_SFT
+        if name in changed_fields(sections[section])
+    ]
+    return [*found, *sft.row_errors(), *_length_errors(sft, run), *_batch_errors(sft, run)]
 
-    def _batch_errors(self, run: RunConfig) -> list[str]:
-        if self.sft_batching not in _BATCHING:
-            return [
-                f"`--sft-batching` ({self.sft_batching}) must be one of {', '.join(_BATCHING)}."
-            ]
-        found = []
-        if run.model.deterministic_dropout and self.sft_batching != "padded":
-            found.append(
-                "`--deterministic-dropout` numbers the samples of a step by their place, which "
-                f"`--sft-batching {self.sft_batching}` changes with the layout; use padded."
-            )
-        if self.sft_batching == "token-budget" and run.training.micro_batch_size not in (None, 1):
-            found.append(
-                f"`--micro-batch-size` ({run.training.micro_batch_size}) must be 1 with "
-                "`--sft-batching token-budget`, whose micro-batches are rows of --seq-length "
-                "tokens; give `--micro-batch-size 1`."
-            )
-        return found
+
+def _without_sft(sft: SftConfig, run: RunConfig) -> list[str]:
+    names = changed_fields(sft)
+    found = [
+        f"`{_dashed(name)}` has an effect only with `--sft`; add it, or leave this out."
+        for name in names
+    ]
+    if run.training.train_epochs is not None:
+        found.append("`--train-epochs` needs `--sft`; give `--train-iters`.")
+    return found
+
+
+def _length_errors(sft: SftConfig, run: RunConfig) -> list[str]:
+    seq_length, longest = run.model.seq_length, sft.sft_max_length
+    if seq_length is None or longest is None:
+        return []
+    if 2 <= longest <= seq_length + 1:
+        return []
+    return [
+        f"`--sft-max-length` ({longest}) must be from 2 to `--seq-length` + 1 "
+        f"({seq_length + 1}), since n tokens take n - 1 positions; change either."
+    ]
+
+
+def _batch_errors(sft: SftConfig, run: RunConfig) -> list[str]:
+    if sft.sft_batching not in _BATCHING:
+        return [f"`--sft-batching` ({sft.sft_batching}) must be one of {', '.join(_BATCHING)}."]
+    found = []
+    if run.model.deterministic_dropout and sft.sft_batching != "padded":
+        found.append(
+            "`--deterministic-dropout` numbers the samples of a step by their place, which "
+            f"`--sft-batching {sft.sft_batching}` changes with the layout; use padded."
+        )
+    if sft.sft_batching == "token-budget" and run.training.micro_batch_size not in (None, 1):
+        found.append(
+            f"`--micro-batch-size` ({run.training.micro_batch_size}) must be 1 with "
+            "`--sft-batching token-budget`, whose micro-batches are rows of --seq-length "
+            "tokens; give `--micro-batch-size 1`."
+        )
+    return found
 
 
 def _dashed(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+SECTIONS = (DataConfig, SftConfig, TokenizerConfig)
+"""What pretrain_gpt.py adds to the engine's flags."""
+
+NEEDS: tuple[Need, ...] = (
+    (
+        "data_sharding",
+        "--dataloader-type cyclic",
+        lambda run: run.section(DataConfig).dataloader_type == "cyclic",
+    ),
+)
+
+
+def resolve_text(config: RunConfig) -> RunConfig:
+    """Return the configuration with what the flags of text runs decide; see `TaskFlags`."""
+    data, sft = config.section(DataConfig), config.section(SftConfig)
+    packs = sft.sft and sft.sft_batching != "padded"
+    model = dataclasses.replace(config.model, document_masks=data.reset_attention_mask or packs)
+    config = dataclasses.replace(config, model=model)
+    return config.with_section(data.resolved(), sft.resolved(config.model.seq_length))
+
+
+def text_rules(given: RunConfig, run: RunConfig) -> list[str]:
+    """Return a sentence for everything that a text run cannot do; see `TaskFlags`."""
+    data, sft = run.section(DataConfig), run.section(SftConfig)
+    return [
+        *data.own_errors(full_validation=run.training.full_validation),
+        *sft_errors(sft, run),
+        *target_errors(run.lora, TARGETS),
+        *_mask_errors(data, sft, run.model.transformer_impl),
+        *build_errors(run),
+    ]
+
+
+def _mask_errors(data: DataConfig, sft: SftConfig, transformer_impl: str) -> list[str]:
+    """Return a sentence for masks that Transformer Engine's causal attention ignores."""
+    if transformer_impl != "transformer_engine":
+        return []
+    found = []
+    if data.reset_attention_mask:
+        found.append(
+            "`--reset-attention-mask` needs masks that Transformer Engine's causal attention "
+            "ignores; use `--transformer-impl torch`."
+        )
+    if sft.sft and sft.sft_batching != "padded":
+        found.append(
+            f"`--sft-batching` ({sft.sft_batching}) needs masks that Transformer Engine's "
+            "causal attention ignores; use padded, or `--transformer-impl torch`."
+        )
+    return found
+
+
+def stored_text_model(stored: Mapping[str, Any], given: RunConfig) -> dict[str, Any]:
+    """Return what of a stored configuration describes the weights of a text model.
+
+    Raises:
+        ConfigError: the checkpoint is of another kind of model.
+    """
+    if stored.get("model", {}).get("blocks_dealt_by_cost"):
+        raise ConfigError(
+            "The checkpoint is of a model that this program does not train; give another "
+            "checkpoint, or leave out `--use-checkpoint-args`."
+        )
+    keep = _SHAPE.split()
+    shape = {name: value for name, value in stored["model"].items() if name in keep}
+    return {"model": shape, "moe": stored["moe"], "lora": stored.get("lora", {})}
+
+
+_SHAPE = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels num_query_groups "
+    "group_query_attention max_position_embeddings position_embedding_type rotary_base "
+    "rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling "
+    "rope_scaling_factor normalization norm_epsilon apply_layernorm_1p swiglu squared_relu "
+    "quick_geglu add_bias_linear add_qkv_bias qk_layernorm untie_embeddings_and_output_weights "
+    "padded_vocab_size mtp_num_layers seq_length"
+)
+"""Fields of a stored model section that describe the weights rather than how they are computed."""

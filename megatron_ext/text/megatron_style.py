@@ -16,6 +16,7 @@ None on stages that read no data. `megatron.core.utils.get_batch_on_this_cp_rank
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import inspect
 import os
@@ -34,10 +35,12 @@ from megatron_ext.data.loader import BatchSource, build_source
 from megatron_ext.data.step_loader import Sample
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.contract import LossFunction, StepCounts, non_loss_data_of, pair
-from megatron_ext.text.data.gpt import Datasets
+from megatron_ext.text.config import SftConfig, text_rules
+from megatron_ext.text.preflight import with_tokenizer
+from megatron_ext.text.task import GPT
 from megatron_ext.train.launch import refuse
 from megatron_ext.train.main import main
-from megatron_ext.train.task import ProcessNonLossData, Task
+from megatron_ext.train.task import Datasets, ProcessNonLossData, Task
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -101,20 +104,23 @@ def megatron_task(
         ConfigError: an argument of the program's own that no flag can stand for.
     """
     sections = () if extra_args_provider is None else (section_of(extra_args_provider),)
-    return Task(
+    return dataclasses.replace(
+        GPT.with_sections(*sections),
+        takes_step_flags=False,
+        prepare_batches=None,
         datasets=functools.partial(_datasets, datasets_provider),
         model_chunk=functools.partial(_model_chunk, model_provider),
         forward_step=functools.wraps(forward_step)(functools.partial(_forward_step, forward_step)),
         source=_source,
         preflight=_preflight,
-        sections=sections,
+        rules=text_rules,
         process_non_loss_data=process_non_loss_data_func,
         non_loss_data=non_loss_data_func,
     )
 
 
 def _checked_defaults(defaults: Mapping[str, Any], task: Task) -> Mapping[str, Any]:
-    known = {flag.field for flag in all_flags(task.sections)}
+    known = {flag.field for flag in all_flags(task)}
     unknown = [name for name in defaults if name not in known]
     if unknown:
         raise ConfigError(
@@ -138,9 +144,12 @@ class _Current:
 _current = _Current()
 
 
-def _preflight(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
+def _preflight(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     """Keep the tokenizer, and refuse flags of data that the program's own dataset stands for."""
-    given = {"--sft": config.sft.sft, "--loss-reduction": config.loss.loss_reduction != "token"}
+    given = {
+        "--sft": config.section(SftConfig).sft,
+        "--loss-reduction": config.loss.loss_reduction != "token",
+    }
     errors = [
         f"`{flag}` does nothing in a program whose datasets and loss are its own; leave it out, or "
         "do so there."
@@ -149,8 +158,8 @@ def _preflight(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     ]
     if errors:
         raise ConfigError(errors)
-    _current.tokenizer = tokenizer
-    return config
+    config, _current.tokenizer = with_tokenizer(config)
+    return config, _current.tokenizer
 
 
 def _datasets(
@@ -188,7 +197,7 @@ def _model_chunk(
 
 
 def _source(
-    run: Run, dataset: Any, tokenizer: Tokenizer, consumed_samples: int, full_epoch: bool
+    run: Run, dataset: Any, assets: Tokenizer, consumed_samples: int, full_epoch: bool
 ) -> BatchSource:
     return build_source(
         dataset,
@@ -196,7 +205,6 @@ def _source(
         run.context,
         run.device,
         consumed_samples=consumed_samples,
-        eod=-1,
         full_epoch=full_epoch,
         as_mappings=True,
     )

@@ -18,13 +18,13 @@ from megatron_ext.checkpoint.files import root_of
 from megatron_ext.checkpoint.lock import check_save_folder, hold_save_folder
 from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.config.parser import parse_args, read_words
+from megatron_ext.config.run import Program
 from megatron_ext.device import Device, select
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.layers.compiled import compile_nothing
 from megatron_ext.parallel.context import embedding_ranks, init_groups, mtp_rank, seed_everything
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.planning.checks import check_core, check_host_memory
-from megatron_ext.planning.network import TaskCost
 from megatron_ext.planning.report import print_plan
 from megatron_ext.train.callbacks.evaluation import evaluate_at_end
 from megatron_ext.train.launch import launch, refuse
@@ -33,11 +33,10 @@ from megatron_ext.train.preflight import preflight
 from megatron_ext.train.reporting.build import build_reporters
 from megatron_ext.train.reporting.start import as_yaml, start_lines
 from megatron_ext.train.setup import build_run
-from megatron_ext.train.task import Task, TaskOrChoice, choose, sections_of
+from megatron_ext.train.task import Task, TaskChoice, check_step_flags
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
-    from megatron_ext.text.tokenizers.base import Tokenizer
     from megatron_ext.train.run import Run
 
 EVERYWHERE = (
@@ -74,38 +73,37 @@ logger = logging.getLogger(__name__)
 
 
 def main(
-    task: TaskOrChoice,
+    program: Task | TaskChoice,
     argv: Sequence[str],
     *,
     defaults: Mapping[str, Any] | None = None,
     work: Work | None = None,
-    sections: Sequence[type] = (),
+    elsewhere: Mapping[str, Sequence[type]] | None = None,
 ) -> int:
     """Parse the flags, check what can be checked, start the ranks, and train.
 
     Args:
-        task: what to train, or a function that chooses it by the configuration.
+        program: what to train, or the tasks of which the flags choose one.
         argv: the words after the program's name.
-        defaults: values of flags in the place of their usual defaults, by their fields' names.
+        defaults: values of flags in the place of the task's defaults, by their fields' names.
         work: what to do with the run, in the place of training and evaluation.
-        sections: the user's own flags, where a function chooses the task; a task names its own.
+        elsewhere: sections of flags of other programs, by the programs' names.
 
     Returns:
         The exit code of the program; 2 after a user's error, whose sentences are printed; of
         ``--dry-run`` 1 where the run does not fit the GPU that is named.
     """
     try:
-        own = sections_of(task, sections)
-        chosen, device, config, tokenizer = _prepare(task, argv, defaults, own)
+        task, device, config, assets = _prepare(program, argv, defaults, elsewhere)
         if int(os.environ.get("RANK", "0")) == 0 and work is None:
-            given = {flag.field for flag in read_words(argv, own).given}
+            given = {flag.field for flag in read_words(argv, program).given}
             print("\n".join(start_lines(config, given)), flush=True)
     except MegatronExtError as error:
         return refuse(error)
     except _NothingToRun as asked:
         return asked.exit_code
     return launch(
-        lambda: pretrain(chosen, config, device=device, tokenizer=tokenizer, work=work),
+        lambda: pretrain(task, config, device=device, assets=assets, work=work),
         nproc_per_node=config.parallel.nproc_per_node,
         device=device,
         timeout_minutes=config.parallel.distributed_timeout_minutes,
@@ -121,20 +119,21 @@ class _NothingToRun(Exception):
 
 
 def _prepare(
-    task: TaskOrChoice,
+    program: Task | TaskChoice,
     argv: Sequence[str],
     defaults: Mapping[str, Any] | None,
-    sections: Sequence[type],
-) -> tuple[Task, Device, RunConfig, Tokenizer]:
-    """Everything that needs no other rank; the same on all of them."""
+    elsewhere: Mapping[str, Sequence[type]] | None,
+) -> tuple[Task, Device, RunConfig, Any]:
+    """Do everything that needs no other rank; it is the same on all of them."""
     device = select()
     parsed = parse_args(
         argv,
+        program,
         world_size=int(os.environ.get("WORLD_SIZE", "0")),
         device=device.kind,
-        checkpoint_config=stored_config(argv),
+        checkpoint_config=stored_config(argv, program),
         defaults=defaults,
-        sections=sections,
+        elsewhere=elsewhere,
     )
     first = int(os.environ.get("RANK", "0")) == 0
     if parsed.print_config:
@@ -143,37 +142,26 @@ def _prepare(
         raise _NothingToRun
     logging.basicConfig(level=parsed.config.logging.logging_level or logging.WARNING)
     device = select(parsed.config.parallel.distributed_backend)
-    chosen = choose(task, parsed.config)
-    config, tokenizer = preflight(parsed.config, chosen.preflight)
+    task = parsed.task
+    check_step_flags(task, parsed.config)
+    config, assets = preflight(parsed.config, task.preflight)
     silence_known_warnings(device.kind)
     if first:
         for note in parsed.notes:
             print(f"> {note}", flush=True)
     if config.planning.dry_run:
-        fits = print_plan(config, cost_of(chosen, config)) if first else True
+        fits = print_plan(config, task.cost) if first else True
         raise _NothingToRun(0 if fits else 1)
     check_core(config)
-    check_host_memory(config, cost_of(chosen, config))
+    check_host_memory(config, task.cost)
     if first:
         check_save_folder(config.checkpoint.save)
-    return chosen, device, config, tokenizer
+    return task, device, config, assets
 
 
-def cost_of(task: Task, config: RunConfig) -> TaskCost | None:
-    """Return what a task says about its cost; tasks that do not say it are known here for now."""
-    from megatron_ext.text.cost.network import GPT_COST
-    from megatron_ext.video.cost.flow import FLOW_COST
-    from megatron_ext.video.streaming.cost import STREAMING_COST
-
-    cost = GPT_COST
-    if config.video.video:
-        cost = STREAMING_COST if config.video.streams else FLOW_COST
-    return getattr(task, "cost", None) or cost
-
-
-def stored_config(argv: Sequence[str]) -> dict[str, Any] | None:
-    """The configuration in the checkpoint, where ``--use-checkpoint-args`` asks for it."""
-    asked = read_words(argv).values.get("checkpoint", {})
+def stored_config(argv: Sequence[str], program: Program) -> dict[str, Any] | None:
+    """Return the configuration in the checkpoint, where ``--use-checkpoint-args`` asks for it."""
+    asked = read_words(argv, program).values.get("checkpoint", {})
     if not asked.get("use_checkpoint_args"):
         return None
     if asked.get("load"):
@@ -195,7 +183,7 @@ def pretrain(
     config: RunConfig,
     *,
     device: Device,
-    tokenizer: Tokenizer,
+    assets: Any,
     prepare: Callable[[Run], None] | None = None,
     work: Work | None = None,
 ) -> int:
@@ -205,7 +193,7 @@ def pretrain(
         task: what to train.
         config: the resolved configuration of the run.
         device: the kind of device that the ranks run on.
-        tokenizer: of the data.
+        assets: what `Task.preflight` returned.
         prepare: called with the parts of the run before it starts, to observe it.
         work: what to do with the run; None trains and evaluates.
 
@@ -234,7 +222,7 @@ def pretrain(
         if not config.model.compile:
             compile_nothing()
         with hold_save_folder(config.checkpoint.save, context):
-            run = build_run(config, task, context, torch_device, tokenizer)
+            run = build_run(config, task, context, torch_device, assets)
             with build_reporters(
                 config,
                 context,

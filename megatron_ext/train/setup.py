@@ -23,7 +23,6 @@ from megatron_ext.layers.transformer_engine import prepare_transformer_engine
 from megatron_ext.optim.builder import build_optimizer, build_scheduler
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.optim.update import ParameterGather
-from megatron_ext.text.data.gpt import Datasets
 from megatron_ext.train.batch_size import BatchSize, Progress, number_of_iterations, split_sizes
 from megatron_ext.train.reporting.start import implementation_line, parameters_line
 from megatron_ext.train.run import Run
@@ -34,8 +33,7 @@ from megatron_ext.train.totals import count_parameters
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
     from megatron_ext.parallel.context import ParallelContext
-    from megatron_ext.text.tokenizers.base import Tokenizer
-    from megatron_ext.train.task import Task
+    from megatron_ext.train.task import Datasets, Task
 
 
 def build_run(
@@ -43,13 +41,13 @@ def build_run(
     task: Task,
     context: ParallelContext,
     device: torch.device,
-    tokenizer: Tokenizer,
+    assets: Any,
 ) -> Run:
     """Build model, optimizer and data of this rank, and load the checkpoint that is asked for."""
     started = time.time()
     prepare_transformer_engine(config)
     core = build_transformer_config(config)
-    bare = build_chunks(task.model_chunk, config, core, context, tokenizer.vocab_size)
+    bare = build_chunks(task.model_chunk, config, core, context, config.model.unpadded_vocab_size)
     chunks = wrap_chunks(bare, config, core, context, device)
     optimizer = scheduler = None
     if not config.training.skip_train:
@@ -96,7 +94,7 @@ def build_run(
     # too, as Megatron-LM does; a run that goes on has drawn it before it saved its state.
     resumed = torch.random.fork_rng(devices=[]) if loaded is not None else nullcontext()
     with resumed:
-        attach_data(run, task, tokenizer)
+        attach_data(run, task, assets)
     _note_changed_data(run)
     return run
 
@@ -146,18 +144,18 @@ def _parameter_gather(
     return gather
 
 
-def attach_data(run: Run, task: Task, tokenizer: Tokenizer) -> None:
+def attach_data(run: Run, task: Task, assets: Any) -> None:
     """Build the datasets and give the run its three sources."""
     config, context = run.config, run.context
     datasets = task.datasets(
         config,
-        tokenizer,
+        assets,
         split_sizes(config.training, run.num_iterations),
         lambda: reads_dataset(config, context),
     )
 
     def source(dataset: Any, consumed: int, *, full_epoch: bool = False) -> BatchSource:
-        return task.source(run, dataset, tokenizer, consumed, full_epoch)
+        return task.source(run, dataset, assets, consumed, full_epoch)
 
     remaining = run.num_iterations - run.progress.iteration
     if not config.training.skip_train and remaining > 0:

@@ -1,44 +1,48 @@
-"""A task: what to train, as a frozen dataclass of callables."""
+"""A task: what to train, as a frozen dataclass of callables.
+
+The `train.run.Run` that tasks' functions take holds the task, so that it is not named here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from megatron_ext.config.flags import changed
+from megatron_ext.config.megatron_flags import Need
+from megatron_ext.config.run import LeftOut, RunConfig
 from megatron_ext.data.batch import Batch
+from megatron_ext.data.loader import BatchSource
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.chunks import ModelChunk
 from megatron_ext.losses.contract import LossFunction, StepCounts
-from megatron_ext.text.data.blend import text_source, text_step_stats
-from megatron_ext.text.data.gpt import Datasets, build_gpt_datasets
-from megatron_ext.text.step import gpt_forward_step
-from megatron_ext.train.batch_size import StepStats
-from megatron_ext.train.preflight import check_gpt_data
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.planning.network import TaskCost
 
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-    from megatron_ext.data.loader import BatchSource
-    from megatron_ext.parallel.context import ParallelContext
-    from megatron_ext.text.tokenizers.base import Tokenizer
-    from megatron_ext.video.cost.clip import Clip
 
-DatasetsProvider = Callable[
-    ["RunConfig", "Tokenizer", Sequence["int | None"], Callable[[], bool]], Datasets
-]
-Preflight = Callable[["RunConfig", "Tokenizer"], "RunConfig"]
+@dataclass(frozen=True)
+class Datasets:
+    """The three splits; None where no samples were asked for or this rank reads no data."""
+
+    train: Dataset[Any] | None
+    valid: Dataset[Any] | list[Dataset[Any]] | None
+    test: Dataset[Any] | None
+
+
+DatasetsProvider = Callable[[RunConfig, Any, Sequence["int | None"], Callable[[], bool]], Datasets]
+Preflight = Callable[[RunConfig], tuple[RunConfig, Any]]
 # What a batch is, is between a task's source and its forward step.
 ForwardStep = Callable[
-    ["RunConfig", Any, torch.nn.Module, "StepCounts | None"], tuple[Tensor, LossFunction]
+    [RunConfig, Any, torch.nn.Module, "StepCounts | None"], tuple[Tensor, LossFunction]
 ]
-PrepareBatches = Callable[["RunConfig", Sequence[Batch], "ParallelContext"], Sequence[Batch]]
-# A run knows its task; so that no file imports in a circle, its type is `Any` here.
-Run = Any
-SourceProvider = Callable[[Run, Any, "Tokenizer", int, bool], "BatchSource"]
+PrepareBatches = Callable[[RunConfig, Sequence[Batch], ParallelContext], Sequence[Batch]]
+SourceProvider = Callable[[Any, Any, Any, int, bool], BatchSource]
 BoundaryShape = Callable[[Sequence[Any], torch.nn.Module], Sequence[int]]
 ProcessNonLossData = Callable[[Any, int, Any], None]
 
@@ -49,12 +53,32 @@ STEP_FLAGS = {
 """Flags by section that do nothing but through a forward step that looks at them, as GPT's does."""
 
 
-@dataclass(frozen=True)
+def without_data(config: RunConfig) -> tuple[RunConfig, Any]:
+    """Check nothing, and bring no assets; see `Task.preflight`."""
+    return config, None
+
+
+def as_it_is(config: RunConfig) -> RunConfig:
+    """Return the configuration; see `Task.resolve`."""
+    return config
+
+
+def no_rules(given: RunConfig, run: RunConfig) -> list[str]:
+    """Return no sentence; see `Task.rules`."""
+    return []
+
+
+def whole_model(stored: Mapping[str, Any], given: RunConfig) -> Mapping[str, Any]:
+    """Return the stored model section with all of its fields; see `Task.stored_model`."""
+    return {"model": stored["model"]}
+
+
+@dataclass(frozen=True, eq=False)
 class Task:
-    """The three providers that Megatron users know.
+    """What a program trains: its flags, its data, its model, its step and its cost.
 
     Attributes:
-        datasets: ``(config, tokenizer, sizes, is_built_on_rank)`` to the three splits.
+        datasets: ``(config, assets, sizes, is_built_on_rank)`` to the three splits.
         model_chunk: ``(config, transformer_config, context, pre_process=, post_process=,
             vp_stage=)`` to one pipeline chunk.
         forward_step: ``(config, batch, model, counts)`` to the output of the chunk and the loss
@@ -65,7 +89,7 @@ class Task:
             `layers.auxiliary_loss.attach_microbatch_loss`.
         prepare_batches: ``(config, batches, context)`` to the batches, called on the last stage
             with all micro-batches of a step before its first forward pass.
-        source: ``(run, dataset, tokenizer, consumed_samples, full_epoch)`` to the steps of a split.
+        source: ``(run, dataset, assets, consumed_samples, full_epoch)`` to the steps of a split.
         step_stats: ``(run, num_microbatches)`` to what the coming step of training does.
         boundary_shape: ``(batches, chunk)`` to the shape ``[s, b, h]`` of what passes between
             pipeline stages in a step, where the flags do not decide it.
@@ -76,12 +100,15 @@ class Task:
             exponential too.
         step_runner: ``(config, task, context, core, chunks, optimizer, scheduler)`` to what runs
             the steps and holds what else a checkpoint needs; None for `step.StepRunner`.
-        preflight: ``(config, tokenizer)`` to the configuration with what only the data decides;
-            checks the data before any process group exists, on every rank alike.
-        clips: of a checked run, the buckets of its data, as a plan (``--dry-run``) needs them.
-        sections: flags of the task's own, see `config.sections`.
-        takes_step_flags: the forward step does what `STEP_FLAGS` say; None means that it is GPT's.
-            They are refused otherwise.
+        preflight: ``(config)`` to the configuration with what only the data decides, and to the
+            task's assets, such as its tokenizer; checks the data before any process group exists,
+            on every rank alike.
+        cost: what a plan (``--dry-run``, tools/plan.py) asks of the task; None plans nothing.
+        sections, left_out, defaults, resolve, rules, stored_model: what the task adds to a
+            configuration, see `config.run.TaskFlags`; ``needs``: flags of its sections that do
+            nothing without another one, as in `config.megatron_flags.NEEDS`.
+        takes_step_flags: the forward step does what `STEP_FLAGS` say: True, or the function that
+            does where it is the task's. They are refused otherwise.
         process_non_loss_data: ``(collected, iteration, writer)``, called after each evaluation on
             the reporting rank of a run with ``--tensorboard-dir``, as Megatron-LM's
             ``process_non_loss_data_func``. ``collected`` is, of each micro-batch of the last
@@ -92,77 +119,119 @@ class Task:
 
     datasets: DatasetsProvider
     model_chunk: ModelChunk
+    source: SourceProvider
+    step_stats: Callable[[Any, int], Any]
     forward_step: ForwardStep | None = None
+    preflight: Preflight = without_data
     auxiliary_losses: bool = False
     prepare_batches: PrepareBatches | None = None
-    source: SourceProvider = text_source
-    step_stats: Callable[[Run, int], StepStats] = text_step_stats
     boundary_shape: BoundaryShape | None = None
-    callbacks: Sequence[Callable[[Run], Any]] = ()
+    callbacks: Sequence[Callable[[Any], Any]] = ()
     sample_name: str | None = None
-    perplexity: bool = True
-    preflight: Preflight = check_gpt_data
+    perplexity: bool = False
     step_runner: Callable[..., Any] | None = None
-    clips: Callable[[RunConfig], Sequence[Clip]] | None = None
+    cost: TaskCost | None = None
     sections: tuple[type, ...] = ()
-    takes_step_flags: bool | None = None
+    left_out: LeftOut = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    needs: tuple[Need, ...] = ()
+    resolve: Callable[[RunConfig], RunConfig] = as_it_is
+    rules: Callable[[RunConfig, RunConfig], list[str]] = no_rules
+    stored_model: Callable[[Mapping[str, Any], RunConfig], Mapping[str, Any]] = whole_model
+    takes_step_flags: bool | ForwardStep = False
     process_non_loss_data: ProcessNonLossData | None = None
     non_loss_data: Callable[[Sequence[torch.nn.Module]], Any] | None = None
 
+    def choose(self, config: RunConfig) -> Task:
+        """Return the task itself; see `config.run.Program`."""
+        return self
 
-TaskOrChoice = Task | Callable[["RunConfig"], Task]
+    def replace(self, **changes: Any) -> Task:
+        """Return the task with other values of some attributes."""
+        return dataclasses.replace(self, **changes)
+
+    def with_sections(self, *kinds: type) -> Task:
+        """Return the task with further sections of flags."""
+        return self.replace(sections=(*self.sections, *kinds))
 
 
-def choose(task: TaskOrChoice, config: RunConfig) -> Task:
-    """The task itself, or what it chooses for a configuration.
+@dataclass(frozen=True)
+class TaskChoice:
+    """The tasks of a program, of which the flags choose one.
+
+    Attributes:
+        tasks: all that there are.
+        pick: ``(config)`` to one of them; the configuration is not resolved yet.
+    """
+
+    tasks: tuple[Task, ...]
+    pick: Callable[[RunConfig], Task]
+
+    @property
+    def sections(self) -> tuple[type, ...]:
+        """Return the sections of all tasks."""
+        return tuple(dict.fromkeys(kind for task in self.tasks for kind in task.sections))
+
+    @property
+    def left_out(self) -> LeftOut:
+        """Return the flags of the engine that no task has a use for."""
+        first, *others = (task.left_out for task in self.tasks)
+        shared = {
+            section: {
+                k: v for k, v in fields.items() if all(k in x.get(section, ()) for x in others)
+            }
+            for section, fields in first.items()
+        }
+        return {section: fields for section, fields in shared.items() if fields}
+
+    def choose(self, config: RunConfig) -> Task:
+        """Return the task that the flags ask for; see `config.run.Program`."""
+        return self.pick(config)
+
+    def replace(self, **changes: Any) -> TaskChoice:
+        """Return the choice among the same tasks, each with other values of some attributes."""
+        return self._each(lambda task: task.replace(**changes))
+
+    def with_sections(self, *kinds: type) -> TaskChoice:
+        """Return the choice among the same tasks, each with further sections of flags."""
+        return self._each(lambda task: task.with_sections(*kinds))
+
+    def _each(self, change: Callable[[Task], Task]) -> TaskChoice:
+        changed = {task: change(task) for task in self.tasks}
+        return TaskChoice(tuple(changed.values()), lambda config: changed[self.pick(config)])
+
+
+def check_step_flags(task: Task, config: RunConfig) -> None:
+    """Check that no flag is given that the forward step of the task leaves out of account.
 
     Raises:
-        ConfigError: flags that the forward step of the task leaves out of account, or sections
-            that the configuration lacks.
+        ConfigError: with one sentence for each flag.
     """
-    chosen = task if isinstance(task, Task) else task(config)
-    for kind in chosen.sections:
-        config.section(kind)
-    errors = [*_step_flag_errors(chosen, config), *_data_flag_errors(chosen, config)]
-    if errors:
-        raise ConfigError(errors)
-    return chosen
-
-
-def sections_of(task: TaskOrChoice, sections: Sequence[type] = ()) -> Sequence[type]:
-    """The task's own sections; those given where a function chooses the task."""
-    return task.sections if isinstance(task, Task) else sections
-
-
-def _step_flag_errors(task: Task, config: RunConfig) -> list[str]:
     takes = task.takes_step_flags
-    if takes or (takes is None and task.forward_step is gpt_forward_step):
-        return []
+    if takes is True or (takes is not False and takes is task.forward_step):
+        return
     given = [x for name, only in STEP_FLAGS.items() for x in changed(config, [name], only)]
     step = getattr(task.forward_step, "__name__", "none")
-    return [
+    errors = [
         f"`{flag}` is left out of account by the forward step of this task (`{step}`); leave it "
         "out, or let the step call `text.step.gpt_forward_step`, which knows it, and say "
         "`takes_step_flags=True` in the task."
         for flag in given
+        if flag.lstrip("-").replace("-", "_") not in _left_out_fields(task)
     ]
+    if errors:
+        raise ConfigError(errors)
 
 
-def _data_flag_errors(task: Task, config: RunConfig) -> list[str]:
-    """Fine-tuning is another task than GPT's, with datasets of conversations."""
-    if not config.sft.sft or task.datasets is not build_gpt_datasets:
-        return []
-    return [
-        "`--sft` is left out of account by the datasets of this task (`build_gpt_datasets`); leave "
-        "it out, or start from the task that `pretrain_gpt.task_of(config)` returns."
-    ]
+def _left_out_fields(task: Task) -> set[str]:
+    return {name for fields in task.left_out.values() for name in fields}
 
 
 def no_datasets(
     config: RunConfig,
-    tokenizer: Tokenizer,
+    assets: Any,
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
-    """Of a task that reads no samples; see `Task.datasets`."""
+    """Return no splits, for a task that reads no samples; see `Task.datasets`."""
     return Datasets(None, None, None)

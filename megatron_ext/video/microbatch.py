@@ -15,7 +15,15 @@ from torch import Tensor
 
 from megatron_ext.device.streams import to_device
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.video.config.run import MODES, ConditionConfig
+from megatron_ext.video.config.mmdit import MMDiTConfig
+from megatron_ext.video.config.run import (
+    MODES,
+    ConditionConfig,
+    FlowConfig,
+    TextDropoutConfig,
+    VideoConfig,
+)
+from megatron_ext.video.config.wan import VideoDiTConfig
 from megatron_ext.video.data.conditions import (
     Section,
     Text,
@@ -41,9 +49,9 @@ if TYPE_CHECKING:
 
 def patch_size_of(config: RunConfig) -> int:
     """p; a token is a square of so many latent cells a side."""
-    if config.video.uses_dit:
-        return config.video_dit.sizes.patch_size
-    return config.mmdit.sizes(config.model).patch_size
+    if config.section(VideoConfig).uses_dit:
+        return config.section(VideoDiTConfig).sizes.patch_size
+    return config.section(MMDiTConfig).sizes(config.model).patch_size
 
 
 def sequence_multiple(config: RunConfig) -> int:
@@ -51,7 +59,7 @@ def sequence_multiple(config: RunConfig) -> int:
 
     A video DiT shares the tokens of each frame instead, and its text is whole on every rank.
     """
-    if config.video.uses_dit:
+    if config.section(VideoConfig).uses_dit:
         return 1
     return sharing_ranks(config)
 
@@ -69,26 +77,26 @@ def with_widths(config: RunConfig, manifest: Mapping[str, Any]) -> RunConfig:
     Raises:
         ConfigError: captions without pooled vectors, which the MMDiT needs.
     """
-    if config.video.uses_dit:
+    if config.section(VideoConfig).uses_dit:
         dit = dataclasses.replace(
-            config.video_dit,
+            config.section(VideoDiTConfig),
             dit_channels=manifest["latent_channels"],
             dit_text_width=manifest["text_width"],
         )
-        return dataclasses.replace(config, video_dit=dit)
+        return config.with_section(dit)
     if not manifest["pooled_width"]:
         raise ConfigError(
-            f"`--video-data-path` ({config.video.video_data_path}) holds captions without pooled "
-            "vectors, as umt5 gives them, but the MMDiT needs these; give `--video-model "
-            "video-dit` or causal-video-dit, or encode the captions with t5-clip."
+            f"`--video-data-path` ({config.section(VideoConfig).video_data_path}) holds captions "
+            "without pooled vectors, as umt5 gives them, but the MMDiT needs these; give "
+            "`--video-model video-dit` or causal-video-dit, or encode the captions with t5-clip."
         )
     mmdit = dataclasses.replace(
-        config.mmdit,
+        config.section(MMDiTConfig),
         channels=manifest["latent_channels"],
         caption_width=manifest["text_width"],
         pooled_caption_width=manifest["pooled_width"],
     )
-    return dataclasses.replace(config, mmdit=mmdit)
+    return config.with_section(mmdit)
 
 
 @dataclass(frozen=True)
@@ -148,22 +156,28 @@ class FlowBatchBuilder:
         config, latents = self._config, batch.latents
         _, c, t, h, w = latents.shape
         randomness = draw_microbatch(
-            self._seed, samples, (c, t, h, w), config.conditions, config.text_dropout
+            self._seed,
+            samples,
+            (c, t, h, w),
+            config.section(ConditionConfig),
+            config.section(TextDropoutConfig),
         )
         times = timesteps(
-            config.flow,
+            config.section(FlowConfig),
             to_device(self._normals(randomness, samples, t), latents.device),
-            shift_factor(config.flow, (t, h, w), self._patch),
+            shift_factor(config.section(FlowConfig), (t, h, w), self._patch),
         )
         noise = to_device(randomness.noise, latents.device)
-        x_t, velocity = noised(latents, noise, times, config.flow.sigma_min)
-        masks = to_device(frame_masks(randomness.modes, t, config.conditions), latents.device)
+        x_t, velocity = noised(latents, noise, times, config.section(FlowConfig).sigma_min)
+        masks = to_device(
+            frame_masks(randomness.modes, t, config.section(ConditionConfig)), latents.device
+        )
         per_frame = tokens_per_frame((t, h, w), self._patch)
         num_text, num_image = batch.text.size(1), t * per_frame
         targets = None
         if self._context.is_last_stage:
-            mask = loss_mask(masks, per_frame, config.conditions.reference_loss)
-            weights = token_weights(mask, config.flow.loss_normalization)
+            mask = loss_mask(masks, per_frame, config.section(ConditionConfig).reference_loss)
+            weights = token_weights(mask, config.section(FlowConfig).loss_normalization)
             whole = FlowTargets(
                 velocity=pack(velocity, self._patch),
                 weights=weights,
@@ -215,14 +229,19 @@ class FlowBatchBuilder:
         self, batch: VideoBatch, randomness: Randomness, masks: Tensor
     ) -> dict[str, Tensor | None]:
         """Captions, references, and the strength of a guidance that is told."""
-        text, sizes = self.text_of(batch, randomness), self._config.mmdit.sizes(self._config.model)
+        text, sizes = (
+            self.text_of(batch, randomness),
+            self._config.section(MMDiTConfig).sizes(self._config.model),
+        )
         given: dict[str, Tensor | None] = {"txt": text.sequence, "y_vec": text.pooled}
         if sizes.cond_embed:
-            references = _references(batch, randomness.modes.tolist(), self._config.conditions)
+            references = _references(
+                batch, randomness.modes.tolist(), self._config.section(ConditionConfig)
+            )
             given["cond"] = pack(condition(references, masks), self._patch)
         if sizes.guidance_embed:
             given["guidance"] = torch.full_like(
-                randomness.normals, self._config.mmdit.guidance, device=masks.device
+                randomness.normals, self._config.section(MMDiTConfig).guidance, device=masks.device
             )
         return given
 

@@ -20,6 +20,9 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.contract import LossFunction, Report, StepCounts, share_of_step
+from megatron_ext.video.config.mmdit import MMDiTConfig
+from megatron_ext.video.config.run import ConditionConfig, VideoConfig
+from megatron_ext.video.config.wan import VideoDiTConfig
 from megatron_ext.video.data.dataset import VideoBatch
 from megatron_ext.video.data.randomness import Randomness, draw_normals
 from megatron_ext.video.loss import FlowTargets, flow_matching_loss
@@ -29,6 +32,7 @@ from megatron_ext.video.model.mmdit.options import MMDiTOptions
 from megatron_ext.video.model.tokens import grid, pack
 from megatron_ext.video.model.wan.model import VideoDiT
 from megatron_ext.video.model.wan.options import VideoDiTOptions, stage_blocks
+from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.rules import window_of
 
 if TYPE_CHECKING:
@@ -48,7 +52,7 @@ def build_video_chunk(
     vp_stage: int | None = None,
 ) -> MMDiT:
     """One pipeline chunk of the MMDiT of a run; see `Task.model_chunk`."""
-    mmdit = config.mmdit
+    mmdit = config.section(MMDiTConfig)
     sizes = mmdit.sizes(config.model)
 
     def recomputed(asked: int | None, blocks: int) -> int:
@@ -87,7 +91,7 @@ def flow_loss(
         velocity,
         targets=batch.targets,
         share=share,
-        reported_modes=config.conditions.modes,
+        reported_modes=config.section(ConditionConfig).modes,
     )
 
 
@@ -110,9 +114,11 @@ def dit_options(config: RunConfig) -> VideoDiTOptions:
         ConfigError: flags out of their range.
     """
     return VideoDiTOptions(
-        window=window_of(config.streaming) if config.video.is_causal else None,
-        zero_head=config.streaming.zero_head,
-        recompute_blocks=config.streaming.recompute_blocks,
+        window=window_of(config.section(StreamingConfig))
+        if config.section(VideoConfig).is_causal
+        else None,
+        zero_head=config.section(StreamingConfig).zero_head,
+        recompute_blocks=config.section(StreamingConfig).recompute_blocks,
         cp_comm_type=config.parallel.cp_comm_type[0],
     )
 
@@ -128,7 +134,11 @@ def build_dit_chunk(
 ) -> VideoDiT:
     """One pipeline chunk of the video DiT of a run; see `Task.model_chunk`."""
     return VideoDiT.build(
-        config.video_dit.sizes, dit_options(config), transformer_config, context, vp_stage=vp_stage
+        config.section(VideoDiTConfig).sizes,
+        dit_options(config),
+        transformer_config,
+        context,
+        vp_stage=vp_stage,
     )
 
 
@@ -138,7 +148,7 @@ def check_dit(config: RunConfig) -> None:
     Raises:
         ConfigError: more stages than blocks, or heads that ranks cannot share.
     """
-    sizes, parallel = config.video_dit.sizes, config.parallel
+    sizes, parallel = config.section(VideoDiTConfig).sizes, config.parallel
     dit_options(config)
     chunks = parallel.virtual_pipeline_model_parallel_size or 1
     stage_blocks(sizes.num_blocks, parallel.pipeline_model_parallel_size * chunks)
@@ -147,9 +157,9 @@ def check_dit(config: RunConfig) -> None:
         shared *= parallel.context_parallel_size
     if sizes.num_heads % shared:
         raise ConfigError(
-            f"`--video-dit-size {config.video_dit.video_dit_size}` has {sizes.num_heads} attention "
-            f"heads, which {shared} ranks cannot share equally; use fewer tensor-parallel ranks, "
-            "or all_gather instead of a2a."
+            f"`--video-dit-size {config.section(VideoDiTConfig).video_dit_size}` has "
+            f"{sizes.num_heads} attention heads, which {shared} ranks cannot share equally; use "
+            "fewer tensor-parallel ranks, or all_gather instead of a2a."
         )
 
 
@@ -165,17 +175,20 @@ def check_clips(config: RunConfig, shape: tuple[int, int, int], what: str) -> No
         ConfigError: tokens of a frame that ranks cannot share equally, or no whole frame blocks.
         DataError: see `grid`.
     """
-    frames, rows, columns = grid(shape, config.video_dit.sizes.patch_size)
+    frames, rows, columns = grid(shape, config.section(VideoDiTConfig).sizes.patch_size)
     if rows * columns % sharing_ranks(config):
         raise ConfigError(
             f"{what} have {rows} x {columns} = {rows * columns} tokens in a latent frame, which "
             f"{sharing_ranks(config)} ranks (context parallel, times tensor parallel with sequence "
             "parallelism) cannot share equally; use fewer ranks or another resolution."
         )
-    if config.video.is_causal and frames % config.streaming.frame_block:
+    if (
+        config.section(VideoConfig).is_causal
+        and frames % config.section(StreamingConfig).frame_block
+    ):
         raise ConfigError(
             f"{what} have {frames} latent frames, which must be divisible by `--frame-block` "
-            f"({config.streaming.frame_block}); use another length or block."
+            f"({config.section(StreamingConfig).frame_block}); use another length or block."
         )
 
 
@@ -183,9 +196,9 @@ class WanBatchBuilder(FlowBatchBuilder):
     """Makes micro-batches of whole latents."""
 
     def _normals(self, randomness: Randomness, samples: Sequence[int], num_frames: int) -> Tensor:
-        if not self._config.video_dit.independent_block_timesteps:
+        if not self._config.section(VideoDiTConfig).independent_block_timesteps:
             return randomness.normals
-        block = self._config.streaming.frame_block
+        block = self._config.section(StreamingConfig).frame_block
         normals = draw_normals(self._seed, samples, "timestep", num_frames // block)
         return normals.repeat_interleave(block, dim=1)
 
@@ -221,7 +234,7 @@ def dit_forward_step(
 def _loss(
     flow: Tensor, *, config: RunConfig, batch: FlowMicrobatch, counts: StepCounts | None
 ) -> tuple[Tensor, Tensor, Report]:
-    velocity = pack(flow.transpose(1, 2), config.video_dit.sizes.patch_size)
+    velocity = pack(flow.transpose(1, 2), config.section(VideoDiTConfig).sizes.patch_size)
     return flow_loss(velocity, config=config, batch=batch, counts=counts)
 
 

@@ -13,10 +13,10 @@ import torch
 
 from megatron_ext.checkpoint.lock import LOCK, _lock, hold_save_folder
 from megatron_ext.errors import CheckpointError
+from megatron_ext.text.task import GPT
 from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
 from megatron_ext.train.reporting.start import STARTED
-from pretrain_gpt import GPT
 from tests.ranks import ranks
 from tests.training_runs import TINY, mock_data
 

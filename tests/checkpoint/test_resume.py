@@ -13,6 +13,7 @@ from megatron_ext.config.flags import flag
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
+from megatron_ext.text.task import TEXT
 from tests.training_runs import TINY, mock_data, train_on_ranks
 
 PATH = Path("somewhere/iter_0000007")
@@ -30,7 +31,7 @@ class OwnFlags:
 
 def run(flags: str) -> RunConfig:
     words = [*TINY, *mock_data(), "--train-iters", "12", *flags.split()]
-    return parse_args(words, world_size=1, device="cpu", sections=(OwnFlags,)).config
+    return parse_args(words, TEXT, TEXT.with_sections(OwnFlags), world_size=1, device="cpu").config
 
 
 def notes(now: str, before: str = "", **how: bool) -> list[str]:

@@ -17,9 +17,9 @@ import megatron_ext
 from megatron_ext.checkpoint.files import MANIFEST, describe_file, folder_of, read_manifest
 from megatron_ext.checkpoint.unpickling import MetadataReader, read_tensors
 from megatron_ext.errors import CheckpointError
+from megatron_ext.text.task import GPT
 from megatron_ext.train.launch import EXIT_CODE_USER_ERROR, fork_ranks
 from megatron_ext.train.main import main
-from pretrain_gpt import GPT
 from tests.checkpoint.tiny import build, load, manager, save
 from tests.ranks import ranks
 from tests.training_runs import TINY, mock_data

@@ -61,8 +61,8 @@ def draw(dice: random.Random) -> Case:
 
 def judge(case: Case, data: Path, limit: float) -> tuple[str, str]:
     """Return "equal", "refused" or the kind of failure, with the commands that were run."""
+    from megatron_ext.text.task import TEXT
     from megatron_ext.train.main import main as train
-    from pretrain_gpt import task_of
     from tests.text.convert.models import make
 
     commands: list[str] = []
@@ -86,7 +86,7 @@ def judge(case: Case, data: Path, limit: float) -> tuple[str, str]:
         )
         given = [*shlex.split(words), *case.layout.words]
         commands.append(f"python pretrain_gpt.py {shlex.join(given)}")
-        second = execute(lambda: train(task_of, given), folder, name="run", limit=2 * limit)
+        second = execute(lambda: train(TEXT, given), folder, name="run", limit=2 * limit)
         if second.code != 0:
             return _ended(second, commands)
         third = tool(

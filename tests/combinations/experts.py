@@ -57,9 +57,9 @@ def check(layout: NamedLayout, words: list[str], truth: Recording, folder: Path)
 
 
 def _task() -> object:
-    from pretrain_gpt import task_of
+    from megatron_ext.text.task import TEXT
 
-    return task_of
+    return TEXT
 
 
 def search(arguments: argparse.Namespace, data: Path) -> int:

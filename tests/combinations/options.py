@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from megatron_ext.config.flags import Flag
 from megatron_ext.config.parser import all_flags, spellings
+from megatron_ext.text.task import TEXT
+from megatron_ext.video.task import VIDEO
 from tests.combinations.values import FIXED, NEEDS, SECTION_NEEDS, VALUES, WHOLES, whole, words_of
 
 Settings = dict[str, tuple[bool, tuple[str, ...]]]
@@ -38,7 +40,7 @@ class Option:
 
 @functools.cache
 def _table() -> dict[str, tuple[Flag, bool]]:
-    return spellings(all_flags())
+    return spellings(every_flag())
 
 
 _INSTEAD = {"train_samples": "train_iters", "train_epochs": "train_iters"}
@@ -95,10 +97,15 @@ def values_of(flag: Flag) -> list[str] | None:
 
 
 @functools.cache
+def every_flag() -> list[Flag]:
+    """Return the flags of both programs."""
+    return list({flag.field: flag for flag in (*all_flags(TEXT), *all_flags(VIDEO))}.values())
+
+
 def options_of(sections: tuple[str, ...]) -> tuple[Option, ...]:
     """Return every option of these sections, and the flags that are usually given together."""
     found = {}
-    for flag in all_flags():
+    for flag in every_flag():
         name = name_of(flag)
         if flag.section not in sections or name in FIXED:
             continue

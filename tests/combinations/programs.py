@@ -52,15 +52,15 @@ class Program:
 
 
 def _gpt(words: list[str]) -> int:
-    from pretrain_gpt import task_of
+    from megatron_ext.text.task import TEXT
 
-    return main(task_of, words)
+    return main(TEXT, words)
 
 
 def _video(words: list[str]) -> int:
-    from pretrain_video import defaults_of, task_of
+    from megatron_ext.video.task import VIDEO
 
-    return main(task_of, words, defaults=defaults_of(words))
+    return main(VIDEO, words)
 
 
 def joined_text(*texts: str) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 
-from megatron_ext.config.parser import all_flags
 from tests.combinations import layouts
 from tests.combinations.draw import Case, Draws
-from tests.combinations.options import joined, name_of, settings_of, values_of
+from tests.combinations.options import every_flag, joined, name_of, settings_of, values_of
 from tests.combinations.programs import GPT, PROGRAMS
 from tests.combinations.values import FIXED, NEEDS, VALUES
 
@@ -22,7 +21,7 @@ def test_every_flag_is_an_option_of_a_program_or_has_a_reason() -> None:
     sections = {s for program in PROGRAMS.values() for s in (*program.sections, *program.others)}
     missing = [
         flag.positive[0]
-        for flag in all_flags()
+        for flag in every_flag()
         if flag.section in sections and flag.field not in combined and name_of(flag) not in FIXED
     ]
     assert missing == []
@@ -30,7 +29,7 @@ def test_every_flag_is_an_option_of_a_program_or_has_a_reason() -> None:
 
 def test_every_boolean_is_on_and_off_and_every_choice_is_taken() -> None:
     texts = " ".join(f"{option.text} " for option in GPT.options)
-    for flag in all_flags():
+    for flag in every_flag():
         if flag.section not in GPT.sections or name_of(flag) in FIXED:
             continue
         for value in values_of(flag) or []:
@@ -38,7 +37,7 @@ def test_every_boolean_is_on_and_off_and_every_choice_is_taken() -> None:
 
 
 def test_tables_name_flags_that_exist() -> None:
-    names = {name_of(flag) for flag in all_flags()}
+    names = {name_of(flag) for flag in every_flag()}
     assert [name for name in (*VALUES, *NEEDS, *FIXED) if name not in names] == []
 
 

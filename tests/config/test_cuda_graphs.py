@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.config.cuda_graphs import CudaGraphConfig
+from megatron_ext.config.acceleration import CudaGraphConfig
 from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.task import TEXT
 
 TINY = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
@@ -70,7 +71,7 @@ BAD = [
 
 
 def parsed(words: str, device: str = "cuda") -> CudaGraphConfig:
-    found = parse_args([*TINY.split(), *words.split()], world_size=2, device=device)
+    found = parse_args([*TINY.split(), *words.split()], TEXT, TEXT, world_size=2, device=device)
     return found.config.cuda_graphs
 
 
@@ -96,7 +97,7 @@ def test_a_cpu_refuses_what_a_gpu_would() -> None:
 def test_video_has_no_graphs() -> None:
     words = "--video --hidden-size 64 --cuda-graph-impl local --data-path x"
     with pytest.raises(ConfigError) as error:
-        parse_args(words.split(), world_size=1, device="cuda")
+        parse_args(words.split(), TEXT, TEXT, world_size=1, device="cuda")
     assert any("--cuda-graph-impl" in text for text in error.value.messages)
 
 
@@ -114,7 +115,7 @@ def test_segments_that_grow_need_buffers_that_nccl_does_not_register(
 
 def test_a_cpu_says_that_it_has_none() -> None:
     words = [*TINY.split(), *LOCAL.split(), "--cuda-graph-warmup-steps", "5"]
-    notes = parse_args(words, world_size=1, device="cpu").notes
+    notes = parse_args(words, TEXT, TEXT, world_size=1, device="cpu").notes
     found = [note for note in notes if "cuda-graph" in note]
     assert [note.partition(" has no effect on a CPU: ")[0] for note in found] == [
         "`--cuda-graph-impl`",

@@ -8,20 +8,21 @@ from megatron_ext.config.lora import TARGETS, VIDEO_TARGETS
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.config.rules import STREAMING_DEFAULTS
+from megatron_ext.text.task import TEXT
+from megatron_ext.video.task import VIDEO
 from tests.training_runs import TINY, mock_data
 
 WORDS = [*TINY, *mock_data(), "--train-iters", "1"]
 
 
 def config(*words: str) -> RunConfig:
-    return parse_args([*WORDS, *words], world_size=1, device="cpu").config
+    return parse_args([*WORDS, *words], TEXT, TEXT, world_size=1, device="cpu").config
 
 
 def streaming(*words: str) -> RunConfig:
     given = ["--task", "streaming", "--prompts-path", "x", "--micro-batch-size", "1"]
     given += ["--global-batch-size", "1", "--train-iters", "1", *words]
-    return parse_args(given, world_size=1, device="cpu", defaults=STREAMING_DEFAULTS).config
+    return parse_args(given, TEXT, VIDEO, world_size=1, device="cpu").config
 
 
 def test_adapters_of_a_streaming_run_lie_on_all_layers_of_its_blocks() -> None:
@@ -73,7 +74,7 @@ def test_the_checkpoints_adapters_are_taken_with_its_shape() -> None:
     def read(*more: str) -> RunConfig:
         given = [*words, *more]
         return parse_args(
-            given, world_size=1, device="cpu", checkpoint_config=stored.to_dict()
+            given, TEXT, TEXT, world_size=1, device="cpu", checkpoint_config=stored.to_dict()
         ).config
 
     assert read().lora == stored.lora

@@ -13,9 +13,8 @@ from megatron_ext.config.flags import flag
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.main import main
-from megatron_ext.train.task import choose
-from pretrain_gpt import GPT
 
 RUN = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
@@ -38,8 +37,8 @@ class CapFlags:
 
 
 def parsed(*words: str, **options: Any) -> RunConfig:
-    options = {"sections": (CapFlags,), **options}
-    return parse_args([*RUN, *words], world_size=1, device="cpu", **options).config
+    program = TEXT.with_sections(*options.pop("sections", (CapFlags,)))
+    return parse_args([*RUN, *words], TEXT, program, world_size=1, device="cpu", **options).config
 
 
 def test_own_flags_are_read_from_the_command_line() -> None:
@@ -50,7 +49,7 @@ def test_own_flags_are_read_from_the_command_line() -> None:
 
 def test_own_flags_are_listed_in_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_args(["--help"], world_size=1, device="cpu", sections=(CapFlags,))
+        parse_args(["--help"], TEXT, TEXT.with_sections(CapFlags), world_size=1, device="cpu")
     shown = capsys.readouterr().out
     assert "cap_flags:\n  --hidden-cap UNITS\n        bound of the hidden states\n" in shown
 
@@ -58,7 +57,7 @@ def test_own_flags_are_listed_in_help(capsys: pytest.CaptureFixture[str]) -> Non
 def test_own_flags_are_printed_and_read_from_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    task = GPT.__class__(GPT.datasets, GPT.model_chunk, GPT.forward_step, sections=(CapFlags,))
+    task = GPT.with_sections(CapFlags)
     words = [*RUN, "--hidden-cap", "3", "--cap-kind", "hard", "--print-config"]
     assert main(task, words) == 0
     printed = capsys.readouterr().out
@@ -68,9 +67,10 @@ def test_own_flags_are_printed_and_read_from_a_file(
     file.write_text(printed)
     again = parse_args(
         ["--config", str(file), "--cap-kind", "soft"],
+        TEXT,
+        TEXT.with_sections(CapFlags),
         world_size=1,
         device="cpu",
-        sections=(CapFlags,),
     ).config
     assert again.section(CapFlags) == CapFlags(3.0, [1], "soft")
 
@@ -149,7 +149,6 @@ def test_sections_that_cannot_stand_beside_the_others_are_refused(
         assert any(text.startswith(sentence) for text in caught.value.messages)
 
 
-def test_a_task_whose_section_the_parser_did_not_know_is_refused() -> None:
-    task = GPT.__class__(GPT.datasets, GPT.model_chunk, GPT.forward_step, sections=(CapFlags,))
+def test_a_section_that_the_task_does_not_bring_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"`Task\(sections=\(CapFlags,\), ...\)`"):
-        choose(lambda config: task, parsed(sections=()))
+        parsed(sections=()).section(CapFlags)

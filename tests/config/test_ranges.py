@@ -15,6 +15,8 @@ from megatron_ext.config.parser import all_flags, parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
 from megatron_ext.planning.checks import check_core
+from megatron_ext.text.config import DataConfig
+from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.preflight import preflight
 
 TINY = shlex.split(
@@ -65,7 +67,7 @@ def test_any_word_ends_in_a_configuration_or_in_sentences(flag: Flag) -> None:
     for word in WORDS:
         argv = [*base, flag.positive[0], *[word] * number]
         try:
-            parse_args(argv, world_size=1, device="cpu", defaults=defaults)
+            parse_args(argv, TEXT, TEXT, world_size=1, device="cpu", defaults=defaults)
         except ConfigError:
             continue
         assert math.isfinite(float(word)), f"{flag.positive[0]} {word}"
@@ -76,7 +78,9 @@ def test_what_is_no_number_of_use_is_told_with_the_flag(flag: Flag) -> None:
     word = "nan" if flag.type is float else "1" + 20 * "0"
     number = flag.nargs if isinstance(flag.nargs, int) else 1
     with pytest.raises(ConfigError) as caught:
-        parse_args([*TINY, flag.positive[0], *[word] * number], world_size=1, device="cpu")
+        parse_args(
+            [*TINY, flag.positive[0], *[word] * number], TEXT, TEXT, world_size=1, device="cpu"
+        )
     named = [text for text in caught.value.messages if text.startswith(f"`{flag.positive[0]}` (")]
     assert len(named) == 1 and "must be" in named[0]
 
@@ -102,7 +106,7 @@ def test_the_rule_that_a_number_breaks(bounds: Range, value: float, rule: str | 
 def test_a_number_out_of_range_does_not_hide_other_errors_nor_cause_them() -> None:
     argv = [*TINY, "--num-layers", "0", "--lr", "nan", "--bf16", "--fp16"]
     with pytest.raises(ConfigError) as caught:
-        parse_args(argv, world_size=1, device="cpu")
+        parse_args(argv, TEXT, TEXT, world_size=1, device="cpu")
     assert caught.value.messages == (
         "`--num-layers` (0) must be at least 1; use 1.",
         "`--lr` (nan) must be a finite number, at least 0 and at most 1000; give another, or leave "
@@ -132,7 +136,7 @@ def test_an_entry_of_a_file_is_read_as_the_flag_would_be(
     file = tmp_path / "run.yaml"
     file.write_text(entry, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
-        parse_args(["--config", str(file), *TINY[6:]], world_size=1, device="cpu")
+        parse_args(["--config", str(file), *TINY[6:]], TEXT, TEXT, world_size=1, device="cpu")
     assert any(sentence in text for text in caught.value.messages)
 
 
@@ -140,7 +144,7 @@ def test_numbers_that_yaml_takes_for_text_are_numbers(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("min_lr: 1e-4\nrampup_batch_size: [2, 2, 8]", encoding="utf-8")
     argv = [*TINY, "--config", str(file)]
-    config = parse_args(argv, world_size=1, device="cpu").config
+    config = parse_args(argv, TEXT, TEXT, world_size=1, device="cpu").config
     assert config.optimizer.min_lr == 1e-4
     assert config.training.rampup_batch_size == [2, 2, 8]
 
@@ -179,9 +183,11 @@ def test_any_two_flags_end_in_a_configuration_or_in_sentences(program: str) -> N
         layout = random.choice(("", "", *LAYOUTS))
         argv, size = [*base, *layout.split(), *pair], 4 if layout else random.choice((1, 2))
         try:
-            config = parse_args(argv, world_size=size, device="cpu", defaults=defaults).config
-            if config.data.mock_data:
-                config, _ = preflight(config)
+            config = parse_args(
+                argv, TEXT, TEXT, world_size=size, device="cpu", defaults=defaults
+            ).config
+            if config.section(DataConfig).mock_data:
+                config, _ = preflight(config, GPT.preflight)
             check_core(config)
         except (ConfigError, DataError, CheckpointError):
             continue

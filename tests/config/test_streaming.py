@@ -9,8 +9,7 @@ import pytest
 
 from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
-from megatron_ext.video.config.rules import STREAMING_DEFAULTS
-from pretrain_video import task_of
+from megatron_ext.video.task import VIDEO
 from tests.video.streaming.runs import FLAGS, flags_of, write_prompts
 
 STARTED = 99
@@ -30,7 +29,7 @@ class Printed:
 
     def __call__(self, words: str, code: int = EXIT_CODE_USER_ERROR) -> list[str]:
         flags = flags_of(self.folder, f"--train-iters 1 {words}")
-        assert main(task_of, flags, defaults=STREAMING_DEFAULTS) == code
+        assert main(VIDEO, flags) == code
         printed = self.capfd.readouterr().err.splitlines()
         return [line.removeprefix("error: ") for line in printed if line.startswith("error: ")]
 
@@ -148,7 +147,7 @@ def test_a_run_has_no_epochs(refused: Printed) -> None:
 
 def test_prompts_must_be_there_and_in_pairs(refused: Printed, tmp_path: Path) -> None:
     words = [*FLAGS, "--train-iters", "1"]
-    assert main(task_of, words, defaults=STREAMING_DEFAULTS) == EXIT_CODE_USER_ERROR
+    assert main(VIDEO, words) == EXIT_CODE_USER_ERROR
     assert "`--prompts-path` is missing" in refused.capfd.readouterr().err
     (error,) = refused(f"--prompts-path {tmp_path / 'nowhere'}")
     assert error.startswith(f"`--prompts-path` ({tmp_path}/nowhere) must be a text file")
@@ -211,7 +210,7 @@ def test_coverage_and_aliasing_are_said_once(
     refused("", code=STARTED)
     assert not [r for r in caplog.records if "generator_interval" in r.message]
     flags = flags_of(refused.folder, "--train-iters 1", interval=1)
-    assert main(task_of, flags, defaults=STREAMING_DEFAULTS) == STARTED
+    assert main(VIDEO, flags) == STARTED
     printed = refused.capfd.readouterr().out
     coverage = "> the generator is trained in one of 1 steps, on 2 of the 4 trained chunks of a "
     assert printed.count(coverage) == 1
@@ -225,6 +224,6 @@ def test_other_ranks_of_torchrun_are_silent(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     flags = flags_of(refused.folder, "--train-iters 1", batch=2, interval=1)
-    assert main(task_of, flags, defaults=STREAMING_DEFAULTS) == STARTED
+    assert main(VIDEO, flags) == STARTED
     assert "the generator is trained" not in refused.capfd.readouterr().out
     assert not [r for r in caplog.records if "make the generator" in r.message]

@@ -9,7 +9,8 @@ import pytest
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.config.rules import STREAMING_DEFAULTS, VIDEO_DEFAULTS
+from megatron_ext.video.streaming.config import StreamingConfig, StreamingSampleConfig
+from megatron_ext.video.task import VIDEO
 from tests.training_runs import TINY, mock_data
 
 TASK = "--task streaming --prompts-path p.txt --micro-batch-size 1 --train-iters 1 "
@@ -17,18 +18,18 @@ VIEWED = f"{TASK} --save out --sample-interval 5 --sample-texts cat dog "
 
 
 def parsed(words: str) -> RunConfig:
-    return parse_args(words.split(), world_size=1, device="cpu", defaults=STREAMING_DEFAULTS).config
+    return parse_args(words.split(), VIDEO, VIDEO, world_size=1, device="cpu").config
 
 
 def test_lengths_follow_the_training_unless_flags_say_otherwise() -> None:
     config = parsed(VIEWED + "--sequence-lengths 21 40 --sample-second-texts a b")
-    own, streaming = config.streaming_sample, config.streaming
+    own, streaming = config.section(StreamingSampleConfig), config.section(StreamingConfig)
     assert (own.num_frames(streaming), own.switch_frame(streaming)) == (39, 21)
     config = parsed(VIEWED + "--sample-latent-frames 24")
-    assert config.streaming_sample.num_frames(config.streaming) == 24
+    assert config.section(StreamingSampleConfig).num_frames(config.section(StreamingConfig)) == 24
     words = "--sample-latent-frames 24 --sample-second-texts a b --sample-switch-frame 20"
     config = parsed(VIEWED + words)
-    assert config.streaming_sample.switch_frame(config.streaming) == 20
+    assert config.section(StreamingSampleConfig).switch_frame(config.section(StreamingConfig)) == 20
 
 
 def test_all_other_sample_flags_of_a_streaming_run_are_its_own() -> None:
@@ -68,9 +69,9 @@ def test_other_runs_refuse_the_flags_of_long_videos(flag: str, tmp_path: Path) -
     name = flag.split()[0]
     with pytest.raises(ConfigError, match=f"`{name}` has an effect only with `--task streaming`"):
         parse_args(
-            f"--video-data-path {tmp_path} {flag}".split(),
-            world_size=1, device="cpu", defaults=VIDEO_DEFAULTS,
+            f"--video-data-path {tmp_path} {flag}".split(), VIDEO, VIDEO,
+            world_size=1, device="cpu",
         )  # fmt: skip
     with pytest.raises(ConfigError, match=f"`{name}` has an effect only in pretrain_video.py"):
         words = [*TINY, *mock_data(), "--train-iters", "1", *flag.split()]
-        parse_args(words, world_size=1, device="cpu")
+        parse_args(words, VIDEO, VIDEO, world_size=1, device="cpu")

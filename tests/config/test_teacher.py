@@ -9,8 +9,10 @@ import pytest
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.config.rules import STREAMING_DEFAULTS
+from megatron_ext.text.task import TEXT
+from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.teacher_config import TeacherSizes, teacher_sizes
+from megatron_ext.video.task import VIDEO
 from tests.video.streaming.runs import flags_of
 
 TENSOR, STAGES = "--teacher-tensor-model-parallel-size", "--teacher-pipeline-model-parallel-size"
@@ -19,7 +21,7 @@ TENSOR, STAGES = "--teacher-tensor-model-parallel-size", "--teacher-pipeline-mod
 def parsed(words: str, ranks: int) -> RunConfig:
     """The resolved configuration of a tiny run."""
     flags = flags_of(Path(), f"--train-iters 1 --prompts-path x {words}", batch=12)
-    return parse_args(flags, world_size=ranks, device="cpu", defaults=STREAMING_DEFAULTS).config
+    return parse_args(flags, TEXT, VIDEO, world_size=ranks, device="cpu").config
 
 
 def errors(words: str, ranks: int) -> list[str]:
@@ -95,7 +97,7 @@ def test_a_layout_that_cannot_be_is_one_sentence(words: str, ranks: int, sentenc
 def test_a_run_without_a_teacher_refuses_its_layout(words: str) -> None:
     given = f"--video-data-path x --train-iters 1 {words}".split()
     with pytest.raises(ConfigError, match=f"`{given[-2]}` has an effect only with `--task stream"):
-        parse_args(given, world_size=2, device="cpu", defaults={"video": True})
+        parse_args(given, TEXT, TEXT, world_size=2, device="cpu", defaults={"video": True})
 
 
 @pytest.mark.parametrize(
@@ -113,4 +115,4 @@ def test_a_teacher_lies_as_the_run_unless_a_flag_says_otherwise(
     words: str, ranks: int, sizes: TeacherSizes | None
 ) -> None:
     config = parsed(words, ranks)
-    assert teacher_sizes(config.streaming, config.parallel) == sizes
+    assert teacher_sizes(config.section(StreamingConfig), config.parallel) == sizes

@@ -10,10 +10,16 @@ from packaging.version import Version
 
 from megatron_ext.config import run, te_versions, transformer_engine
 from megatron_ext.config.parser import parse_args
+from megatron_ext.config.rules.transformer_engine import (
+    MINIMUM,
+    NEEDS,
+    OVERLAPPED,
+    SWITCHES,
+    version_errors,
+)
 from megatron_ext.config.run import RunConfig
-from megatron_ext.config.te_versions import MINIMUM, NEEDS, version_errors
-from megatron_ext.config.transformer_engine import OVERLAPPED, SWITCHES
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.task import TEXT
 from tests.config.test_fp8 import TINY
 
 TE = "--transformer-impl transformer_engine "
@@ -38,7 +44,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def configured(words: str, *, world_size: int = 0) -> RunConfig:
     ranks = world_size or (2 if "size 2" in words else 1)
-    return parse_args((TINY + words).split(), world_size=ranks, device="cuda").config
+    return parse_args((TINY + words).split(), TEXT, TEXT, world_size=ranks, device="cuda").config
 
 
 GOOD = [

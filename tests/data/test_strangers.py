@@ -17,6 +17,7 @@ from megatron_ext.checkpoint.safetensors_files import TensorFolder
 from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
 from megatron_ext.text.preprocess.parts import PartMarker, marker_path, read_marker
+from megatron_ext.text.task import TEXT
 from megatron_ext.text.tokenizers.huggingface import load_pretrained
 from megatron_ext.video.config.encoding import CodecConfig
 from megatron_ext.video.data.codecs import build_codec
@@ -114,7 +115,9 @@ def test_settings_in_yaml_make_no_objects(tmp_path: Path, marker: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(f"seed: !!python/object/apply:builtins.open ['{marker}', 'w']\n")
     with pytest.raises(ConfigError, match=r"`--config` \(.*\) cannot be read"):
-        parse_args([*TINY, *mock_data(), "--config", str(path)], world_size=1, device="cpu")
+        parse_args(
+            [*TINY, *mock_data(), "--config", str(path)], TEXT, TEXT, world_size=1, device="cpu"
+        )
     assert not marker.exists()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from examples.custom_model.train import DEFAULTS, SECTIONS, task_of
+from examples.custom_model.train import TASK
 from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError
 from tests.training_runs import train_on_ranks, training_rows
@@ -19,7 +19,7 @@ RUN = (
     "--make-vocab-size-divisible-by 32 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0 "
     "--init-method-std 0.1 --position-embedding-type rope --num-workers 0"
 ).split()
-OWN = {"task": task_of, "defaults": DEFAULTS, "sections": SECTIONS}
+OWN = {"task": TASK}
 FOCAL = "--loss examples/custom_loss/focal.py:FocalLossConfig --loss-args gamma=1.5"
 SMOOTH = "--loss cross-entropy --label-smoothing 0.1 --z-loss-coeff 1e-3"
 PARTS = "--rotary-percent 0.5 --mtp-num-layers 1"
@@ -75,10 +75,9 @@ def test_flags_that_its_loss_does_not_know_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_args(
             [*RUN, *"--train-iters 1 --label-smoothing 0.1 --z-loss-coeff 1e-3".split()],
+            TASK,
             world_size=1,
             device="cpu",
-            defaults=DEFAULTS,
-            sections=SECTIONS,
         )
     (smoothing, z_loss) = caught.value.messages
     assert smoothing.startswith("`--label-smoothing` (0.1) is a part of cross-entropy, which")

@@ -15,7 +15,9 @@ from megatron_ext.config.parser import parse_args
 from megatron_ext.data.batch import Batch
 from megatron_ext.errors import DataError
 from megatron_ext.losses.vocabulary import VocabularyHead
+from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.sft.dataset import SftDataset, build_splits
+from megatron_ext.text.task import TEXT
 from megatron_ext.text.tokenizers import build_tokenizer
 from tests.text.sft import tiny
 from tests.text.sft.test_runs import MODEL
@@ -67,8 +69,8 @@ def test_fine_tuning_does_not_depend_on_the_layout(tmp_path: Path) -> None:
     flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--train-iters", "3"]
     flags += ["--tokenizer-model", str(tiny.save(tmp_path / "tokenizer"))]
     flags += ["--make-vocab-size-divisible-by", "192", "--eval-iters", "0"]
-    config = parse_args(flags, world_size=1, device="cpu").config
-    train = build_splits(config, build_tokenizer(config.tokenizer)).train
+    config = parse_args(flags, TEXT, TEXT, world_size=1, device="cpu").config
+    train = build_splits(config, build_tokenizer(config.section(TokenizerConfig))).train
     assert isinstance(train, SftDataset)
     teacher = cache(tmp_path / "teacher", train.lengths.tolist(), 300)
     own = [*flags, "--loss", SPEC, "--loss-args", f"cache={teacher}"]

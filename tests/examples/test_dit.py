@@ -11,7 +11,6 @@ import pytest
 from examples.custom_model.dit import TASK
 from megatron_ext.errors import ConfigError
 from megatron_ext.train.callbacks.callback import Callback
-from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from tests.examples.latents import make_latents
 from tests.training_runs import train_on_ranks, training_rows
 
@@ -31,7 +30,7 @@ def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(latents: Path, save: Path, more: str = "", ranks: int = 1, **options: Any) -> list[Any]:
     flags = [*FLAGS, "--video-data-path", str(latents), "--train-iters", str(STEPS), *more.split()]
-    options = {"task": TASK, "defaults": VIDEO_DEFAULTS, **options}
+    options = {"task": TASK, **options}
     code, rows = train_on_ranks(flags, ranks=ranks, save=save, **options)
     assert code == 0
     return training_rows(rows)
@@ -116,4 +115,4 @@ def test_what_it_cannot_do_is_refused_before_ranks_start(
 ) -> None:
     flags = [*FLAGS, "--video-data-path", str(latents), "--train-iters", "1", *words.split()]
     with pytest.raises(ConfigError, match=sentence):
-        train_on_ranks(flags, ranks=2, save=tmp_path, task=TASK, defaults=VIDEO_DEFAULTS)
+        train_on_ranks(flags, ranks=2, save=tmp_path, task=TASK)

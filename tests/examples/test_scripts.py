@@ -10,6 +10,7 @@ import torch
 from benchmarks import cross_entropy, gpu_peers, gpu_throughput
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
+from megatron_ext.text.task import TEXT
 from tests.examples.scripts import EXAMPLES, ROOT, calls, start_stubbed, stub
 
 TESTS = ROOT / "tests" / "examples"
@@ -77,7 +78,9 @@ def test_full_size_commands_have_no_errors_on_gpus(
     (words,) = calls(tmp_path, "srun" if queued else "python")
     first = next(i for i, word in enumerate(words) if word.endswith((".py", "pretrain_gpt.py")))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    config = parse_args(words[first + 1 :], world_size=FULL_SIZE[script], device="cuda").config
+    config = parse_args(
+        words[first + 1 :], TEXT, TEXT, world_size=FULL_SIZE[script], device="cuda"
+    ).config
     assert config.checkpoint.save == "out"
     assert config.parallel.world_size == FULL_SIZE[script]
 
@@ -87,7 +90,7 @@ def llama_example(name: str, folder: Path, **environment: str) -> RunConfig:
     words = [EXAMPLES / "gpt" / name, "data", "tokenizer", "out"]
     code, shown = start_stubbed(folder, *words, **environment)
     assert code == 0, shown
-    return parse_args(calls(folder, "python")[-1][1:], world_size=8, device="cuda").config
+    return parse_args(calls(folder, "python")[-1][1:], TEXT, world_size=8, device="cuda").config
 
 
 def test_the_fp8_example_is_llama_3_8b_in_8_bits(tmp_path: Path) -> None:
@@ -121,7 +124,7 @@ def test_a_job_is_queued_only_after_its_plan(
     assert calls(tmp_path, "sbatch") == ([[str(script), *words]] if queued else [])
     (planned,) = calls(tmp_path, "python")
     assert planned[0] == "pretrain_gpt.py"
-    config = parse_args(planned[1:], world_size=0, device="cpu").config
+    config = parse_args(planned[1:], TEXT, TEXT, world_size=0, device="cpu").config
     assert config.planning.dry_run
     assert (config.planning.dry_run_nodes, config.planning.dry_run_gpu) == (4, "H200")
     assert config.parallel.world_size == 32

@@ -15,7 +15,8 @@ import torch
 
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
-from megatron_ext.video.config.rules import STREAMING_DEFAULTS
+from megatron_ext.video.streaming.config import StreamingConfig
+from megatron_ext.video.task import VIDEO
 from tests.examples.scripts import EXAMPLES, calls, smoke, stub, succeed
 from tests.examples.scripts import rows as rows_of
 
@@ -120,17 +121,14 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     commands = calls(tmp_path, "python")
     assert [c[:3] for c in commands] == [["pretrain_video.py", "--nproc-per-node", "8"]] * 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    return [
-        parse_args(c[1:], world_size=8, device="cuda", defaults=STREAMING_DEFAULTS).config
-        for c in commands
-    ]
+    return [parse_args(c[1:], VIDEO, VIDEO, world_size=8, device="cuda").config for c in commands]
 
 
 def test_the_published_recipe_on_one_node(stages: list[RunConfig]) -> None:
     """LongLive's two stages (arXiv:2509.22622)."""
     first, last = stages
     for config in stages:
-        streaming, optimizer = config.streaming, config.optimizer
+        streaming, optimizer = config.section(StreamingConfig), config.optimizer
         sizes = streaming.sizes(None), streaming.sizes("1.3b"), streaming.sizes("14b")
         assert streaming.teacher_size == "14b" and sizes[0] == sizes[1]
         assert [round(x.num_parameters / 1e9, 1) for x in sizes] == [1.4, 1.4, 14.3]
@@ -144,10 +142,15 @@ def test_the_published_recipe_on_one_node(stages: list[RunConfig]) -> None:
         assert streaming.teacher_checkpoint == "teacher"
     rates = [(c.optimizer.lr, c.streaming.critic_lr, c.training.train_iters) for c in stages]
     assert rates == [(2e-6, 4e-7, 700), (1e-5, 2e-6, 3000)]
-    assert (first.streaming.sequence_lengths, last.streaming.sequence_lengths) == ((21,), (240,))
+    assert (first.section(StreamingConfig).sequence_lengths, last.streaming.sequence_lengths) == (
+        (21,),
+        (240,),
+    )
     assert (first.ema.ema_decay, first.ema.ema_start) == (0.99, 200)
     assert not last.ema.keeps_average(trains=True)
-    assert first.lora.lora_rank is None and first.streaming.second_prompts_path is None
+    assert (
+        first.lora.lora_rank is None and first.section(StreamingConfig).second_prompts_path is None
+    )
     assert (last.lora.lora_rank, last.lora.scale) == (256, 1.0)
     assert last.checkpoint.pretrained_checkpoint == last.streaming.critic_checkpoint
     assert last.checkpoint.pretrained_checkpoint == "out/stage_a"

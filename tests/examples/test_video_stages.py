@@ -13,7 +13,10 @@ import torch
 
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
-from megatron_ext.video.config.rules import VIDEO_DEFAULTS
+from megatron_ext.text.task import TEXT
+from megatron_ext.video import task
+from megatron_ext.video.config.mmdit import MMDiTConfig
+from megatron_ext.video.config.run import ConditionConfig
 from megatron_ext.video.data.geometry import parse_plan
 from megatron_ext.video.data.preprocess_options import parse_options
 from tests.examples.scripts import EXAMPLES, calls, rows, smoke, stub, succeed
@@ -45,7 +48,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
 
 def config_of(training: list[str], gpus: int) -> RunConfig:
     words = training[training.index("pretrain_video.py") + 1 :]
-    return parse_args(words, world_size=gpus, device="cuda", defaults=VIDEO_DEFAULTS).config
+    return parse_args(words, TEXT, task.VIDEO, world_size=gpus, device="cuda").config
 
 
 @pytest.mark.parametrize(
@@ -58,8 +61,10 @@ def test_full_size_on_one_node(
     _, training = commands(script)
     assert training[:3] == ["pretrain_video.py", "--nproc-per-node", "8"]
     config = config_of(training, 8)
-    assert config.mmdit.sizes(config.model).num_parameters / 1e9 == pytest.approx(11.9, abs=0.03)
-    mmdit = config.mmdit
+    assert config.section(MMDiTConfig).sizes(config.model).num_parameters / 1e9 == pytest.approx(
+        11.9, abs=0.03
+    )
+    mmdit = config.section(MMDiTConfig)
     assert (mmdit.recompute_double_blocks, mmdit.recompute_single_blocks) == recompute
     training_flags, replicas = config.training, config.parallel.data_parallel_size
     size, batch = training_flags.batch_sizes
@@ -68,7 +73,7 @@ def test_full_size_on_one_node(
     assert (optimizer.lr, optimizer.lr_warmup_iters) == (1e-4, 1000)
     assert (optimizer.adam_beta1, optimizer.adam_beta2) == (0.9, 0.95)
     assert (optimizer.adam_eps, optimizer.weight_decay, optimizer.clip_grad) == (1e-15, 0.01, 1.0)
-    assert (ema, config.conditions.reference_loss) == (0.9999, "masked")
+    assert (ema, config.section(ConditionConfig).reference_loss) == (0.9999, "masked")
 
 
 @pytest.mark.parametrize("script", [STAGE1, I2V])
@@ -80,12 +85,12 @@ def test_the_published_hyper_parameters_on_four_nodes(script: str, commands: Com
     assert (optimizer.lr, optimizer.lr_warmup_iters, optimizer.adam_beta2) == (5e-5, 0, 0.999)
     assert (optimizer.weight_decay, optimizer.adam_eps) == (0.0, 1e-15)
     assert not config.ema.keeps_average(trains=True)
-    assert config.conditions.reference_loss == "all"
+    assert config.section(ConditionConfig).reference_loss == "all"
 
 
 def test_the_modes_and_layouts_of_the_stages(commands: Commands) -> None:
     first, last = (config_of(commands(script)[1], 8) for script in (STAGE1, I2V))
-    assert first.conditions.modes == ("t2v",)
+    assert first.section(ConditionConfig).modes == ("t2v",)
     weights = {mode: last.conditions.weight(mode) for mode in last.conditions.modes}
     assert weights == {"t2v": 1, "i2v_head": 5, "i2v_tail": 1, "i2v_loop": 1}
     sizes = [

@@ -24,12 +24,11 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from megatron_ext.config.parser import parse_args
 from megatron_ext.device import Device
 from megatron_ext.layers.transformer_engine import prepare_transformer_engine
+from megatron_ext.text.task import TEXT
 from megatron_ext.train.main import pretrain
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.reporting.files import LossPlot, read_metrics
 from megatron_ext.train.run import Run
-from megatron_ext.train.task import choose
-from pretrain_gpt import task_of
 from tests.training_runs import TINY, mock_data, training_rows
 
 STEPS = 2
@@ -76,9 +75,9 @@ def train(name: str, folder: Path, more: str = "") -> dict[str, Any]:
         return train(name, folder, f"--load {folder}")
     record.CALLS.clear()
     os.environ["MEGATRON_EXT_INIT_METHOD"] = f"file://{folder}/rendezvous"
-    parsed = parse_args(flags_of(name, folder, more), world_size=1, device="cuda").config
-    task = choose(task_of, parsed)
-    config, tokenizer = preflight(parsed, task.preflight)
+    parsed = parse_args(flags_of(name, folder, more), TEXT, TEXT, world_size=1, device="cuda")
+    task = parsed.task
+    config, tokenizer = preflight(parsed.config, task.preflight)
     seen: dict[str, Any] = {}
 
     def look(run: Run) -> None:
@@ -92,7 +91,7 @@ def train(name: str, folder: Path, more: str = "") -> dict[str, Any]:
 
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        pretrain(task, config, device=Device("cpu", "gloo"), tokenizer=tokenizer, prepare=look)
+        pretrain(task, config, device=Device("cpu", "gloo"), assets=tokenizer, prepare=look)
     rows = training_rows(read_metrics(folder / "metrics.jsonl"))
     said = [line for line in output.getvalue().splitlines() if line.startswith("> layers:")]
     return {
@@ -111,7 +110,7 @@ def set_up_buffers() -> dict[str, Any]:
         "--tp-comm-bootstrap-backend gloo --train-iters 1 --deterministic-mode"
     )
     flags = [*TINY, *mock_data(), *words.split()]
-    prepare_transformer_engine(parse_args(flags, world_size=2, device="cuda").config)
+    prepare_transformer_engine(parse_args(flags, TEXT, TEXT, world_size=2, device="cuda").config)
     names = ("NVTE_APPLY_QK_LAYER_SCALING", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
     return {"calls": record.CALLS[:], "environment": [os.environ.pop(name) for name in names]}
 

@@ -17,11 +17,11 @@ from megatron_ext.inspect.parity import GradientRecorder, read_gradients
 from megatron_ext.layers.auxiliary_loss import attach, attach_microbatch_loss
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.text.model.gpt import GPTModel, build_gpt_chunk
+from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import pretrain
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
-from pretrain_gpt import GPT
 from tests.training_runs import TINY, mock_data
 
 FLAGS = [word for word in TINY if word != "--use-cpu-initialization"]
@@ -56,7 +56,9 @@ def gradients(task: Any, words: str, ranks: int, folder: Path) -> dict[str, Tens
     flags = [*FLAGS, *mock_data(), "--train-iters", "1", "--eod-mask-loss", *words.split()]
     flags = [*flags, "--nproc-per-node", str(ranks)]
     device = select()
-    config, tokenizer = preflight(parse_args(flags, world_size=0, device=device.kind).config)
+    config, tokenizer = preflight(
+        parse_args(flags, TEXT, TEXT, world_size=0, device=device.kind).config, GPT.preflight
+    )
 
     def prepare(run: Run) -> None:
         run.runner.observer = GradientRecorder(folder, run)
@@ -64,7 +66,7 @@ def gradients(task: Any, words: str, ranks: int, folder: Path) -> dict[str, Tens
             weights = {s.name: s.tensor.detach().clone() for s in shards_of(run.chunks[0].module)}
             torch.save(weights, folder / "weights.pt")
 
-    main = partial(pretrain, task, config, device=device, tokenizer=tokenizer, prepare=prepare)
+    main = partial(pretrain, task, config, device=device, assets=tokenizer, prepare=prepare)
     assert fork_ranks(main, ranks) == 0
     return read_gradients(folder, 1)
 

@@ -19,6 +19,7 @@ from megatron_ext.layers.dropout import (
     uniform,
 )
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.task import TEXT
 from tests.ranks import ranks
 from tests.training_runs import TINY, mock_data
 
@@ -110,7 +111,7 @@ def test_evaluation_and_the_generators_are_left_alone(context: ParallelContext) 
 def test_transformer_engines_layers_are_refused() -> None:
     words = "--train-iters 1 --deterministic-dropout --transformer-impl transformer_engine".split()
     with pytest.raises(ConfigError, match="`--deterministic-dropout` needs our own layers"):
-        parse_args([*TINY, *mock_data(), *words], world_size=1, device="cuda")
+        parse_args([*TINY, *mock_data(), *words], TEXT, TEXT, world_size=1, device="cuda")
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_ext.config.parser import parse_args
 from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.text.task import TEXT
 
 WORDS = (
     "--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 8 "
@@ -30,15 +31,17 @@ WORDS = (
     ],
 )
 def test_each_flag_leaves_out_its_part(words: str, without: str) -> None:
-    config = parse_args([*WORDS, *words.split()], world_size=1, device="cpu").config
+    config = parse_args([*WORDS, *words.split()], TEXT, TEXT, world_size=1, device="cpu").config
     fusions = asdict(build_transformer_config(config).fusions)
     assert [name for name, wanted in fusions.items() if not wanted] == without.split()
 
 
 @pytest.mark.parametrize("word", ["--no-compile", "--disable-jit-fuser"])
 def test_one_flag_switches_compilation_off(word: str) -> None:
-    assert parse_args(WORDS, world_size=1, device="cuda").config.model.compile
-    assert not parse_args([*WORDS, word], world_size=1, device="cuda").config.model.compile
+    assert parse_args(WORDS, TEXT, TEXT, world_size=1, device="cuda").config.model.compile
+    assert not parse_args(
+        [*WORDS, word], TEXT, TEXT, world_size=1, device="cuda"
+    ).config.model.compile
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,7 @@ def test_one_flag_switches_compilation_off(word: str) -> None:
 )
 def test_cores_compiled_activation_is_asked_for_where_core_has_it(words: str, fuses: bool) -> None:
     """Transformer Engine's layers have megatron-core's MLP, which raises elsewhere."""
-    config = parse_args([*WORDS, *words.split()], world_size=1, device="cpu").config
+    config = parse_args([*WORDS, *words.split()], TEXT, world_size=1, device="cpu").config
     engine = replace(config.model, transformer_impl="transformer_engine")
     fields = replace(config, model=engine, device="cuda").transformer_fields()
     assert fields["bias_activation_fusion"] is fuses

@@ -25,8 +25,8 @@ from megatron_ext.layers.specs import layer_spec
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext, embedding_ranks, mtp_rank
 from megatron_ext.parallel.grid import Layout
+from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.preflight import preflight
-from pretrain_gpt import GPT
 from tests.ranks import ranks, run_on_ranks
 from tests.training_runs import TINY, mock_data
 
@@ -68,8 +68,8 @@ def config_of(words: str, num_ranks: int) -> tuple[RunConfig, int]:
     if "--tie" in words:
         flags.remove("--untie-embeddings-and-output-weights")
         words = words.replace("--tie", "")
-    parsed = parse_args([*flags, *words.split()], world_size=0, device="cpu")
-    config, tokenizer = preflight(parsed.config)
+    parsed = parse_args([*flags, *words.split()], TEXT, TEXT, world_size=0, device="cpu")
+    config, tokenizer = preflight(parsed.config, GPT.preflight)
     return config, tokenizer.vocab_size
 
 

@@ -29,7 +29,7 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer, build_scheduler
 from megatron_ext.parallel.context import ParallelContext, seed_everything
 from megatron_ext.text.model.gpt import build_gpt_chunk
-from pretrain_gpt import GPT
+from megatron_ext.text.task import GPT
 from tests.layers import plain
 from tests.numerics.stock import gpt_chunk, gpt_config, whole_batch
 from tests.ranks import ranks

@@ -14,8 +14,8 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
 from megatron_ext.inspect.parity import Parity, Recording, Tolerances, compare, parse_layout, record
+from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train import main as pretrain
-from pretrain_gpt import GPT
 from tests.training_runs import TINY, mock_data, train_on_ranks
 
 PLACE = "--pipeline-model-parallel-layout"
@@ -141,7 +141,7 @@ def test_d07_cores_embedding_ranks_mix_gradients(
 def parsed(words: str, *more: str, num_ranks: int = 4) -> RunConfig:
     flags = [*MODEL, *mock_data(), *DEPTHS, *more, "--train-iters", "3"]
     flags += [*words.split(), "--nproc-per-node", str(num_ranks)]
-    return parse_args(flags, world_size=0, device="cpu").config
+    return parse_args(flags, TEXT, world_size=0, device="cpu").config
 
 
 def test_d08_learned_positions_on_several_stages_are_refused() -> None:

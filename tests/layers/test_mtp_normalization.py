@@ -28,10 +28,10 @@ from megatron_ext.layers.initialization import shards_of
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext, embedding_ranks, mtp_rank
 from megatron_ext.parallel.grid import Layout
+from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
-from pretrain_gpt import GPT
 from tests.layers.plain import PlainBlock, causal
 from tests.ranks import run_on_ranks
 from tests.training_runs import mock_data
@@ -52,7 +52,9 @@ RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute
 
 def config_of(*more: str, num_ranks: int = 1) -> RunConfig:
     flags = [*MODEL, *mock_data(), *more, "--train-iters", "1", "--nproc-per-node", str(num_ranks)]
-    return preflight(parse_args(flags, world_size=0, device="cpu").config)[0]
+    return preflight(
+        parse_args(flags, TEXT, TEXT, world_size=0, device="cpu").config, GPT.preflight
+    )[0]
 
 
 def run_layout(name: str, folder: Path, *more: str) -> Recording:
@@ -65,7 +67,7 @@ def on_one_rank(body: Any, config: RunConfig, **arguments: Any) -> None:
     """Call ``body(run, **arguments)`` with a run of one rank."""
 
     def with_run(context: ParallelContext) -> None:
-        tokenizer = preflight(config)[1]
+        tokenizer = preflight(config, GPT.preflight)[1]
         body(build_run(config, GPT, context, torch.device("cpu"), tokenizer), **arguments)
 
     run_on_ranks(with_run, Layout(world_size=1), {})

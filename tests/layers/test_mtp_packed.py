@@ -25,7 +25,7 @@ from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.mtp import MTPTargets
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
-from pretrain_gpt import GPT
+from megatron_ext.text.task import GPT, TEXT
 from tests.layers.plain import zigzag
 from tests.ranks import ranks
 from tests.training_runs import TINY, mock_data
@@ -178,7 +178,9 @@ def second_document_losses(chunk: torch.nn.Module, tokens: Tensor) -> list[list[
 @ranks()
 def test_a_document_knows_nothing_of_the_one_before(context: ParallelContext) -> None:
     flags = [*TINY, *mock_data(), "--padded-vocab-size", "2048", "--mtp-num-layers", "2"]
-    config = parse_args([*flags, "--train-iters", "1"], world_size=1, device="cpu").config
+    config = parse_args(
+        [*flags, "--train-iters", "1"], TEXT, TEXT, world_size=1, device="cpu"
+    ).config
     (chunk,) = build_chunks(GPT.model_chunk, config, build_transformer_config(config), context)
     tokens = torch.randint(100, 2000, (1, 33), generator=torch.Generator().manual_seed(3))
     tokens[0, 12] = EOD

@@ -17,6 +17,7 @@ from megatron_ext.layers.specs import layer_spec
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.transformer_engine import buffer_arguments, recipe_error
 from megatron_ext.parallel.context import ParallelContext, init_groups
+from megatron_ext.text.task import TEXT
 from tests.config.test_fp8 import TINY
 from tests.ranks import ranks
 
@@ -57,7 +58,7 @@ def test_each_layer_has_its_own_kind_of_context_parallelism(context: ParallelCon
     """megatron-core looks a kind up by the layer's number, which starts from 1."""
     kinds = ["p2p", "a2a", "all_gather", "p2p"]
     words = f"{TINY} --context-parallel-size 2 --cp-comm-type {' '.join(kinds)}"
-    config = parse_args(words.split(), world_size=2, device="cpu").config
+    config = parse_args(words.split(), TEXT, world_size=2, device="cpu").config
     transformer_config = build_transformer_config(config)
     spec = layer_spec(transformer_config, impl="torch")
     block = TransformerBlock(transformer_config, spec, pg_collection=context.pgs)
@@ -105,7 +106,7 @@ def test_buffers_of_overlapped_communication(
     layout = "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"
     overlap = f"--tp-comm-overlap --tp-comm-overlap-cfg {path} --tp-comm-bootstrap-backend gloo"
     flags = f"{TINY} --transformer-impl transformer_engine {layout} {overlap} {words}"
-    config = parse_args(flags.split(), world_size=4, device="cuda").config
+    config = parse_args(flags.split(), TEXT, TEXT, world_size=4, device="cuda").config
     assert buffer_arguments(config, MODES) == {
         "shape": [2 * 64 // 2, 64],
         "tp_size": 2,

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_ext.config.parser import parse_args
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.layers.weight_gradients import add_product, gradient_placeholder
+from megatron_ext.text.task import TEXT
 from megatron_ext.train.run import Run
 from tests.ranks import ParallelContext, ranks
 from tests.runs_from_inside import build
@@ -117,5 +118,5 @@ def test_with_gradients_put_off(context: ParallelContext) -> None:
 )
 def test_the_flag_decides_on_a_gpu(device: str, words: list[str], expected: bool) -> None:
     flags = [*FLAGS, "--transformer-impl", "torch", *words]
-    config = parse_args(flags, world_size=1, device=device).config
+    config = parse_args(flags, TEXT, TEXT, world_size=1, device=device).config
     assert build_transformer_config(config).adds_in_place == expected

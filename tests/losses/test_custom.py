@@ -15,7 +15,7 @@ from megatron_ext.data.batch import Batch
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.contract import LossFunction, StepCounts, weighted_token_loss
 from megatron_ext.losses.custom import load_loss
-from pretrain_gpt import GPT
+from megatron_ext.text.task import GPT
 from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
 
 USERS_FILE = '''

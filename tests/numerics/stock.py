@@ -21,6 +21,7 @@ from megatron_ext.losses.contract import LossFunction, StepCounts, weighted_toke
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.data.gpt import build_gpt_datasets
 from megatron_ext.text.model.gpt import build_gpt_chunk
+from megatron_ext.text.task import TEXT
 from megatron_ext.train.task import Task
 from tests.layers import plain
 
@@ -38,7 +39,7 @@ SMALL = (
 
 
 def gpt_config(*more: str, world_size: int = 1) -> RunConfig:
-    return parse_args([*SMALL, *more], world_size=world_size, device="cpu").config
+    return parse_args([*SMALL, *more], TEXT, TEXT, world_size=world_size, device="cpu").config
 
 
 def stock_chunk(

@@ -24,6 +24,7 @@ from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.data.blend import read_blend
 from megatron_ext.text.data.gpt import (
     KeyedGPTDataset,
@@ -31,6 +32,7 @@ from megatron_ext.text.data.gpt import (
     check_inputs,
     dataset_config,
 )
+from megatron_ext.text.task import TEXT
 from megatron_ext.text.tokenizers import build_tokenizer
 from tests.ranks import ranks
 from tests.training_runs import TINY
@@ -52,7 +54,7 @@ def write(prefix: Path, documents: int, *, vocabulary: int = 90, largest: int = 
 def run_config(*words: str, vocabulary: int = 90) -> RunConfig:
     flags = " ".join(TINY).replace("--seq-length 64", f"--seq-length {SEQUENCE}").split()
     flags += f"--train-iters 1 --tokenizer-type NullTokenizer --vocab-size {vocabulary}".split()
-    return parse_args([*flags, *words], world_size=1, device="cpu").config
+    return parse_args([*flags, *words], TEXT, TEXT, world_size=1, device="cpu").config
 
 
 def core_config(run: RunConfig, **changes: Any) -> GPTDatasetConfig:
@@ -100,7 +102,9 @@ def test_d29_an_empty_split_is_refused_when_samples_are_asked_of_it(tmp_path: Pa
     with pytest.raises(_EndlessError), at_most(1):
         GPTDataset(low, prefix, nothing, 4, Split.valid, core)
     with pytest.raises(DataError, match=r"The valid split of .*docs is empty under `--split`"):
-        build_gpt_datasets(run, build_tokenizer(run.tokenizer), [4, 4, 0], lambda: True)
+        build_gpt_datasets(
+            run, build_tokenizer(run.section(TokenizerConfig)), [4, 4, 0], lambda: True
+        )
 
 
 @pytest.mark.parametrize("mmap", [[], ["--no-mmap-bin-files"]])
@@ -115,13 +119,15 @@ def test_d29_a_dataset_without_tokens_is_refused(
     files = ["--train-data-path", train, "--valid-data-path", str(empty)]
     run = run_config(*files, "--data-cache-path", str(tmp_path / "cache"), *mmap)
     with pytest.raises(DataError, match="empty"):
-        build_gpt_datasets(run, build_tokenizer(run.tokenizer), [4, 4, 0], lambda: True)
+        build_gpt_datasets(
+            run, build_tokenizer(run.section(TokenizerConfig)), [4, 4, 0], lambda: True
+        )
 
 
 def test_d30_the_key_of_a_cache_covers_what_decides_it(tmp_path: Path) -> None:
     prefix = write(tmp_path / "docs", 40)
     run = run_config("--data-path", prefix, "--data-cache-path", str(tmp_path / "cache"))
-    tokenizer = build_tokenizer(run.tokenizer)
+    tokenizer = build_tokenizer(run.section(TokenizerConfig))
 
     def keys(cls: type[GPTDataset], **changes: Any) -> str:
         files = check_inputs(run, read_blend(run.data), tokenizer, [1, 0, 0])
@@ -155,7 +161,7 @@ def test_d31_given_lengths_do_not_change_the_dtype(vocabulary: int, tmp_path: Pa
     lengths.write_text(json.dumps({prefix: [20, 21]}))
     words = ["--data-path", prefix, "--per-dataset-sequences-path", str(lengths)]
     run = run_config(*words, "--vocab-size", str(vocabulary - 1))
-    tokenizer = build_tokenizer(run.tokenizer)
+    tokenizer = build_tokenizer(run.section(TokenizerConfig))
     assert tokenizer.vocab_size == vocabulary
     core = dataset_config(run, read_blend(run.data), tokenizer, "")
     low = KeyedGPTDataset.build_low_level_dataset(prefix, core)

@@ -28,6 +28,7 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.losses.contract import checked, pair
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Layout
+from megatron_ext.text.task import TEXT
 from tests.numerics.stock import cross_entropy, gpt_chunk, gpt_config, gradients, whole_batch, worst
 from tests.ranks import ranks, run_on_ranks
 from tests.training_runs import TINY, mock_data
@@ -174,7 +175,7 @@ def test_d22_the_fused_loss_without_bf16_is_refused(precision: str) -> None:
     """The fused loss would round the gradient of every logit to eight bits."""
     words = f"--train-iters 1 --cross-entropy-loss-fusion {precision}".split()
     with pytest.raises(ConfigError, match="`--cross-entropy-loss-fusion`.*`--bf16`"):
-        parse_args([*TINY, *mock_data(), *words], world_size=1, device="cuda")
+        parse_args([*TINY, *mock_data(), *words], TEXT, TEXT, world_size=1, device="cuda")
 
 
 def test_d22_a_cpu_run_has_the_exact_loss() -> None:
@@ -245,4 +246,6 @@ def test_d24_ours_is_the_same_on_two_ranks(capfd: pytest.CaptureFixture[str]) ->
 def test_d24_whole_logits_are_not_smoothed() -> None:
     words = [*TINY, *mock_data(), "--train-iters", "1", "--label-smoothing", "0.1"]
     with pytest.raises(ConfigError, match="`--label-smoothing` needs `--cross-entropy-impl chun"):
-        parse_args([*words, "--cross-entropy-impl", "eager"], world_size=1, device="cpu")
+        parse_args(
+            [*words, "--cross-entropy-impl", "eager"], TEXT, TEXT, world_size=1, device="cpu"
+        )

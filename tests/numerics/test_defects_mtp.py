@@ -19,9 +19,9 @@ from megatron_ext.data.batch import Batch
 from megatron_ext.losses.contract import StepCounts
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.step import gpt_forward_step
+from megatron_ext.text.task import GPT
 from megatron_ext.train.task import Task
 from megatron_ext.train.totals import mean_of
-from pretrain_gpt import GPT
 from tests.numerics.stock import (
     LENGTH,
     SEQUENCES,

@@ -23,6 +23,7 @@ from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.task import TEXT
 from tests.ranks import ranks
 from tests.training_runs import TINY, mock_data
 
@@ -129,7 +130,9 @@ def test_d15_d16_no_run_has_either_configuration(stages: int, chunks: str, core:
     schedule = core + ("interleaved" if chunks else "1f1b")
     words = f"{STAGES} {stages} {chunks} --pipeline-schedule {schedule} --train-iters 1"
     words += " --num-layers 8"
-    parsed = parse_args([*TINY, *mock_data(), *words.split()], world_size=stages, device="cpu")
+    parsed = parse_args(
+        [*TINY, *mock_data(), *words.split()], TEXT, TEXT, world_size=stages, device="cpu"
+    )
     made = build_transformer_config(parsed.config)
     assert not (made.overlap_p2p_comm and made.deallocate_pipeline_outputs)
     if core and chunks:
@@ -172,4 +175,4 @@ def test_d20_stock_takes_a_flag_for_the_size_of_the_hybrid_context_group(
 def test_d20_hybrid_context_parallelism_is_refused() -> None:
     words = [*TINY, *mock_data(), "--train-iters", "1", "--hybrid-context-parallel"]
     with pytest.raises(ConfigError, match="`--hybrid-context-parallel`.*not supported"):
-        parse_args(words, world_size=1, device="cpu")
+        parse_args(words, TEXT, TEXT, world_size=1, device="cpu")

@@ -15,12 +15,12 @@ from megatron_ext.config.parser import parse_args
 from megatron_ext.data.batch import Batch
 from megatron_ext.device import select
 from megatron_ext.inspect.parity import parse_layout
+from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import pretrain
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepResult
-from pretrain_gpt import GPT
 from tests.training_runs import TINY, mock_data
 
 FLAGS = [word for word in TINY if word != "--use-cpu-initialization"]
@@ -48,7 +48,9 @@ def train_masked(
     flags = [*FLAGS, *mock_data(), *MODEL.split(), *named.flags]
     flags = [*flags, "--nproc-per-node", str(named.ranks)]
     device = select()
-    config, tokenizer = preflight(parse_args(flags, world_size=0, device=device.kind).config)
+    config, tokenizer = preflight(
+        parse_args(flags, TEXT, TEXT, world_size=0, device=device.kind).config, GPT.preflight
+    )
 
     def prepare(run: Run) -> None:
         count = run.batch_size.num_microbatches
@@ -69,7 +71,7 @@ def train_masked(
         assert all(math.isfinite(float(loss)) for loss in result.losses.values())
         check(run, result)
 
-    main = partial(pretrain, GPT, config, device=device, tokenizer=tokenizer, prepare=prepare)
+    main = partial(pretrain, GPT, config, device=device, assets=tokenizer, prepare=prepare)
     assert fork_ranks(main, named.ranks) == 0
 
 

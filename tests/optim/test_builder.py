@@ -10,6 +10,7 @@ import pytest
 
 from megatron_ext.config.parser import parse_args
 from megatron_ext.optim.builder import build_scheduler, schedule_lengths
+from megatron_ext.text.task import TEXT
 from tests.training_runs import TINY, mock_data
 
 PEAK, FLOOR, WARMUP, STEPS = 1e-3, 1e-4, 2, 12
@@ -17,7 +18,7 @@ PEAK, FLOOR, WARMUP, STEPS = 1e-3, 1e-4, 2, 12
 
 def _config(*more: str) -> Any:
     flags = [*TINY, *mock_data(), "--train-iters", str(STEPS), *more]
-    return parse_args(flags, world_size=1, device="cpu").config
+    return parse_args(flags, TEXT, TEXT, world_size=1, device="cpu").config
 
 
 def _rates(*more: str) -> list[float]:
@@ -78,6 +79,8 @@ def test_wsd_holds_and_then_falls(style: str, half: float) -> None:
 def test_lengths_by_samples_and_by_fraction() -> None:
     words = " ".join(TINY).replace("--lr-warmup-iters 2", "").replace("--lr-decay-iters 12", "")
     more = "--train-samples 480 --lr-decay-samples 320 --lr-warmup-fraction 0.1".split()
-    config = parse_args([*words.split(), *mock_data(), *more], world_size=1, device="cpu").config
+    config = parse_args(
+        [*words.split(), *mock_data(), *more], TEXT, TEXT, world_size=1, device="cpu"
+    ).config
     lengths = schedule_lengths(config.optimizer, config.training)
     assert (lengths.decay, lengths.warmup, lengths.weight_decay_increment) == (320, 32.0, 480)

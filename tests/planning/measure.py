@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -29,15 +29,14 @@ from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.planning.memory import memory
 from megatron_ext.planning.network import Network
 from megatron_ext.planning.state import rank_state
-from megatron_ext.text.tokenizers.base import Tokenizer
+from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.loop import train
 from megatron_ext.train.main import pretrain
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
-from megatron_ext.train.task import Task, TaskOrChoice, choose
+from megatron_ext.train.task import Task, TaskChoice
 from megatron_ext.video.streaming.step import StreamingRunner
-from pretrain_gpt import GPT
 
 TOLERANCE = 0.10
 KINDS = ("count", "parameters", "gradients", "optimizer", "average")
@@ -107,37 +106,25 @@ class Measured:
     networks: dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """What is trained, and what its flags start from."""
-
-    task: TaskOrChoice = GPT
-    defaults: Mapping[str, Any] | None = None
-
-
-PROGRAM = Program()
-
-
-def configuration(flags: Sequence[str], program: Program = PROGRAM) -> RunConfig:
+def configuration(flags: Sequence[str], program: Task | TaskChoice = GPT) -> RunConfig:
     """A resolved run on forked ranks, with its vocabulary or its clips."""
     return _prepared(flags, program)[1]
 
 
-def _prepared(flags: Sequence[str], program: Program) -> tuple[Task, RunConfig, Tokenizer]:
-    parsed = parse_args(flags, world_size=0, device=select().kind, defaults=program.defaults)
-    task = choose(program.task, parsed.config)
-    return task, *preflight(parsed.config, task.preflight)
+def _prepared(flags: Sequence[str], program: Task | TaskChoice) -> tuple[Task, RunConfig, Any]:
+    parsed = parse_args(flags, TEXT, program, world_size=0, device=select().kind)
+    return parsed.task, *preflight(parsed.config, parsed.task.preflight)
 
 
 def measure(
     flags: Sequence[str],
     folder: Path,
-    program: Program = PROGRAM,
+    program: Task | TaskChoice = GPT,
 ) -> list[Measured]:
     """Take one step on the ranks that the flags ask for."""
     task, config, tokenizer = _prepared(flags, program)
     work = partial(_work, folder)
-    main = partial(pretrain, task, config, device=select(), tokenizer=tokenizer, work=work)
+    main = partial(pretrain, task, config, device=select(), assets=tokenizer, work=work)
     with (folder / "log").open("w") as log, redirect_stdout(log):
         assert fork_ranks(main, config.parallel.nproc_per_node) == 0
     paths = sorted(folder.glob("rank_*.json"))

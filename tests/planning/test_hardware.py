@@ -17,8 +17,8 @@ from megatron_ext.planning.hardware import DEFAULT, Efficiency, Reserve, assumed
 from megatron_ext.planning.hardware import Rates as Reached
 from megatron_ext.planning.stages import Ranks
 from megatron_ext.planning.step_time import estimate
+from megatron_ext.text.task import GPT
 from megatron_ext.train.main import main
-from pretrain_gpt import GPT
 from tests.text.cost.layouts import MODEL, llama, llama_network
 
 H200 = Found(0, "NVIDIA H200", (9, 0), 150 * 10**9, Rates(8e14, 1.4e15, 4.2e12))

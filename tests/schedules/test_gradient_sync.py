@@ -15,10 +15,10 @@ from torch import Tensor
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.parallel.context import ParallelContext, seed_everything
+from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
-from pretrain_gpt import GPT
 from tests.ranks import ranks
 from tests.training_runs import TINY, mock_data
 
@@ -28,8 +28,10 @@ FLAGS = [*TINY, *mock_data(), *"--train-iters 4 --eod-mask-loss --global-batch-s
 def _run(context: ParallelContext, words: str, *, overlap: bool) -> Run:
     """Build a run on a CPU with the communication of a GPU, which gloo can do as well."""
     flags = [*FLAGS, *words.split()]
-    config = parse_args(flags, world_size=context.layout.world_size, device="cpu").config
-    config, tokenizer = preflight(config)
+    config = parse_args(
+        flags, TEXT, TEXT, world_size=context.layout.world_size, device="cpu"
+    ).config
+    config, tokenizer = preflight(config, GPT.preflight)
     config = _overlapping(config, overlap)
     seed_everything(context, config.training.seed)
     return build_run(config, GPT, context, torch.device("cpu"), tokenizer)

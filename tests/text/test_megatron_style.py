@@ -22,6 +22,7 @@ from megatron_ext.config.parser import parse_args
 from megatron_ext.config.sections import section_of
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.megatron_style import get_args, get_tokenizer, megatron_task, pretrain
+from megatron_ext.text.task import TEXT
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.task import Task
 from tests.training_runs import train_on_ranks, training_rows
@@ -190,11 +191,13 @@ def with_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def test_arguments_of_argparse_are_flags() -> None:
     kind = section_of(with_own)
     words = "--width 3 --lrs 1 2 --kind b --fast-path --disable-cap".split()
-    config = parse_args([*RUN, *words], world_size=1, device="cpu", sections=(kind,)).config
+    config = parse_args(
+        [*RUN, *words], TEXT, TEXT.with_sections(kind), world_size=1, device="cpu"
+    ).config
     found = {"width": 3, "rates": [1.0, 2.0], "kind": "b", "fast_path": True, "cap": False}
     assert dataclasses.asdict(config.section(kind)) == found
     with pytest.raises(ConfigError, match=r"`--width` is required; give it\."):
-        parse_args(RUN, world_size=1, device="cpu", sections=(kind,))
+        parse_args(RUN, TEXT, TEXT.with_sections(kind), world_size=1, device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.device import select
 from megatron_ext.inspect.preview.collect import collect
 from megatron_ext.inspect.preview.rows import Row, Step
+from megatron_ext.text.task import TEXT
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import pretrain
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
-from pretrain_gpt import task_of
 from tests.text.sft.tiny import tokenizer
 from tools.preview_batch import main
 
@@ -232,8 +232,8 @@ def trained(words: Sequence[str], ranks: int, folder: Path) -> dict[int, list[li
     """Return the steps of a run by data-parallel rank, as its last stage gets them."""
     device = select()
     config, made = preflight(
-        (parsed := parse_args(words, world_size=ranks, device=device.kind).config),
-        task_of(parsed).preflight,
+        (parsed := parse_args(words, TEXT, TEXT, world_size=ranks, device=device.kind).config),
+        TEXT(parsed).preflight,
     )
 
     def prepare(run: Run) -> None:
@@ -247,17 +247,15 @@ def trained(words: Sequence[str], ranks: int, folder: Path) -> dict[int, list[li
 
         run.train_source.next_step = keep  # type: ignore[method-assign]
 
-    main = partial(
-        pretrain, task_of(config), config, device=device, tokenizer=made, prepare=prepare
-    )
+    main = partial(pretrain, TEXT(config), config, device=device, tokenizer=made, prepare=prepare)
     assert fork_ranks(main, ranks) == 0
     return {int(p.stem): torch.load(p, weights_only=False) for p in folder.glob("*.pt")}
 
 
 def previewed(words: Sequence[str], ranks: int, folder: Path, first: int, count: int) -> list[Step]:
     def draw() -> None:
-        parsed = parse_args(words, world_size=ranks, device=select().kind).config
-        task = task_of(parsed)
+        parsed = parse_args(words, TEXT, TEXT, world_size=ranks, device=select().kind).config
+        task = TEXT(parsed)
         config, made = preflight(parsed, task.preflight)
         torch.save(collect(config, task, made, first=first, count=count), folder / "steps")
 

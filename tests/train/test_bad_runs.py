@@ -14,9 +14,9 @@ import pytest
 
 import megatron_ext.text.data.gpt
 from megatron_ext.data.indexed_writer import IndexedWriter
+from megatron_ext.text.task import GPT
 from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
-from pretrain_gpt import GPT
 from tests.training_runs import NULL, TINY, mock_data
 
 DATA = f"{' '.join(NULL)} --data-path FOLDER/docs"

@@ -17,8 +17,8 @@ from megatron_ext.data.batch import Batch
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.contract import LossFunction, StepCounts, checked, weighted_token_loss
 from megatron_ext.text.model.gpt import build_gpt_chunk
+from megatron_ext.text.task import GPT
 from megatron_ext.train.task import Task
-from pretrain_gpt import GPT
 from tests.training_runs import train_on_ranks
 
 RUN = (

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_ext.checkpoint.files import TRACKER
+from megatron_ext.text.task import GPT
 from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
-from pretrain_gpt import GPT
 from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows
 
 

@@ -12,6 +12,7 @@ import torch
 
 from megatron_ext.checkpoint.files import read_tracker
 from megatron_ext.config.parser import parse_args
+from megatron_ext.text.task import TEXT
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.stop_requests import EXIT_CODE_SIGNAL, StopRequests
 from tests.ranks import ParallelContext, ranks
@@ -50,7 +51,7 @@ def test_the_time_limit_saves_and_ends_well(tmp_path: Path) -> None:
 def test_a_gpu_is_told_a_step_later_on_all_ranks_alike(context: ParallelContext) -> None:
     flags = [*TINY, *mock_data(), "--train-iters", "5", "--exit-signal-handler"]
     requests = StopRequests(
-        parse_args(flags, world_size=2, device="cpu").config.training, time.time()
+        parse_args(flags, TEXT, TEXT, world_size=2, device="cpu").config.training, time.time()
     )
     device = torch.device("cpu")
     assert requests.check(device, late=True) is None

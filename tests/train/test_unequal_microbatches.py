@@ -13,11 +13,11 @@ from torch import Tensor
 from megatron_ext.config.parser import parse_args
 from megatron_ext.data.batch import Batch
 from megatron_ext.device import select
+from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import pretrain
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
-from pretrain_gpt import GPT
 from tests.training_runs import TINY, mock_data
 
 FLAGS = [*TINY, *mock_data(), *"--micro-batch-size 1 --global-batch-size 2 --train-iters 1".split()]
@@ -47,7 +47,9 @@ def compare(words: list[str], fits: Callable[[float], bool]) -> None:
     """Check the relative difference between the gradients of two micro-batches and of one."""
     device = select()
     words = [*FLAGS, *words, "--nproc-per-node", "1"]
-    config, tokenizer = preflight(parse_args(words, world_size=0, device=device.kind).config)
+    config, tokenizer = preflight(
+        parse_args(words, TEXT, TEXT, world_size=0, device=device.kind).config, GPT.preflight
+    )
 
     def prepare(run: Run) -> None:
         drawn = run.train_source.next_step(2)
@@ -56,7 +58,7 @@ def compare(words: list[str], fits: Callable[[float], bool]) -> None:
         truth = gradient(run, [joined(apart)]).clone()
         assert fits(float((gradient(run, apart) - truth).norm() / truth.norm()))
 
-    run = partial(pretrain, GPT, config, device=device, tokenizer=tokenizer, prepare=prepare)
+    run = partial(pretrain, GPT, config, device=device, assets=tokenizer, prepare=prepare)
     assert fork_ranks(run, 1) == 0
 
 

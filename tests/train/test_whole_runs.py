@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_ext.config.parser import parse_args
+from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
-from pretrain_gpt import GPT
 from tests.training_runs import (
     LAYOUTS,
     NULL,
@@ -234,7 +234,9 @@ def validation_losses(rows: Rows) -> list[float]:
 
 def dense_loss(run: Run, folder: Path, flags: Sequence[str]) -> None:
     """Write the loss over all targets of the validation split, by torch's own cross-entropy."""
-    config, tokenizer = preflight(parse_args(flags, world_size=1, device="cpu").config)
+    config, tokenizer = preflight(
+        parse_args(flags, TEXT, TEXT, TEXT, TEXT, world_size=1, device="cpu").config, GPT.preflight
+    )
     dataset = GPT.datasets(config, tokenizer, [16, None, 0], lambda: True).valid
     total, count = 0.0, 0.0
     chunk = run.chunks[0].eval()

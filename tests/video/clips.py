@@ -17,12 +17,11 @@ from torch import Tensor
 
 from megatron_ext.train.run import Run
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
-from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from megatron_ext.video.data.encode import VideoSample, reference_names
 from megatron_ext.video.data.geometry import Bucket
 from megatron_ext.video.data.shards import FORMAT, ShardWriter, shard_name, write_json, write_null
 from megatron_ext.video.data.text_encoders import build_text_encoder
-from pretrain_video import FLOW
+from megatron_ext.video.task import FLOW
 from tests.training_runs import train_on_ranks, training_rows
 
 CHANNELS, SIDE, TEXT, WIDTH, POOLED = 4, 8, 8, 12, 6
@@ -130,7 +129,7 @@ def write_clips(
 def train(data: Path, save: Path, words: str = "", *, ranks: int = 1, **options: Any) -> Rows:
     """All rows of ``metrics.jsonl`` after a run on a folder of clips, which must not fail."""
     flags = [*FLAGS, "--video-data-path", str(data), *words.split()]
-    options = {"task": FLOW, "defaults": VIDEO_DEFAULTS, **options}
+    options = {"task": FLOW, **options}
     code, rows = train_on_ranks(flags, ranks=ranks, save=save, **options)
     assert code == 0
     return rows

@@ -9,8 +9,7 @@ import pytest
 
 from megatron_ext.config.parser import parse_args
 from megatron_ext.train.main import main
-from megatron_ext.video.config.rules import VIDEO_DEFAULTS
-from pretrain_video import FLOW
+from megatron_ext.video.task import FLOW, VIDEO
 from tests.video.clips import FLAGS, train
 
 WORDS = {
@@ -35,17 +34,17 @@ def test_a_printed_configuration_gives_itself_back(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     flags = [*FLAGS, "--video-data-path", "x", "--save", "y", *WORDS[name].split()]
-    assert main(FLOW, [*flags, "--print-config"], defaults=VIDEO_DEFAULTS) == 0
+    assert main(FLOW, [*flags, "--print-config"]) == 0
     printed = capfd.readouterr().out
     (tmp_path / "run.yaml").write_text(printed)
     again = ["--config", str(tmp_path / "run.yaml"), "--print-config"]
-    assert main(FLOW, again, defaults=VIDEO_DEFAULTS) == 0
+    assert main(FLOW, again) == 0
     assert capfd.readouterr().out == printed
     # The command line still wins, and what would be ignored is still refused.
     changed = [*again[:2], "--lr", "7e-5"]
-    config = parse_args(changed, world_size=0, device="cpu", defaults=VIDEO_DEFAULTS).config
+    config = parse_args(changed, VIDEO, VIDEO, world_size=0, device="cpu").config
     assert config.optimizer.lr == 7e-5
-    assert main(FLOW, [*again, "--num-layers", "77"], defaults=VIDEO_DEFAULTS) == 2
+    assert main(FLOW, [*again, "--num-layers", "77"]) == 2
     assert "`--num-layers` has no effect on a video model" in capfd.readouterr().err
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
-from pretrain_video import defaults_of, task_of
+from megatron_ext.video.task import VIDEO
 from tests.video.clips import LONG, SHORT, write_clips
 from tests.video.cost.layouts import COMMON
 from tests.video.streaming.runs import flags_of
@@ -50,7 +50,7 @@ KINDS = {"video": VIDEO | MORE_VIDEO, "streaming": STREAMING | MORE_STREAMING}
 def _errors(kind: str, words: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> list[str]:
     flags = flags_of(folder, words) if kind == "streaming" else [*COMMON.split(), *words.split()]
     flags.append("--dry-run")
-    assert main(task_of, flags, defaults=defaults_of(flags)) == EXIT_CODE_USER_ERROR
+    assert main(VIDEO, flags, defaults=defaults_of(flags)) == EXIT_CODE_USER_ERROR
     lines = capfd.readouterr().err.strip().splitlines()
     assert lines and all(line.startswith("error: ") for line in lines), lines
     return lines
@@ -80,7 +80,7 @@ def test_the_worst_and_the_typical_bucket_are_named(
 ) -> None:
     data = write_clips(tmp_path / "clips", {SHORT: 40, LONG: 16})
     flags = [*COMMON.split(), "--video-data-path", str(data), "--dry-run", "--dry-run-gpu", "H200"]
-    assert main(task_of, flags, defaults=defaults_of(flags)) == 0
+    assert main(VIDEO, flags, defaults=defaults_of(flags)) == 0
     shown = capfd.readouterr().out
     assert any("64px 9x64x64" in line and "typical" in line for line in shown.splitlines())
     assert any("64px 17x64x64" in line and "worst" in line for line in shown.splitlines())

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from megatron_ext.video.data.setup import prepare_video
+from megatron_ext.video.task import VIDEO
 from tests.video.clips import FLAGS, IMAGE, LONG, SHORT, steps, train, write_clips
 
 PER_EPOCH = 6
@@ -67,7 +67,7 @@ def test_the_epoch_is_in_the_line(
 
 def _parsed(words: str, device: str = "cpu"):  # type: ignore[no-untyped-def]
     flags = ["--micro-batch-size", "2", "--video-data-path", "x", *words.split()]
-    return parse_args(flags, world_size=1, device=device, defaults=VIDEO_DEFAULTS)
+    return parse_args(flags, VIDEO, VIDEO, world_size=1, device=device)
 
 
 def test_the_usual_warm_up_is_shortened_and_said_in_short_runs() -> None:

@@ -13,7 +13,7 @@ from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.train.run import Run
-from megatron_ext.video.config.rules import VIDEO_DEFAULTS
+from megatron_ext.video.task import VIDEO
 from tests.video.clips import SHORT, steps, write_clips
 from tests.video.wan_run import KINDS, Truth, record, train, truth_of
 
@@ -151,5 +151,5 @@ def test_an_mmdit_is_near_bf16(clips: Path, ranks: int, layout: str, tmp_path: P
 def test_what_a_video_run_cannot_have(words: str, sentence: str) -> None:
     flags = f"--video-data-path x --train-iters 1 --micro-batch-size 1 {words}".split()
     with pytest.raises(ConfigError) as caught:
-        parse_args(flags, world_size=1, device="cpu", defaults=VIDEO_DEFAULTS)
+        parse_args(flags, VIDEO, VIDEO, world_size=1, device="cpu")
     assert sentence in str(caught.value)

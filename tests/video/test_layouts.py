@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 import torch
 
 from megatron_ext.train.run import Run
-from megatron_ext.video.config.rules import VIDEO_DEFAULTS, VIDEO_DIT_DEFAULTS
-from pretrain_video import task_of
+from megatron_ext.video.task import VIDEO
 from tests.video.clips import Rows, steps, train
 
 LAYOUTS = {
@@ -116,15 +114,11 @@ def test_stages_exchange_16_bits_wherever_the_last_stage_lies(
 ) -> None:
     """bf16 losses of a V-shaped schedule are those of one rank, but for the rounding of sums."""
     words = f"--bf16 --video-model {kind} --train-iters 2"
-    defaults: Mapping[str, Any] = VIDEO_DEFAULTS
     if kind == "video-dit":
-        words, defaults = (
-            f"{words} --adaln-zero --no-zero-head --video-dit-size mini",
-            VIDEO_DIT_DEFAULTS,
-        )
+        words = f"{words} --adaln-zero --no-zero-head --video-dit-size mini"
     else:
         words += " --num-single-blocks 4"
-    options = {"task": task_of, "defaults": defaults}
+    options = {"task": VIDEO}
     wanted = steps(clips, tmp_path / "one", words, **options)
     layout = "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v"
     rows = steps(clips, tmp_path / "two", f"{words} {layout}", ranks=2, **options)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext.train.run import Run
-from megatron_ext.video.config.rules import VIDEO_DEFAULTS
-from pretrain_video import FLOW
+from megatron_ext.video.config.mmdit import MMDiTConfig
+from megatron_ext.video.task import FLOW
 from tests.examples.latents import make_latents
 from tests.training_runs import train_on_ranks
 
@@ -30,7 +30,7 @@ def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(latents: Path, save: Path, more: str, ranks: int = 1, **options: Any) -> int:
     flags = [*FLAGS, "--video-data-path", str(latents), *more.split()]
-    options = {"task": FLOW, "defaults": VIDEO_DEFAULTS, **options}
+    options = {"task": FLOW, **options}
     return train_on_ranks(flags, ranks=ranks, save=save, **options)[0]
 
 
@@ -45,7 +45,7 @@ def trained(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def velocity_of(run: Run) -> Tensor:
     """What the model of a run predicts for made-up inputs, with a condition where it takes one."""
     made = torch.Generator().manual_seed(1)
-    sizes = run.config.mmdit.sizes(run.config.model)
+    sizes = run.config.section(MMDiTConfig).sizes(run.config.model)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=made)

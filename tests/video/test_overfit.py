@@ -15,7 +15,7 @@ from megatron_ext.video.data.randomness import draw_noise
 from megatron_ext.video.data.setup import null_text_of
 from megatron_ext.video.sampling.flow import sample
 from megatron_ext.video.sampling.velocity import ParallelVelocity
-from pretrain_video import FLOW
+from megatron_ext.video.task import FLOW
 from tests.video.clips import SHORT, clip, steps, write_clips
 
 FLAGS = (

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ext.text import task as text_task
 from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
-from megatron_ext.video.config.rules import VIDEO_DEFAULTS
-from pretrain_gpt import task_of
-from pretrain_video import FLOW
+from megatron_ext.video.task import FLOW
 from tests.training_runs import TINY, mock_data
 from tests.video.clips import FLAGS, LONG, SHORT, TEXT, write_clips
 
@@ -36,7 +35,7 @@ class Printed:
         flags = [*FLAGS, *words.split()]
         if data is not None:
             flags += ["--video-data-path", str(data)]
-        assert main(FLOW, flags, defaults=VIDEO_DEFAULTS) == code
+        assert main(FLOW, flags) == code
         return self.capfd.readouterr().err
 
 
@@ -204,7 +203,7 @@ def test_what_would_be_ignored_is_refused(refused: Printed, words: str, sentence
 
 def test_text_runs_refuse_the_flags_of_video(capfd: pytest.CaptureFixture[str]) -> None:
     words = "--train-iters 1 --video-data-path x --mmdit-size small --flow-shift 2 --no-adaln-zero"
-    assert main(task_of, [*TINY, *mock_data(), *words.split()]) == EXIT_CODE_USER_ERROR
+    assert main(text_task.TEXT, [*TINY, *mock_data(), *words.split()]) == EXIT_CODE_USER_ERROR
     assert capfd.readouterr().err.splitlines() == [
         f"error: `{flag}` has an effect only in pretrain_video.py; leave it out."
         for flag in ("--video-data-path", "--mmdit-size", "--no-adaln-zero", "--flow-shift")

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.train.run import Run
-from megatron_ext.video.config.rules import VIDEO_DEFAULTS
-from pretrain_video import FLOW
+from megatron_ext.video.task import FLOW
 from tests.checkpoint.tiny import whole_tensors
 from tests.training_runs import train_on_ranks
 from tests.video.clips import (
@@ -73,7 +72,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         [*FLAGS, "--video-data-path", str(data), *WORDS.split()],
         save=killed,
         task=FLOW,
-        defaults=VIDEO_DEFAULTS,
         prepare=partial(_record_and_die, folder=killed / "steps"),
     )
     assert code != 0

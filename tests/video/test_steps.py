@@ -15,10 +15,10 @@ from torch import Tensor
 from megatron_ext.config.parser import parse_args
 from megatron_ext.optim.builder import build_scheduler
 from megatron_ext.train.run import Run
-from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from megatron_ext.video.data.randomness import draw_noise
 from megatron_ext.video.model.mmdit.inputs import timestep_sinusoid
 from megatron_ext.video.model.tokens import pack
+from megatron_ext.video.task import VIDEO
 from tests.host_syncs import READ, record_steps
 from tests.video.clips import SHORT, steps, write_clips
 
@@ -90,7 +90,7 @@ def test_steps_are_those_of_adamw(clips: Path, tmp_path: Path) -> None:
 def rates(words: str, at: list[int]) -> list[float]:
     """Learning rates of training steps, counted from 0."""
     flags = f"--video-data-path unread --micro-batch-size 2 --global-batch-size 6 {words}".split()
-    config = parse_args(flags, world_size=1, device="cpu", defaults=VIDEO_DEFAULTS).config
+    config = parse_args(flags, VIDEO, world_size=1, device="cpu").config
     optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
     scheduler = build_scheduler(config.optimizer, config.training, optimizer)  # type: ignore[arg-type]
     found = {}

@@ -13,9 +13,9 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
 from megatron_ext.video.config.encoding import TextEncoderConfig
-from megatron_ext.video.config.rules import VIDEO_DEFAULTS
 from megatron_ext.video.data.text_encoders import build_text_encoder
-from pretrain_video import FLOW
+from megatron_ext.video.streaming.config import StreamingConfig
+from megatron_ext.video.task import FLOW, VIDEO
 from tests.video import clips
 from tests.video.clips import SHORT, TEXT, write_clips
 from tests.video.data.tiny_umt5 import WIDTH, write_umt5
@@ -59,7 +59,7 @@ def test_streaming_is_given_its_embeddings(umt5: Path, tmp_path: Path) -> None:
 
         def check(run: Run) -> None:
             encoder = build_text_encoder(TextEncoderConfig("umt5", str(umt5), text_length=8))
-            assert run.config.streaming.text_features == WIDTH
+            assert run.config.section(StreamingConfig).text_features == WIDTH
             torch.testing.assert_close(runner_of(run).negative_text, encoder.encode(["circle"])[0])
 
         flags = f"--train-iters 1 --text-encoder umt5 --t5-path {umt5} --negative-prompt circle"
@@ -70,7 +70,7 @@ def test_streaming_is_given_its_embeddings(umt5: Path, tmp_path: Path) -> None:
 def test_the_mmdit_refuses_captions_without_pooled_vectors(data: Path, umt5: Path) -> None:
     def configured(*words: str) -> Any:
         flags = [*clips.FLAGS, "--video-data-path", str(data), *words]
-        return parse_args(flags, world_size=1, device="cpu", defaults=VIDEO_DEFAULTS).config
+        return parse_args(flags, VIDEO, VIDEO, world_size=1, device="cpu").config
 
     with pytest.raises(ConfigError, match=r"\(\S+/clips\) holds captions without pooled vectors,"):
         preflight(configured(), FLOW.preflight)

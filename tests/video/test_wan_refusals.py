@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
-from pretrain_video import defaults_of, task_of
+from megatron_ext.video.task import VIDEO
 from tests.video.clips import IMAGE, LONG, SHORT, write_clips
 from tests.video.wan_run import FLAGS, KINDS
 
@@ -29,7 +29,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(data: Path, words: str) -> int:
     flags = [*FLAGS, "--video-data-path", str(data), *words.split()]
-    return main(task_of, flags, defaults=defaults_of(flags))
+    return main(VIDEO, flags)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from megatron_ext.layers.initialization import shards_of
 from megatron_ext.train.run import Run
-from megatron_ext.video.config.rules import VIDEO_DIT_DEFAULTS
 from megatron_ext.video.config.run import FlowConfig
 from megatron_ext.video.config.wan import SIZES
 from megatron_ext.video.data.randomness import draw_noise, draw_normals, draw_uniforms
 from megatron_ext.video.model.tokens import pack, unpack
 from megatron_ext.video.sampling.samples import velocity_of
-from pretrain_video import FLOW_OF_DIT
+from megatron_ext.video.task import FLOW_OF_DIT
 from tests.training_runs import train_on_ranks
 from tests.video.clips import CHANNELS, SHORT, SIDE, TEXT, WIDTH, Rows, clip
 from tests.video.model.wan.names import to_parallel
@@ -44,7 +43,7 @@ KINDS["independent"] = KINDS["causal"] + " --independent-block-timesteps"
 def train(data: Path, save: Path, words: str, *, ranks: int = 1, **options: Any) -> Rows:
     """All rows of ``metrics.jsonl`` after a run, which must not fail."""
     flags = [*FLAGS, "--video-data-path", str(data), *words.split()]
-    options = {"task": FLOW_OF_DIT, "defaults": VIDEO_DIT_DEFAULTS, **options}
+    options = {"task": FLOW_OF_DIT, **options}
     code, rows = train_on_ranks(flags, ranks=ranks, save=save, **options)
     assert code == 0
     return rows

@@ -16,7 +16,7 @@ def build_errors(run: RunConfig) -> list[str]:
     """What cannot be built of a text model whose sizes are given, one sentence each."""
     model = run.model
     sizes = (model.num_layers, model.hidden_size, model.num_attention_heads)
-    if run.video.video or not all(sizes):
+    if run.model.blocks_dealt_by_cost or not all(sizes):
         return []
     found = [*_width_errors(run), *_uneven_errors(run), *_recompute_errors(run)]
     if run.moe.num_experts is not None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_ext.config.flags import changed_fields, spelling_of
+from megatron_ext.config.precision import TE_RECIPES, TORCH_RECIPES, Fp8Config
 
 if TYPE_CHECKING:
-    from megatron_ext.config.precision import Fp8Config
     from megatron_ext.config.run import RunConfig
 
-TE_RECIPES = ("blockwise", "mxfp8", "custom")
-TORCH_RECIPES = ("rowwise",)
 OF_DELAYED = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "tp_only_amax_red")
 OF_TE = (
     "fp8_param_gather",
@@ -29,14 +27,14 @@ TOKENS = 8
 """What the tokens of a rank must divide by in Transformer Engine's 8-bit products."""
 
 
-def fp8_errors(fp8: Fp8Config, run: RunConfig, *, may_use_te: bool) -> list[str]:
-    """What cannot be run, one sentence each.
+def fp8_errors(run: RunConfig, *, may_use_te: bool) -> list[str]:
+    """Return a sentence for everything that cannot be run in 8 bits.
 
     Args:
-        fp8: the flags.
-        run: all of it.
+        run: the resolved configuration.
         may_use_te: Transformer Engine's layers would not be refused for other flags.
     """
+    fp8 = run.fp8
     if fp8.fp8_format is None:
         return [
             f"`{spelling_of(fp8, name)}` needs `--fp8-format`; give e4m3 or hybrid."
@@ -112,7 +110,7 @@ def _run_errors(run: RunConfig) -> list[str]:
     rules = (
         (not run.precision.bf16, "needs `--bf16` for all but its products; give it too"),
         (
-            run.video.video and run.fp8.first_last_layers_bf16,
+            run.model.blocks_dealt_by_cost and run.fp8.first_last_layers_bf16,
             "of a video model does not go with `--first-last-layers-bf16`, whose layers are those "
             "of a language model; leave that out",
         ),

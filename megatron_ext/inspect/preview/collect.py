@@ -28,6 +28,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.inspect.preview.rows import Provenance, Row, Step
 from megatron_ext.parallel.context import ParallelContext, init_groups
 from megatron_ext.parallel.grid import Layout
+from megatron_ext.text.config import DataConfig
 from megatron_ext.text.sft.dataset import SftDataset
 from megatron_ext.train.batch_size import BatchSize, number_of_iterations, split_sizes
 from megatron_ext.train.totals import count_targets
@@ -79,8 +80,8 @@ def collect(
             "of the run, counted from 1; choose others, or raise `--train-iters`."
         )
     # Workers change when samples are read, not which, and take longer to start than a few steps.
-    data = dataclasses.replace(config.data, num_workers=0)
-    config = dataclasses.replace(config, data=data)
+    training = dataclasses.replace(config.training, num_workers=0)
+    config = dataclasses.replace(config, training=training)
     with one_process(layout) as context:
         train = task.datasets(
             config,
@@ -156,13 +157,16 @@ class _Replica:
         self._config, self._task, self._rank = config, task, rank
         self._context = dataclasses.replace(context, dp_rank=rank)
         self._provenance = ProvenanceLookup(train)
+        data = config.section(DataConfig)
         self._source: BatchSource = build_source(
             Numbered(train),
             config,
             self._context,
             torch.device("cpu"),
             consumed_samples=consumed,
-            eod=tokenizer.eod,
+            mask_documents_at=tokenizer.eod if data.reset_attention_mask else None,
+            cyclic=data.dataloader_type == "cyclic",
+            data_sharding=data.data_sharding,
         )
         assert self._source.loader is not None and self._source.loader.samples is not None
         self._drawn = Drawn(self._source.loader.samples)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,8 +20,10 @@ from megatron_ext.inspect.preview.rows import Row, Step
 from megatron_ext.inspect.preview.summary import sentences, summarize, table, warnings_of
 from megatron_ext.inspect.preview.text import SpanSplitter, Terminal
 from megatron_ext.parallel.grid import Layout
+from megatron_ext.text.config import DataConfig, SftConfig
 from megatron_ext.train.main import silence_known_warnings, stored_config
 from megatron_ext.train.preflight import preflight
+from megatron_ext.train.task import TaskChoice
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
@@ -52,12 +54,12 @@ class Options:
 
 
 def preview(
-    task_of: Callable[[RunConfig], Task], words: Sequence[str], options: Options, console: Console
+    program: Task | TaskChoice, words: Sequence[str], options: Options, console: Console
 ) -> list[str]:
     """Show the batches of a run.
 
     Args:
-        task_of: chooses the task by the configuration.
+        program: the task of the run, or the tasks of which the flags choose one.
         words: the flags of the run.
         options: the steps and rows to show.
         console: the terminal to print to.
@@ -69,19 +71,20 @@ def preview(
         ConfigError, DataError: what the run itself would refuse; a rank or step that it lacks.
     """
     kind = select().kind
-    config = parse_args(
+    parsed = parse_args(
         words,
+        program,
         world_size=options.world_size or int(os.environ.get("WORLD_SIZE", "0")),
         device=kind,
-        checkpoint_config=stored_config(words),
-    ).config
+        checkpoint_config=stored_config(words, program),
+    )
+    config, task = parsed.config, parsed.task
     replicas = Layout.from_config(config.parallel).data_parallel_size
     if not 0 <= options.rank < replicas:
         raise ConfigError(
             f"`--rank` ({options.rank}) must be one of the {replicas} data-parallel ranks of the "
             "layout, counted from 0; `--world-size` sets the number of all ranks."
         )
-    task = task_of(config)
     config, tokenizer = preflight(config, task.preflight)
     silence_known_warnings(kind)
     steps = collect(config, task, tokenizer, first=options.step, count=options.steps)
@@ -133,7 +136,7 @@ def _chosen(step: Step, options: Options) -> list[Row]:
 def _notes(config: RunConfig) -> list[str]:
     """Return what the rows themselves do not show."""
     notes = []
-    if not config.sft.sft and not config.data.reset_attention_mask:
+    if not config.section(SftConfig).sft and not config.section(DataConfig).reset_attention_mask:
         notes.append(
             "attention and multi-token targets run through the ends of documents; "
             "`--reset-attention-mask` keeps them within"

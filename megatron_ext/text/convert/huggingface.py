@@ -63,6 +63,7 @@ from megatron_ext.text.convert.names import (
     to_hf,
 )
 from megatron_ext.text.model.gpt import build_gpt_chunk
+from megatron_ext.text.task import TEXT
 
 NO_TRAINING = "--micro-batch-size 1 --skip-train".split()
 """Flags that every configuration needs, even where nothing is trained."""
@@ -185,7 +186,7 @@ def _stored_run(order: Export, stored: dict[str, Any]) -> RunConfig:
     # Averages are part of the state that a run resumes, not of the weights that another takes.
     words += ["--no-load-optim", "--no-load-rng"] if order.ema else ["--finetune"]
     words += [] if order.step is None else ["--ckpt-step", str(order.step)]
-    return parse_args(words, world_size=1, device="cpu", checkpoint_config=stored).config
+    return parse_args(words, TEXT, world_size=1, device="cpu", checkpoint_config=stored).config
 
 
 def _like(order: Export, stored: dict[str, Any]) -> HuggingFaceModel | None:
@@ -270,7 +271,9 @@ def import_model(order: Import) -> list[str]:
         dtype = order.dtype or only_dtype(tensors)
         words = _words(model, order, dtype)
         keeping = ["--save", str(order.save), "--no-save-optim", "--no-save-rng"]
-        config = parse_args([*words, *NO_TRAINING, *keeping], world_size=1, device="cpu").config
+        config = parse_args(
+            [*words, *NO_TRAINING, *keeping], TEXT, world_size=1, device="cpu"
+        ).config
         with one_rank(config.training.seed) as context:
             chunk = build_bare(config, context)
             fill(chunk, tensors, row_shape(config), vocab_size=model.vocab_size)

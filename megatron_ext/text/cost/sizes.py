@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.parallel import ParallelConfig
-from megatron_ext.config.pipeline import mtp_stage, stages_of
+from megatron_ext.config.rules.pipeline import mtp_stage, stages_of
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.grid import Layout, Placement

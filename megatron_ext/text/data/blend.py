@@ -13,12 +13,12 @@ from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron_ext.data.loader import BatchSource, build_source
 from megatron_ext.errors import DataError
+from megatron_ext.text.config import DataConfig
 from megatron_ext.text.cost.flops import flops_per_sample
 from megatron_ext.train.batch_size import StepStats
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
-    from megatron_ext.text.config import DataConfig
     from megatron_ext.text.tokenizers.base import Tokenizer
     from megatron_ext.train.run import Run
 
@@ -104,7 +104,7 @@ def training_blend(config: RunConfig) -> BlendSpec:
     Raises:
         DataError: no dataset is given at all; also see `read_blend`.
     """
-    spec = read_blend(config.data)
+    spec = read_blend(config.section(DataConfig))
     if not spec.prefixes():
         raise DataError(
             "No training data is given; use `--data-path` PREFIX, `--train-data-path` PREFIX "
@@ -142,16 +142,19 @@ def _words_of(entry: Any) -> list[str] | None:
 
 
 def text_source(
-    run: Run, dataset: Any, tokenizer: Tokenizer, consumed_samples: int, full_epoch: bool
+    run: Run, dataset: Any, assets: Tokenizer, consumed_samples: int, full_epoch: bool
 ) -> BatchSource:
     """Return the steps of a split; see `data.loader.build_source`."""
+    data = run.config.section(DataConfig)
     return build_source(
         dataset,
         run.config,
         run.context,
         run.device,
         consumed_samples=consumed_samples,
-        eod=tokenizer.eod,
+        mask_documents_at=assets.eod if data.reset_attention_mask else None,
+        cyclic=data.dataloader_type == "cyclic",
+        data_sharding=data.data_sharding,
         full_epoch=full_epoch,
     )
 

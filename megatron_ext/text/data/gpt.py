@@ -29,7 +29,6 @@ from megatron.core.datasets.gpt_dataset import (
     MockGPTLowLevelDataset,
 )
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from torch.utils.data import Dataset
 
 from megatron_ext.data.indexed import (
     CODE_OF_DTYPE,
@@ -38,27 +37,19 @@ from megatron_ext.data.indexed import (
 )
 from megatron_ext.device.host import this_host
 from megatron_ext.errors import DataError
+from megatron_ext.text.config import DataConfig
 from megatron_ext.text.data.blend import SPLITS, BlendSpec, training_blend
 from megatron_ext.text.data.inspect import check_ids, id_range
+from megatron_ext.train.task import Datasets
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
-    from megatron_ext.text.config import DataConfig
     from megatron_ext.text.tokenizers.base import Tokenizer
 
 VOCABULARY_SAMPLE = 1 << 24
 """Tokens of each dataset that are compared with the vocabulary before training."""
 INDEX_BYTES = 16
 """Bytes for each sample, and each document in it, while megatron-core builds its indices."""
-
-
-@dataclass(frozen=True)
-class Datasets:
-    """The three splits; one is None where nothing is asked of it or this rank reads no data."""
-
-    train: Dataset[Any] | None
-    valid: Dataset[Any] | list[Dataset[Any]] | None
-    test: Dataset[Any] | None
 
 
 @dataclass
@@ -148,21 +139,21 @@ def check_inputs(
         DataError: a missing, truncated or corrupt file, an empty split that samples are asked of,
             or token ids beyond the vocabulary.
     """
-    digest = hashlib.sha256()
+    digest, shares = hashlib.sha256(), config.section(DataConfig).split
     for prefix in spec.prefixes():
         info = check_indexed_dataset(prefix)
         for suffix in (".bin", ".idx"):
             stat = Path(prefix + suffix).stat()
             digest.update(f"{prefix}{suffix}:{stat.st_size}:{stat.st_mtime_ns};".encode())
         check_ids(prefix, id_range(prefix, VOCABULARY_SAMPLE), _entries(config, tokenizer))
-        if spec.per_split is None and config.data.split is not None:
-            ratios = parse_and_normalize_split(config.data.split)
-            cut = split_bounds(config.data.split, info.num_sequences)
+        if spec.per_split is None and shares is not None:
+            ratios = parse_and_normalize_split(shares)
+            cut = split_bounds(shares, info.num_sequences)
             for name, bounds, size, ratio in zip(SPLITS, cut, sizes, ratios, strict=True):
                 if size != 0 and (ratio > 0 or name == "train"):
-                    _check_not_empty(prefix, bounds, name, config.data.split)
+                    _check_not_empty(prefix, bounds, name, shares)
     _check_splits_of_their_own(spec, sizes)
-    _check_single_passes(config.data, config.model.seq_length or 1, spec, sizes)
+    _check_single_passes(config.section(DataConfig), config.model.seq_length or 1, spec, sizes)
     return digest.hexdigest()
 
 
@@ -256,7 +247,7 @@ def given_lengths(config: RunConfig, spec: BlendSpec) -> dict[str, list[int]] | 
     Raises:
         DataError: a file that cannot be read, or lacks a prefix.
     """
-    path = config.data.per_dataset_sequences_path
+    path = config.section(DataConfig).per_dataset_sequences_path
     if path is None:
         return None
     flag = f"`--per-dataset-sequences-path` ({path})"
@@ -281,7 +272,7 @@ def dataset_config(
     config: RunConfig, spec: BlendSpec, tokenizer: Tokenizer, data_files: str
 ) -> KeyedGPTDatasetConfig:
     """Return megatron-core's dataset configuration of a run."""
-    data = config.data
+    data = config.section(DataConfig)
     return KeyedGPTDatasetConfig(
         random_seed=config.training.seed,
         sequence_length=config.model.seq_length,
@@ -360,7 +351,7 @@ def build_gpt_datasets(
     Raises:
         DataError: see `check_inputs`; also when neither data nor ``--mock-data`` is given.
     """
-    if config.data.mock_data:
+    if config.section(DataConfig).mock_data:
         spec, data_files, cls = BlendSpec(None, None), "mock", MockGPTDataset
     else:
         spec, cls = training_blend(config), KeyedGPTDataset

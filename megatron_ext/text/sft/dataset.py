@@ -7,7 +7,6 @@ positions.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -19,19 +18,20 @@ from torch.utils.data import Dataset
 
 from megatron_ext.data.samplers import Epochs, Ints, StepPlan, shuffled
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.data.gpt import Datasets, split_bounds
+from megatron_ext.text.config import DataConfig, SftConfig, TokenizerConfig
+from megatron_ext.text.data.gpt import split_bounds
 from megatron_ext.text.sft.chat import build_chat
 from megatron_ext.text.sft.epochs import BudgetEpochs, PackedEpochs, PaddedEpochs
 from megatron_ext.text.sft.packing import CostModel
 from megatron_ext.text.sft.preprocess import open_stores
 from megatron_ext.text.sft.rows import Truncation, kept_tokens, lay_out, pad_id_of, shift
 from megatron_ext.text.sft.store import SftStore
+from megatron_ext.train.task import Datasets
 
 if TYPE_CHECKING:
     from megatron_ext.config.model import ModelConfig
     from megatron_ext.config.moe import MoEConfig
     from megatron_ext.config.run import RunConfig
-    from megatron_ext.text.config import DataConfig
     from megatron_ext.text.tokenizers.base import Tokenizer
 
 _SPLIT_SEED = 2
@@ -167,9 +167,9 @@ def plan_steps(config: RunConfig, lengths: Ints, *, seed: int | None) -> StepPla
     assert capacity is not None
     cost = cost_model(config.model, config.moe)
     epochs: Epochs
-    if config.sft.sft_batching == "padded":
+    if config.section(SftConfig).sft_batching == "padded":
         epochs = PaddedEpochs(lengths.size, batch, replicas, micro_batch_size, seed)
-    elif config.sft.sft_batching == "packed":
+    elif config.section(SftConfig).sft_batching == "packed":
         epochs = PackedEpochs(lengths, capacity, batch, replicas, cost, seed)
     else:
         # megatron-core's interleaved schedule takes whole groups of micro-batches only.
@@ -180,12 +180,16 @@ def plan_steps(config: RunConfig, lengths: Ints, *, seed: int | None) -> StepPla
         epochs,
         micro_batch_size,
         _identity(config, lengths, seed),
-        packs_documents=config.sft.sft_batching != "padded",
+        packs_documents=config.section(SftConfig).sft_batching != "padded",
     )
 
 
 def _identity(config: RunConfig, lengths: Ints, seed: int | None) -> str:
-    decides = (config.sft.sft_batching, config.model.seq_length, config.training.batch_sizes[1])
+    decides = (
+        config.section(SftConfig).sft_batching,
+        config.model.seq_length,
+        config.training.batch_sizes[1],
+    )
     digest = hashlib.sha256(lengths.tobytes())
     digest.update(repr((decides, seed)).encode())
     return digest.hexdigest()[:16]
@@ -198,12 +202,14 @@ def build_splits(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
         ConfigError: no data, or a tokenizer without a chat template.
         DataError: a file or a conversation that cannot be used, or nothing to train on.
     """
-    chat = build_chat(tokenizer, config.tokenizer, config.sft)
-    assert config.model.seq_length is not None and config.sft.sft_max_length is not None
+    chat = build_chat(tokenizer, config.section(TokenizerConfig), config.section(SftConfig))
+    assert (
+        config.model.seq_length is not None and config.section(SftConfig).sft_max_length is not None
+    )
     sizes: dict[str, Any] = {
         "seq_length": config.model.seq_length,
-        "max_length": config.sft.sft_max_length,
-        "truncation": cast("Truncation", config.sft.sft_truncation),
+        "max_length": config.section(SftConfig).sft_max_length,
+        "truncation": cast("Truncation", config.section(SftConfig).sft_truncation),
         "pad_id": pad_id_of(chat.tokenizer),
     }
 
@@ -215,7 +221,7 @@ def build_splits(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
         return dataset
 
     seeds = (config.training.seed, None, None)
-    data = config.data
+    data = config.section(DataConfig)
     if data.data_path is not None:
         stores = open_stores("--data-path", data.data_path, config, chat)
         assert data.split is not None
@@ -262,23 +268,3 @@ def build_sft_datasets(
         ConfigError, DataError: see `build_splits`.
     """
     return build_splits(config, tokenizer)
-
-
-def prepare_sft(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
-    """Tokenize what is not tokenized yet, check it, and turn epochs into steps.
-
-    Validation goes through the whole split; ``--eval-iters 0`` switches it off.
-
-    Raises:
-        ConfigError, DataError: see `build_splits`; flags that do not fit the number of steps.
-    """
-    train = build_splits(config, tokenizer).train
-    training = config.training
-    training = dataclasses.replace(training, full_validation=training.eval_iters > 0)
-    if training.train_epochs is not None and isinstance(train, SftDataset):
-        assert train.plan is not None
-        training = training.in_steps(train.plan.steps_per_epoch)
-    errors = config.optimizer.errors(training)
-    if errors:
-        raise ConfigError(errors)
-    return dataclasses.replace(config, training=training)

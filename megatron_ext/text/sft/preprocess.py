@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
-from megatron_ext.text.config import SftConfig
+from megatron_ext.text.config import DataConfig, SftConfig, TokenizerConfig
 from megatron_ext.text.preprocess import inputs
 from megatron_ext.text.preprocess.inputs import Part, identities
 from megatron_ext.text.preprocess.options import PreprocessOptions
@@ -173,7 +173,7 @@ def _refuse_weight(flag: str, name: str) -> None:
 
 def _tokenized(name: str, config: RunConfig, chat: Chat, say: Say) -> str:
     """Return the prefix of the store of one file, made now if the cache lacks it."""
-    folder = Path(config.data.data_cache_path or Path(name).parent / "cache")
+    folder = Path(config.section(DataConfig).data_cache_path or Path(name).parent / "cache")
     prefix = folder / f"{Path(name).name}.{key_of(identities([name]), chat.identity)}"
     if about_path(prefix).exists():
         return str(prefix)
@@ -210,9 +210,9 @@ def _tokenize(name: str, prefix: Path, config: RunConfig, chat: Chat, say: Say) 
     options = SftPreprocessOptions(
         inputs=[name],
         output_prefix=str(prefix),
-        tokenizer=config.tokenizer,
+        tokenizer=config.section(TokenizerConfig),
         workers=min(len(os.sched_getaffinity(0)), _MOST_WORKERS),
-        sft=config.sft,
+        sft=config.section(SftConfig),
     )
     # Every worker is a process of its own; threads inside the library would only compete.
     before = os.environ.get("TOKENIZERS_PARALLELISM")

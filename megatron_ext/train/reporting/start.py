@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import os
 import shlex
 import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import yaml
 from megatron.core.optimizer import MegatronOptimizer
 
+from megatron_ext.config.acceleration import TE_IMPL
 from megatron_ext.config.flags import changed_fields, spelling_of
+from megatron_ext.config.rules.transformer_engine import found_version
 from megatron_ext.config.run import RunConfig
-from megatron_ext.config.te_versions import found_version
-from megatron_ext.config.transformer_engine import TE_IMPL
 
 CONFIGURATION_FILE = "config.yaml"
 STARTED = "> starting"
@@ -35,7 +34,7 @@ def start_lines(config: RunConfig, given: Collection[str]) -> list[str]:
     """
     lines = [f"{STARTED} {_layout(config)}", f"> {_batch(config)}", f"> model: {_sizes(config)}"]
     on_command_line, elsewhere = dict[str, list[str]](), dict[str, list[str]]()
-    for name, section in _sections(config):
+    for name, section in config.by_name().items():
         for field in changed_fields(section):
             kind = on_command_line if field in given else elsewhere
             kind.setdefault(name, []).append(_as_flag(section, field))
@@ -90,15 +89,6 @@ def _sizes(config: RunConfig) -> str:
         "vocabulary": model.padded_vocab_size,
     }
     return ", ".join(f"{name} {size}" for name, size in sizes.items() if size is not None)
-
-
-def _sections(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Yield the sections of a configuration with their names, the task's own among them."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        for section in value if isinstance(value, tuple) else (value,):
-            if dataclasses.is_dataclass(section):
-                yield field.name if section is value else type(section).__name__, section
 
 
 def _as_flag(section: Any, field: str) -> str:

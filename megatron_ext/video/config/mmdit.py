@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_ext.config.flags import FACTOR, NATURAL, SIZE, WEIGHT, IfChanged, Range, flag
+from megatron_ext.config.flags import FACTOR, NATURAL, SIZE, WEIGHT, IfChanged, Range, derived, flag
 from megatron_ext.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -189,6 +189,8 @@ class MMDiTConfig:
         cond_embed: the model is given references, since some condition mode has them.
     """
 
+    SECTION: ClassVar[str] = "mmdit"
+
     IF_CHANGED: ClassVar[IfChanged] = "allow"
 
     mmdit_size: str = flag(
@@ -231,10 +233,10 @@ class MMDiTConfig:
         "time of a double block over that of a single one, for the cut into stages",
         bounds=FACTOR,
     )
-    channels: int | None = None
-    caption_width: int | None = None
-    pooled_caption_width: int | None = None
-    cond_embed: bool = False
+    channels: int | None = derived(None)
+    caption_width: int | None = derived(None)
+    pooled_caption_width: int | None = derived(None)
+    cond_embed: bool = derived(False)
 
     def sizes(self, model: ModelConfig) -> MMDiTSizes:
         """The sizes with the changes of the flags and the widths of the data.

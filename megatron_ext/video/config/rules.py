@@ -1,15 +1,31 @@
-"""Which flags a video run follows: what it would ignore is refused by name."""
+"""Rules of video runs: the engine's flags that they leave out, and what goes together.
+
+What a run would ignore is refused by name.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config.flags import changed, default_of, spelling_of
+from megatron_ext.config.lora import ALL_TARGETS
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.video.config.encoding import UMT5
-from megatron_ext.video.config.wan import WINDOW
+from megatron_ext.config.rules.lora import target_errors
+from megatron_ext.config.run import LeftOut
+from megatron_ext.video.config.encoding import UMT5, CodecConfig, EncodeConfig, TextEncoderConfig
+from megatron_ext.video.config.mmdit import MMDiTConfig
+from megatron_ext.video.config.run import (
+    ConditionConfig,
+    FlowConfig,
+    SampleConfig,
+    TextDropoutConfig,
+    VideoConfig,
+)
+from megatron_ext.video.config.wan import WINDOW, VideoDiTConfig, described_by
+from megatron_ext.video.streaming.config import StreamingConfig, StreamingSampleConfig
+from megatron_ext.video.streaming.teacher_config import teacher_errors
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
@@ -17,13 +33,23 @@ if TYPE_CHECKING:
 ENCODING = ("codec", "text_encoder", "encode")
 FLOW_ONLY = ("mmdit", "video_dit", "flow", "conditions", "text_dropout", "encode")
 STREAMING_ONLY = ("streaming", "streaming_sample")
-SECTIONS = ("video", *FLOW_ONLY, "sample", "codec", "text_encoder", *STREAMING_ONLY)
-"""Sections of which a text run follows nothing."""
+SECTIONS: tuple[type, ...] = (
+    VideoConfig,
+    MMDiTConfig,
+    VideoDiTConfig,
+    FlowConfig,
+    ConditionConfig,
+    TextDropoutConfig,
+    CodecConfig,
+    TextEncoderConfig,
+    EncodeConfig,
+    SampleConfig,
+    StreamingConfig,
+    StreamingSampleConfig,
+)
+"""What pretrain_video.py adds to the engine's flags."""
 
 VIDEO_DEFAULTS: Mapping[str, Any] = {
-    "video": True,
-    "tokenizer_type": "NullTokenizer",
-    "vocab_size": 1,
     "lr": 1e-4,
     "lr_decay_style": "constant",
     "usual_warmup_iters": 1000,
@@ -60,88 +86,140 @@ STREAMING_DEFAULTS: Mapping[str, Any] = {
 }
 """The same with ``--task streaming``, as LongLive trains (arXiv:2509.22622)."""
 
-_WHOLE = {
-    "tokenizer": "captions are encoded by the text encoder of the data",
-    "moe": "its blocks have no experts",
-    "lora": "its layers take no adapters",
-    "loss": "its loss is the flow-matching loss",
-    "sft": "there are no conversations",
-}
-_ALLOWED = {
+_FOLLOWED = ("hidden_size", "num_attention_heads", "perform_initialization",
+             "gradient_accumulation_fusion", "compile")  # fmt: skip
+_SHAPE = "the shape of a video model follows from its named size and the flags beside it"
+_STEP = "a step is as large as its bucket says"
+_EXPERTS = "the blocks of a video model have no experts"
+_COST = "blocks are dealt to stages by their cost"
+_VOCABULARY = "there is no vocabulary whose embedding could have it"
+
+LEFT_OUT: LeftOut = {
     "model": {
-        "hidden_size",
-        "num_attention_heads",
-        "perform_initialization",
-        "gradient_accumulation_fusion",
-        "compile",
+        field.name: _SHAPE
+        for field in dataclasses.fields(ModelConfig)
+        if "help" in field.metadata and field.name not in _FOLLOWED
     },
-    "data": {"num_workers"},
+    "moe": {"*": _EXPERTS},
+    "loss": {"*": "the loss is that of flow matching, or of distillation"},
+    "training": {
+        "rampup_batch_size": _STEP,
+        "step_batch_size_schedule": _STEP,
+        "decrease_batch_size_if_needed": _STEP,
+        "train_samples": "steps differ in their number of clips; give --train-iters",
+        "full_validation": "evaluation always goes through the whole validation data",
+    },
+    "logging": {"log_validation_ppl_to_tensorboard": "the loss has no perplexity"},
+    "optimizer": {"decoupled_lr": _VOCABULARY, "decoupled_min_lr": _VOCABULARY},
+    "parallel": {
+        "expert_model_parallel_size": _EXPERTS,
+        "expert_tensor_parallel_size": _EXPERTS,
+        "pipeline_model_parallel_layout": _COST,
+        "decoder_first_pipeline_num_layers": _COST,
+        "decoder_last_pipeline_num_layers": _COST,
+        "num_layers_per_virtual_pipeline_stage": _COST,
+        "account_for_embedding_in_pipeline_split": _COST,
+        "account_for_loss_in_pipeline_split": _COST,
+    },
 }
+"""Flags of the engine that no video run has a use for, and why."""
+
+FLOW_LEFT_OUT: LeftOut = {**LEFT_OUT, "lora": {"*": "flow matching trains whole weights"}}
+
 _SAMPLES_OF_FLOW = (
     "sample_steps sample_text_scale sample_image_scale sample_oscillation sample_scale_by_frame "
     "sample_size sample_frames"
 ).split()
 _SHIFTS = "shift_base_tokens shift_base shift_max_tokens shift_max shift_by_length".split()
-_REFUSED: tuple[tuple[str, str, str], ...] = (
-    ("training", "rampup_batch_size", "a step is as large as its bucket says"),
-    ("training", "step_batch_size_schedule", "a step is as large as its bucket says"),
-    ("training", "decrease_batch_size_if_needed", "a step is as large as its bucket says"),
-    ("training", "train_samples", "steps differ in their number of clips; give --train-iters"),
-    ("training", "full_validation", "evaluation always goes through the whole validation data"),
-    ("logging", "log_validation_ppl_to_tensorboard", "its loss has no perplexity"),
-    ("optimizer", "decoupled_lr", "there is no vocabulary whose embedding could have it"),
-    ("optimizer", "decoupled_min_lr", "there is no vocabulary whose embedding could have it"),
-    ("parallel", "expert_model_parallel_size", "its blocks have no experts"),
-    ("parallel", "expert_tensor_parallel_size", "its blocks have no experts"),
-    ("parallel", "pipeline_model_parallel_layout", "blocks are dealt to stages by their cost"),
-    ("parallel", "decoder_first_pipeline_num_layers", "blocks are dealt to stages by their cost"),
-    ("parallel", "decoder_last_pipeline_num_layers", "blocks are dealt to stages by their cost"),
-    ("parallel", "num_layers_per_virtual_pipeline_stage", "blocks are dealt to stages by cost"),
-    (
-        "parallel",
-        "account_for_embedding_in_pipeline_split",
-        "blocks are dealt to stages by their cost",
-    ),
-    ("parallel", "account_for_loss_in_pipeline_split", "blocks are dealt to stages by their cost"),
-)
+
+STREAMING_START = 200
+"""The first averaged step of streaming, as LongLive has it."""
 
 
-def video_errors(given: RunConfig, resolve: Callable[[RunConfig], RunConfig]) -> list[str]:
-    """Flags that this kind of run would ignore.
+def resolve_flow(config: RunConfig) -> RunConfig:
+    """Return the configuration with the model's section as the named size decides it.
 
-    Args:
-        given: before anything was derived.
-        resolve: derives. What it makes of a run without such flags may be given too, as a printed
-            configuration does.
+    Raises:
+        ConfigError: sizes that do not fit together.
     """
-    if not given.video.video:
-        return [
-            f"`{spelled}` has an effect only in pretrain_video.py; leave it out."
-            for spelled in changed(given, SECTIONS)
-        ]
-    found = [
-        f"`{spelling_of(getattr(given, name), field)}` has no effect on a video model: {reason}; "
-        "leave it out."
-        for name, field, reason in (*_listed(given), *_settled(given, resolve(_bare(given))))
+    if config.section(VideoConfig).uses_dit:
+        model = described_by(config.section(VideoDiTConfig).sizes, config.model)
+    else:
+        model = config.section(MMDiTConfig).described(config.model)
+    return dataclasses.replace(config, model=model)
+
+
+def resolve_streaming(config: RunConfig) -> RunConfig:
+    """Return the configuration with what the flags of streaming decide of the engine's sections."""
+    streaming, lora, ema = config.section(StreamingConfig), config.lora, config.ema
+    if lora.lora_rank is not None:
+        targets = lora.lora_target_modules
+        lora = dataclasses.replace(
+            lora,
+            lora_target_modules=list(ALL_TARGETS) if targets is None else targets,
+            saves_adapters_only=True,
+        )
+    if ema.ema_decay and ema.ema_start is None:
+        ema = dataclasses.replace(ema, ema_start=STREAMING_START)
+    checkpoint = dataclasses.replace(config.checkpoint, starts_others=streaming.starts_others)
+    model = streaming.described(config.model)
+    return dataclasses.replace(config, model=model, lora=lora, ema=ema, checkpoint=checkpoint)
+
+
+def flow_rules(given: RunConfig, run: RunConfig) -> list[str]:
+    """Return a sentence for everything that flow matching cannot do; see `TaskFlags`."""
+    uses_dit = given.section(VideoConfig).uses_dit
+    return [
+        *_shared_rules(given, run),
+        *(_dit_errors(given) if uses_dit else _mmdit_errors(given)),
+        *_without_their_switch(given),
+        *_encoding_errors(given),
+        *_sample_errors(given),
+        *given.section(VideoConfig).own_errors(),
     ]
+
+
+def streaming_rules(given: RunConfig, run: RunConfig) -> list[str]:
+    """Return a sentence for everything that streaming cannot do; see `TaskFlags`."""
+    streaming, sample = given.section(StreamingConfig), given.section(SampleConfig)
+    found = [
+        *_shared_rules(given, run),
+        *_streaming_errors(given),
+        *_sample_errors(given, STREAMING_ONLY[1:]),
+        *streaming.own_errors(),
+        *given.section(StreamingSampleConfig).own_errors(sample, streaming),
+        *teacher_errors(streaming, run.parallel),
+        *target_errors(run.lora, ALL_TARGETS),
+    ]
+    if run.lora.lora_rank is not None and run.lora.lora_dropout:
+        found.append(
+            f"`--lora-dropout` ({run.lora.lora_dropout:g}) does not go with `--task streaming`, "
+            "whose blocks are run again for their gradients and must give the same; use 0."
+        )
+    return found
+
+
+def _shared_rules(given: RunConfig, run: RunConfig) -> list[str]:
+    """Return a sentence for everything that neither task can do."""
+    found = list(run.section(SampleConfig).own_errors(run.checkpoint.save))
     schedule = given.parallel.pipeline_schedule or ""
     if schedule.startswith("core-"):
         found.append(
             f"`--pipeline-schedule {schedule}` takes sequences of one length only; use "
             f"{schedule.removeprefix('core-')}."
         )
-    if given.video.streams:
-        found += [*_streaming_errors(given), *_sample_errors(given, STREAMING_ONLY[1:])]
-        sampling = given.streaming_sample.errors(given.sample, given.streaming)
-        return [*found, *given.streaming.errors(), *sampling]
-    found += _dit_errors(given) if given.video.uses_dit else _mmdit_errors(given)
-    found += [*_without_their_switch(given), *_encoding_errors(given), *_sample_errors(given)]
-    return [*found, *given.video.errors()]
+    kinds = run.parallel.cp_comm_type
+    if len(kinds) > 1:
+        found.append(
+            f"`--cp-comm-type` has {len(kinds)} values, but a video model has one for all its "
+            "blocks; give one."
+        )
+    return found
 
 
 def _streaming_errors(run: RunConfig) -> list[str]:
     """Flags that streaming long-tuning would ignore or cannot follow."""
-    described = run.streaming.described(run.model)
+    described, sections = run.section(StreamingConfig).described(run.model), run.by_name()
     ignored = [x for x in changed(run, ("video", *FLOW_ONLY)) if x != "--task"]
     found = [
         f"`{spelled}` has no effect with `--task streaming`, whose data is prompts; leave it out."
@@ -170,21 +248,21 @@ def _streaming_errors(run: RunConfig) -> list[str]:
         ("training", "skip_train", "there is nothing to evaluate; leave it out"),
         ("training", "train_epochs", "prompts follow one another without end; give --train-iters"),
         ("training", "eval_iters", "there is nothing to evaluate; use 0"),
-        ("data", "num_workers", "no clips are read; leave it out"),
+        ("training", "num_workers", "no clips are read; leave it out"),
         ("text_encoder", "pooled_width", "its networks take no pooled text; leave it out"),
     )  # fmt: skip
     usual = {
         "pipeline_model_parallel_size": 1,
         "eval_iters": 0,
-        "num_workers": default_of(run.data, "num_workers"),
-        "pooled_width": default_of(run.text_encoder, "pooled_width"),
-        "skip_train": run.streaming_sample.only_samples,
+        "num_workers": default_of(run.training, "num_workers"),
+        "pooled_width": default_of(run.section(TextEncoderConfig), "pooled_width"),
+        "skip_train": run.section(StreamingSampleConfig).only_samples,
     }
     found += [
-        f"`--{name.replace('_', '-')}` ({getattr(getattr(run, section), name)}) does not go with "
+        f"`--{name.replace('_', '-')}` ({getattr(sections[section], name)}) does not go with "
         f"`--task streaming`: {reason}."
         for section, name, reason in refused
-        if getattr(getattr(run, section), name) not in (usual.get(name, False), None)
+        if getattr(sections[section], name) not in (usual.get(name, False), None)
     ]
     return found
 
@@ -197,7 +275,7 @@ def _mmdit_errors(run: RunConfig) -> list[str]:
         for kind, sections in ((dit, ("video_dit",)), ("`--task streaming`", STREAMING_ONLY))
         for spelled in changed(run, sections)
     ]
-    if run.text_encoder.text_encoder == UMT5:
+    if run.section(TextEncoderConfig).text_encoder == UMT5:
         found.append(
             f"`--text-encoder` ({UMT5}) gives no pooled vectors, which the MMDiT needs; use "
             f"t5-clip, or give {dit}."
@@ -212,8 +290,9 @@ _OF_DIT = {"zero_head", "recompute_blocks"}
 
 def _dit_errors(run: RunConfig) -> list[str]:
     """Flags that flow matching with a video DiT would ignore."""
-    shared = {*_OF_DIT, *(WINDOW if run.video.is_causal else ())}
-    model = f"`--video-model {run.video.video_model}`"
+    sections = run.by_name()
+    shared = {*_OF_DIT, *(WINDOW if run.section(VideoConfig).is_causal else ())}
+    model = f"`--video-model {run.section(VideoConfig).video_model}`"
     reasons = [
         ("streaming", shared, "it decides nothing but what `--task streaming` does"),
         ("streaming_sample", set[str](), "it decides nothing but what `--task streaming` does"),
@@ -223,7 +302,7 @@ def _dit_errors(run: RunConfig) -> list[str]:
     found = [
         f"`{spelling_of(section, field.name)}` has no effect with {model}: {reason}; leave it out."
         for name, kept, reason in reasons
-        for section in (getattr(run, name),)
+        for section in (sections[name],)
         for field in dataclasses.fields(section)
         if "help" in field.metadata
         and field.name not in kept
@@ -237,12 +316,16 @@ def _dit_errors(run: RunConfig) -> list[str]:
     ]
     if run.optimizer.apply_wd_to_qk_layernorm:
         found.append(f"`--apply-wd-to-qk-layernorm` has no effect with {model}: {_QK_NORMS}.")
-    if run.text_dropout.pooled_dropout != default_of(run.text_dropout, "pooled_dropout"):
+    dropout = run.section(TextDropoutConfig)
+    if dropout.pooled_dropout != default_of(dropout, "pooled_dropout"):
         found.append(
-            f"`--pooled-dropout` ({run.text_dropout.pooled_dropout}) has no effect with {model}, "
+            f"`--pooled-dropout` ({dropout.pooled_dropout}) has no effect with {model}, "
             "which is given no pooled embedding; leave it out."
         )
-    if run.video_dit.independent_block_timesteps and not run.video.is_causal:
+    if (
+        run.section(VideoDiTConfig).independent_block_timesteps
+        and not run.section(VideoConfig).is_causal
+    ):
         found.append(
             "`--independent-block-timesteps` has an effect only with `--video-model "
             "causal-video-dit`, which has frame blocks; leave it out."
@@ -252,11 +335,22 @@ def _dit_errors(run: RunConfig) -> list[str]:
 
 def _without_their_switch(run: RunConfig) -> list[str]:
     """Flags that another one leaves without effect."""
-    modes, by_size = set(run.conditions.modes), run.flow.flow_shift is None
-    evaluates = run.video.video_valid_path is not None or run.training.eval_iters == 0
+    sections = run.by_name()
+    modes, by_size = (
+        set(run.section(ConditionConfig).modes),
+        run.section(FlowConfig).flow_shift is None,
+    )
+    evaluates = (
+        run.section(VideoConfig).video_valid_path is not None or run.training.eval_iters == 0
+    )
     long, easy = modes & {"v2v_head", "v2v_tail"}, modes & {"v2v_head_easy", "v2v_tail_easy"}
     rules = [
-        ("mmdit", "guidance", "needs `--guidance-embed`; give both", run.mmdit.guidance_embed),
+        (
+            "mmdit",
+            "guidance",
+            "needs `--guidance-embed`; give both",
+            run.section(MMDiTConfig).guidance_embed,
+        ),
         ("conditions", "v2v_frames", "needs a weight of v2v_head or v2v_tail; give one", long),
         ("conditions", "v2v_easy_frames", "needs a weight of an easy v2v mode; give one", easy),
         ("training", "eval_iters", "needs `--video-valid-path`; give it, or 0", evaluates),
@@ -267,16 +361,15 @@ def _without_their_switch(run: RunConfig) -> list[str]:
         for name in _SHIFTS
     ]
     return [
-        f"`{spelling_of(getattr(run, section), name)}` {why}."
+        f"`{spelling_of(sections[section], name)}` {why}."
         for section, name, why, works in rules
-        if not works
-        and getattr(getattr(run, section), name) != default_of(getattr(run, section), name)
+        if not works and getattr(sections[section], name) != default_of(sections[section], name)
     ]
 
 
 def _encoding_errors(run: RunConfig) -> list[str]:
     """Encoding that does not take place: preprocessed data says itself how it was encoded."""
-    if run.video.online_encoding:
+    if run.section(VideoConfig).online_encoding:
         return []
     # Sampling finds the weights of a VAE and of text encoders by them.
     sections = ("encode",) if _samples(run) else ENCODING
@@ -296,43 +389,4 @@ def _sample_errors(run: RunConfig, more: Sequence[str] = ()) -> list[str]:
 
 def _samples(run: RunConfig) -> bool:
     """Whether clips are sampled, while training or, without training, at once."""
-    return run.sample.sample_interval is not None or run.training.skip_train
-
-
-def _listed(run: RunConfig) -> list[tuple[str, str, str]]:
-    """Single flags of sections that are followed otherwise."""
-    return [
-        (name, field, reason)
-        for name, field, reason in _REFUSED
-        if getattr(getattr(run, name), field) != default_of(getattr(run, name), field)
-    ]
-
-
-def _bare(run: RunConfig) -> RunConfig:
-    """The run without any flag of the sections of which it follows (almost) nothing."""
-    kept = {name: getattr(run.model, name) for name in _ALLOWED["model"]}
-    changes: dict[str, Any] = {name: type(getattr(run, name))() for name in (*_WHOLE, "data")}
-    return dataclasses.replace(run, model=ModelConfig(**kept), **changes)
-
-
-def _settled(run: RunConfig, bare: RunConfig) -> list[tuple[str, str, str]]:
-    """What the model and the data of a video run do not leave open."""
-    shape = "its shape follows from `--mmdit-size` and the flags beside it"
-    if run.video.uses_dit:
-        shape = "its shape follows from `--video-dit-size`"
-    reasons = {**_WHOLE, "model": shape, "data": "its data is `--video-data-path`"}
-    if run.video.streams:
-        del reasons["lora"]
-    return [
-        (name, field.name, reason)
-        for name, reason in reasons.items()
-        for section in (getattr(run, name),)
-        for field in dataclasses.fields(section)
-        if field.name not in _ALLOWED.get(name, ())
-        and getattr(section, field.name)
-        not in (
-            default_of(section, field.name),
-            VIDEO_DEFAULTS.get(field.name),
-            getattr(getattr(bare, name), field.name),
-        )
-    ]
+    return run.section(SampleConfig).sample_interval is not None or run.training.skip_train

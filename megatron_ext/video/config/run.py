@@ -22,6 +22,7 @@ from megatron_ext.config.flags import (
     IfChanged,
     Range,
     check_ranges,
+    derived,
     flag,
     range_errors,
 )
@@ -63,24 +64,24 @@ class VideoConfig:
     mixed_buckets: bool = flag(
         False, "clips of different buckets in one step; without pipeline stages only"
     )
-    video: bool = False
+    video: bool = derived(True)
 
     @property
     def streams(self) -> bool:
         """Streaming long-tuning, whose data is prompts."""
-        return self.video and self.task == "streaming"
+        return self.task == "streaming"
 
     @property
     def uses_dit(self) -> bool:
         """Flow matching with a video DiT, causal or not."""
-        return self.video and self.task == "flow" and self.video_model != "mmdit"
+        return self.task == "flow" and self.video_model != "mmdit"
 
     @property
     def is_causal(self) -> bool:
         """Flow matching with a video DiT that sees no later frames."""
         return self.uses_dit and self.video_model == CAUSAL
 
-    def errors(self) -> list[str]:
+    def own_errors(self) -> list[str]:
         """What is missing, one sentence each."""
         if self.streams:
             return []
@@ -145,7 +146,7 @@ class SampleConfig:
     )
     sample_ema: bool = flag(True, "sample with the averaged weights, where they are kept")
 
-    def errors(self, save: str | None) -> list[str]:
+    def own_errors(self, save: str | None) -> list[str]:
         """What cannot be sampled, one sentence each."""
         found = []
         if self.sample_prompts is not None and self.sample_texts is not None:
@@ -193,6 +194,8 @@ class ConditionConfig:
         ConfigError: a weight that is not 0 or more, no weight at all, or an unknown
             ``reference_loss``.
     """
+
+    SECTION: ClassVar[str] = "conditions"
 
     t2v_weight: float = flag(1.0, "relative frequency of clips without references", bounds=WEIGHT)
     i2v_head_weight: float = flag(5.0, "of clips whose first latent frame is given", bounds=WEIGHT)

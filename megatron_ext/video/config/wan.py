@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_ext.config.flags import IfChanged, flag
+from megatron_ext.config.flags import IfChanged, derived, flag
 from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.mmdit import EPSILON, TIMESTEP_WIDTH
 
@@ -140,6 +140,8 @@ class VideoDiTConfig:
         dit_channels, dit_text_width: of the data, which decides them.
     """
 
+    SECTION: ClassVar[str] = "video_dit"
+
     IF_CHANGED: ClassVar[IfChanged] = "allow"
 
     video_dit_size: str = flag("tiny", "named size of the video DiT", choices=tuple(SIZES))
@@ -148,8 +150,8 @@ class VideoDiTConfig:
         "each frame block has a timestep of its own, as if it were streamed",
         if_changed="refuse_to_resume",
     )
-    dit_channels: int | None = None
-    dit_text_width: int | None = None
+    dit_channels: int | None = derived(None)
+    dit_text_width: int | None = derived(None)
 
     @property
     def sizes(self) -> VideoDiTSizes:

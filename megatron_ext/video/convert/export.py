@@ -32,6 +32,7 @@ from megatron_ext.video.config.wan import VideoDiTSizes
 from megatron_ext.video.convert.config import config_json
 from megatron_ext.video.convert.names import Naming, shapes, to_wan, wan_names
 from megatron_ext.video.convert.wan import STEM
+from megatron_ext.video.streaming.config import StreamingConfig
 
 _PARTS = ("embedder.", "blocks.", "head.")
 """Beginnings of the names of a video DiT's parameters."""
@@ -84,7 +85,9 @@ def export_wan(order: WanExport) -> None:
             "keeps no averages; leave one of them out."
         )
     check_target(order.target)
-    sizes = run.streaming.sizes(run.streaming.critic_size if order.network == "critic" else None)
+    sizes = run.section(StreamingConfig).sizes(
+        run.section(StreamingConfig).critic_size if order.network == "critic" else None
+    )
     path = verified_folder(order.load, order.step)
     dtype = torch_dtype(order.dtype) if order.dtype else params_dtype(run.precision)
     prefix = PREFIX if order.ema else NETWORKS[order.network]

@@ -38,6 +38,7 @@ from megatron_ext.config.precision import PrecisionConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.config.rules import SECTIONS
 from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.config.wan import VideoDiTSizes
 from megatron_ext.video.convert.config import (
@@ -245,14 +246,14 @@ def run_config(model: WanModel, dtype: str, save: Path) -> RunConfig:
     """Return the configuration to store, as a streaming run stores it."""
     streaming = StreamingConfig(generator_size=model.size, text_features=model.sizes.text_width)
     run = RunConfig()
+    others = (kind() for kind in SECTIONS if kind not in (StreamingConfig, VideoConfig))
     flags = {word.removeprefix("--"): True for word in PRECISIONS[dtype]}
     return dataclasses.replace(
         run,
         model=streaming.described(run.model),
-        streaming=streaming,
         precision=PrecisionConfig(**flags),
-        video=VideoConfig(task="streaming", video=True),
         checkpoint=CheckpointConfig(save=str(save), no_save_optim=True, no_save_rng=True),
+        sections=(streaming, VideoConfig(task="streaming"), *others),
     )
 
 

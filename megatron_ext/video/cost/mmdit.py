@@ -23,7 +23,7 @@ from megatron_ext.planning.stages import (
     rms_norm,
 )
 from megatron_ext.planning.state import Linear, Weight
-from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH, MMDiTSizes
+from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH, MMDiTConfig, MMDiTSizes
 from megatron_ext.video.cost.clip import (
     BlockBytes,
     Clip,
@@ -53,11 +53,13 @@ class MMDiTNetwork(ClipNetwork):
     @classmethod
     def of(cls, config: RunConfig, clip: Clip) -> MMDiTNetwork:
         """Return the network of a resolved run on a bucket of its data."""
-        return cls(config, ranks_for(config, clip), config.mmdit.sizes(config.model), clip)
+        return cls(
+            config, ranks_for(config, clip), config.section(MMDiTConfig).sizes(config.model), clip
+        )
 
     def stages(self) -> list[Stage]:
         """Return stages whose blocks are dealt by cost; double blocks come first."""
-        cost = self.config.mmdit.double_block_cost
+        cost = self.config.section(MMDiTConfig).double_block_cost
         return stages_of(self.config, stage_blocks(self.model, num_stages(self.config), cost))
 
     @cached_property
@@ -146,7 +148,7 @@ class MMDiTNetwork(ClipNetwork):
 
     def activations(self, stage: Stage) -> LayerBytes:
         """See `Network.activations`."""
-        x, model, flags = self.sizes, self.model, self.config.mmdit
+        x, model, flags = self.sizes, self.model, self.config.section(MMDiTConfig)
         table = self.block_bytes.rows * model.head_dim * FP32
         parts = [self._entering() if stage.embedding else LayerBytes(0, 0), LayerBytes(table, 0)]
         doubles = [self._double() for number in stage.layers if self._is_double(number)]
@@ -267,7 +269,7 @@ class MMDiTNetwork(ClipNetwork):
 
     def _run_again(self, stage: Stage) -> int:
         """Return how many blocks the backward pass runs again."""
-        flags, doubles = self.config.mmdit, sum(map(self._is_double, stage.layers))
+        flags, doubles = self.config.section(MMDiTConfig), sum(map(self._is_double, stage.layers))
         limits = (flags.recompute_double_blocks, flags.recompute_single_blocks)
         found = 0
         for count, double, limit in zip(

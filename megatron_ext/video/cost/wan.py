@@ -18,7 +18,8 @@ from megatron_ext.planning.network import (
 from megatron_ext.planning.stages import FP32, LayerBytes, Ranks, Stage, in_order, recomputed
 from megatron_ext.planning.state import Linear, Weight, with_frozen
 from megatron_ext.video.config.mmdit import TIMESTEP_WIDTH
-from megatron_ext.video.config.wan import VideoDiTSizes
+from megatron_ext.video.config.run import VideoConfig
+from megatron_ext.video.config.wan import VideoDiTConfig, VideoDiTSizes
 from megatron_ext.video.cost.clip import (
     BlockBytes,
     Clip,
@@ -31,6 +32,7 @@ from megatron_ext.video.cost.clip import (
 from megatron_ext.video.cost.flops import flops_of_sample
 from megatron_ext.video.model.wan.attention import AttentionPlan, FrameWindow
 from megatron_ext.video.model.wan.options import stage_blocks
+from megatron_ext.video.streaming.config import StreamingConfig
 
 
 def dit_weights(lora: LoraConfig, sizes: VideoDiTSizes, tp: int, stage: Stage) -> list[Weight]:
@@ -101,14 +103,14 @@ class DiTNetwork(ClipNetwork):
     @classmethod
     def of(cls, config: RunConfig, clip: Clip) -> DiTNetwork:
         """Return the network of a resolved run of flow matching on a bucket of its data."""
-        plan, streaming = AttentionPlan.bidirectional(clip.frames), config.streaming
-        if config.video.is_causal:
+        plan, streaming = AttentionPlan.bidirectional(clip.frames), config.section(StreamingConfig)
+        if config.section(VideoConfig).is_causal:
             window = FrameWindow(
                 streaming.frame_block, streaming.window_frames, streaming.sink_frames
             )
             plan = AttentionPlan.causal(window, 0, clip.frames, ())
-        times = clip.frames if config.video_dit.independent_block_timesteps else 1
-        ranks, sizes = ranks_for(config, clip), config.video_dit.sizes
+        times = clip.frames if config.section(VideoDiTConfig).independent_block_timesteps else 1
+        ranks, sizes = ranks_for(config, clip), config.section(VideoDiTConfig).sizes
         return cls(config, ranks, sizes, clip, plan, times)
 
     def stages(self) -> list[Stage]:
@@ -146,7 +148,7 @@ class DiTNetwork(ClipNetwork):
         x, model = self.sizes, self.model
         table = self.block_bytes.rows // x.b * model.head_dim * FP32
         parts = [self._entering() if stage.embedding else LayerBytes(0, 0), LayerBytes(table, 0)]
-        limit = max(0, self.config.streaming.recompute_blocks - min(stage.layers))
+        limit = max(0, self.config.section(StreamingConfig).recompute_blocks - min(stage.layers))
         blocks = [self.layer()] * len(stage.layers)
         parts += recomputed(blocks, self.block_bytes.stream, size=1, limit=limit)
         if stage.head:
@@ -271,7 +273,7 @@ class DiTNetwork(ClipNetwork):
 
     def _run_again(self, stage: Stage) -> int:
         """Return how many blocks the backward pass runs again."""
-        limit = self.config.streaming.recompute_blocks - min(stage.layers)
+        limit = self.config.section(StreamingConfig).recompute_blocks - min(stage.layers)
         return max(0, min(len(stage.layers), limit))
 
     def flops(self, stage: Stage) -> Flops:

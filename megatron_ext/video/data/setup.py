@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.data.gpt import Datasets
+from megatron_ext.train.task import Datasets
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
+from megatron_ext.video.config.mmdit import MMDiTConfig
+from megatron_ext.video.config.run import ConditionConfig, SampleConfig, VideoConfig
 from megatron_ext.video.cost.clip import Clip
 from megatron_ext.video.data.conditions import sections
 from megatron_ext.video.data.dataset import ShardedVideos, VideoClips, open_online
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from megatron_ext.config.run import RunConfig
-    from megatron_ext.text.tokenizers.base import Tokenizer
+
+from megatron_ext.config.rules.optimizer import optimizer_errors, with_warmup
 
 Encoding = tuple[CodecConfig, TextEncoderConfig, EncodeConfig]
 
@@ -46,13 +49,19 @@ def open_videos(config: RunConfig, path: str) -> VideoClips:
     Raises:
         ConfigError, DataError: see `ShardedVideos` and `open_online`.
     """
-    encoding = (config.codec, config.text_encoder, config.encode)
-    return _opened(path, config.video.video_buckets, encoding if _online(config) else None)
+    encoding = (
+        config.section(CodecConfig),
+        config.section(TextEncoderConfig),
+        config.section(EncodeConfig),
+    )
+    return _opened(
+        path, config.section(VideoConfig).video_buckets, encoding if _online(config) else None
+    )
 
 
 def manifest_of(config: RunConfig) -> dict[str, Any]:
     """What the training data says of itself; clips that are encoded already are not opened."""
-    path = config.video.video_data_path
+    path = config.section(VideoConfig).video_data_path
     assert path is not None
     if _online(config):
         return open_videos(config, path).manifest
@@ -61,7 +70,7 @@ def manifest_of(config: RunConfig) -> dict[str, Any]:
 
 def null_text_of(config: RunConfig) -> tuple[Tensor, Tensor]:
     """The encoded empty caption of the training data, ``[l, d]`` and ``[e]``."""
-    path = config.video.video_data_path
+    path = config.section(VideoConfig).video_data_path
     assert path is not None
     if _online(config):
         return open_videos(config, path).null_text
@@ -69,7 +78,7 @@ def null_text_of(config: RunConfig) -> tuple[Tensor, Tensor]:
 
 
 def _online(config: RunConfig) -> bool:
-    return config.video.online_encoding
+    return config.section(VideoConfig).online_encoding
 
 
 @lru_cache(maxsize=4)
@@ -110,11 +119,11 @@ def open_split(config: RunConfig, folder: str, *, shuffle: bool) -> VideoSplit:
         num_ranks=replicas,
         num_microbatches=batch // (micro_batch_size * replicas),
         seed=config.training.seed if shuffle else None,
-        mixed=config.video.mixed_buckets,
+        mixed=config.section(VideoConfig).mixed_buckets,
         pipeline_size=config.parallel.pipeline_model_parallel_size,
     )
     for bucket, held in members.items():
-        if config.video.uses_dit:
+        if config.section(VideoConfig).uses_dit:
             check_clips(config, clips.latent_shape(held.clips[0])[1:], f"Clips of {bucket}")
     geometries = {
         bucket: _geometry(config, clips, held.clips[0]) for bucket, held in members.items()
@@ -138,29 +147,29 @@ def _geometry(config: RunConfig, clips: VideoClips, number: int) -> Geometry:
 
 def build_video_datasets(
     config: RunConfig,
-    tokenizer: Tokenizer,
+    assets: None,
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
     """See `Task.datasets`; every rank needs the plan, the clips are read by some."""
-    assert config.video.video_data_path is not None
-    valid = None
-    if config.video.video_valid_path is not None:
-        valid = open_split(config, config.video.video_valid_path, shuffle=False)
-    train = open_split(config, config.video.video_data_path, shuffle=True)
+    video, valid = config.section(VideoConfig), None
+    assert video.video_data_path is not None
+    if video.video_valid_path is not None:
+        valid = open_split(config, video.video_valid_path, shuffle=False)
+    train = open_split(config, video.video_data_path, shuffle=True)
     return Datasets(train, valid, None)  # type: ignore[arg-type]
 
 
-def prepare_video(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
+def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
     """Open the data, check that it fits the run, and fill in what it decides; see `Task.preflight`.
 
     Raises:
         ConfigError, DataError: data that is not whole or does not fit the flags.
     """
-    video = config.video
+    video = config.section(VideoConfig)
     assert video.video_data_path is not None
     manifest = open_videos(config, video.video_data_path).manifest
-    if config.sample.sample_interval is not None:
+    if config.section(SampleConfig).sample_interval is not None:
         check_sampling(config, manifest)
     config = _with_evaluation(_with_model(config, manifest))
     train = open_split(config, video.video_data_path, shuffle=True)
@@ -174,16 +183,18 @@ def prepare_video(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     model = dataclasses.replace(
         config.model, seq_length=longest, max_position_embeddings=longest, padded_vocab_size=None
     )
-    return dataclasses.replace(config, model=model)
+    return dataclasses.replace(config, model=model), None
 
 
 def _with_model(config: RunConfig, manifest: Mapping[str, Any]) -> RunConfig:
     """With the model for the data, which the ranks must be able to share."""
     config = with_widths(config, manifest)
-    if config.video.uses_dit:
+    if config.section(VideoConfig).uses_dit:
         check_dit(config)
         return config
-    mmdit = dataclasses.replace(config.mmdit, cond_embed=config.conditions.modes != ("t2v",))
+    mmdit = dataclasses.replace(
+        config.section(MMDiTConfig), cond_embed=config.section(ConditionConfig).modes != ("t2v",)
+    )
     sizes, parallel = mmdit.sizes(config.model), config.parallel
     chunks = parallel.virtual_pipeline_model_parallel_size or 1
     num_stages = parallel.pipeline_model_parallel_size * chunks
@@ -194,13 +205,13 @@ def _with_model(config: RunConfig, manifest: Mapping[str, Any]) -> RunConfig:
             f"`--cp-comm-type a2a` trades heads ({sizes.num_heads}), which must be divisible by "
             f"tensor x context parallel size ({shared}); use all_gather."
         )
-    return dataclasses.replace(config, mmdit=mmdit)
+    return config.with_section(mmdit)
 
 
 def _with_evaluation(config: RunConfig) -> RunConfig:
     """With evaluation of the whole validation data, or none where there is no such data."""
     training = config.training
-    evaluates = config.video.video_valid_path is not None and training.eval_iters > 0
+    evaluates = config.section(VideoConfig).video_valid_path is not None and training.eval_iters > 0
     training = dataclasses.replace(
         training, full_validation=evaluates, eval_iters=training.eval_iters if evaluates else 0
     )
@@ -214,11 +225,11 @@ def _with_length(config: RunConfig, steps_per_epoch: int) -> RunConfig:
         ConfigError: flags that do not fit the number of steps.
     """
     training = config.training.in_steps(steps_per_epoch)
-    optimizer = config.optimizer.with_warmup(training)
+    optimizer = with_warmup(config.optimizer, training)
     if optimizer != config.optimizer and int(os.environ.get("RANK", "0")) == 0:
         for note in optimizer.warmup_notes():
             print(f"> {note}", flush=True)
-    errors = optimizer.errors(training)
+    errors = optimizer_errors(optimizer, training)
     if errors:
         raise ConfigError(errors)
     return dataclasses.replace(config, training=training, optimizer=optimizer)
@@ -226,18 +237,19 @@ def _with_length(config: RunConfig, steps_per_epoch: int) -> RunConfig:
 
 def _check_references(config: RunConfig, split: VideoSplit) -> None:
     """Every reference that a mode may ask for must have been encoded."""
-    for mode in config.conditions.modes:
+    conditions = config.section(ConditionConfig)
+    for mode in conditions.modes:
         lengths = {geometry.shape[1] for geometry in split.plan.geometries.values()}
         for t in lengths:
             try:
-                wanted = sections(mode, t, config.conditions)
+                wanted = sections(mode, t, config.section(ConditionConfig))
             except DataError:
                 continue  # such clips are never drawn for this mode
             for section in wanted:
                 name = reference_name("tail" if section.start else "head", section.length)
                 if name not in split.clips.manifest["references"]:
                     raise ConfigError(
-                        f"`--{mode.replace('_', '-')}-weight` ({config.conditions.weight(mode)}) "
+                        f"`--{mode.replace('_', '-')}-weight` ({conditions.weight(mode)}) "
                         f"needs references of {section.length} latent frame(s), but the data has "
                         f"{', '.join(split.clips.manifest['references']) or 'none'}; preprocess "
                         f"it with `--reference-lengths {section.length}`, or set the weight to 0."
@@ -257,8 +269,9 @@ def _check_same_kind(train: VideoSplit, valid: VideoSplit) -> None:
 
 def planned_clips(config: RunConfig) -> list[Clip]:
     """The buckets of the training data that fill steps; see `Task.clips`."""
-    assert config.video.video_data_path is not None
-    plan = open_split(config, config.video.video_data_path, shuffle=False).plan
+    video_data_path = config.section(VideoConfig).video_data_path
+    assert video_data_path is not None
+    plan = open_split(config, video_data_path, shuffle=False).plan
     patch, steps = patch_size_of(config), plan.steps
     units = {
         bucket: (len(held.clips) - steps.left_out[bucket]) // held.micro_batch_size

@@ -16,6 +16,9 @@ from megatron_ext.data.loader import BatchSource
 from megatron_ext.device.streams import to_device
 from megatron_ext.errors import loader_ends_with_parent
 from megatron_ext.train.batch_size import StepStats
+from megatron_ext.video.config.mmdit import MMDiTConfig
+from megatron_ext.video.config.run import VideoConfig
+from megatron_ext.video.config.wan import VideoDiTConfig
 from megatron_ext.video.cost.flops import flops_of_clip, flops_of_frames
 from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.dataset import VideoBatch, VideoClips, collate
@@ -161,11 +164,11 @@ class VideoSource(BatchSource):
             run.device,
             patch=patch_size_of(config),
             multiple=sequence_multiple(config),
-            num_workers=config.data.num_workers,
+            num_workers=config.training.num_workers,
             first_step=first_step,
         )
         seed = config.training.seed + (0 if training else EVALUATION_SEED)
-        maker = WanBatchBuilder if config.video.uses_dit else FlowBatchBuilder
+        maker = WanBatchBuilder if config.section(VideoConfig).uses_dit else FlowBatchBuilder
         self._make = maker(config, run.context, self._clips.null, seed)
 
     @property
@@ -211,13 +214,13 @@ def video_step_stats(run: Run, num_microbatches: int) -> StepStats:
 
 def _flops(config: RunConfig, sequence: Geometry) -> float:
     """Of one clip, forward and backward."""
-    if not config.video.uses_dit:
+    if not config.section(VideoConfig).uses_dit:
         return flops_of_clip(
-            config.mmdit.sizes(config.model), sequence.num_text, sequence.num_image
+            config.section(MMDiTConfig).sizes(config.model), sequence.num_text, sequence.num_image
         )
     num_frames = sequence.shape[1]
     return flops_of_frames(
-        config.video_dit.sizes,
+        config.section(VideoDiTConfig).sizes,
         dit_options(config).window,
         num_text=sequence.num_text,
         num_frames=num_frames,

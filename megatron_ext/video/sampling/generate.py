@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.collectives import on_reporting_rank
-from megatron_ext.video.config.encoding import PATCH
-from megatron_ext.video.config.run import ConditionConfig, FlowConfig, SampleConfig
+from megatron_ext.video.config.encoding import PATCH, CodecConfig, TextEncoderConfig
+from megatron_ext.video.config.run import ConditionConfig, FlowConfig, SampleConfig, VideoConfig
 from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.codecs import codec_from_manifest
 from megatron_ext.video.data.conditions import Text
@@ -49,7 +49,7 @@ def requests_of(config: RunConfig) -> list[ClipRequest]:
     Raises:
         ConfigError, DataError: see `read_requests`.
     """
-    sample = config.sample
+    sample = config.section(SampleConfig)
     if sample.sample_texts is not None:
         return [ClipRequest(text) for text in sample.sample_texts]
     assert sample.sample_prompts is not None
@@ -73,7 +73,7 @@ def build_codec_of(
     Raises:
         ConfigError, DataError: see `codec_from_manifest`.
     """
-    folder = config.codec.codec
+    folder = config.section(CodecConfig).codec
     return codec_from_manifest(manifest, None if folder == PATCH else folder, device)
 
 
@@ -89,7 +89,7 @@ def build_text_encoder_of(
 
 
 def _text_folders(config: RunConfig) -> tuple[str | None, str | None]:
-    return config.text_encoder.t5_path, config.text_encoder.clip_path
+    return config.section(TextEncoderConfig).t5_path, config.section(TextEncoderConfig).clip_path
 
 
 def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
@@ -100,11 +100,11 @@ def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
             take, encoders that cannot be built.
     """
     requests_of(config)
-    shape = shape_of(config.sample, manifest)
+    shape = shape_of(config.section(SampleConfig), manifest)
     check_text_encoder(manifest, *_text_folders(config))
     codec = build_codec_of(config, manifest)
     latent = codec.latent_shape(shape.num_frames, shape.height, shape.width)
-    if config.video.uses_dit:
+    if config.section(VideoConfig).uses_dit:
         check_clips(config, latent[1:], "Sampled clips")
 
 

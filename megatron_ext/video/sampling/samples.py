@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.parallel.collectives import on_reporting_rank
 from megatron_ext.train.callbacks.callback import Callback, due
 from megatron_ext.train.run import Run
+from megatron_ext.video.config.mmdit import MMDiTConfig
+from megatron_ext.video.config.run import ConditionConfig, FlowConfig, SampleConfig, VideoConfig
 from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.setup import manifest_of, null_text_of
 from megatron_ext.video.microbatch import patch_size_of
@@ -34,10 +36,10 @@ def velocity_of(run: Run) -> ParallelVelocity:
     config, runner = run.config, run.runner
     engine = runner.engine or forward_engine(run.chunks, runner.transformer_config, run.context)
     patch = patch_size_of(config)
-    if config.video.uses_dit:
+    if config.section(VideoConfig).uses_dit:
         return VideoDiTVelocity(engine, run.chunks, run.context, patch_size=patch)
-    told = config.mmdit.sizes(config.model).guidance_embed
-    guidance = config.mmdit.guidance if told else None
+    told = config.section(MMDiTConfig).sizes(config.model).guidance_embed
+    guidance = config.section(MMDiTConfig).guidance if told else None
     return ParallelVelocity(engine, run.chunks, run.context, patch_size=patch, guidance=guidance)
 
 
@@ -55,7 +57,7 @@ class ClipSampler:
         config = run.config
         self._run, self._requests = run, requests_of(config)
         manifest = manifest_of(config)
-        self._shape = shape_of(config.sample, manifest)
+        self._shape = shape_of(config.section(SampleConfig), manifest)
         self._codec = on_reporting_rank(
             lambda: build_codec_of(config, manifest, run.device), "Building the codec", run.context
         )
@@ -78,7 +80,7 @@ class ClipSampler:
             text_encoder,
             context,
             null=Text(text[None].float(), pooled[None].float()),
-            conditions=config.conditions,
+            conditions=config.section(ConditionConfig),
         )
 
     def __call__(self, folder: Path) -> None:
@@ -87,13 +89,13 @@ class ClipSampler:
         Raises:
             DataError: on all ranks, where the files cannot be written.
         """
-        run, sample = self._run, self._run.config.sample
+        run, sample = self._run, self._run.config.section(SampleConfig)
         ema = run.ema if sample.sample_ema else None
         with run.parameter_gather.paused(), ema.swapped_in(run.chunks) if ema else nullcontext():
             latents = generate_latents(
                 self._velocity,
                 self._encoded,
-                flow=run.config.flow,
+                flow=run.config.section(FlowConfig),
                 sampling=sample,
                 context=run.context,
             )
@@ -123,7 +125,7 @@ class SampleWhileTraining(Callback):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        sample = run.config.sample
+        sample = run.config.section(SampleConfig)
         self._interval = sample.sample_interval
         self._sampler = None if self._interval is None else ClipSampler(run)
         self._root = Path(sample.sample_dir or Path(run.config.checkpoint.save or ".") / "samples")

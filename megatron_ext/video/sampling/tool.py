@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,17 +11,18 @@ from megatron_ext.config.parser import read_words
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.train.launch import refuse
 from megatron_ext.train.main import main
-from megatron_ext.train.task import Task, TaskOrChoice, choose, no_datasets
-from megatron_ext.video.config.rules import ENCODING, VIDEO_DEFAULTS
+from megatron_ext.train.task import Task, TaskChoice, no_datasets
+from megatron_ext.video.config.rules import ENCODING
+from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.config.wan import stored_dit
 from megatron_ext.video.data.setup import manifest_of
 from megatron_ext.video.microbatch import with_widths
 from megatron_ext.video.sampling.generate import check_sampling
 from megatron_ext.video.sampling.samples import ClipSampler
+from megatron_ext.video.task import VIDEO
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
-    from megatron_ext.text.tokenizers.base import Tokenizer
     from megatron_ext.train.run import Run
 
 _STORED = ("mmdit", "video_dit", "flow", "conditions", *ENCODING)
@@ -37,7 +37,7 @@ def stored_of(argv: Sequence[str]) -> tuple[dict[str, Any], Mapping[str, Any]]:
         ConfigError: no ``--load``, no captions, no folder for the clips, or no video model.
         CheckpointError: see `read_run_config`.
     """
-    asked = read_words(argv).values
+    asked = read_words(argv, VIDEO).values
     given, sample = asked.get("checkpoint", {}), asked.get("sample", {})
     missing = []
     if not given.get("load"):
@@ -71,7 +71,7 @@ def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
             "whose videos are made block by block; give `--streaming`."
         )
     averages = averaged(stored, asked.get("sample", {}))
-    return {**VIDEO_DEFAULTS, **_of_stored(stored), "for_sampling": averages}
+    return {**_of_stored(stored), "for_sampling": averages}
 
 
 def _of_stored(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,38 +97,33 @@ def averaged(stored: Mapping[str, Any], sample: Mapping[str, Any]) -> bool:
     return bool(stored["ema"]["ema_decay"]) and sample.get("sample_ema", True)
 
 
-def prepare_sampling(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
+def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
     """Check what is asked for before any process group exists; see `Task.preflight`."""
     manifest = manifest_of(config)
     check_sampling(config, manifest)
-    return with_widths(config, manifest)
+    return with_widths(config, manifest), None
 
 
 def sample_at_once(run: Run) -> None:
     """Sample the clips and write them into ``--sample-dir``."""
-    folder = run.config.sample.sample_dir
+    folder = run.config.section(SampleConfig).sample_dir
     assert folder is not None
     ClipSampler(run)(Path(folder))
 
 
-def sample_video(task: TaskOrChoice, argv: Sequence[str]) -> int:
+def sample_video(program: TaskChoice, argv: Sequence[str]) -> int:
     """Run the program, and return its exit code.
 
     Args:
-        task: the task of pretrain_video.py.
+        program: the tasks of pretrain_video.py.
         argv: the words after the program's name.
     """
-
-    def sampling(config: RunConfig) -> Task:
-        return dataclasses.replace(
-            choose(task, config), preflight=prepare_sampling, datasets=no_datasets, callbacks=()
-        )
-
+    sampling = program.replace(preflight=prepare_sampling, datasets=no_datasets, callbacks=())
     return run_sampling(sampling, argv, defaults_of, sample_at_once)
 
 
 def run_sampling(
-    task: TaskOrChoice,
+    program: Task | TaskChoice,
     argv: Sequence[str],
     defaults_of: Callable[[Sequence[str]], Mapping[str, Any]],
     sample: Callable[[Run], None],
@@ -136,7 +131,7 @@ def run_sampling(
     """Start the ranks of a sampling program, and return its exit code.
 
     Args:
-        task: gives the model.
+        program: gives the model.
         argv: the words after the program's name.
         defaults_of: returns the defaults that the checkpoint named in these words gives.
         sample: called on all ranks in place of training.
@@ -145,4 +140,4 @@ def run_sampling(
         defaults = {} if {"-h", "--help"} & {*argv} else defaults_of(argv)
     except MegatronExtError as error:
         return refuse(error)
-    return main(task, argv, defaults=defaults, work=sample)
+    return main(program, argv, defaults=defaults, work=sample)

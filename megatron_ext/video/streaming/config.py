@@ -18,6 +18,7 @@ from megatron_ext.config.flags import (
     SIZE,
     IfChanged,
     Range,
+    derived,
     flag,
 )
 from megatron_ext.video.config.wan import SIZES, WINDOW, VideoDiTSizes, described_by
@@ -188,9 +189,9 @@ class StreamingConfig:
     critic_clip_grad: float = flag(
         10.0, "largest gradient norm of the critic, 0 for no clipping", bounds=NORM
     )
-    text_features: int | None = None
-    switches: bool = False
-    given_frames: int = 0
+    text_features: int | None = derived(None)
+    switches: bool = derived(False)
+    given_frames: int = derived(0)
 
     def __post_init__(self) -> None:
         for name in ("latent_size", "sequence_lengths", "switch_frames", "denoising_steps"):
@@ -215,7 +216,7 @@ class StreamingConfig:
         """The model's section for one of the networks, None for the generator."""
         return described_by(self.sizes(size), model)
 
-    def errors(self) -> list[str]:
+    def own_errors(self) -> list[str]:
         """What cannot be run, one sentence each."""
         found = []
         if self.prompts_path is None:
@@ -302,7 +303,7 @@ class StreamingSampleConfig:
         unit="latent frame",
         bounds=SIZE,
     )
-    only_samples: bool = False
+    only_samples: bool = derived(False)
 
     def num_frames(self, streaming: StreamingConfig) -> int:
         """Latent frames of each video, whole blocks unless the flag says otherwise."""
@@ -316,7 +317,7 @@ class StreamingSampleConfig:
         middle = -(-self.num_frames(streaming) // (2 * block)) * block
         return middle if self.sample_switch_frame is None else self.sample_switch_frame
 
-    def errors(self, sample: SampleConfig, streaming: StreamingConfig) -> list[str]:
+    def own_errors(self, sample: SampleConfig, streaming: StreamingConfig) -> list[str]:
         """What cannot be sampled, one sentence each."""
         found, block = [], max(1, streaming.frame_block)
         length, texts = self.sample_latent_frames, sample.sample_texts

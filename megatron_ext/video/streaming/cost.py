@@ -17,10 +17,12 @@ from megatron_ext.planning.hardware import Reserve, size
 from megatron_ext.planning.network import Report, TaskCost
 from megatron_ext.planning.stages import FP32, Ranks, Stage
 from megatron_ext.planning.state import State, Weight, distinct, rank_state
+from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.cost.clip import Clip
 from megatron_ext.video.cost.wan import DiTNetwork, dit_weights
 from megatron_ext.video.model.wan.attention import AttentionPlan, FrameWindow
 from megatron_ext.video.model.wan.options import stage_blocks
+from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.teacher_config import TeacherSizes, teacher_sizes
 
 
@@ -89,13 +91,13 @@ def streaming_memory(config: RunConfig) -> StreamingMemory:
 
 def _whole(config: RunConfig, size: str | None) -> Stage:
     """Return one stage that holds all blocks of a network."""
-    return Stage.of_layers(range(config.streaming.sizes(size).num_blocks), 0, 1)
+    return Stage.of_layers(range(config.section(StreamingConfig).sizes(size).num_blocks), 0, 1)
 
 
 def _trained(config: RunConfig, name: str) -> NetworkMemory:
     """Return the generator, which is averaged too, or the critic."""
-    size = config.streaming.critic_size if name == "critic" else None
-    ranks, sizes = Ranks.of(config), config.streaming.sizes(size)
+    size = config.section(StreamingConfig).critic_size if name == "critic" else None
+    ranks, sizes = Ranks.of(config), config.section(StreamingConfig).sizes(size)
     weights = tuple(dit_weights(config.lora, sizes, ranks.tp, _whole(config, size)))
     run = config
     if name == "critic":
@@ -105,7 +107,7 @@ def _trained(config: RunConfig, name: str) -> NetworkMemory:
 
 def _teacher(config: RunConfig) -> NetworkMemory:
     """Return the teacher: frozen, without adapters, perhaps on ranks of its own."""
-    streaming, parallel = config.streaming, config.parallel
+    streaming, parallel = config.section(StreamingConfig), config.parallel
     own = teacher_sizes(streaming, parallel)
     own = own or TeacherSizes(parallel.tensor_model_parallel_size, 1)
     sizes = streaming.sizes(streaming.teacher_size)
@@ -120,13 +122,13 @@ def _teacher(config: RunConfig) -> NetworkMemory:
 
 
 def _window(config: RunConfig) -> FrameWindow:
-    streaming = config.streaming
+    streaming = config.section(StreamingConfig)
     return FrameWindow(streaming.frame_block, streaming.window_frames, streaming.sink_frames)
 
 
 def cache_bytes(config: RunConfig) -> int:
     """Return keys and values of the frames that a step needs, and of one text, in all blocks."""
-    streaming, ranks = config.streaming, Ranks.of(config)
+    streaming, ranks = config.section(StreamingConfig), Ranks.of(config)
     sizes, clip = streaming.sizes(None), _clip(config, "", 1)
     frames = _window(config).capacity_for(streaming.chunk_frames)
     rows = frames * clip.num_image // ranks.cp + clip.num_text
@@ -137,10 +139,10 @@ def cache_bytes(config: RunConfig) -> int:
 
 def _clip(config: RunConfig, name: str, frames: int, *, samples: int = 1) -> Clip:
     """Return latent frames as a clip."""
-    height, width = config.streaming.latent_size
-    patch = config.streaming.sizes(None).patch_size
+    height, width = config.section(StreamingConfig).latent_size
+    patch = config.section(StreamingConfig).sizes(None).patch_size
     micro = (config.training.micro_batch_size or 1) * samples
-    length = config.text_encoder.text_length
+    length = config.section(TextEncoderConfig).text_length
     return Clip(name, frames, height // patch, width // patch, length, micro)
 
 
@@ -148,24 +150,27 @@ def _network(config: RunConfig, size: str | None, clip: Clip) -> DiTNetwork:
     """Return critic or teacher on a clip: all frames see each other, and have one timestep."""
     ranks = dataclasses.replace(Ranks.of(config), b=clip.micro_batch_size)
     plan = AttentionPlan.bidirectional(clip.frames)
-    return DiTNetwork(config, ranks, config.streaming.sizes(size), clip, plan)
+    return DiTNetwork(config, ranks, config.section(StreamingConfig).sizes(size), clip, plan)
 
 
 def _block(config: RunConfig) -> DiTNetwork:
     """Return the generator on one frame block behind a full window."""
-    window, clip = _window(config), _clip(config, "block", config.streaming.frame_block)
+    window, clip = (
+        _window(config),
+        _clip(config, "block", config.section(StreamingConfig).frame_block),
+    )
     # The block is so far on that the window is full of cached frames.
     first = window.block * (1 + window.window // window.block)
     seen = sorted(f for part in window.visible(first) for f in part if f < first)
     plan = AttentionPlan.causal(window, first, clip.frames, seen)
     ranks = Ranks.of(config)
-    sizes = config.streaming.sizes(None)
+    sizes = config.section(StreamingConfig).sizes(None)
     return DiTNetwork(config, ranks, sizes, clip, plan, num_times=clip.frames)
 
 
 def _passes(config: RunConfig) -> list[Pass]:
     """Return the passes of a step that trains both networks."""
-    streaming = config.streaming
+    streaming = config.section(StreamingConfig)
     chunk = _clip(config, "chunk", streaming.chunk_frames)
     critic = _network(config, streaming.critic_size, chunk)
     block, found = _block(config), list[Pass]()
@@ -203,15 +208,18 @@ def _passes(config: RunConfig) -> list[Pass]:
 
 def not_estimated(config: RunConfig) -> list[str]:
     """Say what a plan of streaming leaves out, one sentence each."""
-    encoder, streaming = config.text_encoder.text_encoder, config.streaming
+    encoder, streaming = (
+        config.section(TextEncoderConfig).text_encoder,
+        config.section(StreamingConfig),
+    )
     found = [
         f"The text encoder ({encoder}), which lies on the first rank of each replica, and its work "
         "are not estimated."
     ]
     if streaming.encode_first_frame or streaming.given_frames:
         found.append(
-            f"The codec ({config.codec.codec}), which lies on the first rank of each replica, and "
-            "what it needs to decode and encode frames are not estimated."
+            f"The codec ({config.section(CodecConfig).codec}), which lies on the first rank of "
+            "each replica, and what it needs to decode and encode frames are not estimated."
         )
     if teacher_sizes(streaming, config.parallel) is not None:
         found.append(

@@ -26,11 +26,12 @@ from megatron_ext.parallel.collectives import (
     on_first_of_this_replica,
     on_reporting_rank,
 )
+from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.data.codecs import block_decoder
 from megatron_ext.video.model.wan.recache import recache
 from megatron_ext.video.sampling.clips import describe, open_folder, publish
 from megatron_ext.video.streaming import decisions
-from megatron_ext.video.streaming.config import DEFAULT_FPS
+from megatron_ext.video.streaming.config import DEFAULT_FPS, StreamingConfig, StreamingSampleConfig
 from megatron_ext.video.streaming.generate import Scene, generate_blocks
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
 from megatron_ext.video.streaming.rollout import Generator
@@ -86,8 +87,12 @@ class LongVideoSampler:
 
     def __init__(self, run: Run, encode: Encode, build_codec: Callable[[], VideoCodec]) -> None:
         config, context = run.config, run.context
-        self._run, self._streaming = run, config.streaming
-        self._prompts = video_prompts(config.sample, config.streaming_sample, config.streaming)
+        self._run, self._streaming = run, config.section(StreamingConfig)
+        self._prompts = video_prompts(
+            config.section(SampleConfig),
+            config.section(StreamingSampleConfig),
+            config.section(StreamingConfig),
+        )
         captions = [
             [prompt.text, *(switch.text for switch in prompt.switches)] for prompt in self._prompts
         ]
@@ -96,8 +101,10 @@ class LongVideoSampler:
         # A VAE draws random weights before it loads its own.
         with torch.random.fork_rng(devices=[]):
             self._codec = on_first_of_replica(build_codec, "Loading the codec", context)
-        self._num_frames = config.streaming_sample.num_frames(config.streaming)
-        self._fps = config.sample.sample_fps or DEFAULT_FPS
+        self._num_frames = config.section(StreamingSampleConfig).num_frames(
+            config.section(StreamingConfig)
+        )
+        self._fps = config.section(SampleConfig).sample_fps or DEFAULT_FPS
 
     @property
     def num_blocks(self) -> int:
@@ -121,7 +128,7 @@ class LongVideoSampler:
             NotFiniteError: a video is not finite; on all ranks.
             MegatronExtError: the files cannot be written; on all ranks.
         """
-        run, context, sample = self._run, self._run.context, self._run.config.sample
+        run, context, sample = self._run, self._run.context, self._run.config.section(SampleConfig)
         timer = _Timer(progress if context.dp_rank == 0 else None)
         on_reporting_rank(lambda: open_folder(folder), f"Opening {folder}", context)
         writing = folder.with_name(f".{folder.name}.writing")
@@ -169,7 +176,7 @@ class LongVideoSampler:
 
         All prompts of a batch switch at the same frames.
         """
-        context, size = self._run.context, self._run.config.sample.sample_batch_size
+        context, size = self._run.context, self._run.config.section(SampleConfig).sample_batch_size
         replicas = context.layout.data_parallel_size
         own = range(context.dp_rank, len(self._prompts), replicas)
 
@@ -215,7 +222,7 @@ class LongVideoSampler:
         cache = network.new_cache(len(numbers), height, width)
         noise = functools.partial(
             decisions.block_noise,
-            run.config.sample.sample_seed,
+            run.config.section(SampleConfig).sample_seed,
             numbers,
             (streaming.frame_block, network.sizes.channels, height, width),
             like=torch.empty(0, device=run.device),

@@ -26,6 +26,7 @@ from megatron_ext.optim.update import UpdateResult, update_parameters
 from megatron_ext.video.model.wan.attention import FrameWindow
 from megatron_ext.video.model.wan.model import VideoDiT
 from megatron_ext.video.step import dit_options
+from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.rules import window_of
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def build_generator_chunk(
     vp_stage: int | None = None,
 ) -> VideoDiT:
     """Build the generator of a run; see `Task.model_chunk`."""
-    window = window_of(config.streaming)
+    window = window_of(config.section(StreamingConfig))
     return build_network(
         config, transformer_config, context, size=None, window=window, vp_stage=vp_stage
     )
@@ -113,7 +114,7 @@ def build_network(
         window: frames that a causal network sees; None for critic and teacher.
     """
     options = dataclasses.replace(dit_options(config), window=window)
-    sizes = config.streaming.sizes(size)
+    sizes = config.section(StreamingConfig).sizes(size)
     return VideoDiT.build(sizes, options, transformer_config, context, vp_stage=vp_stage)
 
 
@@ -121,7 +122,7 @@ def build_critic(
     config: RunConfig, context: ParallelContext, device: torch.device
 ) -> TrainedNetwork:
     """Build the critic, with its own optimizer and its own schedule of the learning rate."""
-    streaming, lr = config.streaming, config.optimizer.lr
+    streaming, lr = config.section(StreamingConfig), config.optimizer.lr
     assert lr is not None
     ratio = CRITIC_LR if streaming.critic_lr is None else streaming.critic_lr / lr
     optimizer = dataclasses.replace(
@@ -145,7 +146,9 @@ def build_critic(
 
 def of_size(config: RunConfig, size: str | None) -> RunConfig:
     """Return the configuration of a run whose model has a named size, None for the generator's."""
-    return dataclasses.replace(config, model=config.streaming.described(config.model, size))
+    return dataclasses.replace(
+        config, model=config.section(StreamingConfig).described(config.model, size)
+    )
 
 
 def load_weights(
@@ -196,13 +199,18 @@ def _build_critic_chunk(
     post_process: bool,
     vp_stage: int | None = None,
 ) -> VideoDiT:
-    return build_network(config, transformer_config, context, size=config.streaming.critic_size)
+    return build_network(
+        config, transformer_config, context, size=config.section(StreamingConfig).critic_size
+    )
 
 
 def _described_critic(run: RunConfig) -> RunConfig:
-    return of_size(run, run.streaming.critic_size)
+    return of_size(run, run.section(StreamingConfig).critic_size)
 
 
 _CRITIC = Network(
-    _build_critic_chunk, _described_critic, CRITIC, lambda run: run.streaming.critic_checkpoint
+    _build_critic_chunk,
+    _described_critic,
+    CRITIC,
+    lambda run: run.section(StreamingConfig).critic_checkpoint,
 )

@@ -12,18 +12,19 @@ from torch import Tensor
 
 from megatron_ext.errors import DataError
 from megatron_ext.parallel.collectives import on_first_of_replica, share
+from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.data.clips import Clip, decode, probe
 from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.randomness import generator
 from megatron_ext.video.data.text_encoders import TextEncoder, build_text_encoder
 from megatron_ext.video.sampling.requests import bad_row, read_row
+from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.state import Prompts
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
     from megatron_ext.parallel.context import ParallelContext
-    from megatron_ext.video.streaming.config import StreamingConfig
 
 
 @dataclass(frozen=True)
@@ -177,18 +178,22 @@ class FilePrompts:
         device: torch.device,
     ) -> None:
         self._rows, self._context, self._device = rows, context, device
-        self._seed, self._block = config.training.seed, config.streaming.frame_block
-        streaming = config.streaming
+        self._seed, self._block = config.training.seed, config.section(StreamingConfig).frame_block
+        streaming = config.section(StreamingConfig)
         self._latent = (streaming.sizes(None).channels, *streaming.latent_size)
         assert streaming.text_features is not None
-        self._text = (config.text_encoder.text_length, streaming.text_features)
+        self._text = (config.section(TextEncoderConfig).text_length, streaming.text_features)
         self._encoder: TextEncoder | None = on_first_of_replica(
-            lambda: build_text_encoder(config.text_encoder, device), "Loading the text", context
+            lambda: build_text_encoder(config.section(TextEncoderConfig), device),
+            "Loading the text",
+            context,
         )
         self.codec: VideoCodec | None = None
         if streaming.encode_first_frame or streaming.given_frames:
             self.codec = on_first_of_replica(
-                lambda: build_codec(config.codec, device), "Loading the codec", context
+                lambda: build_codec(config.section(CodecConfig), device),
+                "Loading the codec",
+                context,
             )
 
     @classmethod
@@ -196,7 +201,7 @@ class FilePrompts:
         cls, config: RunConfig, context: ParallelContext, device: torch.device
     ) -> FilePrompts:
         """Build the prompts of a run; see `read_prompts` for what is raised."""
-        return cls(read_prompts(config.streaming), config, context, device)
+        return cls(read_prompts(config.section(StreamingConfig)), config, context, device)
 
     def __call__(self, samples: Sequence[int]) -> Prompts:
         """Return the prompts of samples, a function of their numbers in the run.

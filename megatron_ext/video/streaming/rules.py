@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.checkpoint.stored import check_weights
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.config.encoding import CodecConfig
+from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
+from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.text_encoders import width_of
 from megatron_ext.video.model.wan.attention import FrameWindow
-from megatron_ext.video.streaming.config import StreamingConfig
+from megatron_ext.video.streaming.config import StreamingConfig, StreamingSampleConfig
 from megatron_ext.video.streaming.decisions import (
     can_grow,
     clips_seen,
@@ -28,7 +29,6 @@ from megatron_ext.video.streaming.video_prompts import video_prompts
 if TYPE_CHECKING:
     from megatron_ext.config.parallel import ParallelConfig
     from megatron_ext.config.run import RunConfig
-    from megatron_ext.text.tokenizers.base import Tokenizer
 
 
 def window_of(streaming: StreamingConfig) -> FrameWindow:
@@ -102,7 +102,7 @@ def _noise_rules(streaming: StreamingConfig) -> Iterator[_Rule]:
             yield name, rule, "leave it out to get the default"
 
 
-def prepare_streaming(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
+def prepare_streaming(config: RunConfig) -> tuple[RunConfig, None]:
     """Check prompts, text, latents and lengths before any rank starts; see `Task.preflight`.
 
     Raises:
@@ -110,14 +110,16 @@ def prepare_streaming(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
         ConfigError, DataError: flags or prompts that do not fit.
     """
     for role in ("critic", "teacher"):
-        check_weights(f"--{role}-checkpoint", getattr(config.streaming, f"{role}_checkpoint"))
-    rows = read_prompts(config.streaming)
+        check_weights(
+            f"--{role}-checkpoint", getattr(config.section(StreamingConfig), f"{role}_checkpoint")
+        )
+    rows = read_prompts(config.section(StreamingConfig))
     streaming = dataclasses.replace(
-        config.streaming,
+        config.section(StreamingConfig),
         switches=rows[0].second_text is not None,
-        given_frames=0 if rows[0].start is None else config.streaming.frame_block,
+        given_frames=0 if rows[0].start is None else config.section(StreamingConfig).frame_block,
     )
-    config = dataclasses.replace(config, streaming=streaming)
+    config = config.with_section(streaming)
     check_options(streaming, config.parallel.cp_comm_type[0])
     _check_sequences(streaming)
     if int(os.environ.get("RANK", "0")) == 0:
@@ -127,9 +129,11 @@ def prepare_streaming(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
         print(f"> {coverage(streaming, accumulation)}", flush=True)
         if streaming.teacher_checkpoint is None:
             print("> the teacher has random weights; give `--teacher-checkpoint`", flush=True)
-    if config.sample.sample_interval is not None:
-        video_prompts(config.sample, config.streaming_sample, streaming)
-    return sized(config)
+    if config.section(SampleConfig).sample_interval is not None:
+        video_prompts(
+            config.section(SampleConfig), config.section(StreamingSampleConfig), streaming
+        )
+    return sized(config), None
 
 
 def sized(config: RunConfig) -> RunConfig:
@@ -138,8 +142,10 @@ def sized(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: latents or a codec that do not fit the networks.
     """
-    streaming = dataclasses.replace(config.streaming, text_features=width_of(config.text_encoder))
-    config = dataclasses.replace(config, streaming=streaming)
+    streaming = dataclasses.replace(
+        config.section(StreamingConfig), text_features=width_of(config.section(TextEncoderConfig))
+    )
+    config = config.with_section(streaming)
     _check_latents(config)
     _check_layout(streaming, config.parallel)
     model = dataclasses.replace(streaming.described(config.model), padded_vocab_size=None)
@@ -214,22 +220,25 @@ def _check_latents(config: RunConfig) -> None:
     Raises:
         ConfigError: it does not, they do not, or nothing uses the codec.
     """
-    streaming = config.streaming
+    streaming = config.section(StreamingConfig)
     sizes = streaming.sizes(None)
     if any(x % sizes.patch_size for x in streaming.latent_size):
         raise ConfigError(
             f"`--latent-size` ({_words(streaming.latent_size)}) must be positive multiples of the "
             f"patch size ({sizes.patch_size})."
         )
-    samples = config.sample.sample_interval is not None or config.streaming_sample.only_samples
+    samples = (
+        config.section(SampleConfig).sample_interval is not None
+        or config.section(StreamingSampleConfig).only_samples
+    )
     if not streaming.encode_first_frame and not streaming.given_frames and not samples:
-        if config.codec != CodecConfig():
+        if config.section(CodecConfig) != CodecConfig():
             raise ConfigError(
                 "`--no-encode-first-frame` leaves nothing for the codec to do; leave the flags of "
                 "the codec out."
             )
         return
-    channels = build_codec(config.codec).channels
+    channels = build_codec(config.section(CodecConfig)).channels
     if channels != sizes.channels:
         raise ConfigError(
             f"`--codec` has {channels} latent channels, but `--generator-size "

@@ -23,6 +23,7 @@ from megatron_ext.train.totals import mean_of, reduce_reports
 from megatron_ext.video.cost.flops import flops_of_pass
 from megatron_ext.video.model.wan.model import VideoDiT
 from megatron_ext.video.model.wan.recache import recache
+from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.decisions import Pass, passes
 from megatron_ext.video.streaming.loss import dmd_loss
 from megatron_ext.video.streaming.networks import TrainedNetwork, build_critic
@@ -128,7 +129,7 @@ class StreamingRunner(StepRunner):
     ) -> None:
         super().__init__(config, task, context, transformer_config, chunks, optimizer, scheduler)
         assert optimizer is not None and scheduler is not None
-        self.streaming = streaming = config.streaming
+        self.streaming = streaming = config.section(StreamingConfig)
         self.schedule = NoiseSchedule(streaming)
         self.generator = TrainedNetwork(chunks, optimizer, scheduler, config.optimizer.clip_grad)
         self.critic = build_critic(config, context, self.device)

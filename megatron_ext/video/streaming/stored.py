@@ -18,6 +18,8 @@ from megatron_ext.checkpoint.state import CRITIC, apply_state, chunk_keys, shard
 from megatron_ext.checkpoint.unpickling import common_state_of, stored_entries
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.collectives import gather_or_raise
+from megatron_ext.video.config.encoding import TextEncoderConfig
+from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.sequence import StreamingSequence
 
 if TYPE_CHECKING:
@@ -43,13 +45,13 @@ class Settings:
     @classmethod
     def of(cls, config: RunConfig) -> Settings:
         """Return the settings of a run."""
-        streaming = config.streaming
+        streaming = config.section(StreamingConfig)
         sequence = {
             "--micro-batch-size": config.training.batch_sizes[0],
             "--latent-size": list(streaming.latent_size),
             "--frame-block": streaming.frame_block,
             "--chunk-frames": streaming.chunk_frames,
-            "--text-length": config.text_encoder.text_length,
+            "--text-length": config.section(TextEncoderConfig).text_length,
         }
         cache = {
             "--window-frames": streaming.window_frames,

@@ -20,12 +20,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.config.lora import LoraConfig
+from megatron_ext.config.rules.parallel import resolve_parallel
 from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import peers, secondary_groups
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.video.model.wan.inputs import check_inputs
 from megatron_ext.video.sampling.velocity import forward_engine
+from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.networks import build_network, load_weights, of_size
 from megatron_ext.video.streaming.teacher_config import TeacherSizes, teacher_sizes
 
@@ -55,7 +57,7 @@ def build_teacher(
     Raises:
         CheckpointError: ``--teacher-checkpoint`` is not there, or holds another model.
     """
-    sizes = teacher_sizes(config.streaming, config.parallel)
+    sizes = teacher_sizes(config.section(StreamingConfig), config.parallel)
     own = _config_of(config, sizes)
     if sizes is None:
         return _network(own, build_transformer_config(own), context, device)
@@ -78,15 +80,16 @@ def _config_of(config: RunConfig, sizes: TeacherSizes | None) -> RunConfig:
     """Return the configuration of a run whose model is the teacher."""
     parallel = config.parallel
     if sizes is not None:
-        parallel = dataclasses.replace(
+        own = dataclasses.replace(
             parallel,
             tensor_model_parallel_size=sizes.tensor,
             pipeline_model_parallel_size=sizes.pipeline,
             context_parallel_size=1,
             pipeline_schedule=None,
-        ).resolved(config.model, parallel.world_size)
+        )
+        parallel = resolve_parallel(own, config.model, parallel.world_size)
     return dataclasses.replace(
-        of_size(config, config.streaming.teacher_size),
+        of_size(config, config.section(StreamingConfig).teacher_size),
         parallel=parallel,
         training=dataclasses.replace(config.training, seed=config.training.seed + 1),
         lora=LoraConfig(),
@@ -100,11 +103,13 @@ def _network(
     device: torch.device,
 ) -> torch.nn.Module:
     """Build this rank's stage, with its weights."""
-    build = partial(build_network, size=config.streaming.teacher_size)
+    build = partial(build_network, size=config.section(StreamingConfig).teacher_size)
     (bare,) = build_chunks(build, config, transformer_config, context)
     bare = bare.to(device).requires_grad_(False).eval()
     network: Any = Float16Module(transformer_config, bare) if config.precision.bf16 else bare
-    load_weights(config, context, config.streaming.teacher_checkpoint, [network], None)
+    load_weights(
+        config, context, config.section(StreamingConfig).teacher_checkpoint, [network], None
+    )
     return network  # type: ignore[no-any-return]
 
 

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from megatron_ext.checkpoint.adapters import FrozenBase
 from megatron_ext.errors import CheckpointError, ConfigError
-from megatron_ext.video.config.rules import STREAMING_DEFAULTS
+from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
+from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.data.codecs import build_codec
 from megatron_ext.video.data.text_encoders import build_text_encoder
 from megatron_ext.video.sampling.tool import averaged, run_sampling, stored_of
+from megatron_ext.video.streaming.config import StreamingConfig, StreamingSampleConfig
 from megatron_ext.video.streaming.long_videos import LongVideoSampler, Throughput
 from megatron_ext.video.streaming.prompts import encode_captions
 from megatron_ext.video.streaming.rules import check_options, sized
@@ -25,7 +27,6 @@ from megatron_ext.video.streaming.video_prompts import video_prompts
 
 if TYPE_CHECKING:
     from megatron_ext.config.run import RunConfig
-    from megatron_ext.text.tokenizers.base import Tokenizer
     from megatron_ext.train.run import Run
 
 _STORED = ("streaming", "lora", "codec", "text_encoder")
@@ -49,7 +50,6 @@ def defaults_of(argv: Sequence[str]) -> dict[str, Any]:
             "but is of a flow-matching run; leave out `--streaming`."
         )
     return {
-        **STREAMING_DEFAULTS,
         **{name: value for section in _STORED for name, value in stored[section].items()},
         **_base_of(stored, asked["checkpoint"]),
         "task": "streaming",
@@ -89,18 +89,23 @@ def _base_of(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def prepare_sampling(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
+def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
     """Check what is asked for before any process group exists; see `Task.preflight`."""
-    check_options(config.streaming, config.parallel.cp_comm_type[0])
-    video_prompts(config.sample, config.streaming_sample, config.streaming)
-    return sized(config)
+    check_options(config.section(StreamingConfig), config.parallel.cp_comm_type[0])
+    video_prompts(
+        config.section(SampleConfig),
+        config.section(StreamingSampleConfig),
+        config.section(StreamingConfig),
+    )
+    return sized(config), None
 
 
 def sample_at_once(run: Run) -> None:
     """Sample the videos, report the progress, and at the end the throughput."""
     config, device = run.config, run.device
-    streaming, text = config.streaming, config.text_encoder
-    assert config.sample.sample_dir is not None and streaming.text_features is not None
+    streaming, text = config.section(StreamingConfig), config.section(TextEncoderConfig)
+    folder = config.section(SampleConfig).sample_dir
+    assert folder is not None and streaming.text_features is not None
     shape = text.text_length, streaming.text_features
 
     def encode(captions: Sequence[str]) -> Tensor:
@@ -108,8 +113,10 @@ def sample_at_once(run: Run) -> None:
         build = partial(build_text_encoder, text, device)
         return encode_captions(captions, build, shape, run.context, device)
 
-    sampler = LongVideoSampler(run, encode, lambda: build_codec(config.codec, device))
-    seen = sampler(Path(config.sample.sample_dir), _ProgressLines(sampler.num_blocks))
+    sampler = LongVideoSampler(
+        run, encode, lambda: build_codec(config.section(CodecConfig), device)
+    )
+    seen = sampler(Path(folder), _ProgressLines(sampler.num_blocks))
     run.reporters.say(summary(seen, streaming.frame_block))
 
 

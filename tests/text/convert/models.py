@@ -18,6 +18,7 @@ from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.text.convert.huggingface import Import, import_model
 from megatron_ext.text.model.gpt import build_gpt_chunk
+from megatron_ext.text.task import TEXT
 from megatron_ext.train.launch import fork_ranks
 
 LENGTH = 24
@@ -111,7 +112,7 @@ def run_config(context: Any, words: list[str], stored: dict[str, Any] | None = N
     flags = [str(word) for pair in sizes.items() for word in pair]
     words = [*words, *flags, *"--micro-batch-size 1 --skip-train".split()]
     return parse_args(
-        words, world_size=layout.world_size, device="cpu", checkpoint_config=stored
+        words, TEXT, TEXT, world_size=layout.world_size, device="cpu", checkpoint_config=stored
     ).config
 
 

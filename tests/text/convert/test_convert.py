@@ -25,6 +25,7 @@ from megatron_ext.text.convert.huggingface import (
     export_model,
     import_model,
 )
+from megatron_ext.text.task import TEXT
 from tests.checkpoint.tiny import whole_tensors
 from tests.ranks import run_on_ranks
 from tests.text.convert.models import (
@@ -264,7 +265,7 @@ def save_with_one_more(root: Path, target: Path) -> Path:
     words = ["--load", str(root), "--save", str(target), "--no-save-optim", "--no-save-rng"]
     stored = read_run_config(root)
     words += "--finetune --micro-batch-size 1 --skip-train".split()
-    config = parse_args(words, world_size=1, device="cpu", checkpoint_config=stored).config
+    config = parse_args(words, TEXT, world_size=1, device="cpu", checkpoint_config=stored).config
     with one_rank(config.training.seed) as context:
         chunk = build_bare(config, context)
         chunk.output_layer.register_parameter("adapter", torch.nn.Parameter(torch.ones(3)))

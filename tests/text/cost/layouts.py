@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.text.cost.network import GptNetwork
+from megatron_ext.text.task import TEXT
 
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention "
@@ -92,7 +93,7 @@ LLAMA_8B = (
 def llama(more: str = "", world: int = 8) -> RunConfig:
     """Return a run of Llama 3 8B on GPUs."""
     words = [*LLAMA_8B.split(), *more.split()]
-    return parse_args(words, world_size=world, device="cuda").config
+    return parse_args(words, TEXT, world_size=world, device="cuda").config
 
 
 def llama_network(more: str = "") -> GptNetwork:

@@ -14,6 +14,7 @@ from megatron_ext.config.parser import parse_args
 from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import DataError
+from megatron_ext.text.config import DataConfig, TokenizerConfig
 from megatron_ext.text.data.blend import BlendSpec, read_blend
 from megatron_ext.text.data.gpt import (
     KeyedGPTDataset,
@@ -22,8 +23,9 @@ from megatron_ext.text.data.gpt import (
     dataset_config,
     split_bounds,
 )
+from megatron_ext.text.preflight import check_gpt_data
+from megatron_ext.text.task import TEXT
 from megatron_ext.text.tokenizers import build_tokenizer
-from megatron_ext.train.preflight import check_gpt_data
 from tests.training_runs import TINY, train_on_ranks, training_rows
 
 SEQUENCE = 8
@@ -38,7 +40,7 @@ def _write(prefix: str, documents: int, start: int = 0) -> None:
 def _config(*more: str) -> Any:
     words = " ".join(TINY).replace("--seq-length 64", f"--seq-length {SEQUENCE}").split()
     null = "--train-iters 1 --tokenizer-type NullTokenizer --vocab-size 90".split()
-    return parse_args([*words, *null, *more], world_size=1, device="cpu").config
+    return parse_args([*words, *null, *more], TEXT, TEXT, world_size=1, device="cpu").config
 
 
 def _dataset(prefix: str, cache: Path, samples: int | None = None) -> KeyedGPTDataset:
@@ -103,8 +105,10 @@ def test_splits_that_nothing_is_asked_of_are_left_out(tmp_path: Path) -> None:
     prefix = str(tmp_path / "docs")
     _write(prefix, 20)
     config = _config("--data-path", prefix, "--data-cache-path", str(tmp_path / "cache"))
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, split="90,9,1"))
-    tokenizer = build_tokenizer(config.tokenizer)
+    config = dataclasses.replace(
+        config, data=dataclasses.replace(config.section(DataConfig), split="90,9,1")
+    )
+    tokenizer = build_tokenizer(config.section(TokenizerConfig))
     built = build_gpt_datasets(config, tokenizer, [4, 0, 0], lambda: True)
     assert built.train is not None and built.valid is None and built.test is None
 
@@ -172,8 +176,8 @@ def test_lists_from_files(tmp_path: Path) -> None:
 
 def test_the_length_of_made_up_validation_data_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     config = _config("--mock-data", "--full-validation")
-    tokenizer = build_tokenizer(config.tokenizer)
-    assert check_gpt_data(config, tokenizer) is config
+    tokenizer = build_tokenizer(config.section(TokenizerConfig))
+    check_gpt_data(config, tokenizer)
     datasets = build_gpt_datasets(config, tokenizer, [0, None, 0], lambda: True)
     assert isinstance(datasets.valid, MockGPTDataset)
     samples = len(datasets.valid)

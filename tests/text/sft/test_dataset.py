@@ -12,11 +12,13 @@ import torch
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import documents_of_positions
-from megatron_ext.text.data.gpt import Datasets
+from megatron_ext.text.config import TokenizerConfig
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.dataset import SftDataset, build_splits, cost_model
 from megatron_ext.text.sft.masks import tokenize_conversation
+from megatron_ext.text.task import TEXT
 from megatron_ext.text.tokenizers import build_tokenizer
+from megatron_ext.train.task import Datasets
 from tests.text.sft import tiny
 
 ROWS = tiny.chats(40)
@@ -39,12 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(folder: Path, *words: str) -> RunConfig:
     tokenizer = ["--tokenizer-model", str(folder / "tokenizer")]
-    return parse_args([*BASE, *tokenizer, *words], world_size=0, device="cpu").config
+    return parse_args([*BASE, *tokenizer, *words], TEXT, TEXT, world_size=0, device="cpu").config
 
 
 def splits(folder: Path, *words: str) -> Datasets:
     config = config_of(folder, *words)
-    return build_splits(config, build_tokenizer(config.tokenizer))
+    return build_splits(config, build_tokenizer(config.section(TokenizerConfig)))
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ FORK = multiprocessing.get_context("fork")
 @pytest.fixture
 def run(tmp_path: Path) -> tuple[RunConfig, Chat]:
     tokenizer = TokenizerConfig("HuggingFaceTokenizer", str(tiny.save(tmp_path / "tokenizer")))
-    config = RunConfig(sft=SftConfig(sft=True), tokenizer=tokenizer)
-    return config, build_chat(build_tokenizer(tokenizer), tokenizer, config.sft)
+    config = RunConfig(sections=(DataConfig(), SftConfig(sft=True), tokenizer))
+    return config, build_chat(build_tokenizer(tokenizer), tokenizer, config.section(SftConfig))
 
 
 def opened(run: tuple[RunConfig, Chat], *names: Any) -> tuple[list[SftStore], list[str]]:
@@ -63,7 +63,9 @@ def test_other_options_make_another_store(run: tuple[RunConfig, Chat], tmp_path:
                         "add_generation_prompt %}a{% endif %}")  # fmt: skip
     config, _ = run
     sft = SftConfig(sft=True, sft_chat_template=str(template))
-    chat = build_chat(build_tokenizer(config.tokenizer), config.tokenizer, sft)
+    chat = build_chat(
+        build_tokenizer(config.section(TokenizerConfig)), config.section(TokenizerConfig), sft
+    )
     first, second = opened(run, path)[0][0], opened((config, chat), path)[0][0]
     assert first.prefix != second.prefix
     assert first.num_tokens > second.num_tokens
@@ -72,13 +74,13 @@ def test_other_options_make_another_store(run: tuple[RunConfig, Chat], tmp_path:
 def test_the_cache_lies_where_it_is_asked_for(run: tuple[RunConfig, Chat], tmp_path: Path) -> None:
     path = tiny.write_jsonl(tmp_path / "f.jsonl", tiny.chats(3))
     data = DataConfig(data_cache_path=str(tmp_path / "a" / "b"))
-    config = RunConfig(sft=run[0].sft, tokenizer=run[0].tokenizer, data=data)
+    config = run[0].with_section(data)
     (store,), _ = opened((config, run[1]), path)
     assert Path(store.prefix).parent == tmp_path / "a" / "b"
     blocked = tmp_path / "file"
     blocked.write_text("")
     data = DataConfig(data_cache_path=str(blocked / "c"))
-    config = RunConfig(sft=run[0].sft, tokenizer=run[0].tokenizer, data=data)
+    config = run[0].with_section(data)
     with pytest.raises(ConfigError, match=r"file/c\) cannot be written \(Not a directory\); give"):
         opened((config, run[1]), path)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.checkpoint.files import published
+from megatron_ext.text.task import GPT
 from megatron_ext.train.callbacks.callback import Callback, Decision, Losses
 from megatron_ext.train.step import StepResult
-from pretrain_gpt import GPT
 from tests.training_runs import TINY, mock_data, train_on_ranks, training_rows, without
 
 FLAGS = [

@@ -13,12 +13,12 @@ import torch
 
 from megatron_ext.config.parser import parse_args
 from megatron_ext.device import select
+from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.callbacks.invariants import InvariantError, check_replicas, check_zeroed
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.main import pretrain
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
-from pretrain_gpt import GPT
 from tests.training_runs import TINY, mock_data, train_on_ranks
 
 Change = Callable[[Run], None]
@@ -49,7 +49,9 @@ def message_of(words: str, ranks: int, change: Change, folder: Path) -> str:
     if "--tie" in flags:
         flags = [f for f in flags if f not in ("--tie", "--untie-embeddings-and-output-weights")]
     device = select()
-    config, tokenizer = preflight(parse_args(flags, world_size=0, device=device.kind).config)
+    config, tokenizer = preflight(
+        parse_args(flags, TEXT, TEXT, world_size=0, device=device.kind).config, GPT.preflight
+    )
 
     def prepare(run: Run) -> None:
         check_replicas(run.chunks, run.context, 0)
@@ -140,7 +142,9 @@ def test_a_stale_gradient_is_found(tmp_path: Path) -> None:
     """A buffer that is not zero before a step would be added to it."""
     flags = [*TINY, *mock_data(), "--train-iters", "1"]
     device = select()
-    config, tokenizer = preflight(parse_args(flags, world_size=0, device=device.kind).config)
+    config, tokenizer = preflight(
+        parse_args(flags, TEXT, TEXT, world_size=0, device=device.kind).config, GPT.preflight
+    )
 
     def prepare(run: Run) -> None:
         (chunk,) = run.chunks
@@ -154,5 +158,5 @@ def test_a_stale_gradient_is_found(tmp_path: Path) -> None:
         ):
             check_zeroed([chunk], 5)
 
-    main = partial(pretrain, GPT, config, device=device, tokenizer=tokenizer, prepare=prepare)
+    main = partial(pretrain, GPT, config, device=device, assets=tokenizer, prepare=prepare)
     assert fork_ranks(main, 1) == 0

@@ -18,6 +18,7 @@ from megatron_ext.config.parser import parse_args
 from megatron_ext.config.reporting import LoggingConfig
 from megatron_ext.device.gpus import peak_flops
 from megatron_ext.text.cost.flops import flops_per_sample
+from megatron_ext.text.task import TEXT
 from megatron_ext.train.reporting.build import (
     Reporters,
     TensorBoard,
@@ -295,6 +296,10 @@ def test_only_validation_splits_have_a_common_name(split: str, names: list[str])
 def test_flops_of_a_llama_layer_by_hand() -> None:
     config = parse_args(
         [*TINY, *mock_data(), "--train-iters", "1", "--padded-vocab-size", "2048"],
+        TEXT,
+        TEXT,
+        TEXT,
+        TEXT,
         world_size=1,
         device="cpu",
     ).config

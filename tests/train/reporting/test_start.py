@@ -9,16 +9,16 @@ import yaml
 
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
+from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.main import main
 from megatron_ext.train.reporting.start import CONFIGURATION_FILE, start_lines
-from pretrain_gpt import GPT
 from tests.training_runs import TINY, mock_data
 
 FLAGS = [*TINY, *mock_data(), "--train-iters", "2"]
 
 
 def config_of(*more: str, world_size: int = 8) -> RunConfig:
-    return parse_args([*FLAGS, *more], world_size=world_size, device="cpu").config
+    return parse_args([*FLAGS, *more], TEXT, world_size=world_size, device="cpu").config
 
 
 def test_sizes_layout_and_what_is_not_a_default_fill_less_than_a_screen() -> None:
@@ -55,4 +55,4 @@ def test_the_whole_configuration_is_kept_and_read_back(
     kept = yaml.safe_load((tmp_path / CONFIGURATION_FILE).read_text())
     assert (kept["training"]["exit_interval"], kept["model"]["padded_vocab_size"]) == (None, 2048)
     words = ["--config", str(tmp_path / CONFIGURATION_FILE)]
-    assert parse_args(words, world_size=1, device="cpu").config.to_dict() == kept
+    assert parse_args(words, TEXT, world_size=1, device="cpu").config.to_dict() == kept

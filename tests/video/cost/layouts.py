@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_ext.video.config.rules import VIDEO_DEFAULTS, VIDEO_DIT_DEFAULTS
-from pretrain_video import task_of
-from tests.planning.measure import Program
+from megatron_ext.train.task import TaskChoice
+from megatron_ext.video.task import VIDEO
 
 COMMON = (
     "--train-iters 1 --lr 1e-3 --lr-warmup-iters 0 --micro-batch-size 2 --global-batch-size 8 "
     "--log-interval 1 --num-workers 0"
 )
-MMDIT = Program(task_of, VIDEO_DEFAULTS)
-DIT = Program(task_of, VIDEO_DIT_DEFAULTS)
+MMDIT = DIT = VIDEO
 NO_RECOMPUTATION = "--recompute-double-blocks 0 --recompute-single-blocks 0"
 FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
 CAUSAL = "--video-model causal-video-dit --frame-block 1 --window-frames 3 --sink-frames 1"
 
-LAYOUTS: dict[str, tuple[Program, str]] = {
+LAYOUTS: dict[str, tuple[TaskChoice, str]] = {
     "mmdit": (MMDIT, NO_RECOMPUTATION),
     "mmdit recomputed": (MMDIT, ""),
     "mmdit tp2 sp": (

@@ -15,14 +15,16 @@ from megatron_ext.planning.memory import fullest, memory
 from megatron_ext.planning.stages import Stage
 from megatron_ext.planning.state import distinct
 from megatron_ext.planning.step_time import estimate
+from megatron_ext.text.task import TEXT
 from megatron_ext.video.config.mmdit import SIZES as MMDIT_SIZES
+from megatron_ext.video.config.mmdit import MMDiTConfig
 from megatron_ext.video.config.wan import SIZES as DIT_SIZES
 from megatron_ext.video.cost.clip import Clip
 from megatron_ext.video.cost.flops import flops_of_clip
 from megatron_ext.video.cost.flow import network_of, with_recomputation
 from megatron_ext.video.cost.wan import dit_weights
 from megatron_ext.video.data.setup import planned_clips
-from pretrain_video import defaults_of
+from megatron_ext.video.task import VIDEO
 from tests.planning.measure import check_peak, check_state, configuration, measure
 from tests.video.clips import LONG, write_clips
 from tests.video.cost.layouts import COMMON, LAYOUTS, flags_of
@@ -62,8 +64,8 @@ def test_parameters_of_video_dits_in_any_layout(name: str) -> None:
 def _mmdit(words: str, world: int = 8, size: str = "11b") -> RunConfig:
     """Of a named size, with the widths of Open-Sora's data."""
     flags = [*COMMON.split(), "--video-data-path", "x", "--mmdit-size", size, *words.split()]
-    config = parse_args(flags, world_size=world, device="cuda", defaults=defaults_of(flags)).config
-    mmdit = dataclasses.replace(config.mmdit, cond_embed=True)
+    config = parse_args(flags, TEXT, VIDEO, world_size=world, device="cuda").config
+    mmdit = dataclasses.replace(config.section(MMDiTConfig), cond_embed=True)
     return dataclasses.replace(config, mmdit=mmdit)
 
 

@@ -11,9 +11,8 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_ext.train.run import Run
-from megatron_ext.video.config.rules import STREAMING_DEFAULTS
 from megatron_ext.video.streaming.step import StreamingRunner
-from pretrain_video import task_of
+from megatron_ext.video.task import VIDEO
 from tests.training_runs import train_on_ranks, training_rows
 
 Rows = list[dict[str, Any]]
@@ -69,8 +68,7 @@ def attempt(
         flags_of(folder, words, **sizes),
         ranks=ranks,
         save=folder / save,
-        task=task_of,
-        defaults=STREAMING_DEFAULTS,
+        task=VIDEO,
         prepare=prepare,
     )
     return code, training_rows(rows)

@@ -12,8 +12,11 @@ import pytest
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.video.config.rules import STREAMING_DEFAULTS
-from pretrain_video import defaults_of, task_of
+from megatron_ext.video.config.encoding import TextEncoderConfig
+from megatron_ext.video.config.run import VideoConfig
+from megatron_ext.video.config.wan import VideoDiTConfig
+from megatron_ext.video.streaming.config import StreamingConfig
+from megatron_ext.video.task import VIDEO
 from tests.training_runs import train_on_ranks, training_rows
 from tests.video.streaming.runs import flags_of
 from tests.video.streaming.tuned import ADAPTERS, STEPS, Tuned
@@ -30,8 +33,8 @@ NETWORKS = "generator_size critic_size teacher_size latent_channels frame_block 
 def parsed(words: str, stored: dict[str, Any] | None = None) -> RunConfig:
     flags = "--task streaming --prompts-path p --micro-batch-size 1 --global-batch-size 1"
     return parse_args(
-        f"{flags} --train-iters 1 {words}".split(), world_size=1, device="cpu",
-        checkpoint_config=stored, defaults=STREAMING_DEFAULTS,
+        f"{flags} --train-iters 1 {words}".split(), VIDEO, VIDEO, world_size=1, device="cpu",
+        checkpoint_config=stored,
     ).config  # fmt: skip
 
 
@@ -42,17 +45,22 @@ def test_the_networks_are_those_of_the_checkpoint(words: str) -> None:
     for section in (*SECTIONS, "model"):
         assert getattr(again, section) == getattr(whole, section), section
     for name in NETWORKS.split():
-        assert getattr(again.streaming, name) == getattr(whole.streaming, name), name
+        assert getattr(again.section(StreamingConfig), name) == getattr(whole.streaming, name), name
     # How they are trained is not what they are.
-    assert again.streaming.guidance_scale == 4.0 and again.streaming.latent_size == (60, 104)
+    assert again.section(StreamingConfig).guidance_scale == 4.0 and again.section(
+        StreamingConfig
+    ).latent_size == (60, 104)
 
 
 def test_the_command_line_wins() -> None:
     whole = parsed(OTHERS)
     words = "--use-checkpoint-args --load x --text-width 48 --critic-size small --lora-rank 8"
     again = parsed(words, whole.to_dict())
-    assert again.text_encoder.text_width == 48 and again.text_encoder.text_length == 9
-    assert again.streaming.critic_size == "small" and again.lora.lora_rank == 8
+    assert (
+        again.section(TextEncoderConfig).text_width == 48
+        and again.section(TextEncoderConfig).text_length == 9
+    )
+    assert again.section(StreamingConfig).critic_size == "small" and again.lora.lora_rank == 8
     assert again.lora.lora_target_modules == ["linear_q", "linear_fc1"]
 
 
@@ -71,9 +79,7 @@ def test_adapters_go_on_without_the_flags_of_the_networks(tuned: Tuned, tmp_path
         for flag in DESCRIBING if name == "short" else ():
             place = flags.index(flag)
             del flags[place : place + 2]
-        code, rows = train_on_ranks(
-            flags, save=tmp_path / name, task=task_of, defaults=STREAMING_DEFAULTS
-        )
+        code, rows = train_on_ranks(flags, save=tmp_path / name, task=VIDEO)
         assert code == 0
         found.append(training_rows(rows))
     ((short,), (whole,)) = found
@@ -90,7 +96,7 @@ def flow(words: str, stored: dict[str, Any] | None = None) -> RunConfig:
     """The configuration of a flow-matching run."""
     flags = f"{FLOW} {words}".split()
     return parse_args(
-        flags, world_size=1, device="cpu", checkpoint_config=stored, defaults=defaults_of(flags)
+        flags, VIDEO, VIDEO, world_size=1, device="cpu", checkpoint_config=stored
     ).config
 
 
@@ -99,14 +105,14 @@ WINDOW = "--frame-block 2 --window-frames 8 --sink-frames 2"
 
 def test_streaming_takes_the_size_and_the_window_of_a_causal_model() -> None:
     stored = flow(f"causal-video-dit --video-dit-size mini {WINDOW} --independent-block-timesteps")
-    dit = dataclasses.replace(stored.video_dit, dit_channels=6)
+    dit = dataclasses.replace(stored.section(VideoDiTConfig), dit_channels=6)
     stored = dataclasses.replace(stored, video_dit=dit)
     words = "--use-checkpoint-args --pretrained-checkpoint x --chunk-frames 4"
     words += " --min-new-frames 2 --max-new-frames 2 --recache-frames 4"
     streaming = parsed(words, stored.to_dict()).streaming
     assert (streaming.generator_size, streaming.latent_channels) == ("mini", 6)
     assert (streaming.frame_block, streaming.window_frames, streaming.sink_frames) == (2, 8, 2)
-    teacher = dataclasses.replace(stored.video, video_model="video-dit")
+    teacher = dataclasses.replace(stored.section(VideoConfig), video_model="video-dit")
     stored = dataclasses.replace(stored, video=teacher)
     streaming = parsed(words.split(" --chunk")[0], stored.to_dict()).streaming
     assert (streaming.generator_size, streaming.window_frames) == ("mini", 12)

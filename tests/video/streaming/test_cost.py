@@ -8,18 +8,17 @@ import pytest
 
 from megatron_ext.planning.state import Weight
 from megatron_ext.train.main import main
-from megatron_ext.video.config.rules import STREAMING_DEFAULTS
 from megatron_ext.video.streaming.cost import (
     NetworkMemory,
     StreamingMemory,
     not_estimated,
     streaming_memory,
 )
-from pretrain_video import defaults_of, task_of
-from tests.planning.measure import KINDS, Measured, Program, configuration, measure
+from megatron_ext.video.task import VIDEO
+from tests.planning.measure import KINDS, Measured, configuration, measure
 from tests.video.streaming.runs import flags_of
 
-PROGRAM = Program(task_of, STREAMING_DEFAULTS)
+PROGRAM = VIDEO
 LAYOUTS = {
     "plain": "--latent-size 8 8",
     "adapters": "--lora-rank 4 --bf16 --use-distributed-optimizer --nproc-per-node 2",
@@ -76,7 +75,7 @@ def test_a_dry_run_says_what_it_cannot_estimate(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     flags = [*flags_of(tmp_path, "--train-iters 1"), "--dry-run", "--dry-run-gpu", "H100"]
-    assert main(task_of, flags, defaults=defaults_of(flags)) == 0
+    assert main(VIDEO, flags) == 0
     shown = capfd.readouterr().out
     for name in ("generator", "critic", "teacher"):
         assert name in shown

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megatron_ext.video.config.rules import STREAMING_DEFAULTS
-from pretrain_video import task_of
+from megatron_ext.video.task import VIDEO
 from tests.checkpoint.tiny import whole_tensors
 from tests.training_runs import train_on_ranks
 from tests.video.streaming.runs import flags_of, run
@@ -165,9 +164,7 @@ def test_adapters_do_not_go_on_without_their_weights(
     where = {"base": tuned.base, "saved": tuned.saved}
     words = f"{ADAPTERS} --train-iters 9 --global-batch-size 1 {words.format(**where)}"
     flags = flags_of(tmp_path, words)
-    code, _ = train_on_ranks(
-        flags, save=tmp_path / "save", task=task_of, defaults=STREAMING_DEFAULTS
-    )
+    code, _ = train_on_ranks(flags, save=tmp_path / "save", task=VIDEO)
     assert code != 0
     assert message.format(**where) in capfd.readouterr().err
 
@@ -181,8 +178,6 @@ def test_random_weights_under_adapters_are_known_by_their_seed(
     (row,) = run(tmp_path, words, save="more")
     assert row["iteration"] == 2
     flags = flags_of(tmp_path, f"{words} --seed 8")
-    code, _ = train_on_ranks(
-        flags, save=tmp_path / "other", task=task_of, defaults=STREAMING_DEFAULTS
-    )
+    code, _ = train_on_ranks(flags, save=tmp_path / "other", task=VIDEO)
     assert code != 0
     assert "which were random ones of seed 7; leave it out." in capfd.readouterr().err

@@ -17,11 +17,11 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
-from megatron_ext.video.config.rules import STREAMING_DEFAULTS
 from megatron_ext.video.data.codec import PatchCodec
 from megatron_ext.video.data.text_encoders import HashedWords, width_of
+from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.prompts import FilePrompts, first_frame_latent
-from pretrain_video import task_of
+from megatron_ext.video.task import VIDEO
 from tests.ranks import ranks
 from tests.video.streaming.runs import flags_of, run, runner_of
 
@@ -41,8 +41,8 @@ def jsonl(folder: Path, rows: list[dict[str, Any]]) -> str:
 
 def configured(folder: Path, words: str) -> Any:
     flags = flags_of(folder, f"--train-iters 1 {words}")
-    parsed = parse_args(flags, world_size=1, device="cpu", defaults=STREAMING_DEFAULTS).config
-    return preflight(parsed, task_of(parsed).preflight)[0]
+    parsed = parse_args(flags, VIDEO, world_size=1, device="cpu").config
+    return preflight(parsed, VIDEO(parsed).preflight)[0]
 
 
 @ranks(tp=2)
@@ -51,7 +51,7 @@ def test_one_rank_of_a_replica_encodes_for_all(context: ParallelContext, tmp_pat
     prompts = FilePrompts.build(config, context, torch.device("cpu"))
     assert (prompts._encoder is None) == (prompts.codec is None) == (context.tp_rank > 0)
     found = prompts(range(5, 10))
-    encoder = HashedWords(config.text_encoder)
+    encoder = HashedWords(config.section(TextEncoderConfig))
     # An epoch has each prompt once, with its own second one.
     first = [encoder.encode([f"prompts a {i} disc"])[0][0] for i in range(5)]
     second = [encoder.encode([f"second_prompts a {i} disc"])[0][0] for i in range(5)]
@@ -94,7 +94,10 @@ def test_a_video_gives_its_first_frames(tmp_path: Path) -> None:
     for i in range(12):
         Image.fromarray(np.full((8, 8, 3), 20 * i, np.uint8)).save(folder / f"{i:02d}.png")
     config = configured(tmp_path, jsonl(tmp_path, [{"text": "a", "video": "clip"}]))
-    assert config.streaming.given_frames == 3 and not config.streaming.switches
+    assert (
+        config.section(StreamingConfig).given_frames == 3
+        and not config.section(StreamingConfig).switches
+    )
 
     @ranks()
     def body(context: ParallelContext) -> None:

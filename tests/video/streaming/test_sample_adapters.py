@@ -12,10 +12,9 @@ from torch import Tensor
 
 from megatron_ext.checkpoint.files import TRACKER
 from megatron_ext.train.launch import EXIT_CODE_USER_ERROR, fork_ranks
-from megatron_ext.video.config.rules import STREAMING_DEFAULTS
 from megatron_ext.video.streaming.tool import sample_streaming
 from megatron_ext.video.streaming.video_files import LongVideoWriter
-from pretrain_video import task_of
+from megatron_ext.video.task import VIDEO
 from tests.training_runs import train_on_ranks
 from tests.video.streaming.runs import flags_of, run
 from tests.video.streaming.tuned import ADAPTERS, FAST, STEPS, Tuned
@@ -148,8 +147,6 @@ def test_averaged_weights_under_adapters_are_taken_again(
     check(sampled(tmp_path / "save"), want)
     # A run that goes on must not take the others.
     flags = flags_of(tmp_path, f"{words} --load {tmp_path / 'save'} --train-iters {STEPS}")
-    code, _ = train_on_ranks(
-        flags, save=tmp_path / "again", task=task_of, defaults=STREAMING_DEFAULTS
-    )
+    code, _ = train_on_ranks(flags, save=tmp_path / "again", task=VIDEO)
     assert code == EXIT_CODE_USER_ERROR
     assert "averaged); give these." in capfd.readouterr().err

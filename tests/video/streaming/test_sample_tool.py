@@ -16,7 +16,7 @@ from megatron_ext.video.sampling.clips import CONTACT_SHEET, LIST
 from megatron_ext.video.sampling.tool import sample_video
 from megatron_ext.video.streaming.tool import sample_streaming
 from megatron_ext.video.streaming.video_files import LongVideoWriter
-from pretrain_video import FLOW
+from megatron_ext.video.task import FLOW
 from tests.video.sampling.test_clips import read
 from tests.video.streaming.runs import run
 from tests.video.streaming.tuned import Tuned

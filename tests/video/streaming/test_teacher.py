@@ -25,9 +25,10 @@ from megatron_ext.layers.initialization import shards_of
 from megatron_ext.optim.update import parts_of
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.run import Run
-from megatron_ext.video.config.rules import STREAMING_DEFAULTS
 from megatron_ext.video.streaming import step
+from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.teacher import ParallelTeacher, build_teacher
+from megatron_ext.video.task import VIDEO
 from tests.ranks import ranks
 from tests.video.streaming.runs import flags_of, run, runner_of
 
@@ -208,10 +209,8 @@ def configuration(context: ParallelContext, words: str) -> RunConfig:
         f"--train-iters 1 {words}"
     )
     flags = flags_of(Path(), sizes, batch=layout.data_parallel_size)
-    parsed = parse_args(
-        flags, world_size=layout.world_size, device="cpu", defaults=STREAMING_DEFAULTS
-    ).config
-    return replace(parsed, streaming=replace(parsed.streaming, text_features=32))
+    parsed = parse_args(flags, VIDEO, VIDEO, world_size=layout.world_size, device="cpu").config
+    return replace(parsed, streaming=replace(parsed.section(StreamingConfig), text_features=32))
 
 
 def inputs(rows: int, first: int = 0) -> dict[str, Tensor]:
@@ -300,7 +299,7 @@ def test_a_teacher_saved_under_one_layout_loads_under_another(
     # The stages hold every weight, and none of them twice.
     held = torch.tensor(sum(parameter.numel() for parameter in loaded.parameters()))
     torch.distributed.all_reduce(held)
-    assert int(held) == config.streaming.sizes(None).num_parameters
+    assert int(held) == config.section(StreamingConfig).sizes(None).num_parameters
     torch.testing.assert_close(loaded(**inputs(2)), wanted, rtol=0, atol=1e-5)
 
 

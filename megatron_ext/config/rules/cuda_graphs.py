@@ -1,67 +1,42 @@
-"""CUDA graphs of transformer layers: where they can be recorded."""
+"""Rules of CUDA graphs: the runs whose layers cannot be recorded."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
-from megatron_ext.config.flags import SIZE, IfChanged, flag
+from megatron_ext.config.acceleration import WARMUP_STEPS
+from megatron_ext.config.run import RunConfig
 
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-
-LAUNCHES = "the launches of kernels that graphs save are a GPU's"
 SCHEDULES = ("no-pipelining", "1f1b", "interleaved")
+
+
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-WARMUP_STEPS = 3
 
 
-@dataclass(frozen=True)
-class CudaGraphConfig:
-    """No graphs unless ``--cuda-graph-impl``; names and defaults are Megatron-LM's."""
-
-    IF_CHANGED: ClassVar[IfChanged] = "allow"
-
-    cuda_graph_impl: str = flag(
-        "none",
-        "launch the kernels of each transformer layer at once, recorded by torch (local)",
-        choices=("none", "local", "transformer_engine"),
-        gpu_only=LAUNCHES,
-    )
-    cuda_graph_warmup_steps: int = flag(
-        WARMUP_STEPS,
-        "runs of a layer before it is recorded",
-        unit="runs",
-        gpu_only=LAUNCHES,
-        bounds=SIZE,
-    )
-
-    def errors(self, run: RunConfig) -> list[str]:
-        """What cannot be run, one sentence each."""
-        impl, steps = self.cuda_graph_impl, self.cuda_graph_warmup_steps
-        if impl == "none":
-            if steps == WARMUP_STEPS:
-                return []
-            return [
-                f"`--cuda-graph-warmup-steps` ({steps}) needs `--cuda-graph-impl local`; give it "
-                "too."
-            ]
-        if impl == "transformer_engine":
-            return [
-                "`--cuda-graph-impl` (transformer_engine), graphs by Transformer Engine, is not "
-                "supported; use local with `--transformer-impl torch`."
-            ]
-        found = [f"`--cuda-graph-impl local` {text}." for text in _obstacles(run)]
-        if run.device == "cuda":
-            found += _environment_errors(os.environ)
-        return found
+def cuda_graph_errors(run: RunConfig) -> list[str]:
+    """What cannot be run, one sentence each."""
+    impl, steps = run.cuda_graphs.cuda_graph_impl, run.cuda_graphs.cuda_graph_warmup_steps
+    if impl == "none":
+        if steps == WARMUP_STEPS:
+            return []
+        return [
+            f"`--cuda-graph-warmup-steps` ({steps}) needs `--cuda-graph-impl local`; give it too."
+        ]
+    if impl == "transformer_engine":
+        return [
+            "`--cuda-graph-impl` (transformer_engine), graphs by Transformer Engine, is not "
+            "supported; use local with `--transformer-impl torch`."
+        ]
+    found = [f"`--cuda-graph-impl local` {text}." for text in _obstacles(run)]
+    if run.device == "cuda":
+        found += _environment_errors(os.environ)
+    return found
 
 
 def _obstacles(run: RunConfig) -> Iterator[str]:
     """Why graphs cannot stand for the layers of a run."""
-    if run.video.video:
+    if run.model.blocks_dealt_by_cost:
         yield "does not go with video models, whose buckets differ in shape; leave it out"
         return
     if run.training.skip_train:

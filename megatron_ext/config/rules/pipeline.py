@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron_ext.config.model import ModelConfig
-    from megatron_ext.config.parallel import ParallelConfig
-    from megatron_ext.config.training import TrainingConfig
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.parallel import ParallelConfig
+from megatron_ext.config.training import TrainingConfig
 
 CHUNKS = {"no-pipelining": 1, "1f1b": 1, "zb-h1": 1, "zb-v": 2}
 """Virtual chunks that a schedule has; interleaved has any number."""
-SCHEDULES = (
-    "no-pipelining",
-    "1f1b",
-    "interleaved",
-    "zb-h1",
-    "zb-v",
-    "core-no-pipelining",
-    "core-1f1b",
-    "core-interleaved",
-)
 
 
 MOST_REPETITIONS = 10_000

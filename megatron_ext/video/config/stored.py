@@ -1,0 +1,78 @@
+"""What ``--use-checkpoint-args`` takes of a stored video configuration: what makes the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import ConfigError
+from megatron_ext.video.config.run import VideoConfig
+from megatron_ext.video.config.wan import CAUSAL, WINDOW, stored_dit
+from megatron_ext.video.streaming.config import stored_streaming
+
+_STREAMING, _MMDIT, _OTHER = "streaming", "mmdit", "other"
+_NAMES = {
+    _OTHER: "a model that this program does not train",
+    _MMDIT: "an MMDiT",
+    "video-dit": "a video DiT",
+    CAUSAL: "a causal video DiT",
+    _STREAMING: "the networks of `--task streaming`",
+}
+
+
+def stored_video_model(stored: Mapping[str, Any], given: RunConfig) -> Mapping[str, Any]:
+    """Return what of a stored configuration describes the weights; see `TaskFlags.stored_model`.
+
+    Raises:
+        ConfigError: the run builds another kind of model.
+    """
+    video = given.section(VideoConfig)
+    builds = _STREAMING if video.streams else video.video_model
+    held = _kind(stored.get("video", {}))
+    if held == builds:
+        return _same(stored)
+    if {held, builds} & {_OTHER, _MMDIT}:
+        raise ConfigError(
+            f"The checkpoint is of {_NAMES[held]}, but this run builds {_NAMES[builds]}; give "
+            "another checkpoint, or leave out `--use-checkpoint-args`."
+        )
+    if stored.get("lora", {}).get("lora_rank"):
+        raise ConfigError(
+            "`--use-checkpoint-args` finds a checkpoint of adapters, which flow matching does not "
+            "train; make whole networks of them with `tools/lora.py merge`."
+        )
+    return _between_dits(held, builds, stored)
+
+
+def _kind(video: Mapping[str, Any]) -> str:
+    """Return what a run built, by its stored section ``video``."""
+    if not video.get("video"):
+        return _OTHER
+    if video.get("task") == "streaming":
+        return _STREAMING
+    return str(video.get("video_model", _MMDIT))
+
+
+def _same(stored: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the sections of a checkpoint of the same kind of model."""
+    of_dits = stored_streaming(stored) or stored_dit(stored)
+    if of_dits is not None:
+        return of_dits
+    # What else its model's section holds follows from these.
+    names = ("hidden_size", "num_attention_heads")
+    model = {name: stored["model"][name] for name in names}
+    return {"model": model, "mmdit": dict(stored["mmdit"])}
+
+
+def _between_dits(held: str, builds: str, stored: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return size, channels and window of one video DiT as another run names them."""
+    streaming, dit = stored["streaming"], stored["video_dit"]
+    size, channels = dit["video_dit_size"], dit.get("dit_channels")
+    if held == _STREAMING:
+        size, channels = streaming["generator_size"], streaming["latent_channels"]
+    causal = {_STREAMING, CAUSAL}
+    window = {x: streaming[x] for x in WINDOW} if held in causal and builds in causal else {}
+    if builds == _STREAMING:
+        return {"streaming": {"generator_size": size, "latent_channels": channels, **window}}
+    return {"video_dit": {"video_dit_size": size}, "streaming": window}
