@@ -111,7 +111,7 @@ def measure(rounds: int, steps: int) -> tuple[list[float], list[float]]:
     """Return step times in milliseconds of alternating blocks: ours, bare."""
     device = select()
     config, tokenizer = preflight(
-        parse_args(FLAGS.split(), TEXT, TEXT, world_size=1, device=device.kind).config,
+        parse_args(FLAGS.split(), TEXT, world_size=1, device=device.kind).config,
         GPT.preflight,
     )
     ours: list[float] = []

@@ -155,7 +155,7 @@ def measure(size: str, precision: str, replicas: int, latents: Path) -> dict[str
     words += ["--nproc-per-node", str(replicas)]
     words += ["--bf16"] if precision == "bf16" else []
     device = select()
-    parsed = parse_args(words, VIDEO, VIDEO, world_size=0, device=device.kind)
+    parsed = parse_args(words, VIDEO, world_size=0, device=device.kind)
     with redirect_stdout(None):
         config, tokenizer = preflight(parsed.config, FLOW.preflight)
     with tempfile.TemporaryDirectory() as name:

@@ -21,7 +21,7 @@ from megatron_ext.train.setup import build_run
 def build(flags: Sequence[str], context: ParallelContext) -> Run:
     """Build the run on this rank."""
     kind = select().kind
-    parsed = parse_args(list(flags), TEXT, TEXT, world_size=context.layout.world_size, device=kind)
+    parsed = parse_args(list(flags), TEXT, world_size=context.layout.world_size, device=kind)
     config, tokenizer = preflight(parsed.config, GPT.preflight)
     seed_everything(context, config.training.seed)
     return build_run(config, GPT, context, torch.device(kind), tokenizer)

@@ -15,10 +15,12 @@ from pathlib import Path
 import megatron.core
 import pytest
 
-from examples.custom_model.train import SECTIONS
+from examples.custom_model.train import CapFlags
+from megatron_ext.config.flags import flags_of
 from megatron_ext.config.megatron_flags import NO_EFFECT, RENAMED, UNSUPPORTED
-from megatron_ext.config.parser import all_flags, spellings
+from megatron_ext.config.parser import spellings
 from megatron_ext.config.sections import OWN_FLAGS
+from tests.combinations.options import every_flag
 from tests.examples.test_scripts import SMOKED
 from tests.test_surface import ENGINE
 
@@ -100,7 +102,7 @@ def test_every_path_exists(page: str) -> None:
 @functools.cache
 def engine_flags() -> frozenset[str]:
     """Return every spelling that pretrain_gpt.py and its like answer."""
-    table = spellings(all_flags())
+    table = spellings(every_flag())
     return frozenset({*table, *NO_EFFECT, *RENAMED, *UNSUPPORTED, *OWN_FLAGS})
 
 
@@ -139,7 +141,11 @@ def all_arguments() -> frozenset[str]:
     """Return every option of every program of this repository."""
     folders = ("megatron_ext", "tools", "benchmarks", "examples", "tests/combinations")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    own = {name for flag in all_flags(SECTIONS) for name in (*flag.positive, *flag.negative)}
+    own = {
+        name
+        for flag in flags_of("cap_flags", CapFlags)
+        for name in (*flag.positive, *flag.negative)
+    }
     tools = [flags_of_tool(path) for path in (ROOT / "tools").glob("*.py")]
     return frozenset(OTHERS | own | engine_flags()).union(*map(arguments_of, files), *tools)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from megatron.core.optimizer import OptimizerConfig
 
 from megatron_ext.config.moe import MoEConfig
-from megatron_ext.config.parser import all_flags
 from megatron_ext.config.run import RunConfig
 from megatron_ext.video.config.run import MODES
+from tests.combinations.options import every_flag
 
 PACKAGE = Path(__file__).parent.parent / "megatron_ext"
 ENGINE = (
@@ -91,7 +91,7 @@ def test_every_flag_is_read_outside_the_configuration() -> None:
     optimizer = {field.name for field in dataclasses.fields(OptimizerConfig)}
     unread = {
         flag.field
-        for flag in all_flags()
+        for flag in every_flag()
         if flag.field not in words | set(THROUGH_THE_CONFIGURATION)
         and not (flag.section in ("precision", "optimizer") and flag.field in optimizer)
     }

@@ -46,8 +46,8 @@ from megatron_ext.inspect.parity import (
     split_layouts,
     table,
 )
+from megatron_ext.text.task import TEXT
 from megatron_ext.train.main import silence_known_warnings
-from pretrain_gpt import task_of
 
 DEFAULT = "tp2,tp2sp,pp2,pp2vpp2,cp2,cp2a2a,dp2,tp2pp2"
 
@@ -88,12 +88,12 @@ def prove(
     console = Console(width=None if sys.stdout.isatty() else 160)
     results: list[Parity] = []
     with tempfile.TemporaryDirectory(prefix="parity_") as name:
-        truth = record(task_of, words, against, steps, Path(name) / "truth", device)
+        truth = record(TEXT, words, against, steps, Path(name) / "truth", device)
         if truth.failure is not None:
             print(f"error: {against.name}: {truth.failure}", file=sys.stderr)
             return 2
         for index, layout in enumerate(layouts):
-            mine = record(task_of, words, layout, steps, Path(name) / str(index), device)
+            mine = record(TEXT, words, layout, steps, Path(name) / str(index), device)
             results.append(compare(mine, truth, tolerances))
             print(f"> {layout.name}: {'PASS' if results[-1].passed else 'FAIL'}", flush=True)
             for path in mine.folder.glob("gradients_*"):

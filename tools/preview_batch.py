@@ -34,7 +34,7 @@ from rich.console import Console
 from megatron_ext.config.flags import COUNT, NATURAL
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.inspect.preview.main import Options, preview
-from pretrain_gpt import task_of
+from megatron_ext.text.task import TEXT
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         html=args.html,
     )
     try:
-        warnings = preview(task_of, words, options, console)
+        warnings = preview(TEXT, words, options, console)
     except MegatronExtError as error:
         print("\n".join(f"error: {text}" for text in error.messages), file=sys.stderr)
         return 2

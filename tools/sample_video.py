@@ -32,7 +32,7 @@ from collections.abc import Sequence
 
 from megatron_ext.video.sampling.tool import sample_video
 from megatron_ext.video.streaming.tool import sample_streaming
-from pretrain_video import task_of
+from megatron_ext.video.task import VIDEO
 
 STREAMING = "--streaming"
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     if {"--help", "-h"} & set(argv):
         print(__doc__)
     words = [word for word in argv if word != STREAMING]
-    return sample_streaming(words) if STREAMING in argv else sample_video(task_of, words)
+    return sample_streaming(words) if STREAMING in argv else sample_video(VIDEO, words)
 
 
 if __name__ == "__main__":

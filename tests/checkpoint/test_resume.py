@@ -31,7 +31,7 @@ class OwnFlags:
 
 def run(flags: str) -> RunConfig:
     words = [*TINY, *mock_data(), "--train-iters", "12", *flags.split()]
-    return parse_args(words, TEXT, TEXT.with_sections(OwnFlags), world_size=1, device="cpu").config
+    return parse_args(words, TEXT.with_sections(OwnFlags), world_size=1, device="cpu").config
 
 
 def notes(now: str, before: str = "", **how: bool) -> list[str]:

@@ -74,13 +74,13 @@ BY_USE = (Path(__file__).parent / "flags_by_use.txt").read_text(encoding="utf-8"
 
 def _errors(flags: str, world_size: int = 1) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        parse_args(flags.split(), TEXT, TEXT, world_size=world_size, device="cpu")
+        parse_args(flags.split(), TEXT, world_size=world_size, device="cpu")
     return str(caught.value).splitlines()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_gpt3_script(device: str) -> None:
-    config = parse_args(GPT3.split(), TEXT, TEXT, world_size=128, device=device).config
+    config = parse_args(GPT3.split(), TEXT, world_size=128, device=device).config
     assert config.precision.fp16
     assert config.training.rampup_batch_size == [16, 16, 5859375]
     assert config.parallel.data_parallel_size == 1
@@ -90,7 +90,7 @@ def test_gpt3_script(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_llama3_script_with_the_quotes_its_bash_array_passes_on(device: str) -> None:
-    parsed = parse_args(LLAMA3.split(), TEXT, TEXT, world_size=8, device=device)
+    parsed = parse_args(LLAMA3.split(), TEXT, world_size=8, device=device)
     assert parsed.config.section(DataConfig).split == "99,1,0"
     assert parsed.config.optimizer.decoupled_lr == 5.0e-4
     assert parsed.config.parallel.sequence_parallel is False
@@ -98,7 +98,7 @@ def test_llama3_script_with_the_quotes_its_bash_array_passes_on(device: str) -> 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_llama3_script_with_fp8(device: str) -> None:
-    parsed = parse_args(f"{LLAMA3} {FP8}".split(), TEXT, TEXT, world_size=8, device=device)
+    parsed = parse_args(f"{LLAMA3} {FP8}".split(), TEXT, world_size=8, device=device)
     assert parsed.config.fp8.fp8_recipe == "delayed"
     assert parsed.config.fp8.fp8_amax_history_len == 1024
 
@@ -106,7 +106,7 @@ def test_llama3_script_with_fp8(device: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_llama3_script_gathers_parameters_in_bf16_without_transformer_engine(device: str) -> None:
     words = f"{LLAMA3} {FP8} --fp8-param-gather".split()
-    parsed = parse_args(words, TEXT, TEXT, world_size=8, device=device)
+    parsed = parse_args(words, TEXT, world_size=8, device=device)
     assert not parsed.config.fp8.fp8_param_gather
     assert (
         "`--fp8-param-gather` has no effect without Transformer Engine: the torch layers keep and "
@@ -116,7 +116,7 @@ def test_llama3_script_gathers_parameters_in_bf16_without_transformer_engine(dev
 
 def test_groups_of_queries_without_grouped_attention_get_a_note() -> None:
     notes = parse_args(
-        f"{TINY} --num-query-groups 2".split(), TEXT, TEXT, world_size=1, device="cpu"
+        f"{TINY} --num-query-groups 2".split(), TEXT, world_size=1, device="cpu"
     ).notes
     assert (
         "`--num-query-groups` has no effect without `--group-query-attention`: each head has keys "
@@ -153,14 +153,14 @@ def test_a_flag_that_would_be_ignored_alone_gets_a_sentence(flags: str, sentence
 def test_kernels_of_experts_get_one_note_on_any_device() -> None:
     for device in ("cpu", "cuda"):
         words = f"{MIXTRAL} --moe-permute-fusion --moe-router-fusion".split()
-        notes = parse_args(words, TEXT, TEXT, world_size=32, device=device).notes
+        notes = parse_args(words, TEXT, world_size=32, device=device).notes
         for flag in ("--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-fusion"):
             assert len([note for note in notes if f"`{flag}` has no effect" in note]) == 1
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_mixtral_script_keeps_rope(device: str) -> None:
-    parsed = parse_args(MIXTRAL.split(), TEXT, TEXT, world_size=32, device=device)
+    parsed = parse_args(MIXTRAL.split(), TEXT, world_size=32, device=device)
     assert parsed.config.model.position_embedding_type == "rope"
     assert parsed.config.moe.num_experts == 8
     assert any("`--no-position-embedding` has no effect" in note for note in parsed.notes)
@@ -241,33 +241,31 @@ def test_all_errors_are_reported_together() -> None:
 
 
 def test_printed_configuration_can_be_fed_back(tmp_path: Path) -> None:
-    config = parse_args(TINY.split(), TEXT, TEXT, world_size=1, device="cpu").config
+    config = parse_args(TINY.split(), TEXT, world_size=1, device="cpu").config
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(config.to_dict()), encoding="utf-8")
-    assert (
-        parse_args(["--config", str(file)], TEXT, TEXT, world_size=1, device="cpu").config == config
-    )
+    assert parse_args(["--config", str(file)], TEXT, world_size=1, device="cpu").config == config
     again = parse_args(
-        ["--config", str(file), "--seed", "7"], TEXT, TEXT, world_size=1, device="cpu"
+        ["--config", str(file), "--seed", "7"], TEXT, world_size=1, device="cpu"
     ).config
     assert again.training.seed == 7
     assert RunConfig.from_dict(config.to_dict()) == config
 
 
 def test_dashes_and_underscores_mean_the_same() -> None:
-    dashed = parse_args(TINY.split(), TEXT, TEXT, world_size=1, device="cpu").config
+    dashed = parse_args(TINY.split(), TEXT, world_size=1, device="cpu").config
     lined = [
         word.replace("-", "_").replace("__", "--", 1) if word.startswith("--") else word
         for word in TINY.split()
     ]
-    assert parse_args(lined, TEXT, TEXT, world_size=1, device="cpu").config == dashed
+    assert parse_args(lined, TEXT, world_size=1, device="cpu").config == dashed
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_switch_that_is_always_on_says_so(device: str) -> None:
     words = [*MIXTRAL.split(), "--tokenizer-hf-use-fast"]
-    (note,) = set(parse_args(words, TEXT, TEXT, world_size=32, device=device).notes) - set(
-        parse_args(MIXTRAL.split(), TEXT, TEXT, world_size=32, device=device).notes
+    (note,) = set(parse_args(words, TEXT, world_size=32, device=device).notes) - set(
+        parse_args(MIXTRAL.split(), TEXT, world_size=32, device=device).notes
     )
     assert note.startswith("`--tokenizer-hf-use-fast` has no effect: Hugging Face tokenizers are")
 
@@ -289,17 +287,17 @@ IDLE = {
 @pytest.mark.parametrize("flags", IDLE)
 def test_a_flag_that_does_nothing_without_another_says_so(flags: str) -> None:
     name, needed = flags.split()[0], IDLE[flags]
-    notes = parse_args((TINY + flags).split(), TEXT, TEXT, world_size=1, device="cpu").notes
+    notes = parse_args((TINY + flags).split(), TEXT, world_size=1, device="cpu").notes
     assert notes == [f"`{name}` has no effect without `{needed}`."]
     value = {"--mtp-num-layers": " 1", "--num-experts": " 2 --moe-router-pre-softmax"}.get(needed)
     if needed == "--use-rope-scaling":
         value = " --position-embedding-type rope"
     both = f"{TINY}{flags} {needed}{value or ''}"
-    assert not parse_args(both.split(), TEXT, TEXT, world_size=1, device="cpu").notes
+    assert not parse_args(both.split(), TEXT, world_size=1, device="cpu").notes
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_kernel_that_no_attention_here_takes_is_named(device: str) -> None:
     words = [*TINY.split(), "--no-masked-softmax-fusion"]
-    (note,) = parse_args(words, TEXT, TEXT, world_size=1, device=device).notes
+    (note,) = parse_args(words, TEXT, world_size=1, device=device).notes
     assert note.startswith("`--no-masked-softmax-fusion` has no effect: attention is computed by")

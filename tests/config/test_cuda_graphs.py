@@ -71,7 +71,7 @@ BAD = [
 
 
 def parsed(words: str, device: str = "cuda") -> CudaGraphConfig:
-    found = parse_args([*TINY.split(), *words.split()], TEXT, TEXT, world_size=2, device=device)
+    found = parse_args([*TINY.split(), *words.split()], TEXT, world_size=2, device=device)
     return found.config.cuda_graphs
 
 
@@ -97,7 +97,7 @@ def test_a_cpu_refuses_what_a_gpu_would() -> None:
 def test_video_has_no_graphs() -> None:
     words = "--video --hidden-size 64 --cuda-graph-impl local --data-path x"
     with pytest.raises(ConfigError) as error:
-        parse_args(words.split(), TEXT, TEXT, world_size=1, device="cuda")
+        parse_args(words.split(), TEXT, world_size=1, device="cuda")
     assert any("--cuda-graph-impl" in text for text in error.value.messages)
 
 
@@ -115,7 +115,7 @@ def test_segments_that_grow_need_buffers_that_nccl_does_not_register(
 
 def test_a_cpu_says_that_it_has_none() -> None:
     words = [*TINY.split(), *LOCAL.split(), "--cuda-graph-warmup-steps", "5"]
-    notes = parse_args(words, TEXT, TEXT, world_size=1, device="cpu").notes
+    notes = parse_args(words, TEXT, world_size=1, device="cpu").notes
     found = [note for note in notes if "cuda-graph" in note]
     assert [note.partition(" has no effect on a CPU: ")[0] for note in found] == [
         "`--cuda-graph-impl`",

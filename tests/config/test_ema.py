@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.config.optimizer import STREAMING_START, EmaConfig
+from megatron_ext.config.optimizer import EmaConfig
 from megatron_ext.config.parser import parse_args
+from megatron_ext.config.rules.optimizer import ema_errors
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.task import TEXT
 from tests.training_runs import TINY, mock_data
@@ -33,12 +34,12 @@ WORDS = [*TINY, *mock_data(), "--train-iters", "1"]
 )
 def test_refusals_say_what_to_do(words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse_args([*WORDS, *words.split()], TEXT, TEXT, world_size=1, device="cpu")
+        parse_args([*WORDS, *words.split()], TEXT, world_size=1, device="cpu")
 
 
 def test_a_run_that_only_evaluates_needs_no_decay() -> None:
     words = [*WORDS, *"--skip-train --eval-ema --eval-iters 1".split()]
-    ema = parse_args(words, TEXT, TEXT, world_size=1, device="cpu").config.ema
+    ema = parse_args(words, TEXT, world_size=1, device="cpu").config.ema
     assert ema.keeps_average(trains=False)
     assert not ema.keeps_average(trains=True)
 
@@ -47,7 +48,6 @@ def test_a_run_that_only_evaluates_needs_no_decay() -> None:
     ("words", "start"), [("--ema-decay 0.9", 1), ("--ema-decay 0.9 --ema-start 7", 7), ("", None)]
 )
 def test_the_first_averaged_step(words: str, start: int | None) -> None:
-    config = parse_args([*WORDS, *words.split()], TEXT, TEXT, world_size=1, device="cpu").config
+    config = parse_args([*WORDS, *words.split()], TEXT, world_size=1, device="cpu").config
     assert config.ema.ema_start == start
-    assert EmaConfig(0.99).resolved(streams=True).ema_start == STREAMING_START
-    assert EmaConfig(0.0).resolved(streams=True).errors(config.training) == []
+    assert ema_errors(EmaConfig(0.0).resolved(), config.training) == []

@@ -81,21 +81,21 @@ BAD = [
 
 @pytest.mark.parametrize("flags", GOOD)
 def test_accepted(flags: str) -> None:
-    config = parse_args((TINY + flags).split(), TEXT, TEXT, world_size=1, device="cpu").config
+    config = parse_args((TINY + flags).split(), TEXT, world_size=1, device="cpu").config
     assert config.fp8.fp8_format is not None
 
 
 @pytest.mark.parametrize(("flags", "sentence"), BAD)
 def test_refused_with_a_sentence(flags: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_args((TINY + flags).split(), TEXT, TEXT, world_size=1, device="cpu")
+        parse_args((TINY + flags).split(), TEXT, world_size=1, device="cpu")
     assert sentence in str(caught.value)
 
 
 def test_sides_are_those_of_a_rank() -> None:
     flags = f"{TINY} --fp8-format hybrid --tensor-model-parallel-size 2 --ffn-hidden-size 176"
     with pytest.raises(ConfigError) as caught:
-        parse_args(flags.split(), TEXT, TEXT, world_size=2, device="cpu")
+        parse_args(flags.split(), TEXT, world_size=2, device="cpu")
     assert "--ffn-hidden-size (176) over 2 rank(s) does not; use a multiple of 32." in str(
         caught.value
     )
@@ -113,7 +113,6 @@ def test_layers_that_stay_in_bf16() -> None:
 def test_the_interval_has_no_effect_and_says_so() -> None:
     notes = parse_args(
         f"{TINY} --fp8-format hybrid --fp8-interval 4".split(),
-        TEXT,
         TEXT,
         world_size=1,
         device="cpu",

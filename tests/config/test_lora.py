@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ext.config.lora import TARGETS, VIDEO_TARGETS
+from megatron_ext.config.finalize import finalize
+from megatron_ext.config.lora import ALL_TARGETS, TARGETS
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.task import TEXT
+from megatron_ext.text.task import GPT, TEXT
+from megatron_ext.video.streaming.task import STREAMING
 from megatron_ext.video.task import VIDEO
 from tests.training_runs import TINY, mock_data
 
@@ -16,19 +18,19 @@ WORDS = [*TINY, *mock_data(), "--train-iters", "1"]
 
 
 def config(*words: str) -> RunConfig:
-    return parse_args([*WORDS, *words], TEXT, TEXT, world_size=1, device="cpu").config
+    return parse_args([*WORDS, *words], TEXT, world_size=1, device="cpu").config
 
 
 def streaming(*words: str) -> RunConfig:
     given = ["--task", "streaming", "--prompts-path", "x", "--micro-batch-size", "1"]
     given += ["--global-batch-size", "1", "--train-iters", "1", *words]
-    return parse_args(given, TEXT, VIDEO, world_size=1, device="cpu").config
+    return parse_args(given, VIDEO, world_size=1, device="cpu").config
 
 
 def test_adapters_of_a_streaming_run_lie_on_all_layers_of_its_blocks() -> None:
     assert streaming().lora.lora_rank is None
     lora = streaming("--lora-rank", "256", "--lora-alpha", "256").lora
-    assert lora.lora_target_modules == list(VIDEO_TARGETS) and lora.scale == 1
+    assert lora.lora_target_modules == list(ALL_TARGETS) and lora.scale == 1
     assert config("--lora-rank", "2").lora.lora_target_modules == list(TARGETS)
     one = streaming("--lora-rank", "2", "--lora-target-modules", "linear_kv").lora
     assert one.lora_target_modules == ["linear_kv"]
@@ -36,7 +38,8 @@ def test_adapters_of_a_streaming_run_lie_on_all_layers_of_its_blocks() -> None:
 
 def test_a_resolved_configuration_is_one_that_can_be_given() -> None:
     run = streaming("--lora-rank", "2")
-    assert RunConfig.from_dict(run.to_dict()).finalize(1, "cpu") == run
+    again = RunConfig.from_dict(run.to_dict(), VIDEO.sections)
+    assert finalize(again, STREAMING, 1, "cpu") == run
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,9 @@ def test_a_configuration_that_names_layers_without_a_rank_is_read() -> None:
     """As older checkpoints hold it."""
     stored = config().to_dict()
     stored["lora"]["lora_target_modules"] = list(TARGETS)
-    assert RunConfig.from_dict(stored).finalize(1, "cpu").lora.lora_rank is None
+    assert (
+        finalize(RunConfig.from_dict(stored, TEXT.sections), GPT, 1, "cpu").lora.lora_rank is None
+    )
 
 
 def test_alpha_over_rank() -> None:
@@ -74,7 +79,7 @@ def test_the_checkpoints_adapters_are_taken_with_its_shape() -> None:
     def read(*more: str) -> RunConfig:
         given = [*words, *more]
         return parse_args(
-            given, TEXT, TEXT, world_size=1, device="cpu", checkpoint_config=stored.to_dict()
+            given, TEXT, world_size=1, device="cpu", checkpoint_config=stored.to_dict()
         ).config
 
     assert read().lora == stored.lora

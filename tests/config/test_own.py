@@ -49,7 +49,7 @@ def test_own_flags_are_read_from_the_command_line() -> None:
 
 def test_own_flags_are_listed_in_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_args(["--help"], TEXT, TEXT.with_sections(CapFlags), world_size=1, device="cpu")
+        parse_args(["--help"], TEXT.with_sections(CapFlags), world_size=1, device="cpu")
     shown = capsys.readouterr().out
     assert "cap_flags:\n  --hidden-cap UNITS\n        bound of the hidden states\n" in shown
 
@@ -67,7 +67,6 @@ def test_own_flags_are_printed_and_read_from_a_file(
     file.write_text(printed)
     again = parse_args(
         ["--config", str(file), "--cap-kind", "soft"],
-        TEXT,
         TEXT.with_sections(CapFlags),
         world_size=1,
         device="cpu",

@@ -18,6 +18,8 @@ from megatron_ext.planning.checks import check_core
 from megatron_ext.text.config import DataConfig
 from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.preflight import preflight
+from megatron_ext.video.task import VIDEO
+from tests.combinations.options import every_flag
 
 TINY = shlex.split(
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
@@ -32,14 +34,14 @@ STREAMING = shlex.split(
     "--eval-iters 0"
 )
 PROGRAMS = {
-    "text": (TINY, {}),
-    "experts": ([*TINY, "--num-experts", "2", "--disable-bias-linear"], {}),
-    "sft": ([*(word for word in TINY if word != "--mock-data"), "--sft", "--data-path", "d"], {}),
-    "lora": ([*TINY, "--lora-rank", "2"], {}),
-    "flow": (FLOW, {"video": True}),
-    "streaming": (STREAMING, {"video": True}),
+    "text": (TINY, TEXT),
+    "experts": ([*TINY, "--num-experts", "2", "--disable-bias-linear"], TEXT),
+    "sft": ([*(word for word in TINY if word != "--mock-data"), "--sft", "--data-path", "d"], TEXT),
+    "lora": ([*TINY, "--lora-rank", "2"], TEXT),
+    "flow": (FLOW, VIDEO),
+    "streaming": (STREAMING, VIDEO),
 }
-NUMBERS = [flag for flag in all_flags() if flag.type in (int, float)]
+NUMBERS = [flag for flag in every_flag() if flag.type in (int, float)]
 OF_FLOW = "video mmdit flow conditions text_dropout codec text_encoder encode sample".split()
 PROGRAM_OF = {
     **dict.fromkeys(OF_FLOW, "flow"),
@@ -55,19 +57,19 @@ def test_each_numeric_flag_declares_its_range() -> None:
 
 
 def test_the_defaults_lie_in_their_ranges() -> None:
-    run = RunConfig()
-    for section in {flag.section for flag in NUMBERS}:
-        assert range_errors(getattr(run, section)) == {}
+    run = RunConfig.from_dict({}, (*TEXT.sections, *VIDEO.sections))
+    for section in run.by_name().values():
+        assert range_errors(section) == {}
 
 
 @pytest.mark.parametrize("flag", NUMBERS, ids=lambda flag: flag.shown)
 def test_any_word_ends_in_a_configuration_or_in_sentences(flag: Flag) -> None:
-    base, defaults = PROGRAMS[PROGRAM_OF.get(flag.section, "text")]
+    base, tasks = PROGRAMS[PROGRAM_OF.get(flag.section, "text")]
     number = flag.nargs if isinstance(flag.nargs, int) else 1
     for word in WORDS:
         argv = [*base, flag.positive[0], *[word] * number]
         try:
-            parse_args(argv, TEXT, TEXT, world_size=1, device="cpu", defaults=defaults)
+            parse_args(argv, tasks, world_size=1, device="cpu")
         except ConfigError:
             continue
         assert math.isfinite(float(word)), f"{flag.positive[0]} {word}"
@@ -78,9 +80,7 @@ def test_what_is_no_number_of_use_is_told_with_the_flag(flag: Flag) -> None:
     word = "nan" if flag.type is float else "1" + 20 * "0"
     number = flag.nargs if isinstance(flag.nargs, int) else 1
     with pytest.raises(ConfigError) as caught:
-        parse_args(
-            [*TINY, flag.positive[0], *[word] * number], TEXT, TEXT, world_size=1, device="cpu"
-        )
+        parse_args([*TINY, flag.positive[0], *[word] * number], TEXT, world_size=1, device="cpu")
     named = [text for text in caught.value.messages if text.startswith(f"`{flag.positive[0]}` (")]
     assert len(named) == 1 and "must be" in named[0]
 
@@ -106,7 +106,7 @@ def test_the_rule_that_a_number_breaks(bounds: Range, value: float, rule: str | 
 def test_a_number_out_of_range_does_not_hide_other_errors_nor_cause_them() -> None:
     argv = [*TINY, "--num-layers", "0", "--lr", "nan", "--bf16", "--fp16"]
     with pytest.raises(ConfigError) as caught:
-        parse_args(argv, TEXT, TEXT, world_size=1, device="cpu")
+        parse_args(argv, TEXT, world_size=1, device="cpu")
     assert caught.value.messages == (
         "`--num-layers` (0) must be at least 1; use 1.",
         "`--lr` (nan) must be a finite number, at least 0 and at most 1000; give another, or leave "
@@ -136,7 +136,7 @@ def test_an_entry_of_a_file_is_read_as_the_flag_would_be(
     file = tmp_path / "run.yaml"
     file.write_text(entry, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
-        parse_args(["--config", str(file), *TINY[6:]], TEXT, TEXT, world_size=1, device="cpu")
+        parse_args(["--config", str(file), *TINY[6:]], TEXT, world_size=1, device="cpu")
     assert any(sentence in text for text in caught.value.messages)
 
 
@@ -144,7 +144,7 @@ def test_numbers_that_yaml_takes_for_text_are_numbers(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("min_lr: 1e-4\nrampup_batch_size: [2, 2, 8]", encoding="utf-8")
     argv = [*TINY, "--config", str(file)]
-    config = parse_args(argv, TEXT, TEXT, world_size=1, device="cpu").config
+    config = parse_args(argv, TEXT, world_size=1, device="cpu").config
     assert config.optimizer.min_lr == 1e-4
     assert config.training.rampup_batch_size == [2, 2, 8]
 
@@ -174,19 +174,17 @@ LAYOUTS = (
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_any_two_flags_end_in_a_configuration_or_in_sentences(program: str) -> None:
-    base, defaults = PROGRAMS[program]
+    base, tasks = PROGRAMS[program]
     random = Random(f"{os.environ.get('PAIRS_SEED', 1)} {program}")
-    flags = [flag for flag in all_flags() if flag.field not in ("codec", "load", "save")]
+    flags = [flag for flag in all_flags(tasks) if flag.field not in ("codec", "load", "save")]
     accepted = 0
     for _ in range(int(os.environ.get("PAIRS", "1000"))):
         pair = [word for flag in random.sample(flags, 2) for word in _drawn(flag, random)]
         layout = random.choice(("", "", *LAYOUTS))
         argv, size = [*base, *layout.split(), *pair], 4 if layout else random.choice((1, 2))
         try:
-            config = parse_args(
-                argv, TEXT, TEXT, world_size=size, device="cpu", defaults=defaults
-            ).config
-            if config.section(DataConfig).mock_data:
+            config = parse_args(argv, tasks, world_size=size, device="cpu").config
+            if config.has(DataConfig) and config.section(DataConfig).mock_data:
                 config, _ = preflight(config, GPT.preflight)
             check_core(config)
         except (ConfigError, DataError, CheckpointError):

@@ -17,7 +17,7 @@ BASE = (
 
 
 def config_of(words: str) -> RunConfig:
-    return parse_args(f"{BASE} {words}".split(), TEXT, TEXT, world_size=0, device="cpu").config
+    return parse_args(f"{BASE} {words}".split(), TEXT, world_size=0, device="cpu").config
 
 
 def test_the_longest_conversation_follows_the_row() -> None:
@@ -70,10 +70,10 @@ def test_what_cannot_be_run_is_said(words: str, sentence: str) -> None:
 def test_epochs_need_conversations() -> None:
     words = BASE.replace("--train-iters 2", "--train-epochs 2").split()
     with pytest.raises(ConfigError, match="`--train-epochs` needs `--sft`; give `--train-iters`"):
-        parse_args(words, TEXT, TEXT, world_size=0, device="cpu")
-    parse_args([*words, "--sft"], TEXT, TEXT, world_size=0, device="cpu")
+        parse_args(words, TEXT, world_size=0, device="cpu")
+    parse_args([*words, "--sft"], TEXT, world_size=0, device="cpu")
     with pytest.raises(ConfigError, match=r"`--train-epochs` \(0\) must be at least 1."):
-        parse_args([*words, "--sft", "--train-epochs", "0"], TEXT, TEXT, world_size=0, device="cpu")
+        parse_args([*words, "--sft", "--train-epochs", "0"], TEXT, world_size=0, device="cpu")
 
 
 def test_the_dropout_of_padded_rows_can_be_numbered() -> None:

@@ -18,7 +18,7 @@ VIEWED = f"{TASK} --save out --sample-interval 5 --sample-texts cat dog "
 
 
 def parsed(words: str) -> RunConfig:
-    return parse_args(words.split(), VIDEO, VIDEO, world_size=1, device="cpu").config
+    return parse_args(words.split(), VIDEO, world_size=1, device="cpu").config
 
 
 def test_lengths_follow_the_training_unless_flags_say_otherwise() -> None:
@@ -69,9 +69,9 @@ def test_other_runs_refuse_the_flags_of_long_videos(flag: str, tmp_path: Path) -
     name = flag.split()[0]
     with pytest.raises(ConfigError, match=f"`{name}` has an effect only with `--task streaming`"):
         parse_args(
-            f"--video-data-path {tmp_path} {flag}".split(), VIDEO, VIDEO,
+            f"--video-data-path {tmp_path} {flag}".split(), VIDEO,
             world_size=1, device="cpu",
         )  # fmt: skip
     with pytest.raises(ConfigError, match=f"`{name}` has an effect only in pretrain_video.py"):
         words = [*TINY, *mock_data(), "--train-iters", "1", *flag.split()]
-        parse_args(words, VIDEO, VIDEO, world_size=1, device="cpu")
+        parse_args(words, VIDEO, world_size=1, device="cpu")

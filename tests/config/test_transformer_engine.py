@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from megatron_ext.config import run, te_versions, transformer_engine
+from megatron_ext.config import finalize
 from megatron_ext.config.parser import parse_args
+from megatron_ext.config.rules import transformer_engine
 from megatron_ext.config.rules.transformer_engine import (
     MINIMUM,
     NEEDS,
@@ -35,8 +36,8 @@ EXPERTS = "--num-experts 2 --disable-bias-linear "
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine as the rules see it."""
-    monkeypatch.setattr(run, "_has_transformer_engine", lambda device: device == "cuda")
-    monkeypatch.setattr(run, "found_version", lambda: "2.9.0")
+    monkeypatch.setattr(finalize, "_has_transformer_engine", lambda run: run.device == "cuda")
+    monkeypatch.setattr(finalize, "found_version", lambda: "2.9.0")
     monkeypatch.setattr(transformer_engine, "find_spec", lambda name: object())
     for name in (*SWITCHES, "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
         monkeypatch.delenv(name, raising=False)
@@ -44,7 +45,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def configured(words: str, *, world_size: int = 0) -> RunConfig:
     ranks = world_size or (2 if "size 2" in words else 1)
-    return parse_args((TINY + words).split(), TEXT, TEXT, world_size=ranks, device="cuda").config
+    return parse_args((TINY + words).split(), TEXT, world_size=ranks, device="cuda").config
 
 
 GOOD = [
@@ -277,7 +278,7 @@ def test_a_version_too_old_for_the_layers_is_said_once() -> None:
 
 
 def test_the_version_is_checked_with_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "found_version", lambda: "2.3.0")
+    monkeypatch.setattr(finalize, "found_version", lambda: "2.3.0")
     with pytest.raises(ConfigError, match=r"needs Transformer Engine 2\.4\.0 or newer"):
         configured(TE)
     configured("--transformer-impl torch")
@@ -286,8 +287,8 @@ def test_the_version_is_checked_with_the_flags(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_version_of_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te_versions, "DISTRIBUTION", "no-such-package-is-installed")
-    assert te_versions.found_version() is None
+    monkeypatch.setattr(transformer_engine, "DISTRIBUTION", "no-such-package-is-installed")
+    assert transformer_engine.found_version() is None
 
 
 def test_needs_are_in_the_order_of_their_versions() -> None:

@@ -115,9 +115,7 @@ def test_settings_in_yaml_make_no_objects(tmp_path: Path, marker: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(f"seed: !!python/object/apply:builtins.open ['{marker}', 'w']\n")
     with pytest.raises(ConfigError, match=r"`--config` \(.*\) cannot be read"):
-        parse_args(
-            [*TINY, *mock_data(), "--config", str(path)], TEXT, TEXT, world_size=1, device="cpu"
-        )
+        parse_args([*TINY, *mock_data(), "--config", str(path)], TEXT, world_size=1, device="cpu")
     assert not marker.exists()
 
 

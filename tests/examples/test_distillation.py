@@ -69,7 +69,7 @@ def test_fine_tuning_does_not_depend_on_the_layout(tmp_path: Path) -> None:
     flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--train-iters", "3"]
     flags += ["--tokenizer-model", str(tiny.save(tmp_path / "tokenizer"))]
     flags += ["--make-vocab-size-divisible-by", "192", "--eval-iters", "0"]
-    config = parse_args(flags, TEXT, TEXT, world_size=1, device="cpu").config
+    config = parse_args(flags, TEXT, world_size=1, device="cpu").config
     train = build_splits(config, build_tokenizer(config.section(TokenizerConfig))).train
     assert isinstance(train, SftDataset)
     teacher = cache(tmp_path / "teacher", train.lengths.tolist(), 300)

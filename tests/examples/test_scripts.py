@@ -79,7 +79,7 @@ def test_full_size_commands_have_no_errors_on_gpus(
     first = next(i for i, word in enumerate(words) if word.endswith((".py", "pretrain_gpt.py")))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = parse_args(
-        words[first + 1 :], TEXT, TEXT, world_size=FULL_SIZE[script], device="cuda"
+        words[first + 1 :], TEXT, world_size=FULL_SIZE[script], device="cuda"
     ).config
     assert config.checkpoint.save == "out"
     assert config.parallel.world_size == FULL_SIZE[script]
@@ -124,7 +124,7 @@ def test_a_job_is_queued_only_after_its_plan(
     assert calls(tmp_path, "sbatch") == ([[str(script), *words]] if queued else [])
     (planned,) = calls(tmp_path, "python")
     assert planned[0] == "pretrain_gpt.py"
-    config = parse_args(planned[1:], TEXT, TEXT, world_size=0, device="cpu").config
+    config = parse_args(planned[1:], TEXT, world_size=0, device="cpu").config
     assert config.planning.dry_run
     assert (config.planning.dry_run_nodes, config.planning.dry_run_gpu) == (4, "H200")
     assert config.parallel.world_size == 32

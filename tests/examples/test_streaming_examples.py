@@ -121,7 +121,7 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     commands = calls(tmp_path, "python")
     assert [c[:3] for c in commands] == [["pretrain_video.py", "--nproc-per-node", "8"]] * 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    return [parse_args(c[1:], VIDEO, VIDEO, world_size=8, device="cuda").config for c in commands]
+    return [parse_args(c[1:], VIDEO, world_size=8, device="cuda").config for c in commands]
 
 
 def test_the_published_recipe_on_one_node(stages: list[RunConfig]) -> None:

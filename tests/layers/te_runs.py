@@ -75,7 +75,7 @@ def train(name: str, folder: Path, more: str = "") -> dict[str, Any]:
         return train(name, folder, f"--load {folder}")
     record.CALLS.clear()
     os.environ["MEGATRON_EXT_INIT_METHOD"] = f"file://{folder}/rendezvous"
-    parsed = parse_args(flags_of(name, folder, more), TEXT, TEXT, world_size=1, device="cuda")
+    parsed = parse_args(flags_of(name, folder, more), TEXT, world_size=1, device="cuda")
     task = parsed.task
     config, tokenizer = preflight(parsed.config, task.preflight)
     seen: dict[str, Any] = {}
@@ -110,7 +110,7 @@ def set_up_buffers() -> dict[str, Any]:
         "--tp-comm-bootstrap-backend gloo --train-iters 1 --deterministic-mode"
     )
     flags = [*TINY, *mock_data(), *words.split()]
-    prepare_transformer_engine(parse_args(flags, TEXT, TEXT, world_size=2, device="cuda").config)
+    prepare_transformer_engine(parse_args(flags, TEXT, world_size=2, device="cuda").config)
     names = ("NVTE_APPLY_QK_LAYER_SCALING", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
     return {"calls": record.CALLS[:], "environment": [os.environ.pop(name) for name in names]}
 

@@ -57,7 +57,7 @@ def gradients(task: Any, words: str, ranks: int, folder: Path) -> dict[str, Tens
     flags = [*flags, "--nproc-per-node", str(ranks)]
     device = select()
     config, tokenizer = preflight(
-        parse_args(flags, TEXT, TEXT, world_size=0, device=device.kind).config, GPT.preflight
+        parse_args(flags, TEXT, world_size=0, device=device.kind).config, GPT.preflight
     )
 
     def prepare(run: Run) -> None:

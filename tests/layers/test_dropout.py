@@ -111,7 +111,7 @@ def test_evaluation_and_the_generators_are_left_alone(context: ParallelContext) 
 def test_transformer_engines_layers_are_refused() -> None:
     words = "--train-iters 1 --deterministic-dropout --transformer-impl transformer_engine".split()
     with pytest.raises(ConfigError, match="`--deterministic-dropout` needs our own layers"):
-        parse_args([*TINY, *mock_data(), *words], TEXT, TEXT, world_size=1, device="cuda")
+        parse_args([*TINY, *mock_data(), *words], TEXT, world_size=1, device="cuda")
 
 
 @pytest.mark.parametrize("fused", [False, True])

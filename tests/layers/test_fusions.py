@@ -31,17 +31,15 @@ WORDS = (
     ],
 )
 def test_each_flag_leaves_out_its_part(words: str, without: str) -> None:
-    config = parse_args([*WORDS, *words.split()], TEXT, TEXT, world_size=1, device="cpu").config
+    config = parse_args([*WORDS, *words.split()], TEXT, world_size=1, device="cpu").config
     fusions = asdict(build_transformer_config(config).fusions)
     assert [name for name, wanted in fusions.items() if not wanted] == without.split()
 
 
 @pytest.mark.parametrize("word", ["--no-compile", "--disable-jit-fuser"])
 def test_one_flag_switches_compilation_off(word: str) -> None:
-    assert parse_args(WORDS, TEXT, TEXT, world_size=1, device="cuda").config.model.compile
-    assert not parse_args(
-        [*WORDS, word], TEXT, TEXT, world_size=1, device="cuda"
-    ).config.model.compile
+    assert parse_args(WORDS, TEXT, world_size=1, device="cuda").config.model.compile
+    assert not parse_args([*WORDS, word], TEXT, world_size=1, device="cuda").config.model.compile
 
 
 @pytest.mark.parametrize(

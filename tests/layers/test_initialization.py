@@ -68,7 +68,7 @@ def config_of(words: str, num_ranks: int) -> tuple[RunConfig, int]:
     if "--tie" in words:
         flags.remove("--untie-embeddings-and-output-weights")
         words = words.replace("--tie", "")
-    parsed = parse_args([*flags, *words.split()], TEXT, TEXT, world_size=0, device="cpu")
+    parsed = parse_args([*flags, *words.split()], TEXT, world_size=0, device="cpu")
     config, tokenizer = preflight(parsed.config, GPT.preflight)
     return config, tokenizer.vocab_size
 

@@ -52,9 +52,7 @@ RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute
 
 def config_of(*more: str, num_ranks: int = 1) -> RunConfig:
     flags = [*MODEL, *mock_data(), *more, "--train-iters", "1", "--nproc-per-node", str(num_ranks)]
-    return preflight(
-        parse_args(flags, TEXT, TEXT, world_size=0, device="cpu").config, GPT.preflight
-    )[0]
+    return preflight(parse_args(flags, TEXT, world_size=0, device="cpu").config, GPT.preflight)[0]
 
 
 def run_layout(name: str, folder: Path, *more: str) -> Recording:

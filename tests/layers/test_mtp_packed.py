@@ -178,9 +178,7 @@ def second_document_losses(chunk: torch.nn.Module, tokens: Tensor) -> list[list[
 @ranks()
 def test_a_document_knows_nothing_of_the_one_before(context: ParallelContext) -> None:
     flags = [*TINY, *mock_data(), "--padded-vocab-size", "2048", "--mtp-num-layers", "2"]
-    config = parse_args(
-        [*flags, "--train-iters", "1"], TEXT, TEXT, world_size=1, device="cpu"
-    ).config
+    config = parse_args([*flags, "--train-iters", "1"], TEXT, world_size=1, device="cpu").config
     (chunk,) = build_chunks(GPT.model_chunk, config, build_transformer_config(config), context)
     tokens = torch.randint(100, 2000, (1, 33), generator=torch.Generator().manual_seed(3))
     tokens[0, 12] = EOD

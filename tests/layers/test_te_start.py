@@ -106,7 +106,7 @@ def test_buffers_of_overlapped_communication(
     layout = "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"
     overlap = f"--tp-comm-overlap --tp-comm-overlap-cfg {path} --tp-comm-bootstrap-backend gloo"
     flags = f"{TINY} --transformer-impl transformer_engine {layout} {overlap} {words}"
-    config = parse_args(flags.split(), TEXT, TEXT, world_size=4, device="cuda").config
+    config = parse_args(flags.split(), TEXT, world_size=4, device="cuda").config
     assert buffer_arguments(config, MODES) == {
         "shape": [2 * 64 // 2, 64],
         "tp_size": 2,

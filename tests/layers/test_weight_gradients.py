@@ -118,5 +118,5 @@ def test_with_gradients_put_off(context: ParallelContext) -> None:
 )
 def test_the_flag_decides_on_a_gpu(device: str, words: list[str], expected: bool) -> None:
     flags = [*FLAGS, "--transformer-impl", "torch", *words]
-    config = parse_args(flags, TEXT, TEXT, world_size=1, device=device).config
+    config = parse_args(flags, TEXT, world_size=1, device=device).config
     assert build_transformer_config(config).adds_in_place == expected

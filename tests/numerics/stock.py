@@ -19,10 +19,8 @@ from megatron_ext.layers.specs import layer_spec, mtp_block_spec
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.losses.contract import LossFunction, StepCounts, weighted_token_loss
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.data.gpt import build_gpt_datasets
 from megatron_ext.text.model.gpt import build_gpt_chunk
-from megatron_ext.text.task import TEXT
-from megatron_ext.train.task import Task
+from megatron_ext.text.task import GPT, TEXT
 from tests.layers import plain
 
 LENGTH, SEQUENCES, VOCABULARY = 32, 4, 96
@@ -39,7 +37,7 @@ SMALL = (
 
 
 def gpt_config(*more: str, world_size: int = 1) -> RunConfig:
-    return parse_args([*SMALL, *more], TEXT, TEXT, world_size=world_size, device="cpu").config
+    return parse_args([*SMALL, *more], TEXT, world_size=world_size, device="cpu").config
 
 
 def stock_chunk(
@@ -85,7 +83,7 @@ def stock_forward_step(
     return output, partial(weighted_token_loss, weights=batch.loss_weights)
 
 
-STOCK = Task(build_gpt_datasets, stock_chunk, stock_forward_step)
+STOCK = GPT.replace(model_chunk=stock_chunk, forward_step=stock_forward_step)
 
 
 def gpt_chunk(run: RunConfig, context: ParallelContext, build: ModelChunk = build_gpt_chunk) -> Any:

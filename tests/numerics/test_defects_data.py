@@ -54,7 +54,7 @@ def write(prefix: Path, documents: int, *, vocabulary: int = 90, largest: int = 
 def run_config(*words: str, vocabulary: int = 90) -> RunConfig:
     flags = " ".join(TINY).replace("--seq-length 64", f"--seq-length {SEQUENCE}").split()
     flags += f"--train-iters 1 --tokenizer-type NullTokenizer --vocab-size {vocabulary}".split()
-    return parse_args([*flags, *words], TEXT, TEXT, world_size=1, device="cpu").config
+    return parse_args([*flags, *words], TEXT, world_size=1, device="cpu").config
 
 
 def core_config(run: RunConfig, **changes: Any) -> GPTDatasetConfig:

@@ -175,7 +175,7 @@ def test_d22_the_fused_loss_without_bf16_is_refused(precision: str) -> None:
     """The fused loss would round the gradient of every logit to eight bits."""
     words = f"--train-iters 1 --cross-entropy-loss-fusion {precision}".split()
     with pytest.raises(ConfigError, match="`--cross-entropy-loss-fusion`.*`--bf16`"):
-        parse_args([*TINY, *mock_data(), *words], TEXT, TEXT, world_size=1, device="cuda")
+        parse_args([*TINY, *mock_data(), *words], TEXT, world_size=1, device="cuda")
 
 
 def test_d22_a_cpu_run_has_the_exact_loss() -> None:
@@ -246,6 +246,4 @@ def test_d24_ours_is_the_same_on_two_ranks(capfd: pytest.CaptureFixture[str]) ->
 def test_d24_whole_logits_are_not_smoothed() -> None:
     words = [*TINY, *mock_data(), "--train-iters", "1", "--label-smoothing", "0.1"]
     with pytest.raises(ConfigError, match="`--label-smoothing` needs `--cross-entropy-impl chun"):
-        parse_args(
-            [*words, "--cross-entropy-impl", "eager"], TEXT, TEXT, world_size=1, device="cpu"
-        )
+        parse_args([*words, "--cross-entropy-impl", "eager"], TEXT, world_size=1, device="cpu")

@@ -131,7 +131,7 @@ def test_d15_d16_no_run_has_either_configuration(stages: int, chunks: str, core:
     words = f"{STAGES} {stages} {chunks} --pipeline-schedule {schedule} --train-iters 1"
     words += " --num-layers 8"
     parsed = parse_args(
-        [*TINY, *mock_data(), *words.split()], TEXT, TEXT, world_size=stages, device="cpu"
+        [*TINY, *mock_data(), *words.split()], TEXT, world_size=stages, device="cpu"
     )
     made = build_transformer_config(parsed.config)
     assert not (made.overlap_p2p_comm and made.deallocate_pipeline_outputs)
@@ -175,4 +175,4 @@ def test_d20_stock_takes_a_flag_for_the_size_of_the_hybrid_context_group(
 def test_d20_hybrid_context_parallelism_is_refused() -> None:
     words = [*TINY, *mock_data(), "--train-iters", "1", "--hybrid-context-parallel"]
     with pytest.raises(ConfigError, match="`--hybrid-context-parallel`.*not supported"):
-        parse_args(words, TEXT, TEXT, world_size=1, device="cpu")
+        parse_args(words, TEXT, world_size=1, device="cpu")

@@ -49,7 +49,7 @@ def train_masked(
     flags = [*flags, "--nproc-per-node", str(named.ranks)]
     device = select()
     config, tokenizer = preflight(
-        parse_args(flags, TEXT, TEXT, world_size=0, device=device.kind).config, GPT.preflight
+        parse_args(flags, TEXT, world_size=0, device=device.kind).config, GPT.preflight
     )
 
     def prepare(run: Run) -> None:

@@ -18,7 +18,7 @@ PEAK, FLOOR, WARMUP, STEPS = 1e-3, 1e-4, 2, 12
 
 def _config(*more: str) -> Any:
     flags = [*TINY, *mock_data(), "--train-iters", str(STEPS), *more]
-    return parse_args(flags, TEXT, TEXT, world_size=1, device="cpu").config
+    return parse_args(flags, TEXT, world_size=1, device="cpu").config
 
 
 def _rates(*more: str) -> list[float]:
@@ -80,7 +80,7 @@ def test_lengths_by_samples_and_by_fraction() -> None:
     words = " ".join(TINY).replace("--lr-warmup-iters 2", "").replace("--lr-decay-iters 12", "")
     more = "--train-samples 480 --lr-decay-samples 320 --lr-warmup-fraction 0.1".split()
     config = parse_args(
-        [*words.split(), *mock_data(), *more], TEXT, TEXT, world_size=1, device="cpu"
+        [*words.split(), *mock_data(), *more], TEXT, world_size=1, device="cpu"
     ).config
     lengths = schedule_lengths(config.optimizer, config.training)
     assert (lengths.decay, lengths.warmup, lengths.weight_decay_increment) == (320, 32.0, 480)

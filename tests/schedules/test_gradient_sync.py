@@ -28,9 +28,7 @@ FLAGS = [*TINY, *mock_data(), *"--train-iters 4 --eod-mask-loss --global-batch-s
 def _run(context: ParallelContext, words: str, *, overlap: bool) -> Run:
     """Build a run on a CPU with the communication of a GPU, which gloo can do as well."""
     flags = [*FLAGS, *words.split()]
-    config = parse_args(
-        flags, TEXT, TEXT, world_size=context.layout.world_size, device="cpu"
-    ).config
+    config = parse_args(flags, TEXT, world_size=context.layout.world_size, device="cpu").config
     config, tokenizer = preflight(config, GPT.preflight)
     config = _overlapping(config, overlap)
     seed_everything(context, config.training.seed)

@@ -191,13 +191,11 @@ def with_own(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def test_arguments_of_argparse_are_flags() -> None:
     kind = section_of(with_own)
     words = "--width 3 --lrs 1 2 --kind b --fast-path --disable-cap".split()
-    config = parse_args(
-        [*RUN, *words], TEXT, TEXT.with_sections(kind), world_size=1, device="cpu"
-    ).config
+    config = parse_args([*RUN, *words], TEXT.with_sections(kind), world_size=1, device="cpu").config
     found = {"width": 3, "rates": [1.0, 2.0], "kind": "b", "fast_path": True, "cap": False}
     assert dataclasses.asdict(config.section(kind)) == found
     with pytest.raises(ConfigError, match=r"`--width` is required; give it\."):
-        parse_args(RUN, TEXT, TEXT.with_sections(kind), world_size=1, device="cpu")
+        parse_args(RUN, TEXT.with_sections(kind), world_size=1, device="cpu")
 
 
 @pytest.mark.parametrize(

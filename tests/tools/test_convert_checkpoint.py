@@ -45,7 +45,7 @@ def test_there_and_back(tmp_path: Path) -> None:
     words = shlex.split(done.stdout.splitlines()[-1])
     assert words[:2] == ["--pretrained-checkpoint", str(root)]
     words += "--micro-batch-size 1 --train-iters 1 --lr 1".split()
-    model = parse_args(words, TEXT, TEXT, world_size=1, device="cpu").config.model
+    model = parse_args(words, TEXT, world_size=1, device="cpu").config.model
     assert (model.seq_length, model.padded_vocab_size) == (32, 384)
     export = ["export", "--load", root, "--hf", back]
     assert in_fork(tmp_path / "1", *export, "--dtype", "bfloat16") == (0, f"{root} -> {back}\n", "")

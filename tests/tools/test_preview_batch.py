@@ -232,7 +232,7 @@ def trained(words: Sequence[str], ranks: int, folder: Path) -> dict[int, list[li
     """Return the steps of a run by data-parallel rank, as its last stage gets them."""
     device = select()
     config, made = preflight(
-        (parsed := parse_args(words, TEXT, TEXT, world_size=ranks, device=device.kind).config),
+        (parsed := parse_args(words, TEXT, world_size=ranks, device=device.kind).config),
         TEXT(parsed).preflight,
     )
 
@@ -254,7 +254,7 @@ def trained(words: Sequence[str], ranks: int, folder: Path) -> dict[int, list[li
 
 def previewed(words: Sequence[str], ranks: int, folder: Path, first: int, count: int) -> list[Step]:
     def draw() -> None:
-        parsed = parse_args(words, TEXT, TEXT, world_size=ranks, device=select().kind).config
+        parsed = parse_args(words, TEXT, world_size=ranks, device=select().kind).config
         task = TEXT(parsed)
         config, made = preflight(parsed, task.preflight)
         torch.save(collect(config, task, made, first=first, count=count), folder / "steps")

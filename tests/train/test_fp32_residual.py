@@ -76,7 +76,7 @@ def test_sequence_parallel_ranks_keep_the_stream(tmp_path: Path) -> None:
 def test_transformer_engines_layers_are_refused() -> None:
     words = "--bf16 --transformer-impl transformer_engine".split()
     with pytest.raises(ConfigError) as caught:
-        parse_args([*FLAGS, *words], TEXT, TEXT, world_size=1, device="cuda")
+        parse_args([*FLAGS, *words], TEXT, world_size=1, device="cuda")
     assert any(
         "`--fp32-residual-connection` needs our torch layers" in message
         for message in caught.value.messages

@@ -59,7 +59,7 @@ def test_transformer_engines_mlp_with_biases_is_refused() -> None:
     """The recomputed part would return its biases, which are parameters."""
     words = f"{SELECTIVE} mlp --transformer-impl transformer_engine".split()
     with pytest.raises(ConfigError) as caught:
-        parse_args([*BASE, *words], TEXT, TEXT, world_size=1, device="cuda")
+        parse_args([*BASE, *words], TEXT, world_size=1, device="cuda")
     assert any(
         "`--recompute-modules` (mlp) with Transformer Engine's layers needs an MLP without biases"
         in message

@@ -51,7 +51,7 @@ def test_the_time_limit_saves_and_ends_well(tmp_path: Path) -> None:
 def test_a_gpu_is_told_a_step_later_on_all_ranks_alike(context: ParallelContext) -> None:
     flags = [*TINY, *mock_data(), "--train-iters", "5", "--exit-signal-handler"]
     requests = StopRequests(
-        parse_args(flags, TEXT, TEXT, world_size=2, device="cpu").config.training, time.time()
+        parse_args(flags, TEXT, world_size=2, device="cpu").config.training, time.time()
     )
     device = torch.device("cpu")
     assert requests.check(device, late=True) is None

@@ -48,7 +48,7 @@ def compare(words: list[str], fits: Callable[[float], bool]) -> None:
     device = select()
     words = [*FLAGS, *words, "--nproc-per-node", "1"]
     config, tokenizer = preflight(
-        parse_args(words, TEXT, TEXT, world_size=0, device=device.kind).config, GPT.preflight
+        parse_args(words, TEXT, world_size=0, device=device.kind).config, GPT.preflight
     )
 
     def prepare(run: Run) -> None:

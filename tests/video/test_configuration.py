@@ -42,7 +42,7 @@ def test_a_printed_configuration_gives_itself_back(
     assert capfd.readouterr().out == printed
     # The command line still wins, and what would be ignored is still refused.
     changed = [*again[:2], "--lr", "7e-5"]
-    config = parse_args(changed, VIDEO, VIDEO, world_size=0, device="cpu").config
+    config = parse_args(changed, VIDEO, world_size=0, device="cpu").config
     assert config.optimizer.lr == 7e-5
     assert main(FLOW, [*again, "--num-layers", "77"]) == 2
     assert "`--num-layers` has no effect on a video model" in capfd.readouterr().err

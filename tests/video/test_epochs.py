@@ -67,7 +67,7 @@ def test_the_epoch_is_in_the_line(
 
 def _parsed(words: str, device: str = "cpu"):  # type: ignore[no-untyped-def]
     flags = ["--micro-batch-size", "2", "--video-data-path", "x", *words.split()]
-    return parse_args(flags, VIDEO, VIDEO, world_size=1, device=device)
+    return parse_args(flags, VIDEO, world_size=1, device=device)
 
 
 def test_the_usual_warm_up_is_shortened_and_said_in_short_runs() -> None:

@@ -151,5 +151,5 @@ def test_an_mmdit_is_near_bf16(clips: Path, ranks: int, layout: str, tmp_path: P
 def test_what_a_video_run_cannot_have(words: str, sentence: str) -> None:
     flags = f"--video-data-path x --train-iters 1 --micro-batch-size 1 {words}".split()
     with pytest.raises(ConfigError) as caught:
-        parse_args(flags, VIDEO, VIDEO, world_size=1, device="cpu")
+        parse_args(flags, VIDEO, world_size=1, device="cpu")
     assert sentence in str(caught.value)

@@ -70,7 +70,7 @@ def test_streaming_is_given_its_embeddings(umt5: Path, tmp_path: Path) -> None:
 def test_the_mmdit_refuses_captions_without_pooled_vectors(data: Path, umt5: Path) -> None:
     def configured(*words: str) -> Any:
         flags = [*clips.FLAGS, "--video-data-path", str(data), *words]
-        return parse_args(flags, VIDEO, VIDEO, world_size=1, device="cpu").config
+        return parse_args(flags, VIDEO, world_size=1, device="cpu").config
 
     with pytest.raises(ConfigError, match=r"\(\S+/clips\) holds captions without pooled vectors,"):
         preflight(configured(), FLOW.preflight)

@@ -29,7 +29,7 @@ ON_A_CPU: dict[str, Any] = {"num_layers": None, "on_gpu": False, "varies": False
 
 def config_of(flags: str) -> RunConfig:
     words = [*TINY, *mock_data(), *"--bf16 --ffn-hidden-size 192 --train-iters 1".split()]
-    parsed = parse_args([*words, *flags.split()], TEXT, TEXT, world_size=1, device="cpu").config
+    parsed = parse_args([*words, *flags.split()], TEXT, world_size=1, device="cpu").config
     model = dataclasses.replace(parsed.model, padded_vocab_size=2048)
     return dataclasses.replace(parsed, model=model)
 

@@ -112,7 +112,7 @@ def run_config(context: Any, words: list[str], stored: dict[str, Any] | None = N
     flags = [str(word) for pair in sizes.items() for word in pair]
     words = [*words, *flags, *"--micro-batch-size 1 --skip-train".split()]
     return parse_args(
-        words, TEXT, TEXT, world_size=layout.world_size, device="cpu", checkpoint_config=stored
+        words, TEXT, world_size=layout.world_size, device="cpu", checkpoint_config=stored
     ).config
 
 

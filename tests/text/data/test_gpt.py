@@ -40,7 +40,7 @@ def _write(prefix: str, documents: int, start: int = 0) -> None:
 def _config(*more: str) -> Any:
     words = " ".join(TINY).replace("--seq-length 64", f"--seq-length {SEQUENCE}").split()
     null = "--train-iters 1 --tokenizer-type NullTokenizer --vocab-size 90".split()
-    return parse_args([*words, *null, *more], TEXT, TEXT, world_size=1, device="cpu").config
+    return parse_args([*words, *null, *more], TEXT, world_size=1, device="cpu").config
 
 
 def _dataset(prefix: str, cache: Path, samples: int | None = None) -> KeyedGPTDataset:

@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(folder: Path, *words: str) -> RunConfig:
     tokenizer = ["--tokenizer-model", str(folder / "tokenizer")]
-    return parse_args([*BASE, *tokenizer, *words], TEXT, TEXT, world_size=0, device="cpu").config
+    return parse_args([*BASE, *tokenizer, *words], TEXT, world_size=0, device="cpu").config
 
 
 def splits(folder: Path, *words: str) -> Datasets:
@@ -133,7 +133,7 @@ def test_a_preprocessed_prefix_and_its_file_are_the_same(folder: Path, train: Sf
 def test_the_cost_is_that_of_the_model(folder: Path) -> None:
     """h 8, n 2, d 4, f 20 gated, 2 layers, v 258: 2 (4 * 64 + 3 * 160) + 8 v, and 2 * 2 * 4."""
     config = config_of(folder, "--data-path", "f", "--make-vocab-size-divisible-by", "1")
-    from megatron_ext.train.preflight import with_padded_vocabulary
+    from megatron_ext.text.preflight import with_padded_vocabulary
 
     model = cost_model(with_padded_vocabulary(config, 258).model, config.moe)
     linear, quadratic = 2 * (4 * 64 + 3 * 160) + 8 * 258, 2 * 2 * 4

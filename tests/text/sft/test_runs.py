@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError
 from megatron_ext.text.config import TokenizerConfig
-from megatron_ext.text.sft.dataset import SftDataset, build_splits, prepare_sft
+from megatron_ext.text.preflight import prepare_sft
+from megatron_ext.text.sft.dataset import SftDataset, build_splits
 from megatron_ext.text.task import TEXT
 from megatron_ext.text.tokenizers import build_tokenizer
 from megatron_ext.train.preflight import preflight
@@ -145,7 +146,7 @@ def test_truncation_keeps_exact_slices(kind: str, side: str, data: list[str]) ->
 
 
 def _splits(words: list[str]) -> SftDataset:
-    config = parse_args(words, TEXT, TEXT, world_size=0, device="cpu").config
+    config = parse_args(words, TEXT, world_size=0, device="cpu").config
     train = build_splits(config, build_tokenizer(config.section(TokenizerConfig))).train
     assert isinstance(train, SftDataset)
     return train
@@ -222,14 +223,12 @@ def test_another_batch_size_does_not_go_on_in_an_epoch(
 
 def test_epochs_become_steps_and_validation_is_whole(data: list[str]) -> None:
     words = [*MODEL, *data, *"--global-batch-size 5 --sft-batching padded".split()]
-    config = parse_args(
-        [*words, "--train-epochs", "2"], TEXT, TEXT, world_size=0, device="cpu"
-    ).config
+    config = parse_args([*words, "--train-epochs", "2"], TEXT, world_size=0, device="cpu").config
     config, tokenizer = preflight(config, prepare_sft)
     assert (config.training.train_iters, config.training.train_epochs) == (6, None)
     assert config.training.full_validation
     off = parse_args(
-        [*words, "--train-iters", "2", "--eval-iters", "0"], TEXT, TEXT, world_size=0, device="cpu"
+        [*words, "--train-iters", "2", "--eval-iters", "0"], TEXT, world_size=0, device="cpu"
     ).config
     assert not preflight(off, prepare_sft)[0].training.full_validation
     assert build_splits(config, tokenizer).test is None
@@ -266,9 +265,7 @@ def test_validation_does_not_depend_on_the_layout(data: list[str], tmp_path: Pat
 )
 def test_paths_that_cannot_be_used(words: str, sentence: str, data: list[str]) -> None:
     flags = [*MODEL, *data[: data.index("--train-data-path")], *words.split()]
-    config = parse_args(
-        [*flags, "--train-iters", "1"], TEXT, TEXT, world_size=0, device="cpu"
-    ).config
+    config = parse_args([*flags, "--train-iters", "1"], TEXT, world_size=0, device="cpu").config
     with pytest.raises(MegatronExtError) as caught:
         preflight(config, prepare_sft)
     assert sentence in str(caught.value)
@@ -277,9 +274,7 @@ def test_paths_that_cannot_be_used(words: str, sentence: str, data: list[str]) -
 def test_an_empty_train_split_is_an_error(data: list[str]) -> None:
     at = data.index("--train-data-path")
     words = [*MODEL, *data[:at], "--data-path", data[at + 1], "--split", "0,1,0"]
-    config = parse_args(
-        [*words, "--train-iters", "1"], TEXT, TEXT, world_size=0, device="cpu"
-    ).config
+    config = parse_args([*words, "--train-iters", "1"], TEXT, world_size=0, device="cpu").config
     with pytest.raises(DataError, match=r"train split is empty under `--split` \(0,1,0\); give it"):
         preflight(config, prepare_sft)
 
@@ -288,7 +283,7 @@ def test_a_tokenizer_of_another_type_is_refused(data: list[str]) -> None:
     at = data.index("--train-data-path")
     null = ["--sft", "--tokenizer-type", "NullTokenizer", "--vocab-size", "99", *data[at:]]
     config = parse_args(
-        [*MODEL, *null, "--train-iters", "1"], TEXT, TEXT, world_size=0, device="cpu"
+        [*MODEL, *null, "--train-iters", "1"], TEXT, world_size=0, device="cpu"
     ).config
     with pytest.raises(ConfigError, match=r"`--tokenizer-type` \(NullTokenizer\) has no chat"):
         preflight(config, prepare_sft)

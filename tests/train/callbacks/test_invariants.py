@@ -50,7 +50,7 @@ def message_of(words: str, ranks: int, change: Change, folder: Path) -> str:
         flags = [f for f in flags if f not in ("--tie", "--untie-embeddings-and-output-weights")]
     device = select()
     config, tokenizer = preflight(
-        parse_args(flags, TEXT, TEXT, world_size=0, device=device.kind).config, GPT.preflight
+        parse_args(flags, TEXT, world_size=0, device=device.kind).config, GPT.preflight
     )
 
     def prepare(run: Run) -> None:
@@ -143,7 +143,7 @@ def test_a_stale_gradient_is_found(tmp_path: Path) -> None:
     flags = [*TINY, *mock_data(), "--train-iters", "1"]
     device = select()
     config, tokenizer = preflight(
-        parse_args(flags, TEXT, TEXT, world_size=0, device=device.kind).config, GPT.preflight
+        parse_args(flags, TEXT, world_size=0, device=device.kind).config, GPT.preflight
     )
 
     def prepare(run: Run) -> None:

@@ -298,8 +298,6 @@ def test_flops_of_a_llama_layer_by_hand() -> None:
         [*TINY, *mock_data(), "--train-iters", "1", "--padded-vocab-size", "2048"],
         TEXT,
         TEXT,
-        TEXT,
-        TEXT,
         world_size=1,
         device="cpu",
     ).config

@@ -64,7 +64,7 @@ def test_parameters_of_video_dits_in_any_layout(name: str) -> None:
 def _mmdit(words: str, world: int = 8, size: str = "11b") -> RunConfig:
     """Of a named size, with the widths of Open-Sora's data."""
     flags = [*COMMON.split(), "--video-data-path", "x", "--mmdit-size", size, *words.split()]
-    config = parse_args(flags, TEXT, VIDEO, world_size=world, device="cuda").config
+    config = parse_args(flags, VIDEO, world_size=world, device="cuda").config
     mmdit = dataclasses.replace(config.section(MMDiTConfig), cond_embed=True)
     return dataclasses.replace(config, mmdit=mmdit)
 

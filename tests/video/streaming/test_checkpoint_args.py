@@ -33,7 +33,7 @@ NETWORKS = "generator_size critic_size teacher_size latent_channels frame_block 
 def parsed(words: str, stored: dict[str, Any] | None = None) -> RunConfig:
     flags = "--task streaming --prompts-path p --micro-batch-size 1 --global-batch-size 1"
     return parse_args(
-        f"{flags} --train-iters 1 {words}".split(), VIDEO, VIDEO, world_size=1, device="cpu",
+        f"{flags} --train-iters 1 {words}".split(), VIDEO, world_size=1, device="cpu",
         checkpoint_config=stored,
     ).config  # fmt: skip
 
@@ -95,9 +95,7 @@ FLOW = "--video-data-path v --micro-batch-size 1 --train-iters 1001 --video-mode
 def flow(words: str, stored: dict[str, Any] | None = None) -> RunConfig:
     """The configuration of a flow-matching run."""
     flags = f"{FLOW} {words}".split()
-    return parse_args(
-        flags, VIDEO, VIDEO, world_size=1, device="cpu", checkpoint_config=stored
-    ).config
+    return parse_args(flags, VIDEO, world_size=1, device="cpu", checkpoint_config=stored).config
 
 
 WINDOW = "--frame-block 2 --window-frames 8 --sink-frames 2"

@@ -209,7 +209,7 @@ def configuration(context: ParallelContext, words: str) -> RunConfig:
         f"--train-iters 1 {words}"
     )
     flags = flags_of(Path(), sizes, batch=layout.data_parallel_size)
-    parsed = parse_args(flags, VIDEO, VIDEO, world_size=layout.world_size, device="cpu").config
+    parsed = parse_args(flags, VIDEO, world_size=layout.world_size, device="cpu").config
     return replace(parsed, streaming=replace(parsed.section(StreamingConfig), text_features=32))
 
 
