@@ -186,7 +186,7 @@ def config_of(flags: Sequence[str], device: torch.device) -> tuple[RunConfig, To
         ConfigError: it cannot be run here.
     """
     config, tokenizer = preflight(
-        parse_args(list(flags), TEXT, TEXT, world_size=1, device=device.type).config,
+        parse_args(list(flags), TEXT, world_size=1, device=device.type).config,
         GPT.preflight,
     )
     model = dataclasses.replace(config.model, perform_initialization=False)

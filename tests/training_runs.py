@@ -73,7 +73,6 @@ def train_on_ranks(
     words = [*flags, "--nproc-per-node", str(ranks), "--save", str(save)]
     parsed = parse_args(
         words,
-        TEXT,
         task,
         world_size=0,
         device=device.kind,

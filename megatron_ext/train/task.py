@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from megatron_ext.config.flags import changed
 from megatron_ext.config.megatron_flags import Need
 from megatron_ext.config.run import LeftOut, RunConfig
+from megatron_ext.config.sections import named
 from megatron_ext.data.batch import Batch
 from megatron_ext.data.loader import BatchSource
 from megatron_ext.errors import ConfigError
@@ -151,8 +152,13 @@ class Task:
         return dataclasses.replace(self, **changes)
 
     def with_sections(self, *kinds: type) -> Task:
-        """Return the task with further sections of flags."""
-        return self.replace(sections=(*self.sections, *kinds))
+        """Return the task with further sections of flags, which checkpoints give back too."""
+
+        def stored_model(stored: Mapping[str, Any], given: RunConfig) -> Mapping[str, Any]:
+            own = {name: stored.get(name, {}) for name in named(kinds)}
+            return {**self.stored_model(stored, given), **own}
+
+        return self.replace(sections=(*self.sections, *kinds), stored_model=stored_model)
 
 
 @dataclass(frozen=True)

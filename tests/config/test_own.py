@@ -38,7 +38,7 @@ class CapFlags:
 
 def parsed(*words: str, **options: Any) -> RunConfig:
     program = TEXT.with_sections(*options.pop("sections", (CapFlags,)))
-    return parse_args([*RUN, *words], TEXT, program, world_size=1, device="cpu", **options).config
+    return parse_args([*RUN, *words], program, world_size=1, device="cpu", **options).config
 
 
 def test_own_flags_are_read_from_the_command_line() -> None:

@@ -13,7 +13,6 @@ import torch
 
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
-from megatron_ext.text.task import TEXT
 from megatron_ext.video import task
 from megatron_ext.video.config.mmdit import MMDiTConfig
 from megatron_ext.video.config.run import ConditionConfig
@@ -48,7 +47,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
 
 def config_of(training: list[str], gpus: int) -> RunConfig:
     words = training[training.index("pretrain_video.py") + 1 :]
-    return parse_args(words, TEXT, task.VIDEO, world_size=gpus, device="cuda").config
+    return parse_args(words, task.VIDEO, world_size=gpus, device="cuda").config
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.planning.memory import memory
 from megatron_ext.planning.network import Network
 from megatron_ext.planning.state import rank_state
-from megatron_ext.text.task import GPT, TEXT
+from megatron_ext.text.task import GPT
 from megatron_ext.train.launch import fork_ranks
 from megatron_ext.train.loop import train
 from megatron_ext.train.main import pretrain
@@ -112,7 +112,7 @@ def configuration(flags: Sequence[str], program: Task | TaskChoice = GPT) -> Run
 
 
 def _prepared(flags: Sequence[str], program: Task | TaskChoice) -> tuple[Task, RunConfig, Any]:
-    parsed = parse_args(flags, TEXT, program, world_size=0, device=select().kind)
+    parsed = parse_args(flags, program, world_size=0, device=select().kind)
     return parsed.task, *preflight(parsed.config, parsed.task.preflight)
 
 

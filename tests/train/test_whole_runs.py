@@ -235,7 +235,7 @@ def validation_losses(rows: Rows) -> list[float]:
 def dense_loss(run: Run, folder: Path, flags: Sequence[str]) -> None:
     """Write the loss over all targets of the validation split, by torch's own cross-entropy."""
     config, tokenizer = preflight(
-        parse_args(flags, TEXT, TEXT, world_size=1, device="cpu").config, GPT.preflight
+        parse_args(flags, TEXT, world_size=1, device="cpu").config, GPT.preflight
     )
     dataset = GPT.datasets(config, tokenizer, [16, None, 0], lambda: True).valid
     total, count = 0.0, 0.0

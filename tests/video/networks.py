@@ -24,8 +24,8 @@ from megatron_ext.layers.initialization import (
     shards_of,
     unmark_methods,
 )
-from megatron_ext.layers.linear import DeferredWeightGradients
 from megatron_ext.layers.transformer_config import StepTransformerConfig
+from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 from megatron_ext.losses.contract import pair
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Layout

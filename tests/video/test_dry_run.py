@@ -14,7 +14,7 @@ from tests.video.clips import LONG, SHORT, write_clips
 from tests.video.cost.layouts import COMMON
 from tests.video.streaming.runs import flags_of
 
-VIDEO = {
+FAULTS = {
     "": "`--video-data-path` is missing",
     "--recompute-double-blocks -1": "`--recompute-double-blocks` (-1) must be at least",
     "--double-block-cost 0": "`--double-block-cost` (0.0) must be above 0",
@@ -44,13 +44,13 @@ MORE_STREAMING = {
     "--video-data-path x": "`--video-data-path` has no effect with `--task streaming`",
     "--lora-rank 8 --lora-dropout 0.1": "does not go with `--task streaming`",
 }
-KINDS = {"video": VIDEO | MORE_VIDEO, "streaming": STREAMING | MORE_STREAMING}
+KINDS = {"video": FAULTS | MORE_VIDEO, "streaming": STREAMING | MORE_STREAMING}
 
 
 def _errors(kind: str, words: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> list[str]:
     flags = flags_of(folder, words) if kind == "streaming" else [*COMMON.split(), *words.split()]
     flags.append("--dry-run")
-    assert main(VIDEO, flags, defaults=defaults_of(flags)) == EXIT_CODE_USER_ERROR
+    assert main(VIDEO, flags) == EXIT_CODE_USER_ERROR
     lines = capfd.readouterr().err.strip().splitlines()
     assert lines and all(line.startswith("error: ") for line in lines), lines
     return lines
@@ -64,7 +64,7 @@ def test_a_fault_is_told(
     assert any(KINDS[kind][flags] in line for line in lines), lines
 
 
-@pytest.mark.parametrize(("kind", "faults"), [("video", VIDEO), ("streaming", STREAMING)])
+@pytest.mark.parametrize(("kind", "faults"), [("video", FAULTS), ("streaming", STREAMING)])
 @pytest.mark.parametrize("seed", range(3))
 def test_several_faults_are_told_in_one_run(
     kind: str, faults: dict[str, str], seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -80,7 +80,7 @@ def test_the_worst_and_the_typical_bucket_are_named(
 ) -> None:
     data = write_clips(tmp_path / "clips", {SHORT: 40, LONG: 16})
     flags = [*COMMON.split(), "--video-data-path", str(data), "--dry-run", "--dry-run-gpu", "H200"]
-    assert main(VIDEO, flags, defaults=defaults_of(flags)) == 0
+    assert main(VIDEO, flags) == 0
     shown = capfd.readouterr().out
     assert any("64px 9x64x64" in line and "typical" in line for line in shown.splitlines())
     assert any("64px 17x64x64" in line and "worst" in line for line in shown.splitlines())

@@ -17,7 +17,6 @@ from megatron_ext.planning.step_time import estimate
 from megatron_ext.text.cost.network import GptNetwork
 from megatron_ext.text.preflight import with_padded_vocabulary
 from megatron_ext.text.task import TEXT
-from megatron_ext.train.preflight import with_padded_vocabulary
 from tests.text.cost.layouts import MODEL
 
 NUMBERS = (0, 1, 2, 3, 4, 6, 8, 16, 64, 100, -1)
@@ -85,7 +84,7 @@ def outcome(seed: int) -> str:
     world = draw.choice((1, 2, 4, 8, 12, 64))
     device, gpu = draw.choice(("cpu", "cuda")), draw.choice(sorted(GPUS))
     try:
-        config = parse_args(words_of(seed), TEXT, TEXT, world_size=world, device=device).config
+        config = parse_args(words_of(seed), TEXT, world_size=world, device=device).config
         config = with_padded_vocabulary(config, 500)
         check_core(config)
         network = GptNetwork.of(config)

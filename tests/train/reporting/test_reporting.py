@@ -297,7 +297,6 @@ def test_flops_of_a_llama_layer_by_hand() -> None:
     config = parse_args(
         [*TINY, *mock_data(), "--train-iters", "1", "--padded-vocab-size", "2048"],
         TEXT,
-        TEXT,
         world_size=1,
         device="cpu",
     ).config

@@ -15,7 +15,6 @@ from megatron_ext.planning.memory import fullest, memory
 from megatron_ext.planning.stages import Stage
 from megatron_ext.planning.state import distinct
 from megatron_ext.planning.step_time import estimate
-from megatron_ext.text.task import TEXT
 from megatron_ext.video.config.mmdit import SIZES as MMDIT_SIZES
 from megatron_ext.video.config.mmdit import MMDiTConfig
 from megatron_ext.video.config.wan import SIZES as DIT_SIZES
