@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,16 @@ def run(
     return report, said
 
 
+def texts_of(documents: list[dict[str, Any]]) -> list[str]:
+    return [str(document["text"]) for document in documents]
+
+
+def assert_holds(folder: Path, texts: Sequence[Any], name: str = "out_text_document") -> None:
+    """Check that a dataset is what Megatron-LM makes of texts."""
+    expected = write_expected(folder / "e", texts, sentencepiece(), append_eod=True)
+    assert read_pair(folder / name) == expected
+
+
 def left_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name.startswith("out"))
 
@@ -115,23 +126,20 @@ def dealt(documents: list[Any], count: int, *, sequential: bool) -> list[list[An
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_partitions_are_megatrons(tmp_path: Path, count: int, sequential: bool) -> None:
     """Over two files, whose lines are dealt on without a new start, with parts in between."""
-    texts = [str(document["text"]) for document in tiny.corpus(101)]
+    texts = texts_of(tiny.corpus(101))
     a = tiny.write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in texts[:41]])
     b = tiny.write_jsonl(tmp_path / "b.jsonl", [{"text": t} for t in texts[41:]])
     run(tmp_path, a, b, partitions=count, keep_sequential_samples=sequential)
     order = []
     for p, mine in enumerate(dealt(texts, count, sequential=sequential)):
         order += mine
-        expected = write_expected(tmp_path / "e", mine, sentencepiece(), append_eod=True)
-        assert read_pair(tmp_path / f"out_{p}_text_document") == expected
-    expected = write_expected(tmp_path / "e", order, sentencepiece(), append_eod=True)
-    assert read_pair(tmp_path / "out_text_document") == expected
+        assert_holds(tmp_path, mine, f"out_{p}_text_document")
+    assert_holds(tmp_path, order)
 
 
 @pytest.mark.parametrize("sequential", [False, True])
-def test_partitions_with_bad_lines(tmp_path: Path, sequential: bool) -> None:
-    """A refused line keeps its turn in the dealing, so that the others stay where they were."""
-    texts: list[Any] = [str(document["text"]) for document in tiny.corpus(80)]
+def test_a_refused_line_keeps_its_turn_in_the_dealing(tmp_path: Path, sequential: bool) -> None:
+    texts: list[Any] = texts_of(tiny.corpus(80))
     for bad in (0, 17, 18, 40, 79):
         texts[bad] = None
     path = tiny.write_jsonl(tmp_path / "in.jsonl", [{"text": t} for t in texts])
@@ -144,8 +152,7 @@ def test_partitions_with_bad_lines(tmp_path: Path, sequential: bool) -> None:
     )
     for p, mine in enumerate(dealt(texts, 3, sequential=sequential)):
         kept = [text for text in mine if text is not None]
-        expected = write_expected(tmp_path / "e", kept, sentencepiece(), append_eod=True)
-        assert read_pair(tmp_path / f"out_{p}_text_document") == expected
+        assert_holds(tmp_path, kept, f"out_{p}_text_document")
 
 
 def test_sequential_partitions_never_change_the_merged_dataset(tmp_path: Path) -> None:
@@ -165,7 +172,7 @@ def test_sentences_in_one_run(tmp_path: Path, keep_newlines: bool) -> None:
     run(tmp_path, path, split_sentences=True, keep_newlines=keep_newlines)
     expected = write_expected(
         tmp_path / "e",
-        [str(document["text"]) for document in documents],
+        texts_of(documents),
         sentencepiece(),
         append_eod=True,
         split=sentence_splitter("english", keep_newlines=keep_newlines),
@@ -187,9 +194,8 @@ def test_packed_files_and_globs(tmp_path: Path, workers: int) -> None:
         tiny.write_jsonl(text, piece)
         (tmp_path / name).write_bytes(pack(text.read_bytes()))
     run(tmp_path, f"{tmp_path}/[abc].jsonl*", workers=workers)
-    texts = [str(document["text"]) for document in documents]
-    expected = write_expected(tmp_path / "e", texts, sentencepiece(), append_eod=True)
-    assert read_pair(tmp_path / "out_text_document") == expected
+    texts = texts_of(documents)
+    assert_holds(tmp_path, texts)
 
 
 def test_large_vocabulary_is_written_as_int32(tmp_path: Path) -> None:
@@ -266,8 +272,7 @@ def test_quarantine(tmp_path: Path) -> None:
     }
     assert found[2]["text"] == '{"text": "\\xff"}'
     kept = [json.loads(line)["text"] for n, line in enumerate(lines[:200], 1) if n not in bad]
-    expected = write_expected(tmp_path / "e", kept * 2, sentencepiece(), append_eod=True)
-    assert read_pair(tmp_path / "out_text_document") == expected
+    assert_holds(tmp_path, kept * 2)
     run(tmp_path, tiny.write_jsonl(path, tiny.corpus(5)), on_bad_line="quarantine")
     assert not (tmp_path / "out.rejected.jsonl").exists()
 
@@ -287,45 +292,40 @@ def test_texts_that_the_tokenizer_refuses(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------- failing and resuming
 
 
-def test_a_killed_worker_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(texts.TextEncoder, "encode", die)
+
+def crash(*_: Any) -> None:
+    raise KeyError("a defect")
+
+
+def fill_the_disk(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("fail", "error", "sentence"),
+    [
+        (die, DataError, r"Worker \d was killed by signal 9 in .*in.jsonl, bytes \d+ to"),
+        (crash, RuntimeError, r"(?s)A worker failed:.*KeyError: 'a defect'"),
+        (fill_the_disk, DataError, r"A worker could not write or read: \[Errno 28\] No space"),
+    ],
+)
+def test_the_failure_of_a_worker_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail: Any, error: Any, sentence: str
+) -> None:
+    monkeypatch.setattr(texts.TextEncoder, "encode", fail)
     path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(50))
     start = time.monotonic()
-    with pytest.raises(
-        DataError, match=r"Worker \d was killed by signal 9 in .*in.jsonl, bytes \d+ to"
-    ):
+    with pytest.raises(error, match=sentence):
         run(tmp_path, path)
     assert time.monotonic() - start < 10
     assert [name for name in left_in(tmp_path) if not name.endswith(".parts")] == []
 
 
-def test_a_crashing_worker_shows_its_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def crash(*_: Any) -> None:
-        raise KeyError("a defect")
-
-    monkeypatch.setattr(texts.TextEncoder, "encode", crash)
-    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(50))
-    with pytest.raises(RuntimeError, match=r"(?s)A worker failed:.*KeyError: 'a defect'"):
-        run(tmp_path, path)
-
-
-def test_a_worker_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(texts.TextEncoder, "encode", full)
-    path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(50))
-    with pytest.raises(DataError, match=r"A worker could not write or read: \[Errno 28\] No space"):
-        run(tmp_path, path)
-
-
-def stop_after(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes workers fail at parts from a number on."""
+def stop_after(parts: int, monkeypatch: pytest.MonkeyPatch, folder: Path, path: Path) -> None:
+    """Run until a worker fails at the part of this number."""
     real = worker_module._run_part
 
     def some(job: Any, number: int, *rest: Any) -> None:
@@ -333,36 +333,29 @@ def stop_after(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError("pulled the plug")
         real(job, number, *rest)
 
-    monkeypatch.setattr(worker_module, "_run_part", some)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_module, "_run_part", some)
+        with pytest.raises(DataError, match="pulled the plug"):
+            run(folder, path, workers=1)
 
 
 def test_finished_parts_are_kept_unless_anything_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(300))
-    with monkeypatch.context() as patch:
-        stop_after(4, patch)
-        with pytest.raises(DataError, match="pulled the plug"):
-            run(tmp_path, path, workers=1)
+    stop_after(4, monkeypatch, tmp_path, path)
     report, said = run(tmp_path, path, workers=2)
     assert report.resumed_parts == 4
     assert said[0].startswith("Resuming: 4 of ")
-    texts = [str(document["text"]) for document in tiny.corpus(300)]
-    expected = write_expected(tmp_path / "e", texts, sentencepiece(), append_eod=True)
-    assert read_pair(tmp_path / "out_text_document") == expected
+    texts = texts_of(tiny.corpus(300))
+    assert_holds(tmp_path, texts)
     assert not (tmp_path / "out.parts").exists()
 
     for change in ({"append_eod": False}, {"json_keys": ("title",)}, {"flags": huggingface()}):
-        with monkeypatch.context() as patch:
-            stop_after(4, patch)
-            with pytest.raises(DataError, match="pulled the plug"):
-                run(tmp_path, path, workers=1)
+        stop_after(4, monkeypatch, tmp_path, path)
         report, _ = run(tmp_path, path, **change)
         assert report.resumed_parts == 0
-    with monkeypatch.context() as patch:
-        stop_after(4, patch)
-        with pytest.raises(DataError, match="pulled the plug"):
-            run(tmp_path, path, workers=1)
+    stop_after(4, monkeypatch, tmp_path, path)
     tiny.write_jsonl(path, tiny.corpus(300, seed=9))
     report, _ = run(tmp_path, path)
     assert report.resumed_parts == 0
@@ -370,17 +363,13 @@ def test_finished_parts_are_kept_unless_anything_changed(
 
 def test_a_damaged_part_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny.write_jsonl(tmp_path / "in.jsonl", tiny.corpus(300))
-    with monkeypatch.context() as patch:
-        stop_after(4, patch)
-        with pytest.raises(DataError, match="pulled the plug"):
-            run(tmp_path, path, workers=1)
+    stop_after(4, monkeypatch, tmp_path, path)
     (victim,) = (tmp_path / "out.parts").glob("p000002.*.bin")
     victim.write_bytes(victim.read_bytes()[:-2])
     report, _ = run(tmp_path, path)
     assert report.resumed_parts == 3
-    texts = [str(document["text"]) for document in tiny.corpus(300)]
-    expected = write_expected(tmp_path / "e", texts, sentencepiece(), append_eod=True)
-    assert read_pair(tmp_path / "out_text_document") == expected
+    texts = texts_of(tiny.corpus(300))
+    assert_holds(tmp_path, texts)
 
 
 def test_two_runs_at_one_prefix(tmp_path: Path) -> None:
@@ -398,7 +387,7 @@ def test_two_runs_at_one_prefix(tmp_path: Path) -> None:
 def lines_of(folder: Path, count: int = 60) -> tuple[bytes, tuple[bytes, bytes]]:
     """Lines of documents, and the dataset that Megatron-LM would make of them."""
     data = tiny.write_jsonl(folder / "lines.jsonl", tiny.corpus(count)).read_bytes()
-    texts = [str(document["text"]) for document in tiny.corpus(count)]
+    texts = texts_of(tiny.corpus(count))
     return data, write_expected(folder / "e", texts, sentencepiece(), append_eod=True)
 
 
@@ -412,9 +401,8 @@ def test_a_fifo_is_read_beside_a_file(tmp_path: Path, packed: bool) -> None:
     writer.start()
     run(tmp_path, fifo, tmp_path / "lines.jsonl")
     writer.join()
-    texts = [str(document["text"]) for document in tiny.corpus(60)] * 2
-    expected = write_expected(tmp_path / "e", texts, sentencepiece(), append_eod=True)
-    assert read_pair(tmp_path / "out_text_document") == expected
+    texts = texts_of(tiny.corpus(60)) * 2
+    assert_holds(tmp_path, texts)
 
 
 def test_a_fifo_that_nobody_writes_into_ends_the_run(
@@ -469,19 +457,15 @@ def test_an_input_changed_behind_its_size_and_time_starts_anew(
     documents = tiny.corpus(300)
     path = tiny.write_jsonl(tmp_path / "in.jsonl", documents)
     about = path.stat()
-    with monkeypatch.context() as patch:
-        stop_after(4, patch)
-        with pytest.raises(DataError, match="pulled the plug"):
-            run(tmp_path, path, workers=1)
+    stop_after(4, monkeypatch, tmp_path, path)
     documents[0]["text"] = str(documents[0]["text"])[::-1]
     tiny.write_jsonl(path, documents)
     os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (about.st_size, about.st_mtime_ns)
     report, _ = run(tmp_path, path)
     assert report.resumed_parts == 0
-    texts = [str(document["text"]) for document in documents]
-    expected = write_expected(tmp_path / "e", texts, sentencepiece(), append_eod=True)
-    assert read_pair(tmp_path / "out_text_document") == expected
+    texts = texts_of(documents)
+    assert_holds(tmp_path, texts)
 
 
 def test_gzip_of_nothing_is_an_empty_input(tmp_path: Path) -> None:
@@ -511,11 +495,8 @@ def test_a_full_disk_while_joining_keeps_parts_and_the_old_dataset(
     run(tmp_path, tiny.write_jsonl(tmp_path / "old.jsonl", tiny.corpus(5)))
     old = read_pair(tmp_path / "out_text_document")
 
-    def full(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(indexed_writer, "_kernel_copy", full)
+        patch.setattr(indexed_writer, "_kernel_copy", fill_the_disk)
         with pytest.raises(DataError) as caught:
             run(tmp_path, tmp_path / "lines.jsonl")
     assert str(caught.value) == (
@@ -549,9 +530,8 @@ def test_a_difference_found_on_the_way_starts_over_natively(
     assert said[1].startswith(
         "Starting over with SentencePieceTokenizer's own library: gigatoken gives other ids for a"
     )
-    texts = ["ba"] * 300 + [str(document["text"]) for document in tiny.corpus(100)]
-    expected = write_expected(tmp_path / "e", texts, sentencepiece(), append_eod=True)
-    assert read_pair(tmp_path / "out_text_document") == expected
+    texts = ["ba"] * 300 + texts_of(tiny.corpus(100))
+    assert_holds(tmp_path, texts)
 
 
 def test_a_difference_on_the_input_rules_the_engine_out(
