@@ -77,7 +77,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("family", EXPECTED)
-def test_criterion_11_trained_text_is_the_assistants_turns(family: str) -> None:
+def test_trained_text_is_the_assistants_turns(family: str) -> None:
     messages = TALK if family == "gemma" else [SYSTEM, *TALK]
     assert trained_text(family, messages) == EXPECTED[family]
 
@@ -89,7 +89,7 @@ def test_realigning_changes_nothing_where_every_turn_is_exact(family: str) -> No
 
 
 @pytest.mark.parametrize("family", EXPECTED)
-def test_criterion_11_loss_mask_0_removes_a_turn(family: str) -> None:
+def test_loss_mask_0_removes_a_turn(family: str) -> None:
     first = {**TALK[1], "loss_mask": 0}
     messages = [TALK[0], first, TALK[2], {**TALK[3], "loss_mask": 1}]
     messages = messages if family == "gemma" else [SYSTEM, *messages]
@@ -130,7 +130,7 @@ TOOL_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|
 
 
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["list", "json"])
-def test_criterion_11_tools_once_and_merged_tool_messages(tools: Any) -> None:
+def test_tools_are_written_once_and_tool_messages_merged(tools: Any) -> None:
     text = trained_text("hermes", TOOL_TALK, tools=tools)
     assert text == f"{TOOL_HEAD}[[{TOOL_CALL}]]{TOOL_TAIL}"
     assert text.count("<tools>") == 1
@@ -154,7 +154,7 @@ def test_thinking_in_a_single_turn_is_trained() -> None:
     assert text == f"{THINKS_HEAD}[[<think>\nA greeting.\n</think>\n\nHello.<|im_end|>\n]]"
 
 
-def test_criterion_11_a_turn_that_is_written_otherwise_is_an_error() -> None:
+def test_a_turn_that_is_written_otherwise_is_an_error() -> None:
     with pytest.raises(DataError) as caught:
         trained_text("qwen3", THINKS)
     assert str(caught.value) == (

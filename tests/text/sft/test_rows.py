@@ -69,7 +69,7 @@ def test_packed_conversations_share_no_label() -> None:
     assert row.cu_seqlens.tolist() == [0, 4, 6]
 
 
-def test_criterion_12_padded_and_packed_rows_give_the_same_summed_loss() -> None:
+def test_padded_and_packed_rows_give_the_same_summed_loss() -> None:
     generator = np.random.default_rng(0)
     samples = []
     for length in (5, 9, 2):
