@@ -1,4 +1,4 @@
-"""What kinds of GPUs can do, by NVIDIA's datasheets: rates, memory and links.
+"""Kinds of GPUs by NVIDIA's datasheets: rates, memory and links.
 
 Rates are dense (datasheets quote twice as much with sparsity). Links are bytes a second in one
 direction: NVLink's datasheet figure counts both, so it is halved here. Between nodes the table

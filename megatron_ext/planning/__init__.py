@@ -1,7 +1,7 @@
-"""What a run costs, computed from its configuration: no GPU, no process group, any number of ranks.
+"""The cost of a run, computed from its configuration: on no GPU, for any number of ranks.
 
 stages.py (how a run is cut) -> state.py (exact bytes that a rank keeps between steps)
--> network.py (what a plan asks of a task: formulas of its networks)
+-> network.py (`TaskCost`, which a task hands in, and its formulas)
 -> memory.py (peak of each pipeline rank), hardware.py (what GPUs reach) -> step_time.py
 -> search.py (the best layouts), report.py and picture.py (what ``--dry-run`` and ``tools/plan.py``
 show), checks.py (what is refused before any rank starts)

@@ -1,4 +1,4 @@
-"""What is checked before any rank starts: megatron-core's own rules, and the host's memory."""
+"""Checks before any rank starts: megatron-core's own rules, and the host's memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan asks of a task: `TaskCost`, and behind it the formulas of a `Network`.
+"""The questions of a plan to a task: `TaskCost`, and behind it the formulas of a `Network`.
 
 Planning knows no model. A task hands in its networks, each of which counts the parameters, bytes,
 floating-point operations and messages of one pipeline stage; everything else follows from them.
@@ -17,7 +17,7 @@ from rich.table import Table
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import Gpu
-from megatron_ext.planning.stages import LayerBytes, Ranks, Stage
+from megatron_ext.planning.stages import LayerBytes, Ranks, Stage, Summed
 from megatron_ext.planning.state import LINEAR, Weight
 
 MULTIPLY_AND_ADD = 2
@@ -32,7 +32,7 @@ FP8_LAYOUTS = 2
 
 
 @dataclass(frozen=True)
-class Flops:
+class Flops(Summed):
     """Floating-point operations of one micro-batch on one rank.
 
     Attributes:
@@ -59,12 +59,9 @@ class Flops:
         """Return the operations of the forward pass, in any format."""
         return self.linear + self.fp8 + self.scores
 
-    def __add__(self, other: Flops) -> Flops:
-        return Flops(*(getattr(self, x.name) + getattr(other, x.name) for x in fields(self)))
-
 
 @dataclass(frozen=True)
-class Volume:
+class Volume(Summed):
     """Bytes that one rank sends, by kind of communication.
 
     Collectives are counted as rings (and as NCCL's bus bandwidth does): see `ring`.
@@ -89,9 +86,6 @@ class Volume:
     def total(self) -> float:
         """Return the bytes of all kinds."""
         return float(sum(getattr(self, x.name) for x in fields(self)))
-
-    def __add__(self, other: Volume) -> Volume:
-        return Volume(*(getattr(self, x.name) + getattr(other, x.name) for x in fields(self)))
 
     def __mul__(self, times: float) -> Volume:
         return Volume(*(getattr(self, x.name) * times for x in fields(self)))
@@ -220,7 +214,7 @@ Report = tuple[Sequence[Table | str], bool]
 
 @dataclass(frozen=True)
 class TaskCost:
-    """What a task says about the cost of its runs.
+    """The cost of a task's runs, as the task hands it to planning.
 
     Attributes:
         cases: ``(config)`` to the kinds of batches of a resolved run; may open its data.

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.parallel.grid import Layout
 
 FP32 = 4
 INT64 = 8
+
+
+Numbers = TypeVar("Numbers", bound="Summed")
+
+
+class Summed:
+    """A dataclass of numbers that are added field by field."""
+
+    def __add__(self: Numbers, other: Numbers) -> Numbers:
+        this: Any = self
+        names = [field.name for field in fields(this)]
+        return type(self)(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
 @dataclass(frozen=True)
@@ -65,7 +78,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage of the model holds.
+    """The parts of the model that one stage holds.
 
     Attributes:
         index: position along the model.

@@ -19,7 +19,7 @@ from itertools import product
 from megatron_ext.config.lora import LoraConfig
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.run import RunConfig
-from megatron_ext.planning.stages import FP32, Ranks
+from megatron_ext.planning.stages import FP32, Ranks, Summed
 
 LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2|q|kv)\.weight$")
 """Names of the matrices that may multiply in 8 bits."""
@@ -113,8 +113,8 @@ def distinct(chunks: Iterable[Iterable[Weight]]) -> int:
 
 
 @dataclass(frozen=True)
-class State:
-    """What one rank keeps between steps.
+class State(Summed):
+    """The memory that one rank keeps between steps.
 
     Attributes:
         count: elements of its parameters, padding excluded.
@@ -133,10 +133,6 @@ class State:
     def total(self) -> int:
         """Return the bytes of all kinds."""
         return self.parameters + self.gradients + self.optimizer + self.average
-
-    def __add__(self, other: State) -> State:
-        names = [field.name for field in dataclasses.fields(State)]
-        return State(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
 @dataclass
@@ -206,20 +202,23 @@ def rank_state(
         replica: index of the rank among those that share its dense parameters (data and context).
         expert_replica: the same for its experts.
     """
-    trained = sum(weight.numel for chunk in chunks for weight in chunk if not weight.frozen)
-    first = _bucket_size(config.optimizer, ranks, trained) if rank == 0 else None
-    states = [
-        chunk_state(
-            config,
-            ranks,
-            chunk,
-            bucket_size=None if index else first,
-            replica=replica,
-            expert_replica=expert_replica,
-        )
-        for index, chunk in enumerate(chunks)
-    ]
-    return sum(states, State())
+    trained = [[weight for weight in chunk if not weight.frozen] for chunk in chunks]
+    frozen = sum(weight.numel for chunk in chunks for weight in chunk if weight.frozen)
+    total = State(count=frozen, parameters=frozen * ranks.width, frozen=frozen * ranks.width)
+    bucket_size = None
+    if rank == 0:
+        numel = sum(weight.numel for chunk in trained for weight in chunk)
+        bucket_size = _bucket_size(config.optimizer, ranks, numel)
+    for chunk in trained:
+        # Core lays parameters of each type, and those of experts, into a buffer of their own.
+        for expert, fp8 in product((False, True), (False, True)):
+            group = [x for x in chunk if (x.expert, x.fp8) == (expert, fp8)]
+            replicas = ranks.expert_dp if expert else ranks.dp * ranks.cp
+            index = expert_replica if expert else replica
+            if group:
+                total += _buffer_state(config, ranks, group, replicas, index, bucket_size)
+        bucket_size = None
+    return total
 
 
 def _bucket_size(optimizer: OptimizerConfig, ranks: Ranks, count: int) -> int | None:
@@ -229,36 +228,6 @@ def _bucket_size(optimizer: OptimizerConfig, ranks: Ranks, count: int) -> int | 
     if optimizer.ddp_num_buckets is not None:
         return count // optimizer.ddp_num_buckets
     return optimizer.ddp_bucket_size or max(40_000_000, 1_000_000 * ranks.dp * ranks.cp)
-
-
-def chunk_state(
-    config: RunConfig,
-    ranks: Ranks,
-    weights: Sequence[Weight],
-    *,
-    bucket_size: int | None = None,
-    replica: int = 0,
-    expert_replica: int = 0,
-) -> State:
-    """Return what a rank keeps of one model chunk.
-
-    Args:
-        weights: the chunk's weights on this rank.
-        bucket_size: elements of a bucket, None for one bucket.
-        replica, expert_replica: see `rank_state`.
-    """
-    trained = [weight for weight in weights if not weight.frozen]
-    frozen = sum(weight.numel for weight in weights if weight.frozen)
-    held = frozen * ranks.width
-    total = State(count=frozen, parameters=held, frozen=held)
-    # Core lays parameters of each type, and those of experts, into a buffer of their own.
-    for expert, fp8 in product((False, True), (False, True)):
-        group = [x for x in trained if (x.expert, x.fp8) == (expert, fp8)]
-        replicas = ranks.expert_dp if expert else ranks.dp * ranks.cp
-        index = expert_replica if expert else replica
-        if group:
-            total += _buffer_state(config, ranks, group, replicas, index, bucket_size)
-    return total
 
 
 def _buffer_state(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_ext.planning.memory import memory
-from megatron_ext.planning.state import chunk_state
+from megatron_ext.planning.state import rank_state
 from megatron_ext.text.cost.network import GptNetwork, with_recomputation
 from megatron_ext.text.cost.sizes import stages
 from tests.planning.measure import (
@@ -63,8 +64,8 @@ def test_shares_of_all_replicas_make_the_whole() -> None:
     network = _network(flags_of("dp2"))
     (rank,) = memory(network)
     (weights,) = rank.weights
-    states = [chunk_state(network.config, network.sizes, weights, replica=i) for i in range(2)]
-    counters = sum(state.optimizer for state in states) - 8 * rank.state.count
+    held = partial(rank_state, network.config, network.sizes, 0, rank.weights)
+    counters = sum(held(replica=i).optimizer for i in range(2)) - 8 * rank.state.count
     assert counters % 4 == 0
     assert len(weights) * 4 <= counters <= (len(weights) + 1) * 4
 
