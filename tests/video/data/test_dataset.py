@@ -15,7 +15,7 @@ from megatron_ext.video.data.dataset import OnlineVideos, ShardedVideos, collate
 from megatron_ext.video.data.encode import VideoSample
 from megatron_ext.video.data.geometry import Bucket, parse_plan
 from megatron_ext.video.data.preprocess import main
-from megatron_ext.video.data.sampler import BucketSteps, BucketStepSampler, Members
+from megatron_ext.video.data.sampler import BucketSteps, Members
 from tests.video.data.making import FLAGS, PLAN, encoder, pictures, planned, write_folder, write_gif
 
 VIDEO, IMAGE = Bucket("32px", 5, 32, 32), Bucket("32px", 1, 32, 32)
@@ -91,17 +91,16 @@ def test_micro_batch_sizes_of_buckets_and_of_the_run(source: Path, tmp_path: Pat
 def test_loader_processes_read_both_alike(source: Path, tmp_path: Path) -> None:
     sharded = shards(source, tmp_path / "out", "--storage=bfloat16")
     steps = BucketSteps(sharded.members(3), 1, 1, 0)
+    batches_of_clips = [clips for step in range(2) for _, clips in steps.microbatches(step, 0)]
     for videos in (sharded, OnlineVideos(planned(source), encoder(), PLAN)):
         found = []
         for workers in (0, 1):
             loader = DataLoader(
-                videos, batch_sampler=BucketStepSampler(steps, 0, 0), num_workers=workers,
+                videos, batch_sampler=batches_of_clips, num_workers=workers,
                 collate_fn=lambda samples: collate(samples, patch=2),
                 multiprocessing_context="fork" if workers else None,
             )  # fmt: skip
-            batches = iter(loader)
-            found.append([next(batches) for _ in range(2)])
-            del batches
+            found.append(list(loader))
         for one, other in zip(*found, strict=True):
             assert torch.equal(one.latents, other.latents) and one.latents.size(0) == 2
             assert torch.equal(one.numbers, other.numbers)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ext.video.config.wan import VideoDiTSizes
+from tests.video.model.mmdit.plain import gelu, norm, turn
 
 Rule = tuple[int, int, int]
 """Frame block, window and sink."""
@@ -37,29 +38,6 @@ def sinusoid(t: Tensor) -> Tensor:
     frequencies = torch.exp(-math.log(10000) * torch.arange(128, dtype=torch.float64) / 128)
     angles = t.double()[..., None] * frequencies
     return torch.cat([torch.cos(angles), torch.sin(angles)], dim=-1)
-
-
-def turn(x: Tensor, ids: Tensor, axes: tuple[int, ...], theta: float) -> Tensor:
-    """Rotate each pair (2j, 2j+1) of ``[b, n, s, d]`` as a complex number."""
-    angles = torch.cat(
-        [
-            ids[:, i, None].double() * theta ** (-torch.arange(0, w, 2).double() / w)
-            for i, w in enumerate(axes)
-        ],
-        dim=-1,
-    )
-    phases = torch.polar(torch.ones_like(angles), angles)
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * phases).flatten(-2)
-
-
-def gelu(x: Tensor) -> Tensor:
-    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-def norm(x: Tensor) -> Tensor:
-    centred = x - x.mean(-1, keepdim=True)
-    return centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + 1e-6)
 
 
 class Rms(nn.Module):
@@ -97,7 +75,7 @@ class SelfAttention(Attention):
     def forward(self, x: Tensor, ids: Tensor, mask: Tensor, cut: Tensor | None) -> Tensor:
         """``cut`` says for which query (row) a key (column) passes no gradient."""
         q, k, v = self.qkv(x, x)
-        q, k = (turn(y, ids, self.z.axes_dim, self.z.rope_theta) for y in (q, k))
+        q, k = (turn(y, ids[None], self.z.axes_dim, self.z.rope_theta) for y in (q, k))
         scores = self.scores(q, k)
         if cut is None:
             return self.out(scores.masked_fill(~mask, -math.inf).softmax(-1), v)
