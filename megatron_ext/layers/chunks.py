@@ -45,7 +45,7 @@ def build_chunks(
         chunks = _build_all(build, config, transformer_config, context)
         initialize_by_name(chunks, transformer_config, config.training.seed, vocab_size)
         unmark_methods(transformer_config)
-        # Which of its modules a rank builds must not show in what it draws later.
+        # What a rank draws later must not depend on which modules it builds.
         torch.set_rng_state(random_state)
     if config.lora.lora_rank is not None:
         attach_adapters(chunks, config.lora, config.training.seed)

@@ -21,7 +21,7 @@ def to_sequence_order(gathered: Tensor, size: int) -> Tensor:
     """Reorder ``[s, ...]`` from rank order to the order of the sequence."""
     slices = gathered.view(2 * size, gathered.size(0) // (2 * size), *gathered.shape[1:])
     slots = [2 * i if i < size else 2 * (2 * size - 1 - i) + 1 for i in range(2 * size)]
-    # Not by an index tensor, which would have to be copied to the device.
+    # An index tensor would have to be copied to the device.
     return torch.stack([slices[slot] for slot in slots]).view_as(gathered)
 
 

@@ -232,7 +232,7 @@ def initialize_by_name(
         for parameter, values in staged.values():
             _quantize(parameter, values)
         if transformer_config.perform_initialization:
-            # Otherwise a weight that nobody drew is memory as it was found, NaN now and then.
+            # Without initialization a weight is memory as it was found, NaN now and then.
             _check_filled(chunk)
         _redraw_plain_modules(chunk, shards, marks, seed)
     marks.clear()
@@ -311,7 +311,7 @@ def _fill_marked(
     seed: int,
     vocab_size: int | None,
 ) -> None:
-    # A copy of the embedding, made for another stage, is filled as the embedding is.
+    # A copy of the embedding on another stage is filled as the embedding.
     copies = {_memory(p) for p in chunk.parameters() if getattr(p, "shared_embedding", False)}
     drawn: tuple[str, Tensor] | None = None
     for shard in shards:
@@ -341,7 +341,7 @@ def _draw(shard: Shard, method: Initialize, seed: int, vocab_size: int | None) -
         if real is None or real >= len(full):
             method(full)
         else:
-            # Apart, since a method may look at the shape, and padding depends on the layout.
+            # A method may look at the shape, and padding depends on the layout.
             method(full[:real])
             method(full[real:])
     return full

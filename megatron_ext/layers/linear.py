@@ -67,7 +67,7 @@ class _Linear(torch.autograd.Function):
         entered, weight = ctx.saved_tensors
         call: LinearCall = ctx.call
         queue = call.queue
-        # Sent while products are computed: first the input, and then its gradient.
+        # The input and then its gradient travel while products are computed.
         gather = None if queue is not None and queue.collecting else _gathered(entered, call)
         returned = None
         if ctx.needs_input_grad[0]:

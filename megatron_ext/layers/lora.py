@@ -124,7 +124,7 @@ class ColumnAdapter(Adapter):
     def _between(self, low: Tensor) -> Tensor:
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(low, group=self.tp_group)  # type: ignore[no-any-return]
-        # The rows of B on each rank give a part of the gradient of A x; its sum is that of all.
+        # Each rank's rows of B give a part of the gradient of A x; the parts are summed.
         return copy_to_tensor_model_parallel_region(low, group=self.tp_group)  # type: ignore[no-any-return]
 
 
@@ -135,7 +135,7 @@ class RowAdapter(Adapter):
 
     def _drop(self, x: Tensor) -> Tensor:
         if self.sequence_parallel or not self.dropout:
-            # megatron-core's blocks draw from each rank's own generator then.
+            # megatron-core's blocks draw from each rank's own generator in this case.
             return super()._drop(x)
         with get_cuda_rng_tracker().fork():
             return super()._drop(x)

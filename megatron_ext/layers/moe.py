@@ -209,5 +209,5 @@ def mark_experts(chunk: torch.nn.Module, groups: ProcessGroupCollection) -> None
         if size == 1 and not getattr(parameter, "allreduce", True):
             parameter.sequence_parallel = False  # type: ignore[attr-defined]
             if not getattr(parameter, "tensor_model_parallel", False):
-                # Counted in the gradient norm on every tensor-parallel rank.
+                # Every tensor-parallel rank then counts it in the gradient norm.
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)

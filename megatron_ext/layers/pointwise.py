@@ -239,36 +239,15 @@ Weights = tuple[Tensor, Tensor | None]
 """Weight and bias of a norm, ``[h]`` each; an RMSNorm has no bias."""
 
 
-class LayerNorm(torch.nn.LayerNorm):
-    """LayerNorm over the last axis, ``[..., h]`` to ``[..., h]`` (Ba et al., arXiv:1607.06450).
+class _GainNorm:
+    """Mixin over torch's norms; with ``zero_centered`` the stored weight is the gain minus one."""
 
-    With ``zero_centered`` the stored weight is the gain minus one (``--apply-layernorm-1p``).
-    """
-
-    def __init__(
-        self, hidden_size: int, eps: float, *, zero_centered: bool, compiled: bool = True
-    ) -> None:
-        super().__init__(hidden_size, eps=eps)
-        self.zero_centered = zero_centered
-        self.compiled = compiled
-        if zero_centered:
-            torch.nn.init.zeros_(self.weight)
-
-    def forward(self, input: Tensor | None) -> Any:
-        """Return the norm of ``input``, or `Weights` if it is None."""
-        if input is None:
-            return self.weight, self.bias
-        function = normed if self.compiled else norm
-        return function(input, self.weight, self.bias, spec_of(self))
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm over the last axis, ``[..., h]`` to ``[..., h]`` (arXiv:1910.07467)."""
+    weight: torch.nn.Parameter
 
     def __init__(
         self, hidden_size: int, eps: float, *, zero_centered: bool, compiled: bool = True
     ) -> None:
-        super().__init__(hidden_size, eps=eps)
+        super().__init__(hidden_size, eps=eps)  # type: ignore[call-arg]
         self.zero_centered = zero_centered
         self.compiled = compiled
         if zero_centered:
@@ -276,13 +255,21 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor | None) -> Any:
         """Return the norm of ``x``, or `Weights` if it is None."""
+        bias = getattr(self, "bias", None)
         if x is None:
-            return self.weight, None
-        function = normed if self.compiled else norm
-        return function(x, self.weight, None, spec_of(self))
+            return self.weight, bias
+        return (normed if self.compiled else norm)(x, self.weight, bias, spec_of(self))
 
 
-def weights_of(norm: LayerNorm | RMSNorm) -> Weights:
+class LayerNorm(_GainNorm, torch.nn.LayerNorm):
+    """LayerNorm over the last axis, ``[..., h]`` to ``[..., h]`` (Ba et al., arXiv:1607.06450)."""
+
+
+class RMSNorm(_GainNorm, torch.nn.RMSNorm):
+    """RMSNorm over the last axis, ``[..., h]`` to ``[..., h]`` (arXiv:1910.07467)."""
+
+
+def weights_of(norm: Any) -> Weights:
     """Return weight and bias, for functions that norm by themselves.
 
     They come by a call of the module, because data parallelism waits there until it has gathered
@@ -292,14 +279,13 @@ def weights_of(norm: LayerNorm | RMSNorm) -> Weights:
     return weights
 
 
-def spec_of(norm: LayerNorm | RMSNorm) -> NormSpec:
+def spec_of(norm: Any) -> NormSpec:
     """Return what the functions of this module need to know of a norm."""
     kind = "RMSNorm" if isinstance(norm, RMSNorm) else "LayerNorm"
-    assert norm.eps is not None
     return kind, norm.eps, norm.zero_centered
 
 
-NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+NORMS: dict[str, Any] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
 class Norm:
@@ -317,7 +303,7 @@ class Norm:
                 f"`--normalization` ({config.normalization}) must be LayerNorm or RMSNorm with "
                 "the torch layers."
             )
-        norm = NORMS[config.normalization](
+        norm: torch.nn.Module = NORMS[config.normalization](
             hidden_size,
             eps,
             zero_centered=config.layernorm_zero_centered_gamma,

@@ -194,7 +194,7 @@ def block_mask(query: Tensor, key: Tensor, span: Span, forbidden: Tensor | None)
     if forbidden is None:
         return _of_positions(span, lengths, query.device)
     if forbidden.is_cuda and torch.cuda.is_current_stream_capturing():
-        # A CUDA graph must make the blocks anew of what its inputs hold when it is replayed.
+        # A replayed CUDA graph must make the blocks from what its inputs hold then.
         return _made(span, lengths, query.device, forbidden)
     return _newest.find(span, lengths, forbidden)
 
@@ -208,7 +208,7 @@ def _made(
     span: Span, lengths: tuple[int, int], device: torch.device, forbidden: Tensor | None
 ) -> BlockMask:
     batch = None if forbidden is None or forbidden.size(0) == 1 else forbidden.size(0)
-    # As a tensor, since every number in a mask's function would be compiled apart.
+    # Every plain number in a mask's function would cost a compilation of its own.
     first_query = torch.full((), span.first_query, device=device)
     rule = _rule(span, first_query, forbidden)
     return create_block_mask(rule, batch, None, *lengths, device=str(device))

@@ -105,7 +105,7 @@ def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> Mod
             pre_mlp_layernorm=Norm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
-            # The names that Transformer Engine's fused layers give the same tensors in a
+            # Transformer Engine's fused layers give the same tensors these names in a
             # checkpoint, so that either spec loads what the other saved.
             sharded_state_dict_keys_map={
                 "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -136,7 +136,7 @@ def expert_pattern(transformer_config: TransformerConfig) -> list[bool]:
 
 def _check_options(transformer_config: TransformerConfig) -> None:
     """Refuse what megatron-core's modules cannot do without Transformer Engine."""
-    # Their outputs are dropped by a function of core that asks Transformer Engine.
+    # megatron-core drops their outputs by a function of Transformer Engine.
     needing = [x for x in transformer_config.recompute_modules or () if x in RECOMPUTED_WITH_TE]
     if (
         transformer_config.recompute_granularity == "selective"
@@ -199,7 +199,7 @@ def mtp_block_spec(
         )
         _use_own_router(layers)
         accumulate_gradients(layers, transformer_config)
-        # As a block: of single layers, core takes none but its own class.
+        # megatron-core takes single layers of its own class only, but any block.
         block = TransformerBlockSubmodules(layer_specs=layers)
         return get_gpt_mtp_block_spec(transformer_config, block, True, vp_stage=vp_stage)
     layer = torch_layer_spec(transformer_config, moe=expert_pattern(transformer_config)[-1])

@@ -67,7 +67,7 @@ def prepare_transformer_engine(config: RunConfig) -> None:
     """
     if config.model.transformer_impl != TE_IMPL:
         return
-    # Variables in the place of arguments that Transformer Engine does not have.
+    # These variables stand for arguments that Transformer Engine does not have.
     scaled = config.model.apply_query_key_layer_scaling
     os.environ["NVTE_APPLY_QK_LAYER_SCALING"] = str(int(scaled))
     if config.training.deterministic_mode:

@@ -295,7 +295,7 @@ class Gradients:
 def scaled_to(kind: torch.dtype, tensor: Tensor, scale: Tensor) -> Tensor:
     """Return a tensor times a scalar in another type; its own memory may be used."""
     if tensor.is_cuda and tensor.dtype != kind:
-        # In one kernel, which casts what it writes.
+        # One kernel multiplies and casts.
         return torch.mul(tensor, scale, out=tensor.new_empty(tensor.shape, dtype=kind))
     return tensor.mul_(scale).to(kind)
 

@@ -49,7 +49,7 @@ def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) ->
     choose_kernels(optimizer, fused=config.device == "cuda")
     for part in parts_of(optimizer):
         if isinstance(getattr(part, "optimizer", None), (torch.optim.Adam, torch.optim.SGD)):
-            # megatron-core has none for SGD, and its own for Adam leaves out the count of steps.
+            # megatron-core has no such function for SGD, and Adam's leaves out the step count.
             part.init_state_fn = start_state
     return optimizer
 

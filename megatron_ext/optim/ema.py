@@ -56,7 +56,7 @@ class _Part:
             return self.average.view(self.parameter.shape)
         bits = torch.zeros(self.parameter.numel(), dtype=torch.int32, device=self.parameter.device)
         bits[self._piece] = self.average.view(torch.int32)
-        # As integers, because a sum with the zeros of other ranks then keeps the sign of -0.0 too.
+        # A sum of integers with the zeros of other ranks keeps the sign of -0.0 too.
         torch.distributed.all_reduce(bits, group=self.group)
         return bits.view(torch.float32).view(self.parameter.shape)
 

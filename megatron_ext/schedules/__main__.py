@@ -24,24 +24,41 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--schedule", default="1f1b", choices=SCHEDULES)
-    parser.add_argument("--pipeline-size", type=SIZE.integer, default=4, metavar="RANKS")
-    parser.add_argument("--microbatches", type=SIZE.integer, default=8, metavar="N")
-    parser.add_argument("--chunks", type=SIZE.integer, metavar="N", help="on each rank")
-    parser.add_argument("--group-size", type=SIZE.integer, metavar="N", help="of interleaved")
+    parser.add_argument("--schedule", default="1f1b", choices=SCHEDULES, help="which plan")
+    parser.add_argument(
+        "--pipeline-size", type=SIZE.integer, default=4, metavar="RANKS", help="pipeline ranks"
+    )
+    parser.add_argument(
+        "--microbatches", type=SIZE.integer, default=8, metavar="N", help="micro-batches of a step"
+    )
+    parser.add_argument(
+        "--chunks",
+        type=SIZE.integer,
+        metavar="N",
+        help="model chunks on each rank",
+    )
+    parser.add_argument(
+        "--group-size",
+        type=SIZE.integer,
+        metavar="N",
+        help="micro-batches that an interleaved chunk handles before the next chunk",
+    )
     parser.add_argument(
         "--times",
         type=FACTOR.number,
         nargs=3,
         default=[1.0, 1.0, 1.0],
         metavar=("F", "I", "W"),
-        help="forward, input gradient and weight gradient of all of a rank's layers, any unit",
+        help="times of forward pass, input gradient and weight gradient of all of a rank's layers",
     )
     parser.add_argument(
-        "--latency", type=WEIGHT.number, default=0.0, help="of a message, same unit"
+        "--latency",
+        type=WEIGHT.number,
+        default=0.0,
+        help="of a message, in the same unit",
     )
-    parser.add_argument("--forward-only", action="store_true", help="evaluation")
-    parser.add_argument("--png", type=Path, help="file for the picture")
+    parser.add_argument("--forward-only", action="store_true", help="plan an evaluation step")
+    parser.add_argument("--png", type=Path, help="PNG file to draw the plan into")
     return parser
 
 
@@ -51,35 +68,26 @@ def main(argv: list[str]) -> int:
     chunks = args.chunks or DEFAULT_CHUNKS.get(args.schedule, 1)
     durations = Durations(*(time / chunks for time in args.times))
     try:
-        return _show(args, chunks, durations)
+        plan = build_plan(
+            args.schedule,
+            pipeline_size=args.pipeline_size,
+            num_microbatches=args.microbatches,
+            num_chunks=chunks,
+            group_size=args.group_size,
+            forward_only=args.forward_only,
+            durations=durations,
+        )
+        cost = price(plan, durations, args.latency)
+        print(text(plan, cost))
+        print(f"step time {cost.makespan:g}, bubble {cost.bubble:g} ({cost.bubble_share:.1%})")
+        peaks = ", ".join(f"{peak / chunks:g}" for peak in cost.peak_activations)
+        print(f"peak micro-batches in flight on each rank, of all its layers: {peaks}")
+        if args.png is not None:
+            save(plan, cost, args.png)
+            print(f"wrote {args.png}")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-
-
-def _show(args: argparse.Namespace, chunks: int, durations: Durations) -> int:
-    """Print what was asked for, and draw it.
-
-    Raises:
-        ConfigError: a plan that cannot be, or a picture that cannot be written.
-    """
-    plan = build_plan(
-        args.schedule,
-        pipeline_size=args.pipeline_size,
-        num_microbatches=args.microbatches,
-        num_chunks=chunks,
-        group_size=args.group_size,
-        forward_only=args.forward_only,
-        durations=durations,
-    )
-    cost = price(plan, durations, args.latency)
-    print(text(plan, cost))
-    print(f"step time {cost.makespan:g}, bubble {cost.bubble:g} ({cost.bubble_share:.1%})")
-    peaks = ", ".join(f"{peak / chunks:g}" for peak in cost.peak_activations)
-    print(f"peak micro-batches in flight on each rank, of all its layers: {peaks}")
-    if args.png is not None:
-        save(plan, cost, args.png)
-        print(f"wrote {args.png}")
     return 0
 
 

@@ -69,7 +69,7 @@ class Channels:
             works.append((work, part))
         self.sent[action.kind, action.microbatch, action.stage] = works
         while len(self.sent) > _PENDING:
-            # Safe at any time, by the order of the plan; it bounds the memory of messages.
+            # The order of the plan makes this safe; it bounds the memory of messages.
             self._wait(*next(iter(self.sent)))
 
     def receive(self, action: Action) -> None:
@@ -91,7 +91,7 @@ class Channels:
         work, message = self.received.pop((kind, action.microbatch, action.stage))
         work.wait()
         if kind is Kind.RECEIVE_GRADIENT:
-            # Its output was used on the other side, so it has left.
+            # The output was used on the other side, so it has left.
             self._wait(Kind.SEND_OUTPUT, action.microbatch, action.stage)
         return message
 

@@ -51,7 +51,7 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.save_for_backward(weight, kernel.scale, *kept)
         ctx.call, ctx.trains = call, trains
         ctx.use_bias = bias is not None
-        # Not a view, to which megatron-core's experts could not add their bias in place.
+        # megatron-core's experts could not add their bias to a view in place.
         shape = [-1, *input.shape[1:-1], weight.size(0)]
         shaped: Tensor = torch.ops.aten._unsafe_view(output, shape)
         return shaped if bias is None else shaped + bias
@@ -238,7 +238,7 @@ class AmaxHistories:
 def _advance(scalings: Sequence[DelayedScaling]) -> None:
     """Advance the histories of layers that lie on the same ranks."""
     amax = torch.stack([scaling.amax for scaling in scalings])
-    # How collectives compare NaN is not defined.
+    # Collectives do not define how they compare NaN.
     amax = torch.where(amax.isfinite(), amax, torch.inf)
     for group in scalings[0].parts.of_step():
         torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)

@@ -93,7 +93,7 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max
     # A scale without dimensions would not raise the product of 16-bit numbers to float32.
     scale = scale if scale.dim() else scale.reshape(1, 1)
-    # Also of one row, whose strides `contiguous` would leave as they are.
+    # `contiguous` would leave the strides of a single row as they are.
     return (x * scale).clamp_(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
 
 
@@ -189,7 +189,7 @@ def _layouts(
         return rows, None
     missing = -x.size(0) % UNIT
     if rows is None or missing:
-        # Before the cast, so that filling up is a part of the same kernel.
+        # Filling up before the cast makes it a part of the same kernel.
         filled = F.pad(x, (0, 0, 0, missing)) if missing else x
         return rows, turned(cast(filled, scale, dtype))
     return rows, turned(rows)
@@ -255,7 +255,7 @@ def arguments(a: Quantized, b: Quantized, dtype: torch.dtype) -> dict[str, Any]:
         "b": b.values.t(),
         "scale_a": a.scale.reciprocal(),
         "scale_b": b.scale.reciprocal().t(),
-        # Only lately, and not in all of its kernels, does torch give anything else for rows.
+        # Older torch, and some of its kernels, give nothing else for rows.
         "out_dtype": torch.bfloat16 if a.scale.dim() else dtype,
     }
 

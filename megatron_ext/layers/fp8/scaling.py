@@ -137,7 +137,7 @@ def _over(amax: Tensor, group: ProcessGroup | None) -> Tensor:
     """Return the largest magnitude over a group; infinite where a rank's is not finite."""
     if group is None:
         return amax
-    # How collectives compare NaN is not defined.
+    # Collectives do not define how they compare NaN.
     amax = torch.where(amax.isfinite(), amax, torch.full_like(amax, torch.inf))
     torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
     return amax
@@ -235,20 +235,20 @@ class RowScaling(Scaling):
     """A scale for each row that a product sums along (``--fp8-recipe rowwise``)."""
 
     def pair(self, x: Tensor, role: Role, *, columns: bool) -> Pair:
-        """The scales are ``[m, 1]`` and ``[k, 1]``."""
+        """Return rows and columns with a scale for each, ``[m, 1]`` and ``[k, 1]``."""
         found = self._along(x, role, 1, "rows")
         assert found.rows is not None
         rows = Quantized(found.rows, found.number)
         return Pair(rows, self.columns(x, role, rows.scale) if columns else None)
 
     def columns(self, x: Tensor, role: Role, scale: Tensor) -> Quantized:
-        """The scale is made anew, ``[k, 1]``."""
+        """Return the transpose with a scale for each of its rows, made anew, ``[k, 1]``."""
         found = self._along(x, role, 0, "columns")
         assert found.columns is not None
         return Quantized(found.columns, found.number.t())
 
     def across(self, x: Tensor, role: Role, rows: Quantized) -> Quantized:
-        """The scale is made anew, ``[1, k]``."""
+        """Return the matrix with a scale for each of its columns, made anew, ``[1, k]``."""
         found = self._along(x, role, 0, "rows")
         assert found.rows is not None
         return Quantized(found.rows, found.number)
@@ -322,7 +322,7 @@ class DelayedScaling(Scaling):
                 x, self.scale[role], self.formats[role], wanted, varies=self.parts.varies
             )
             self._note(found.number, role)
-            # As in `scale_for`: what is not finite must not be cut off unseen.
+            # A value that is not finite must not be cut off unseen; see `scale_for`.
             scale = torch.where(found.number.isfinite(), self.scale[role], torch.nan)
             return scale, found.rows, found.columns
         amax: Tensor = LARGEST(x, varies=self.parts.varies)
