@@ -102,7 +102,7 @@ class StepRunner:
         self.observer: Callable[[], None] | None = None
         self.check_zeroed: Callable[[list[DistributedDataParallel]], None] | None = None
         if optimizer is not None:
-            self._connect(transformer_config, optimizer)
+            self._connect(optimizer)
 
     @property
     def trained_chunks(self) -> list[DistributedDataParallel]:
@@ -113,18 +113,17 @@ class StepRunner:
         """Return how many of the first steps of a run train its model: here all of them."""
         return steps
 
-    def _connect(self, transformer_config: TransformerConfig, optimizer: MegatronOptimizer) -> None:
+    def _connect(self, optimizer: MegatronOptimizer) -> None:
         """Tell megatron-core's schedule how to scale, overlap and finalize gradients."""
-        core = transformer_config
-        core.grad_scale_func = optimizer.scale_loss
-        core.finalize_model_grads_func = finalize_model_grads
-        flags = self.config.optimizer
+        told, flags = self.transformer_config, self.config.optimizer
+        told.grad_scale_func = optimizer.scale_loss
+        told.finalize_model_grads_func = finalize_model_grads
         if flags.overlap_grad_reduce:
-            core.no_sync_func = _one_or_list([chunk.no_sync for chunk in self.chunks])
+            told.no_sync_func = _one_or_list([chunk.no_sync for chunk in self.chunks])
             if flags.align_grad_reduce:
-                core.grad_sync_func = _one_or_list([c.start_grad_sync for c in self.chunks])
+                told.grad_sync_func = _one_or_list([c.start_grad_sync for c in self.chunks])
         if flags.overlap_param_gather and flags.align_param_gather:
-            core.param_sync_func = _one_or_list([c.start_param_sync for c in self.chunks])
+            told.param_sync_func = _one_or_list([c.start_param_sync for c in self.chunks])
 
     def forward_backward(
         self,

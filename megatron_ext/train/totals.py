@@ -63,16 +63,16 @@ NAMES = {
 """Maps ``--moe-router-load-balancing-type`` to the name that Megatron-LM logs."""
 
 
-def logged_names(config: StepTransformerConfig) -> list[str]:
+def logged_names(transformer_config: StepTransformerConfig) -> list[str]:
     """Return the names of the losses that the routers of this configuration keep."""
-    kinds = config.moe_router_load_balancing_type
+    kinds = transformer_config.moe_router_load_balancing_type
     given = [kinds] if isinstance(kinds, str) else kinds
     names = [NAMES[kind] for kind in given if kind in NAMES]
-    return [*names, "z_loss"] if config.moe_z_loss_coeff is not None else names
+    return [*names, "z_loss"] if transformer_config.moe_z_loss_coeff is not None else names
 
 
 def take_auxiliary_losses(
-    config: StepTransformerConfig, context: ParallelContext, num_microbatches: int
+    transformer_config: StepTransformerConfig, context: ParallelContext, num_microbatches: int
 ) -> dict[str, torch.Tensor]:
     """Return the mean of each auxiliary loss over layers and micro-batches.
 
@@ -82,15 +82,15 @@ def take_auxiliary_losses(
     z-loss is whole on each rank.
     """
     tracker = get_moe_layer_wise_logging_tracker()
-    names = logged_names(config)
+    names = logged_names(transformer_config)
     device = torch.device("cuda", torch.cuda.current_device())
     totals = torch.zeros(len(names), dtype=torch.float64, device=device)
     for index, name in enumerate(names):
         if name in tracker:
             totals[index] = tracker[name]["values"].double().sum()
     clear_aux_losses_tracker()
-    pattern = expert_pattern(config)
-    layers = sum(pattern) + (config.mtp_num_layers or 0) * pattern[-1]
+    pattern = expert_pattern(transformer_config)
+    layers = sum(pattern) + (transformer_config.mtp_num_layers or 0) * pattern[-1]
     # Replicas and whole copies are averaged by hand: Gloo has no average.
     torch.distributed.all_reduce(totals)
     replicas = context.layout.data_parallel_size

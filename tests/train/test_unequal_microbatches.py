@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext.config.parser import parse_args
 from megatron_ext.data.batch import Batch
-from megatron_ext.device import select
-from megatron_ext.text.task import GPT, TEXT
-from megatron_ext.train.launch import fork_ranks
-from megatron_ext.train.main import pretrain
-from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
-from tests.training_runs import TINY, mock_data
+from tests.training_runs import TINY, mock_data, train_on_ranks
 
 FLAGS = [*TINY, *mock_data(), *"--micro-batch-size 1 --global-batch-size 2 --train-iters 1".split()]
 TARGETS = (8, 2)
@@ -43,13 +37,8 @@ def gradient(run: Run, batches: list[Batch]) -> Tensor:
     return torch.cat([p.main_grad.flatten() for chunk in run.chunks for p in chunk.parameters()])
 
 
-def compare(words: list[str], fits: Callable[[float], bool]) -> None:
+def compare(words: list[str], save: Path, fits: Callable[[float], bool]) -> None:
     """Check the relative difference between the gradients of two micro-batches and of one."""
-    device = select()
-    words = [*FLAGS, *words, "--nproc-per-node", "1"]
-    config, tokenizer = preflight(
-        parse_args(words, TEXT, world_size=0, device=device.kind).config, GPT.preflight
-    )
 
     def prepare(run: Run) -> None:
         drawn = run.train_source.next_step(2)
@@ -58,14 +47,13 @@ def compare(words: list[str], fits: Callable[[float], bool]) -> None:
         truth = gradient(run, [joined(apart)]).clone()
         assert fits(float((gradient(run, apart) - truth).norm() / truth.norm()))
 
-    run = partial(pretrain, GPT, config, device=device, assets=tokenizer, prepare=prepare)
-    assert fork_ranks(run, 1) == 0
+    assert train_on_ranks([*FLAGS, *words], save=save, prepare=prepare)[0] == 0
 
 
 @pytest.mark.parametrize("impl", ["chunked", "eager"])
-def test_unequal_microbatches_equal_one(impl: str) -> None:
-    compare(["--cross-entropy-impl", impl], lambda error: error <= 1e-6)
+def test_unequal_microbatches_equal_one(impl: str, tmp_path: Path) -> None:
+    compare(["--cross-entropy-impl", impl], tmp_path, lambda error: error <= 1e-6)
 
 
-def test_the_mean_of_means_depends_on_the_microbatches() -> None:
-    compare(["--no-calculate-per-token-loss"], lambda error: error > 0.1)
+def test_the_mean_of_means_depends_on_the_microbatches(tmp_path: Path) -> None:
+    compare(["--no-calculate-per-token-loss"], tmp_path, lambda error: error > 0.1)

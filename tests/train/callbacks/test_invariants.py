@@ -11,17 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.config.parser import parse_args
-from megatron_ext.device import select
-from megatron_ext.text.task import GPT, TEXT
 from megatron_ext.train.callbacks.invariants import InvariantError, check_replicas, check_zeroed
-from megatron_ext.train.launch import fork_ranks
-from megatron_ext.train.main import pretrain
-from megatron_ext.train.preflight import preflight
 from megatron_ext.train.run import Run
 from tests.training_runs import TINY, mock_data, train_on_ranks
 
 Change = Callable[[Run], None]
+TIED = "--no-untie-embeddings-and-output-weights"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
 
 
@@ -44,14 +39,6 @@ def spoil_history(run: Run, name: str, rank: int) -> None:
 
 def message_of(words: str, ranks: int, change: Change, folder: Path) -> str:
     """Return the message of the check on some rank, after ``change`` has been made."""
-    flags = [*TINY, *mock_data(), "--train-iters", "1", *words.split()]
-    flags = [*flags, "--nproc-per-node", str(ranks)]
-    if "--tie" in flags:
-        flags = [f for f in flags if f not in ("--tie", "--untie-embeddings-and-output-weights")]
-    device = select()
-    config, tokenizer = preflight(
-        parse_args(flags, TEXT, world_size=0, device=device.kind).config, GPT.preflight
-    )
 
     def prepare(run: Run) -> None:
         check_replicas(run.chunks, run.context, 0)
@@ -61,9 +48,9 @@ def message_of(words: str, ranks: int, change: Change, folder: Path) -> str:
         except InvariantError as error:
             (folder / f"{run.context.rank}").write_text(str(error))
 
-    arguments: dict[str, Any] = {"device": device, "tokenizer": tokenizer, "prepare": prepare}
-    assert fork_ranks(partial(pretrain, GPT, config, **arguments), ranks) == 0
-    texts = {path.read_text() for path in folder.iterdir()}
+    flags = [*TINY, *mock_data(), "--train-iters", "1", *words.split()]
+    assert train_on_ranks(flags, ranks=ranks, save=folder / "save", prepare=prepare)[0] == 0
+    texts = {path.read_text() for path in folder.iterdir() if path.is_file()}
     return "\n".join(sorted(texts))
 
 
@@ -76,7 +63,7 @@ def message_of(words: str, ranks: int, change: Change, folder: Path) -> str:
          r"between data-parallel replicas: ranks \[1\] do not hold what rank 0"),
         ("--tensor-model-parallel-size 2", 2, "final_layernorm", 1, r"final_layernorm.weight` "
          r"differs between tensor-parallel ranks: ranks \[1\]"),
-        ("--pipeline-model-parallel-size 2 --tie", 2, "output_layer", 1, r"the tied embedding` "
+        (f"--pipeline-model-parallel-size 2 {TIED}", 2, "output_layer", 1, r"the tied embedding` "
          r"differs between pipeline stages: ranks \[1\] do not hold what rank 0"),
         (f"--expert-model-parallel-size 2 {EXPERTS}", 4, "local_experts.1.linear_fc1", 3,
          r"experts.1.linear_fc1.weight` differs between replicas of the experts: ranks \[3\] do "
@@ -140,11 +127,6 @@ def test_training_keeps_the_invariants(words: str, ranks: int, tmp_path: Path) -
 
 def test_a_stale_gradient_is_found(tmp_path: Path) -> None:
     """A buffer that is not zero before a step would be added to it."""
-    flags = [*TINY, *mock_data(), "--train-iters", "1"]
-    device = select()
-    config, tokenizer = preflight(
-        parse_args(flags, TEXT, world_size=0, device=device.kind).config, GPT.preflight
-    )
 
     def prepare(run: Run) -> None:
         (chunk,) = run.chunks
@@ -158,5 +140,5 @@ def test_a_stale_gradient_is_found(tmp_path: Path) -> None:
         ):
             check_zeroed([chunk], 5)
 
-    main = partial(pretrain, GPT, config, device=device, assets=tokenizer, prepare=prepare)
-    assert fork_ranks(main, 1) == 0
+    flags = [*TINY, *mock_data(), "--train-iters", "1"]
+    assert train_on_ranks(flags, save=tmp_path, prepare=prepare)[0] == 0
