@@ -73,7 +73,7 @@ CASES: dict[str, tuple[str, str, Callable[[Path], None] | None]] = {
     "cache": (f"{DATA} --data-cache-path FOLDER/file", "cannot be written to", _file),
     "cache of the data": (
         DATA,
-        "docs is no folder; give a folder that can",
+        "docs is no folder); give a folder that can",
         _file_for_the_cache,
     ),
     "pickle in the cache": (
