@@ -1,4 +1,4 @@
-"""What conversions from and to public weights share, whatever the model.
+"""Parts that all conversions from and to public weights share, whatever the model.
 
 A conversion runs in one process on the CPU, and what it imports becomes the checkpoint of iteration
 0, which loads in any layout.

@@ -1,4 +1,4 @@
-"""What a GPU can do: products in 8 bits by its capability, measured matrix and copy rates.
+"""Rates of a GPU: 8-bit products by its capability, measured matrix and copy rates.
 
 ``python -m megatron_ext.device.rates --index 0`` prints the rates of a GPU as JSON, in a process of
 its own, so that a broken driver ends that process only.

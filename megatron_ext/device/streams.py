@@ -1,4 +1,4 @@
-"""What a device does beside the host: copies for which nobody waits, and CUDA graphs."""
+"""Work of a device beside the host: copies for which nobody waits, and CUDA graphs."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ KILLS = 20
 
 
 def save_for_ever(rank: int, root: Path, store: Path, start: int) -> None:
-    """One of two ranks that save without pause until they are killed."""
+    """Save on one of two ranks without pause, until it is killed."""
     torch.set_num_threads(1)
     device = select()
     device.activate(rank)

@@ -22,7 +22,7 @@ from tests.training_runs import TINY, mock_data
 
 
 def _holder(folder: Path) -> tuple[int, int]:
-    """A process that holds the lock, and another that it has forked, as loaders of data are."""
+    """Start a process that holds the lock, and another that it has forked, as data loaders are."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -115,7 +115,7 @@ def test_a_run_goes_on_from_before_its_first_update(flags: str, ranks: int, tmp_
 
 @pytest.mark.parametrize("flags", ["--bf16", "--fp16 --initial-loss-scale 1024"])
 def test_a_stage_without_experts_goes_on_in_16_bits(flags: str, tmp_path: Path) -> None:
-    """Its optimizer of experts has no weights in the checkpoint, in no layout."""
+    """The optimizer of its experts has no weights in the checkpoint, in no layout."""
     flags = f"{flags} {STAGES} {EXPERTS} --moe-layer-freq ([0]*1+[1]*1)"
     check_that_it_goes_on(flags, tmp_path, ranks=4)
 

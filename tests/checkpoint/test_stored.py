@@ -13,7 +13,7 @@ from megatron_ext.errors import CheckpointError
 
 
 def write(root: Path, *iterations: int) -> None:
-    """Checkpoints that are whole as far as anything looks that does not load them."""
+    """Write checkpoints that look whole to all that does not load them."""
     for iteration in iterations:
         folder = root / f"iter_{iteration:07d}"
         folder.mkdir(parents=True)

@@ -72,7 +72,7 @@ TRAPS = {".metadata": _into_metadata, "common.pt": _into_common, "rng_state": _i
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's checkpoint on two ranks."""
+    """Save a run's checkpoint on two ranks."""
     folder = tmp_path_factory.mktemp("stranger") / "run"
     two = [*TINY, *mock_data(), "--nproc-per-node", "2", "--train-iters", "1"]
     assert main(GPT, [*two, "--save", str(folder)]) == 0
@@ -177,7 +177,7 @@ UNSAFE = (
 
 
 def test_nothing_else_in_the_package_unpickles() -> None:
-    """What reads pickles goes through `checkpoint.unpickling`, or says ``weights_only=True``."""
+    """Pickles are read through `checkpoint.unpickling`, or with ``weights_only=True``."""
     package = Path(megatron_ext.__file__).parent
     found = {
         str(path.relative_to(package))

@@ -15,7 +15,7 @@ from megatron_ext.text.data.inspect import id_range
 
 
 def core_dataset(prefix: Path, *, multimodal: bool = False) -> Path:
-    """Two documents and an empty one between them, written by megatron-core."""
+    """Write two documents and an empty one between them by megatron-core."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16, multimodal=multimodal)

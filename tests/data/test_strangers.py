@@ -44,12 +44,12 @@ class Trap:
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """A file that only a stranger's code would make."""
+    """Return the path of a file that only a stranger's code would make."""
     return tmp_path / "marker"
 
 
 def _with_code(folder: Path, marker: Path) -> Path:
-    """A tokenizer whose class lies in its folder, as on a hub."""
+    """Write a tokenizer whose class lies in its folder, as on a hub."""
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes((hf_folder() / "tokenizer.json").read_bytes())
     config = {

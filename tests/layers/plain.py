@@ -61,13 +61,13 @@ def documents(length: int, ends: list[list[int]]) -> Tensor:
 
 
 def zigzag(tensor: Tensor, rank: int, size: int, dim: int = 0) -> Tensor:
-    """The part of a sequence that a context-parallel rank holds."""
+    """Return the part of a sequence that a context-parallel rank holds."""
     chunks = tensor.chunk(2 * size, dim=dim)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=dim)
 
 
 def full_weight(name: str, shape: tuple[int, ...]) -> Tensor:
-    """A weight that follows from its name; norms are near one."""
+    """Return a weight that follows from its name; norms are near one."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     values = torch.randn(shape, generator=generator, dtype=torch.float64)
     is_gain = "norm" in name and name.endswith("weight")
@@ -75,7 +75,7 @@ def full_weight(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def global_name(name: str, context: ParallelContext, num_experts: int) -> str:
-    """The name with the number of the expert among all experts."""
+    """Return the name with the number of the expert among all experts."""
     local = num_experts // context.pgs.ep.size()
     first = context.pgs.ep.rank() * local
     return re.sub(r"local_experts\.(\d+)", lambda m: f"local_experts.{first + int(m[1])}", name)

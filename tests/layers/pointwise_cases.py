@@ -75,7 +75,7 @@ def run(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Tensor,
 
 
 def cast(arguments: Sequence[Any], dtype: torch.dtype) -> list[Any]:
-    """The arguments in another dtype."""
+    """Return the arguments in another dtype."""
     return [
         x.detach().to(dtype).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
         for x in arguments

@@ -116,7 +116,7 @@ def set_up_buffers() -> dict[str, Any]:
 
 
 def gather_one_by_one() -> None:
-    """Gloo's gather of several tensors at once mixes up bytes of different dtypes; NCCL's does not.
+    """Gather one tensor after the other: Gloo mixes up bytes of different dtypes, NCCL does not.
 
     A model with weights in 8 bits and norms in bf16 gathers both at once.
     """

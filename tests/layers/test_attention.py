@@ -68,7 +68,7 @@ def outcome(module: Any, qkv: list[Tensor], mask: Tensor | None, seed: int = 3) 
 
 
 def expected(qkv: list[Tensor], forbidden: Tensor, scale: float | None = None) -> list[Tensor]:
-    """The same in double precision by plain arithmetic."""
+    """Return the same in double precision by plain arithmetic."""
     call = SimpleNamespace(call=lambda q, k, v: plain.attention(q, k, v, forbidden, scale))
     return outcome(call, [x.detach().double() for x in qkv], None)
 

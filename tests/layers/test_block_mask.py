@@ -36,7 +36,7 @@ def flexible(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Span]]:
-    """The spans of the block masks that are made within."""
+    """Yield the spans of the block masks that are made within."""
     spans: list[Span] = []
     genuine = block_mask._made
 

@@ -43,7 +43,7 @@ def failing(graph: torch.fx.GraphModule, example: Sequence[Tensor]) -> Callable[
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that has not looked for its needs yet."""
+    """Return a compiler that has not looked for its needs yet."""
     monkeypatch.setattr(module, "_compiler", module._Compiler())
 
 

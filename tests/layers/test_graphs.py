@@ -43,7 +43,7 @@ def block_of(context: ParallelContext, **changes: Any) -> TransformerBlock:
 
 
 def graphed(context: ParallelContext, **changes: Any) -> tuple[TransformerBlock, ChunkGraphs]:
-    """A block after a first step without graphs, and its graphs."""
+    """Return a block after a first step without graphs, and its graphs."""
     block = block_of(context, **changes)
     graphs = ChunkGraphs(block.layers, warmup_steps=1)
     run(block, hidden(0)).sum().backward()

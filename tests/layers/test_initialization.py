@@ -61,7 +61,7 @@ MODELS = {
 
 
 def config_of(words: str, num_ranks: int) -> tuple[RunConfig, int]:
-    """A run's configuration, and the entries of its vocabulary before padding."""
+    """Return a run's configuration, and the entries of its vocabulary before padding."""
     # Models are only built here, experts also in layouts that could not train them.
     flags = [*FLAGS, *mock_data(), "--train-iters", "1", "--skip-train"]
     flags += ["--nproc-per-node", str(num_ranks)]

@@ -41,7 +41,7 @@ STEPS = 3
 
 
 def bare_chunk(run: RunConfig, context: ParallelContext) -> Any:
-    """The whole model on this rank, the weights (but not A and B) following from their names."""
+    """Build the whole model on this rank; its weights, but not A and B, follow from their names."""
     (chunk,) = build_chunks(build_gpt_chunk, run, build_transformer_config(run), context)
     with torch.no_grad():
         for name, parameter in chunk.named_parameters():

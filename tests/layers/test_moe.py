@@ -42,7 +42,7 @@ def config(context: ParallelContext, **changes: Any) -> StepTransformerConfig:
 
 
 def check_block(context: ParallelContext, **changes: Any) -> None:
-    """A layer of experts: each data-parallel rank has a batch of its own, the loss is a sum."""
+    """Check a layer of experts: each replica has a batch of its own, the loss is a sum."""
     transformer_config = config(context, **changes)
     shared = transformer_config.moe_shared_expert_intermediate_size or 0
     block = torch_block(transformer_config, context)
@@ -170,7 +170,7 @@ WEIGHT = 0.01
 
 
 def plain_auxiliary(kind: str, hidden: Tensor, weight: Tensor) -> Tensor:
-    """The auxiliary loss of one micro-batch ``[s, b, h]``, in double precision."""
+    """Return the auxiliary loss of one micro-batch ``[s, b, h]``, in double precision."""
     logits = hidden @ weight.T
     if kind == "z_loss":
         return WEIGHT * logits.logsumexp(-1).square().mean()

@@ -38,7 +38,7 @@ def cumulative(lengths: list[int]) -> Tensor:
 
 
 def packed_row(lengths: list[int], padded: list[int]) -> Batch:
-    """A row whose label at position t is 100 + t; padding has no targets, but labels too."""
+    """Return a row whose label at position t is 100 + t; padding has labels, but no targets."""
     length = sum(padded)
     position = torch.arange(length).unsqueeze(0)
     mask = torch.cat(

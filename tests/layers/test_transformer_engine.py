@@ -58,13 +58,13 @@ def runs(*names: str) -> Seen:
 
 @pytest.fixture(scope="module")
 def seen() -> Seen:
-    """The runs of every test session."""
+    """Return the runs of every test session."""
     return runs("torch", "bf16", "delayed", "parameters", "buffers")
 
 
 @pytest.fixture(scope="module")
 def others() -> Seen:
-    """The runs of a slow one."""
+    """Return the runs of a slow session."""
     names = (
         "torch",
         "unfused",

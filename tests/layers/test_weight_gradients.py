@@ -72,7 +72,7 @@ def _gradients(run: Run, batches: list, *, in_place: bool) -> dict[str, Tensor]:
 
 
 def _compare(context: ParallelContext, words: str) -> None:
-    """A step's gradients, made both ways; also those of weights that are used twice."""
+    """Compare a step's gradients, made both ways, with those of weights that are used twice."""
     run = build([*FLAGS, *words.split()], context)
     batches = run.train_source.next_step(run.batch_size.num_microbatches)
     truth = _gradients(run, batches, in_place=False)

@@ -119,7 +119,7 @@ def test_equals_dense_on_two_ranks(context: ParallelContext, name: str, sp: bool
 
 
 def check_bias_and_extra_values(group: ProcessGroup | None) -> None:
-    """Plain torch over whole logits in float64 says what a bias and further values are."""
+    """Compare a bias and further values with plain torch over whole logits in float64."""
     hidden, weight, weights, inputs = values()
     bias = torch.randn(V, generator=torch.Generator().manual_seed(5))
     rank, size = (0, 1) if group is None else (group.rank(), group.size())

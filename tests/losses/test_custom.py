@@ -69,7 +69,7 @@ def spec(tmp_path: Path) -> str:
 def dense_forward_step(
     config: RunConfig, batch: Batch, model: torch.nn.Module, counts: StepCounts | None
 ) -> tuple[Tensor, LossFunction]:
-    """The same formula on whole logits, in plain torch."""
+    """Compute the same formula on whole logits, in plain torch."""
     logits = model(batch.tokens, batch.position_ids, batch.attention_mask)
     log_p = logits.double().log_softmax(-1).gather(2, batch.labels.unsqueeze(2)).squeeze(2)
     losses = -((1 - log_p.exp()) ** GAMMA) * log_p

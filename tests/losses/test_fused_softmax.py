@@ -32,7 +32,7 @@ C, V = 6, 33
 
 
 def on_a_gpu(compiler: str, *args: Any, **kwargs: Any) -> Result:
-    """The loss on its fused path, through a backend of `torch.compile`."""
+    """Put the loss on its fused path, through a backend of `torch.compile`."""
     with compiled_on_cpu(compiler):
         return weighted(*args, **kwargs)
 
@@ -155,7 +155,7 @@ def test_bfloat16_is_as_exact_as_whole_logits() -> None:
 
 
 def adding(total: Tensor, one: Tensor, other: Tensor, **given: Any) -> Tensor:
-    """A GPU's product of 16-bit matrices that is added to a float32 one."""
+    """Stand in for a GPU's product of 16-bit matrices that is added to a float32 one."""
     assert given["out"] is total and given["out_dtype"] == total.dtype == torch.float32
     assert one.dtype == other.dtype == torch.bfloat16
     product = one.float() @ other.float()

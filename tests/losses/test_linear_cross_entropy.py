@@ -38,7 +38,7 @@ from tests.ranks import ParallelContext, ranks
 
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The sizes of all all-reduces within."""
+    """Yield the sizes of all all-reduces within."""
     sizes: list[int] = []
     genuine = torch.distributed.all_reduce
 

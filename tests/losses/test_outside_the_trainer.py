@@ -14,7 +14,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "losses.md"
 
 
 def documented_step() -> Any:
-    """The function of the page, as a reader would copy it."""
+    """Return the function of the page, as a reader would copy it."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(code, str(PAGE), "exec"), names)

@@ -49,7 +49,7 @@ def stock_chunk(
     post_process: bool,
     vp_stage: int | None = None,
 ) -> CoreGPTModel:
-    """megatron-core's GPTModel over our layers; the arguments of `build_gpt_chunk`."""
+    """Build megatron-core's GPTModel over our layers, with the arguments of `build_gpt_chunk`."""
     model = config.model
     mtp = None
     if model.mtp_num_layers and post_process:
@@ -87,7 +87,7 @@ STOCK = GPT.replace(model_chunk=stock_chunk, forward_step=stock_forward_step)
 
 
 def gpt_chunk(run: RunConfig, context: ParallelContext, build: ModelChunk = build_gpt_chunk) -> Any:
-    """The whole model on this rank, its weights following from their names."""
+    """Build the whole model on this rank, its weights following from their names."""
     transformer_config = build_transformer_config(run)
     chunk = build(run, transformer_config, context, pre_process=True, post_process=True)
     plain.fill(chunk, context, run.moe.num_experts or 0)
@@ -119,7 +119,7 @@ def ragged_masks() -> Tensor:
 
 
 def rows(batch: Batch, first: int, count: int) -> Batch:
-    """A micro-batch of a batch."""
+    """Return a micro-batch of a batch."""
     part = slice(first, first + count)
     return Batch(
         batch.tokens[part],
@@ -140,7 +140,7 @@ def gradients(chunk: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def worst(mine: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
-    """The largest relative error of a parameter's gradient."""
+    """Return the largest relative error of a parameter's gradient."""
     return max(
         float((mine[name] - want).norm() / want.norm().clamp(min=1e-12))
         for name, want in truth.items()

@@ -58,7 +58,7 @@ def run_config(*words: str, vocabulary: int = 90) -> RunConfig:
 
 
 def core_config(run: RunConfig, **changes: Any) -> GPTDatasetConfig:
-    """megatron-core's own configuration, without our key."""
+    """Return megatron-core's own configuration, without our key."""
     tokenizer = build_tokenizer(run.tokenizer)
     ours = dataset_config(run, read_blend(run.data), tokenizer, "")
     names = {f.name for f in dataclasses.fields(GPTDatasetConfig) if f.init}

@@ -111,7 +111,7 @@ def test_d18_what_is_logged_survives_cores_divisions(context: ParallelContext) -
 
 
 def check_pairs(context: ParallelContext, want: float) -> None:
-    """Every rank has the same micro-batches, whose mean has the gradient 2."""
+    """Check a loss on ranks with equal micro-batches, whose mean has the gradient 2."""
     gradient, _ = step(mean_pair, per_token=True)
     assert gradient == pytest.approx(want)
     with pytest.raises(ConfigError, match=r"`mean_pair` returned 2 value\(s\), but .* three"):

@@ -77,7 +77,7 @@ def scale_of_means(run: RunConfig, num_microbatches: int) -> int:
 def stock_gradients(
     run: RunConfig, context: ParallelContext, batch: Batch, micro_batch: int
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """The same step of megatron-core's GPTModel; its log is the mean over micro-batches."""
+    """Take the same step with megatron-core's GPTModel, whose log is a mean of micro-batches."""
     chunk = gpt_chunk(run, context, stock_chunk)
     pieces = range(0, SEQUENCES, micro_batch)
     MTPLossLoggingHelper.tracker.clear()

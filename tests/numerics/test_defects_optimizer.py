@@ -26,7 +26,7 @@ class _Net(MegatronModule):  # type: ignore[misc]
 def with_a_bad_gradient(
     *, bf16: bool, distributed: bool
 ) -> tuple[DistributedDataParallel, MegatronOptimizer]:
-    """A model, one of whose 30 gradients is NaN, and its optimizer."""
+    """Build a model, one of whose 30 gradients is NaN, and its optimizer."""
     dtype = torch.bfloat16 if bf16 else torch.float32
     config = TransformerConfig(
         num_layers=1, hidden_size=4, num_attention_heads=1, bf16=bf16, params_dtype=dtype
@@ -75,7 +75,7 @@ def test_d21_one_bad_gradient_skips_the_step(
 
 
 def with_a_dense_overflow() -> MegatronOptimizer:
-    """An optimizer in fp16 whose dense gradients are infinite and those of its expert are not."""
+    """Build an fp16 optimizer with infinite dense gradients and finite ones of its expert."""
     config = TransformerConfig(
         num_layers=1, hidden_size=4, num_attention_heads=1, fp16=True, params_dtype=torch.float16
     )

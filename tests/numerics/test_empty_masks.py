@@ -98,7 +98,7 @@ def test_a_masked_data_parallel_rank() -> None:
 
 
 def learns_nothing(run: Run, result: StepResult) -> None:
-    """The gradient is exactly zero, the step counts as done, and the log says 0."""
+    """Check that the gradient is exactly zero, the step counts as done, and the log says 0."""
     if run.config.training.calculate_per_token_loss:
         assert result.update.grad_norm == 0
         for chunk in run.chunks:

@@ -22,7 +22,7 @@ def _config(*more: str) -> Any:
 
 
 def _rates(*more: str) -> list[float]:
-    """The rate after each step, as the log shows it."""
+    """Return the rate after each step, as the log shows it."""
     config = _config(*more)
     group: dict[str, Any] = {"params": [], "default_config": True}
     optimizer: Any = SimpleNamespace(param_groups=[group])

@@ -112,7 +112,7 @@ def test_an_average_of_16_bit_weights_moves_from_the_first_step(
 
 
 def _save_averages(context: ParallelContext, folder: Path, precision: str) -> None:
-    """Weights that do not depend on the number of ranks go in, whole averages come out."""
+    """Save weights that do not depend on the number of ranks, and the whole averages."""
     tiny = build(context, precision=precision)
     ema = _ema(tiny)
     for step in range(1, STEPS + 1):

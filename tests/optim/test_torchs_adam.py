@@ -62,7 +62,7 @@ def _expect(run: Run) -> None:
 
 
 def _train(folder: Path, *more: str, **options: Any) -> dict[str, torch.Tensor]:
-    """The whole tensors of the last checkpoint."""
+    """Train, and return the whole tensors of the last checkpoint."""
     code, _ = train_on_ranks([*SMALL, *more], save=folder, **options)
     assert code == 0
     if "--exit-interval" in more:

@@ -16,7 +16,7 @@ def members(group: ProcessGroup) -> list[int]:
 
 
 def sums(group: ProcessGroup) -> float:
-    """Of the ranks of a group, by a collective."""
+    """Return the sums over the ranks of a group, by a collective."""
     total = torch.tensor(float(torch.distributed.get_rank()))
     torch.distributed.all_reduce(total, group=group)
     return float(total)

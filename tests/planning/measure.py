@@ -1,4 +1,4 @@
-"""What a real step on forked ranks holds: the truth of the planner's tests.
+"""Measures what a real step on forked ranks holds, as the truth of the planner's tests.
 
 State is found by walking model and optimizer, activations by watching every tensor that a forward
 and backward pass makes, from its first to its last reference.
@@ -107,7 +107,7 @@ class Measured:
 
 
 def configuration(flags: Sequence[str], program: Task | TaskChoice = GPT) -> RunConfig:
-    """A resolved run on forked ranks, with its vocabulary or its clips."""
+    """Return a resolved run on forked ranks, with its vocabulary or its clips."""
     return _prepared(flags, program)[1]
 
 
@@ -191,13 +191,13 @@ def _work(folder: Path, run: Run) -> None:
 
 
 def _weights(chunks: Sequence[Any]) -> list[list[tuple[str, int]]]:
-    """Names and sizes of the parameters of each chunk."""
+    """Return names and sizes of the parameters of each chunk."""
     bare = unwrap_model(list(chunks))
     return [[(name, p.numel()) for name, p in chunk.named_parameters()] for chunk in bare]
 
 
 def _networks(runner: StreamingRunner) -> dict[str, Any]:
-    """What streaming holds besides the model of the run."""
+    """Return the networks that streaming holds besides the model of the run."""
     critic, teacher = runner.critic, getattr(runner.teacher, "network", runner.teacher)
     cache: Any = runner.sequence.generator.cache
     return {
@@ -210,7 +210,7 @@ def _networks(runner: StreamingRunner) -> dict[str, Any]:
 
 
 def _state(chunks: Sequence[Any], optimizer: Any, ema: ShardedEMA | None) -> dict[str, int]:
-    """Bytes by kind; memory that two kinds share counts for the first."""
+    """Return bytes by kind; memory that two kinds share counts for the first."""
     known: set[int] = set()
 
     def take(tensors: Iterable[torch.Tensor]) -> int:
@@ -235,7 +235,7 @@ def _state(chunks: Sequence[Any], optimizer: Any, ema: ShardedEMA | None) -> dic
 
 
 def _optimizer_tensors(optimizer: Any) -> Iterable[torch.Tensor]:
-    """Main parameters and moments of megatron-core's optimizers."""
+    """Return main parameters and moments of megatron-core's optimizers."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:

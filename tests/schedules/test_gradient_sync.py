@@ -72,7 +72,7 @@ def _noted(bucket: _ParamAndGradBucketGroup, events: list[str], *args: Any, **kw
 
 
 def _compare(context: ParallelContext, words: str) -> list[list[str]]:
-    """The events of three steps, whose weights are those of a run that overlaps nothing."""
+    """Compare the events of three steps with weights of a run that overlaps nothing."""
     plain, overlapped = (_run(context, words, overlap=overlap) for overlap in (False, True))
     events: list[str] = []
     _events(overlapped, events)

@@ -26,7 +26,7 @@ NUM_PLANS = 2000
 
 
 def random_plan(generator: random.Random) -> tuple[Plan, int]:
-    """A plan, and the size of its groups of micro-batches."""
+    """Return a plan, and the size of its groups of micro-batches."""
     schedule = generator.choice(SCHEDULES)
     size = 1 if schedule == "no-pipelining" else generator.randint(1, 8)
     chunks = {"interleaved": generator.randint(2, 4), "zb-v": 2}.get(schedule, 1)

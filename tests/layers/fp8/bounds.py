@@ -15,7 +15,7 @@ SMALLEST = {torch.float8_e4m3fn: 2.0**-9, torch.float8_e5m2: 2.0**-16}
 
 
 def error_of(x: Tensor, quantized: Quantized) -> Tensor:
-    """The most that rounding can change each number of a matrix that no scale cuts off."""
+    """Return the most that rounding can change each number of a matrix that no scale cuts off."""
     dtype = quantized.values.dtype
     return ROUNDING[dtype] * x.double().abs() + SMALLEST[dtype] / 2 / quantized.scale.double()
 

@@ -23,7 +23,7 @@ def of_size(amax: float) -> Tensor:
 
 
 def step(histories: AmaxHistories, layer: DelayedScaling, *sizes: float) -> list[float]:
-    """A step whose micro-batches are of some sizes; the scale that each of them had."""
+    """Run a step whose micro-batches have some sizes; return the scale that each of them had."""
     found = [float(layer.rows(of_size(size), Role.INPUT).scale) for size in sizes]
     histories.advance()
     return found

@@ -263,7 +263,7 @@ def near(got: Tensor, want: Tensor) -> None:
 
 
 def check_layer(kind: type, context: ParallelContext, *, sequence_parallel: bool = False) -> None:
-    """A layer on several ranks against the same on one."""
+    """Compare a layer on several ranks with the same on one."""
     tp, cp = context.pgs.tp, context.pgs.cp
     is_row = kind is RowParallelLinear
 

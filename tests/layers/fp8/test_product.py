@@ -31,7 +31,7 @@ def quantized(x: torch.Tensor, dtype: torch.dtype, *, by_rows: bool) -> Quantize
 
 
 def matrices(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of very different sizes."""
+    """Return rows of very different sizes."""
     generator = torch.Generator().manual_seed(seed)
     a = torch.randn(32, 64, generator=generator) * torch.logspace(-6, 2, 32)[:, None]
     return a, torch.randn(48, 64, generator=generator) * 0.02
@@ -143,7 +143,7 @@ def torch_takes(given: dict[str, Any]) -> bool:
 
 
 def strided(matrix: Tensor) -> Tensor:
-    """The same numbers, the other way round in memory."""
+    """Return the same numbers, the other way round in memory."""
     return matrix.t().contiguous().t()
 
 
