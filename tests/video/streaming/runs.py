@@ -11,6 +11,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_ext.train.run import Run
+from megatron_ext.video.streaming.rollout import StreamClip
 from megatron_ext.video.streaming.step import StreamingRunner
 from megatron_ext.video.task import VIDEO
 from tests.training_runs import train_on_ranks, training_rows
@@ -24,7 +25,7 @@ FLAGS = (
     "--text-length 8 --text-width 32 --lr 1e-3 --critic-lr 2e-3 --ema-decay 0.8 --log-interval 1 "
     "--seed 7 --codec-spatial 2 --codec-channels 4"
 ).split()
-CHUNKS = 4
+CLIPS = 4
 """Of a sequence, which end at frames 9, 15, 21 and 27."""
 
 
@@ -85,6 +86,31 @@ def runner_of(run: Run) -> StreamingRunner:
     """The streaming runner of a run."""
     assert isinstance(run.runner, StreamingRunner)
     return run.runner
+
+
+def after_each_step(run: Run, do: Callable[[Any], None]) -> None:
+    """Call a function with the result of each step of a run, after it."""
+    train = run.runner.train
+
+    def wrapped(*args: Any) -> Any:
+        result = train(*args)
+        do(result)
+        return result
+
+    run.runner.train = wrapped  # type: ignore[method-assign]
+
+
+def on_each_clip(run: Run, do: Callable[[StreamClip, bool], None]) -> None:
+    """Call a function with each clip of a run, and with whether it trains the generator."""
+    sequence = runner_of(run).sequence
+    next_clip = sequence.next_clip
+
+    def wrapped(*, trains_generator: bool) -> StreamClip:
+        clip = next_clip(trains_generator=trains_generator)
+        do(clip, trains_generator)
+        return clip
+
+    sequence.next_clip = wrapped  # type: ignore[method-assign]
 
 
 def weights(module: Any) -> dict[str, Tensor]:

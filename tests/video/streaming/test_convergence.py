@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.streaming_convergence import Settings, follow
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.loss import x0_from_flow
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.noise_schedule import NoiseSchedule
+from tests.ranks import ranks
 from tests.video.streaming.analytic import MixtureTeacher, sliced_wasserstein
-from tests.video.streaming.toy import Toy, teacher_of
 
 SCHEDULE = NoiseSchedule(StreamingConfig())
 MEANS = torch.tensor([[2.0, 1.0], [-1.0, 0.5], [0.0, -2.0]]).view(3, 2, 1, 1)
@@ -102,16 +104,10 @@ def test_what_does_not_fit_is_refused() -> None:
         MixtureTeacher(MEANS.flatten(1), 1.0, SCHEDULE)
 
 
-def test_the_generator_learns_the_distribution_of_the_teacher() -> None:
-    """Clip by clip, with one layer.
-
-    With two layers and smaller steps the distance falls by 78% in 300 steps. What remains is that
-    the few layers leave the two components blurred.
-    """
-    toy = Toy(teacher_of([(2.5, 1.0), (0.5, 2.5)], deviation=0.4))
-    distance, of_means = toy.distances()
-    critic = list(toy.train(90))
-    distance_after, of_means_after = toy.distances()
-    assert of_means_after <= 0.5 * of_means
-    assert distance_after <= 0.3 * distance, (distance, distance_after)
-    assert sum(critic[-20:]) < 0.9 * sum(critic[:20])
+@ranks()
+def test_the_generator_learns_the_distribution_of_the_teacher(context: ParallelContext) -> None:
+    """The few layers leave the two components blurred, so that some distance remains."""
+    course = follow(context, Settings(), steps=150, every=150)
+    first, last = course.points
+    assert course.fall >= 0.7, course.points
+    assert last.of_means <= 0.5 * first.of_means

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
-from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.train.run import Run
 from megatron_ext.video.data.randomness import sample_numbers
 from megatron_ext.video.streaming import decisions
-from megatron_ext.video.streaming.sequence import Replica
-from tests.ranks import ranks
-from tests.video.streaming.network import PAPER, build
+from megatron_ext.video.streaming.rollout import StreamClip
+from tests.video.streaming.network import PAPER
+from tests.video.streaming.runs import after_each_step, on_each_clip, run, runner_of
 
 OPTIONS = dataclasses.replace(PAPER, max_new_frames=21, sequence_lengths=(99, 120, 240))
 LIKE = torch.empty(0)
@@ -82,23 +86,73 @@ def test_noise_of_all_uses_differs() -> None:
     assert together.unique().numel() == together.numel()
 
 
-@ranks(tp=2, dp=2)
+STEPS = 5
+DRAWN = (
+    f"--train-iters {STEPS} --max-new-frames 9 --sequence-lengths 21 27 "
+    "--no-same-exit-across-blocks"
+)
+"""Growth, lengths, switches and exit steps are drawn."""
+
+
+def _record(run: Run, folder: Path) -> None:
+    """Write down a file for each rank: decisions, and the noise that clips and blocks get."""
+    sequence, context = runner_of(run).sequence, run.context
+    generator = sequence.generator
+    made: list[tuple[Any, ...]] = []
+    noises: list[Tensor] = []
+    generate = type(generator).generate
+
+    def note(clip: StreamClip, trains_generator: bool) -> None:
+        state = sequence.state
+        assert state is not None
+        numbers = clip.sequence, clip.number, clip.end
+        switch = state.switch_frame, state.has_switched
+        made.append((trains_generator, *numbers, state.max_length, *switch))
+        content = {
+            "replica": context.dp_rank,
+            "decisions": made,
+            "noise": torch.stack(noises),
+            "latents": clip.latents,
+            "text": clip.text,
+        }
+        torch.save(content, folder / f"{context.rank}.pt")
+
+    def log(result: Any) -> None:
+        losses = {name: float(value) for name, value in result.losses.items()}
+        torch.save(losses, folder / f"losses_{context.rank}.pt")
+
+    def counted(self: Any, first_frame: int, text: Tensor, noise: Any, **options: Any) -> Any:
+        made.append((first_frame, options["exit_step"]))
+        noises.append(noise(first_frame, 0))
+        return generate(self, first_frame, text, noise, **options)
+
+    after_each_step(run, log)
+    on_each_clip(run, note)
+    type(generator).generate = counted  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch", "layout"),
+    [
+        (2, 2, ""),
+        pytest.param(2, 1, "--context-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param(4, 2, "--tensor-model-parallel-size 2", marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_agree_on_control_flow_and_replicas_differ_in_noise(
-    context: ParallelContext,
+    tmp_path: Path, ranks: int, batch: int, layout: str
 ) -> None:
-    torch.manual_seed(dist.get_rank())  # as in the original, seeds of ranks differ
-    size, rank = context.pgs.dp.size(), context.dp_rank
-    sequence = build(replica=Replica(seed=5, batch=1, dp_rank=rank, dp_size=size))
-    seen = []
-    for number in range(5):
-        clip = sequence.next_clip(trains_generator=number % 2 == 0)
-        assert sequence.state is not None
-        flow = (clip.sequence, clip.number, clip.end, sequence.state.switch_frame)
-        exits = [b.step.timestep for b in clip.blocks]
-        seen.append(((flow, exits, sequence.state.max_length), clip.latents))
-    everyone: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (rank, seen))
-    for other_rank, other in everyone:  # type: ignore[misc]
-        for (flow, mine), (other_flow, latents) in zip(seen, other, strict=True):
-            assert flow == other_flow
-            assert torch.equal(mine, latents) == (rank == other_rank)
+    record = partial(_record, folder=tmp_path)
+    run(tmp_path, f"{DRAWN} {layout}", ranks=ranks, batch=batch, prepare=record)
+    seen = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
+    first = seen[0]["decisions"]
+    assert len({x[4] for x in first if len(x) > 2}) == 2 and any(x[-1] for x in first)
+    for found in seen:
+        assert found["decisions"] == first
+        for name in ("noise", "text", "latents"):
+            same = torch.equal(found[name], seen[0][name])
+            assert same == (found["replica"] == seen[0]["replica"]), name
+    assert len({found["replica"] for found in seen}) == batch
+    # All ranks log alike.
+    losses = [torch.load(tmp_path / f"losses_{rank}.pt") for rank in range(ranks)]
+    assert losses == losses[:1] * ranks and "generator grad norm" in losses[0]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_ext.train.run import Run
 from tests.checkpoint.tiny import whole_tensors
-from tests.video.streaming.runs import run, runner_of, weights
+from tests.video.streaming.runs import after_each_step, run, runner_of, weights
 
 STEPS, DECAY = 7, 0.8
 
@@ -20,15 +20,12 @@ STEPS, DECAY = 7, 0.8
 def _record(run: Run, path: Path) -> None:
     """Write down the generator's weights after each step."""
     runner, seen = runner_of(run), list[dict[str, Tensor]]()
-    train = runner.train
 
-    def recorded(*args: Any) -> Any:
-        result = train(*args)
+    def record(_: Any) -> None:
         seen.append(weights(runner.generator.network))
         torch.save(seen, path)
-        return result
 
-    runner.train = recorded  # type: ignore[method-assign]
+    after_each_step(run, record)
 
 
 def stored(folder: Path) -> dict[str, Tensor]:

@@ -1,17 +1,23 @@
-"""The same run on other ranks, and with its batch cut otherwise."""
+"""The same run on other ranks, with its batch cut otherwise, and in 16 bits."""
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from megatron_ext.train.run import Run
+from megatron_ext.video.streaming.rollout import StreamClip
 from tests.checkpoint.tiny import whole_tensors
-from tests.video.streaming.runs import Rows, losses_of, run
+from tests.video.streaming.runs import Rows, losses_of, on_each_clip, run, runner_of
 
 STEPS = 3
 TP = "--tensor-model-parallel-size 2"
@@ -124,3 +130,86 @@ def test_means_of_clips_are_alike_too(tmp_path: Path, layout: str) -> None:
     mean = "--no-calculate-per-token-loss"
     wanted = trained(tmp_path / "one", mean)
     check_same(trained(tmp_path / "two", f"{mean} {layout}", ranks=2), wanted)
+
+
+STILL = "--optimizer sgd --sgd-momentum 0 --lr 1e-30 --critic-lr 1e-30 --ema-decay 0"
+"""Weights that do not move, so that all clips meet the same ones."""
+
+
+def _record_gradients(run: Run, path: Path) -> None:
+    """Write down the reduced gradients of both networks in each step, and its counted frames."""
+    runner = runner_of(run)
+    networks = {"generator": runner.generator.network, "critic": runner.critic.network}
+    seen: list[dict[str, Any]] = []
+    frames: dict[str, list[int]] = {"generator": [], "critic": []}
+
+    def count(clip: StreamClip, trains_generator: bool) -> None:
+        frames["generator" if trains_generator else "critic"].append(int(clip.mask.sum()))
+
+    def observe() -> None:
+        grads = {
+            (role, name): p.main_grad.clone()
+            for role, network in networks.items()
+            for name, p in unwrap_model([network])[0].named_parameters()
+        }
+        seen.append({"grads": grads, "frames": copy.deepcopy(frames)})
+        for counts in frames.values():
+            counts.clear()
+        torch.save(seen, path)
+
+    on_each_clip(run, count)
+    runner.observer = observe
+
+
+def gradients(folder: Path, words: str, *, batch: int, steps: int) -> list[dict[str, Any]]:
+    """Of each step of a run."""
+    folder.mkdir()
+    record = partial(_record_gradients, path=folder / "seen.pt")
+    words = f"--train-iters {steps} {STILL} {words}"
+    run(folder, words, batch=batch, interval=1, start=1, prepare=record)
+    seen: list[dict[str, Any]] = torch.load(folder / "seen.pt")
+    return seen
+
+
+@pytest.mark.parametrize("per_frame", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_frames_of_accumulated_clips_count_alike_or_clips_do(
+    tmp_path: Path, per_frame: bool
+) -> None:
+    """Generator and critic take two clips each, as they do in two steps."""
+    words = "" if per_frame else "--no-calculate-per-token-loss"
+    (both,) = gradients(tmp_path / "both", words, batch=2, steps=1)
+    first, second = gradients(tmp_path / "single", words, batch=1, steps=2)
+    # The first frame of clips but the first is an image; those before a switch are of the past.
+    shares = {}
+    for role, (a, b) in both["frames"].items():
+        assert [a] == first["frames"][role] and [b] == second["frames"][role]
+        shares[role] = a / (a + b) if per_frame else 0.5
+    assert both["frames"]["generator"][0] != both["frames"]["generator"][1]
+    for key, grad in both["grads"].items():
+        weight = shares[key[0]]
+        want = weight * first["grads"][key] + (1 - weight) * second["grads"][key]
+        scale = float(want.abs().max())
+        torch.testing.assert_close(grad, want, rtol=1e-5, atol=1e-5 * scale, msg=str(key))
+    assert any(float(x.abs().max()) > 0 for k, x in both["grads"].items() if k[0] == "generator")
+
+
+@pytest.mark.slow
+def test_accumulation_over_two_replicas_is_that_of_two_videos_on_one(tmp_path: Path) -> None:
+    wanted = trained(tmp_path / "one", "", micro=2, batch=4)
+    check_same(trained(tmp_path / "two", "", ranks=2, micro=1, batch=4), wanted)
+
+
+@pytest.mark.parametrize("layout", ["", pytest.param(
+    "--tensor-model-parallel-size 2", marks=pytest.mark.slow)])  # fmt: skip
+def test_a_bf16_run_stays_near_that_of_fp32(tmp_path: Path, layout: str) -> None:
+    """Its rounding error is 2 ** -9 in each product, and the critic sees clips made so."""
+    ranks, words = (2 if layout else 1), "--train-iters 5 --lr 1e-4 --critic-lr 1e-4"
+    exact = run(tmp_path, words, save="fp32")
+    rough = run(tmp_path, f"{words} --bf16 {layout}", ranks=ranks, save="bf16")
+    differences = []
+    for row, want in zip(rough, exact, strict=True):
+        assert losses_of(row).keys() == losses_of(want).keys()
+        for name, value in losses_of(want).items():
+            assert math.isclose(row[name], value, rel_tol=0.03), (row["iteration"], name)
+            differences.append(row[name] != value)
+    assert any(differences)

@@ -8,6 +8,7 @@ import math
 
 import pytest
 
+from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.decisions import (
     aliasing,
     clips_seen,
@@ -40,7 +41,7 @@ def test_the_generator_sees_all_13_clips_of_the_paper() -> None:
     assert aliasing(PAPER) is None
 
 
-def with_clips(clips: int) -> object:
+def with_clips(clips: int) -> StreamingConfig:
     return dataclasses.replace(PAPER, sequence_lengths=(21 + 18 * (clips - 1),))
 
 
@@ -50,7 +51,7 @@ def test_aliasing_is_what_happens(clips: int, accumulation: int) -> None:
     seen = simulated(clips, clips * 5, accumulation)
     assert clips_seen(PAPER, clips, accumulation) == seen
     options = with_clips(clips)
-    warns = aliasing(options, accumulation) is not None  # type: ignore[arg-type]
+    warns = aliasing(options, accumulation) is not None
     assert warns == (len(seen) < clips)
     if accumulation == 1:
         assert warns == (math.gcd(6, clips) > 1)
@@ -62,7 +63,7 @@ def test_a_configuration_that_aliases_is_warned_of(
     with caplog.at_level(logging.WARNING):
         warn_of_aliasing(PAPER)
         assert not caplog.records
-        warn_of_aliasing(with_clips(12))  # type: ignore[arg-type]
+        warn_of_aliasing(with_clips(12))
     assert "sequences of 12 trained chunks make the generator see only chunks 0, 6" in caplog.text
     assert "no divisor in common with 6" in caplog.text
 

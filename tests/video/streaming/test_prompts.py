@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,15 @@ from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.preflight import preflight
-from megatron_ext.train.run import Run
 from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.data.codec import PatchCodec
 from megatron_ext.video.data.text_encoders import HashedWords, width_of
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.prompts import FilePrompts, first_frame_latent
+from megatron_ext.video.streaming.rollout import StreamClip
 from megatron_ext.video.task import VIDEO
 from tests.ranks import ranks
-from tests.video.streaming.runs import flags_of, run, runner_of
+from tests.video.streaming.runs import flags_of, on_each_clip, run
 
 
 def write_images(folder: Path, number: int = 3) -> None:
@@ -66,20 +67,13 @@ def test_images_fill_the_first_block_of_a_sequence(tmp_path: Path) -> None:
     write_images(tmp_path)
     rows = [{"text": f"a {i}", "second_text": f"b {i}", "image": f"{i}.png"} for i in range(3)]
 
-    def record(run: Run) -> None:
-        runner = runner_of(run)
-        next_clip = runner.sequence.next_clip
+    def save(clip: StreamClip, _: bool) -> None:
+        if (clip.sequence, clip.number) == (0, 0):
+            torch.save((clip.latents, clip.mask, clip.first_new), tmp_path / "clip.pt")
 
-        def noted(*, trains_generator: bool) -> Any:
-            clip = next_clip(trains_generator=trains_generator)
-            if (clip.sequence, clip.number) == (0, 0):
-                torch.save((clip.latents, clip.mask, clip.first_new), tmp_path / "chunk.pt")
-            return clip
-
-        runner.sequence.next_clip = noted  # type: ignore[method-assign]
-
-    run(tmp_path, f"--train-iters 3 {jsonl(tmp_path, rows)}", prepare=record)
-    latents, mask, first_new = torch.load(tmp_path / "chunk.pt")
+    prepare = partial(on_each_clip, do=save)
+    run(tmp_path, f"--train-iters 3 {jsonl(tmp_path, rows)}", prepare=prepare)
+    latents, mask, first_new = torch.load(tmp_path / "clip.pt")
     assert first_new == 3 and mask.tolist() == [[False] * 3 + [True] * 6]
     codec = PatchCodec(CodecConfig(codec_spatial=2, codec_channels=4))
     still = [codec.encode(torch.full((1, 3, 9, 8, 8), (40 + 60 * i) / 127.5 - 1)) for i in range(3)]

@@ -9,10 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_ext.optim.update import global_grad_norm, parts_of
 from megatron_ext.train.run import Run
-from tests.video.streaming.runs import CHUNKS, Rows, differ, run, runner_of, weights
+from tests.video.streaming.runs import (
+    CLIPS,
+    Rows,
+    after_each_step,
+    differ,
+    on_each_clip,
+    run,
+    runner_of,
+    weights,
+)
 
 STEPS, INTERVAL = 10, 5
 TRAINED = [step % INTERVAL == 0 for step in range(STEPS)]
@@ -50,22 +61,16 @@ def _record(run: Run, path: Path) -> None:
         "buffers": [hasattr(p, "main_grad") for p in runner.teacher.parameters()],
         "teacher": [(p.requires_grad, p.grad) for p in runner.teacher.parameters()],
     }
-    train, next_clip = runner.train, runner.sequence.next_clip
 
-    def recorded(*args: Any) -> Any:
-        result = train(*args)
+    def record(_: Any) -> None:
         seen.append({name: weights(x) for name, x in networks.items()})
-        memo.append(runner.sequence.generator.cache.memo.is_filled)  # type: ignore[attr-defined]
+        memo.append(runner.sequence.generator.cache.memo.is_filled)
         torch.save(content, path)
-        return result
 
-    def noted(*, trains_generator: bool) -> Any:
-        clip = next_clip(trains_generator=trains_generator)
-        clips.append((clip.sequence, clip.number, "g" if trains_generator else "c"))
-        return clip
-
-    runner.train = recorded  # type: ignore[method-assign]
-    runner.sequence.next_clip = noted  # type: ignore[method-assign]
+    after_each_step(run, record)
+    on_each_clip(
+        run, lambda clip, trains: clips.append((clip.sequence, clip.number, "gc"[not trains]))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +107,7 @@ def test_the_generator_is_trained_in_one_of_so_many_steps(
 
 def test_both_passes_advance_one_sequence(recorded: tuple[Rows, dict[str, Any]]) -> None:
     kinds = "".join("gc" if trains else "c" for trains in TRAINED)
-    wanted = [(i // CHUNKS, i % CHUNKS, kind) for i, kind in enumerate(kinds)]
+    wanted = [(i // CLIPS, i % CLIPS, kind) for i, kind in enumerate(kinds)]
     assert recorded[1]["chunks"] == wanted
 
 
@@ -177,18 +182,58 @@ def test_a_refused_update_of_one_network_leaves_the_other(tmp_path: Path) -> Non
             update(step)
 
         assert_ema.update = noted  # type: ignore[method-assign]
-        train = runner.train
 
-        def checked(*args: Any) -> Any:
-            result = train(*args)
+        def check(_: Any) -> None:
             after = [weights(x.network) for x in (runner.generator, runner.critic)]
             changed = [differ(a, b) for a, b in zip(before, after, strict=True)]
             torch.save({"changed": changed, "moved": moved}, tmp_path / "seen.pt")
-            return result
 
-        runner.train = checked  # type: ignore[method-assign]
+        after_each_step(run, check)
 
     rows = run(tmp_path, "--train-iters 2", interval=INTERVAL, prepare=spoil)
     seen = torch.load(tmp_path / "seen.pt")
     assert seen == {"changed": [True, False], "moved": [1]}
     assert [row["skipped_iterations"] for row in rows] == [1, 2]
+
+
+def _record_operations(run: Run, path: Path) -> None:
+    """Write down what torch counts of each step, and what the runner does."""
+    runner, seen = runner_of(run), list[tuple[float, float]]()
+    train = runner.train
+
+    def counted(*args: Any) -> Any:
+        # Torch counts no fused attention of a CPU.
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            result = train(*args)
+        seen.append((float(counter.get_total_flops()), float(result.flops or 0)))
+        if run.context.rank == 0:
+            torch.save((seen, run.progress.floating_point_operations), path)
+        return result
+
+    runner.train = counted  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["", pytest.param("--no-two-phase --guidance-scale 1", marks=pytest.mark.slow)],
+)
+def test_a_step_counts_what_torch_counts(tmp_path: Path, words: str) -> None:
+    """All passes, also of the sequences that begin and of those that switch."""
+    record = partial(_record_operations, path=tmp_path / "seen.pt")
+    run(tmp_path, f"--train-iters 4 --no-encode-first-frame {words}", prepare=record)
+    seen, before = torch.load(tmp_path / "seen.pt")
+    assert before == sum(ours for _, ours in seen[:-1])
+    assert len({ours for _, ours in seen}) > 2
+    for theirs, ours in seen:
+        # The input of the first layers needs no gradient, which is a small part.
+        assert math.isclose(ours, theirs, rel_tol=0.06), (ours, theirs)
+
+
+@pytest.mark.slow
+def test_operations_of_all_replicas_count(tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        record = partial(_record_operations, path=tmp_path / f"{ranks}.pt")
+        sizes = {"ranks": ranks, "batch": 2, "micro": 2 // ranks}
+        run(tmp_path, "--train-iters 2", save=str(ranks), prepare=record, **sizes)
+    (one, _), (two, _) = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 2))
+    assert [ours for _, ours in one] == [ours for _, ours in two]

@@ -30,7 +30,7 @@ from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.teacher import ParallelTeacher, build_teacher
 from megatron_ext.video.task import VIDEO
 from tests.ranks import ranks
-from tests.video.streaming.runs import flags_of, run, runner_of
+from tests.video.streaming.runs import after_each_step, flags_of, run, runner_of
 
 TENSOR, STAGES = "--teacher-tensor-model-parallel-size", "--teacher-pipeline-model-parallel-size"
 BATCH = 2
@@ -58,24 +58,22 @@ def record(run: Run, folder: Path) -> None:
     """Write down what the teacher says, D, and the gradients of the generator in the only step."""
     runner = runner_of(run)
     seen: dict[str, Any] = {"replica": run.context.dp_rank}
-    train, direction = runner.train, step.generator_direction
+    direction = step.generator_direction
 
     def noted(*args: Any, **kwargs: Any) -> Tensor:
         seen["direction"] = direction(*args, **kwargs)
         return seen["direction"]
 
-    def recorded(*args: Any) -> Any:
-        result = train(*args)
+    def save(_: Any) -> None:
         (generator,) = unwrap_model(runner.chunks)
         (teacher,) = unwrap_model([getattr(runner.teacher, "network", runner.teacher)])
         seen["gradients"] = parts(generator, gradients=True)
         seen["teacher"] = parts(teacher)
         torch.save(seen, folder / f"rank_{run.context.rank}.pt")
-        return result
 
     runner.teacher.register_forward_hook(lambda _module, _args, flow: seen.update(flow=flow))
     step.generator_direction = noted
-    runner.train = recorded  # type: ignore[method-assign]
+    after_each_step(run, save)
 
 
 def step_of(folder: Path, words: str, ranks: int, replicas: int) -> dict[str, Any]:
@@ -177,18 +175,15 @@ def watch(run: Run, path: Path) -> None:
         for parameter in part.get_parameters()
     }
     assert own and optimized and not memory & optimized
-    train = runner.train
 
-    def watched(*args: Any) -> Any:
-        result = train(*args)
+    def check(_: Any) -> None:
         assert all(map(torch.equal, own, before))
         for parameter in own:
             assert not parameter.requires_grad and parameter.grad is None
             assert not hasattr(parameter, "main_grad")
         path.write_text(str(runner.extra_state.steps))
-        return result
 
-    runner.train = watched  # type: ignore[method-assign]
+    after_each_step(run, check)
 
 
 def test_a_teacher_with_a_layout_of_its_own_is_frozen(tmp_path: Path) -> None:

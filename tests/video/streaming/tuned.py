@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_ext.optim.update import parts_of
 from megatron_ext.train.run import Run
-from megatron_ext.video.streaming.step import StreamingRunner
-from tests.video.streaming.runs import run
+from tests.video.streaming.runs import after_each_step, run, runner_of, weights
 
 STEPS, SAVED = 6, 3
 ADAPTERS = "--lora-rank 4 --lora-alpha 8"
@@ -73,14 +71,11 @@ class Recorder:
 
     def __call__(self, run: Run) -> None:
         """Record a run."""
-        runner = run.runner
-        assert isinstance(runner, StreamingRunner)
+        runner = runner_of(run)
         before = {name: weights(getattr(runner, name).network) for name in NETWORKS}
         outputs = {name: output(getattr(runner, name).network) for name in NETWORKS}
-        train = runner.train
 
-        def recorded(*args: Any) -> Any:
-            result = train(*args)
+        def save(_: Any) -> None:
             content = {
                 "before": before,
                 "after": {name: weights(getattr(runner, name).network) for name in NETWORKS},
@@ -91,15 +86,8 @@ class Recorder:
                 "teacher": list(weights(runner.teacher)),
             }
             torch.save(content, self.path)
-            return result
 
-        runner.train = recorded  # type: ignore[method-assign]
-
-
-def weights(network: Any) -> dict[str, Tensor]:
-    """Copies of all parameters."""
-    (bare,) = unwrap_model([network])
-    return {name: p.detach().clone() for name, p in bare.named_parameters()}
+        after_each_step(run, save)
 
 
 def inputs() -> dict[str, Tensor]:
