@@ -91,7 +91,7 @@ def refuse_checkpoints(save: Path) -> None:
     """Refuse to import a model into a folder that holds checkpoints.
 
     Raises:
-        CheckpointError: it does.
+        CheckpointError: the folder holds some.
     """
     if published(save):
         raise CheckpointError(f"`--save` ({save}) holds checkpoints; give a new folder.")

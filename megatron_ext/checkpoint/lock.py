@@ -58,11 +58,7 @@ def check_save_folder(save: str | None) -> None:
 
 
 def _lock(save: Path) -> int | None:
-    """Lock the folder and return the open lock file; None where the file system knows no locks.
-
-    Raises:
-        CheckpointError: another run holds it, or the folder cannot be written.
-    """
+    """Lock the folder and return the open lock file; None where the file system knows no locks."""
     try:
         save.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(save / LOCK, os.O_RDWR | os.O_CREAT, 0o644)

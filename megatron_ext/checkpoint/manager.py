@@ -226,7 +226,7 @@ class CheckpointManager:
         extra_state: ExtraState | None = None,
         run_config: RunConfig | None = None,
     ) -> LoadedCheckpoint | None:
-        """Load what ``--load`` (or ``--pretrained-checkpoint``) asks for.
+        """Load what ``--load`` or ``--pretrained-checkpoint`` ask for; return None for nothing.
 
         The model changes only after the checkpoint has been verified and found to fit. Averaged
         weights start from the loaded ones where the checkpoint has none, or where only weights are
@@ -234,10 +234,7 @@ class CheckpointManager:
 
         Args:
             run_config: the run that loads, to compare with the run that saved; None compares
-                nothing but weights.
-
-        Returns:
-            None when there is nothing to load.
+                weights alone.
 
         Raises:
             CheckpointError: a missing, partial, damaged or foreign checkpoint.
@@ -250,32 +247,17 @@ class CheckpointManager:
         if self._config.pretrained_average and found.weights_only and not holds_averages(path):
             notes.append(f"{path} holds no averaged weights, so its weights are taken.")
         common = common_state_of(path)
-        arguments = common.get("args", Namespace())
+        arguments = _arguments_of(common)
         recorded = FrozenBase.recorded(common)
         if found.weights_only:
             refuse_adapters_alone(path, recorded)
         with_optimizer = loads_optimizer(found, self._config, arguments, notes)
         if run_config is not None:
             used = optimizer is not None and with_optimizer
-            notes += gather_or_raise(
-                lambda: check_changes(
-                    path,
-                    run_config,
-                    read_json(path / RUN_CONFIG),
-                    weights_only=found.weights_only,
-                    with_optimizer=used,
-                ),
-                f"{path} cannot be compared with the run",
-            )[0]
+            notes += self._compare(found, run_config, with_optimizer=used)
         with_averages = not found.weights_only and goes_on_averaging(path, ema, notes)
-        kept_optimizer = optimizer if with_optimizer else None
-        kept_ema = ema if with_averages else None
-        state, new = self._requested_state(
-            found, model, kept_optimizer, kept_ema, common, arguments, notes
-        )
-        if loads_random(found, self._config, arguments, self._context.layout, notes):
-            apart = getattr(arguments, "data_parallel_random_init", False)
-            state["rng_state"] = random_state(self._context, every_replica=apart)
+        kept = optimizer if with_optimizer else None, ema if with_averages else None
+        state, new = self._requested_state(found, model, *kept, common, notes)
         goes_on = extra_state if not found.weights_only else None
         if goes_on is not None:
             metadata = {**common["content_metadata"], "dp_cp_group": self._context.pgs.dp_cp}
@@ -295,14 +277,28 @@ class CheckpointManager:
             goes_on.load(loaded, with_optimizer=with_optimizer, notes=notes)
         if "rng_state" in state:
             restore_random_state(self._context, loaded["rng_state"])
-        saved_by = read_json(path / RUN_CONFIG)
         if self._base is not None and recorded is None:
             average = found.weights_only and self._config.pretrained_average
             self._base = FrozenBase.at(path, average=average)
-        if found.weights_only:
-            return LoadedCheckpoint(0, {}, saved_by, path, notes)
-        progress = stored_progress(path, arguments)
-        return LoadedCheckpoint(int(common["iteration"]), progress, saved_by, path, notes)
+        iteration, progress = 0, dict[str, Any]()
+        if not found.weights_only:
+            iteration, progress = int(common["iteration"]), stored_progress(path, arguments)
+        return LoadedCheckpoint(iteration, progress, read_json(path / RUN_CONFIG), path, notes)
+
+    @staticmethod
+    def _compare(found: CheckpointRef, run_config: RunConfig, *, with_optimizer: bool) -> list[str]:
+        """Return sentences about flags that differ from those of a checkpoint."""
+
+        def compare() -> list[str]:
+            return check_changes(
+                found.path,
+                run_config,
+                read_json(found.path / RUN_CONFIG),
+                weights_only=found.weights_only,
+                with_optimizer=with_optimizer,
+            )
+
+        return gather_or_raise(compare, f"{found.path} cannot be compared with the run")[0]
 
     def _restore_base(self, path: Path, recorded: FrozenBase, model: Chunks) -> None:
         """Load the weights that a checkpoint of adapters names as lying under them."""
@@ -323,7 +319,6 @@ class CheckpointManager:
         optimizer: MegatronOptimizer | None,
         ema: ShardedEMA | None,
         common: dict[str, Any],
-        arguments: Namespace,
         notes: list[str],
     ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
         """Return the sharded state to fill, cut as the checkpoint is, after checking that it fits.
@@ -331,7 +326,7 @@ class CheckpointManager:
         ``notes`` gets a sentence about weights that the model does not take. The second result
         holds the weights that start anew, where only weights are loaded.
         """
-        path, layout = found.path, self._context.layout
+        path, layout, arguments = found.path, self._context.layout, _arguments_of(common)
         keys, strictness = chunk_keys(model), self._config.dist_ckpt_strictness
         is_of_adapters = FrozenBase.recorded(common) is not None
         names = self._names if found.weights_only else []
@@ -370,4 +365,13 @@ class CheckpointManager:
         take_named(path, state, keys, names)
         if is_of_adapters:
             leave_out_base(state, keys)
+        if loads_random(found, self._config, arguments, layout, notes):
+            apart = getattr(arguments, "data_parallel_random_init", False)
+            state["rng_state"] = random_state(self._context, every_replica=apart)
         return state, new
+
+
+def _arguments_of(common: dict[str, Any]) -> Namespace:
+    """Return the flags of the run that saved."""
+    arguments: Namespace = common.get("args", Namespace())
+    return arguments

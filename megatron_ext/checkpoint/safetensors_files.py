@@ -121,12 +121,8 @@ class TensorFolder:
         found = {}
         for name, file in self._file_of.items():
             kind = self._files[file].get_slice(name).get_dtype()
-            if kind not in DTYPES:
-                raise CheckpointError(
-                    f"{self.folder / file} holds `{name}` as {kind}, which is no float32, bfloat16 "
-                    "or float16; use the model before it was quantized."
-                )
-            found[name] = DTYPES[kind]
+            found[name] = DTYPES.get(kind, kind)
+            check_dtype(self.folder / file, name, kind, found[name])
         return found
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -150,11 +146,7 @@ class TensorFolder:
 
 
 def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
-    """Read the index, which maps tensors to files; return nothing where one file holds all.
-
-    Raises:
-        CheckpointError: there is neither, or the index cannot be read.
-    """
+    """Read the index, which maps tensors to files; return nothing where one file holds all."""
     path, single = folder / index_of(stem), f"{stem}.safetensors"
     if path.is_file():
         try:
@@ -170,6 +162,24 @@ def _file_of_each(folder: Path, stem: str) -> dict[str, str]:
             f"{folder} holds neither {single} nor {path.name}; save the model with safetensors."
         )
     return {}
+
+
+def check_dtype(place: Path, name: str, kind: str, dtype: str) -> None:
+    """Refuse a quantized tensor.
+
+    Args:
+        place: file or folder of the tensor.
+        kind: the dtype as the file names it.
+        dtype: torch's name of it.
+
+    Raises:
+        CheckpointError: the dtype is none of `DTYPES`.
+    """
+    if dtype not in DTYPES.values():
+        raise CheckpointError(
+            f"{place} holds `{name}` as {kind}, which is no float32, bfloat16 or float16; use the "
+            "model before it was quantized."
+        )
 
 
 def torch_dtype(name: str) -> torch.dtype:

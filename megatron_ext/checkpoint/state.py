@@ -148,9 +148,6 @@ def _settle_rates(
         groups: parameter groups as they were loaded.
         rates: learning rates of the flags, for each group.
         scheduler: says which of the two count.
-
-    Raises:
-        CheckpointError: a group's own rates differ, and no flag says which ones count.
     """
     for group, own in zip(groups, rates, strict=True):
         if scheduler.override_opt_param_scheduler:
@@ -228,7 +225,7 @@ def restore_random_state(context: ParallelContext, states: list[dict[str, Any]])
 
 
 class ExtraState(Protocol):
-    """What a task adds to the state of a run; all ranks call each method together."""
+    """State that a task adds to that of a run; all ranks call each method together."""
 
     def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:
         """Return sharded and common state, under keys that no run of Megatron-LM has.

@@ -102,11 +102,7 @@ def _with_defaults(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_what_is_not_here(path: Path, raw: dict[str, Any], values: dict[str, Any]) -> None:
-    """Refuse parts of a model that would be lost or computed differently.
-
-    Raises:
-        CheckpointError: the sentence names the entry.
-    """
+    """Refuse parts of a model that would be lost or computed differently."""
     family = raw["model_type"]
     architectures = raw.get("architectures") or [FAMILIES[family]]
     unusual = {
@@ -163,9 +159,6 @@ def _rotary_fields(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags of the rotary positions.
 
     transformers 4 keeps the base beside the scaling, and transformers 5 keeps it within.
-
-    Raises:
-        CheckpointError: megatron-core computes the scaling in another way.
     """
     scaling = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
     base = scaling.get("rope_theta", values.get("rope_theta"))
@@ -262,11 +255,7 @@ _ALIKE = (
 
 
 def _family(model: ModelConfig, like: HuggingFaceModel | None) -> str:
-    """Return the kind of model to export as.
-
-    Raises:
-        CheckpointError: no kind has all parts of the model, or ``like`` is another model.
-    """
+    """Return the kind of model to export as."""
     required = {
         "position_embedding_type": "rope",
         "rotary_percent": 1.0,

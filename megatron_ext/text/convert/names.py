@@ -214,11 +214,7 @@ def llama_adapters(config: RunConfig, root: Path) -> PeftLayers:
 
 
 def _llama_parts(name: str, matrix: Tensor, config: RunConfig, root: Path) -> Iterator[Part]:
-    """Yield the matrices of Llama's layers; see `PeftLayers.parts`.
-
-    Raises:
-        CheckpointError: a layer of an MLP without ``--swiglu``.
-    """
+    """Yield the matrices of Llama's layers; see `PeftLayers.parts`."""
     match = _ADAPTER.match(name)
     assert match is not None
     linear, kind = match["linear"], match["matrix"].upper()

@@ -27,9 +27,9 @@ from megatron_ext.checkpoint.conversion import (
     save_imported,
 )
 from megatron_ext.checkpoint.safetensors_files import (
-    DTYPES,
     TensorFolder,
     TensorSource,
+    check_dtype,
     torch_dtype,
 )
 from megatron_ext.checkpoint.unpickling import plain_content
@@ -131,11 +131,7 @@ class TensorFile:
         """
         found = {name: str(x.dtype).removeprefix("torch.") for name, x in self._tensors.items()}
         for name, kind in found.items():
-            if kind not in DTYPES.values():
-                raise CheckpointError(
-                    f"{self.folder} holds `{name}` as {kind}, which is no float32, bfloat16 or "
-                    "float16; use the model before it was quantized."
-                )
+            check_dtype(self.folder, name, kind, kind)
         return found
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -156,11 +152,7 @@ class TensorFile:
 
 
 def _chosen(path: Path, entry: str | None) -> Mapping[str, Tensor]:
-    """Return the tensors of an entry; the whole file may be one.
-
-    Raises:
-        CheckpointError: there is no such entry, or there are several to choose from.
-    """
+    """Return the tensors of an entry; the whole file may be one."""
     content = _content(path)
     if entry is None and _holds_tensors(content):
         return content
@@ -184,11 +176,7 @@ def _holds_tensors(value: Any) -> TypeGuard[Mapping[str, Tensor]]:
 
 
 def _content(path: Path) -> Mapping[str, Any]:
-    """Read a file of torch.save without running code that it may hold.
-
-    Raises:
-        CheckpointError: the file cannot be read so.
-    """
+    """Read a file of torch.save without running code that it may hold."""
     # A file from before torch 1.6 is no archive, and cannot be mapped.
     content = plain_content(path, path, mmap=zipfile.is_zipfile(path))
     if not isinstance(content, Mapping):
