@@ -19,7 +19,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.convert.names import llama_adapters
+from megatron_ext.text.convert.names import from_hf, llama_adapters, row_shape
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.train.launch import fork_ranks
 from tests.layers import plain
@@ -35,7 +35,7 @@ KEYS = ("iteration", "lm loss", "grad_norm")
 
 
 def train(save: Path, *words: str, ranks: int = 1, steps: int = 4) -> list[float]:
-    """Loss and gradient norm of each step."""
+    """Train, and return loss and gradient norm of each step."""
     flags = [*MODEL, *mock_data(), "--train-iters", str(steps), *words]
     code, rows = train_on_ranks(flags, ranks=ranks, save=save)
     assert code == 0
@@ -43,7 +43,7 @@ def train(save: Path, *words: str, ranks: int = 1, steps: int = 4) -> list[float
 
 
 def tool(*words: str | Path) -> int:
-    """The exit code of tools/lora.py in a process of its own: ranks cannot be forked from it."""
+    """Run tools/lora.py in a process of its own, from which no ranks are forked later."""
     return fork_ranks(lambda: main([str(word) for word in words]), 1)
 
 
@@ -108,8 +108,6 @@ def test_merged_checkpoint_evaluates_like_the_adapters(
     assert "must be another folder than `--load`" in capfd.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------ peft
-
 HEADS, GROUPS, HIDDEN = 4, 2, 32
 
 
@@ -130,41 +128,16 @@ def hugging_face_llama() -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def in_megatrons_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The whole weights of a Hugging Face model as our model names and orders them."""
-    ours = {
-        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
-        "decoder.final_layernorm.weight": state["model.norm.weight"],
-        "output_layer.weight": state["lm_head.weight"],
-    }
-    for layer in range(2):
-        theirs = f"model.layers.{layer}."
-        own = f"decoder.layers.{layer}."
-        query, key, value = (state[f"{theirs}self_attn.{x}_proj.weight"] for x in "qkv")
-        rows = []
-        for group in range(GROUPS):
-            for part in (query, key, value):
-                rows.append(part.chunk(GROUPS)[group])
-        ours[f"{own}self_attention.linear_qkv.weight"] = torch.cat(rows)
-        ours[f"{own}self_attention.linear_proj.weight"] = state[f"{theirs}self_attn.o_proj.weight"]
-        ours[f"{own}mlp.linear_fc1.weight"] = torch.cat(
-            [state[f"{theirs}mlp.gate_proj.weight"], state[f"{theirs}mlp.up_proj.weight"]]
-        )
-        ours[f"{own}mlp.linear_fc2.weight"] = state[f"{theirs}mlp.down_proj.weight"]
-        ours[f"{own}input_layernorm.weight"] = state[f"{theirs}input_layernorm.weight"]
-        ours[f"{own}pre_mlp_layernorm.weight"] = state[f"{theirs}post_attention_layernorm.weight"]
-    return ours
-
-
-def llama_like(run: RunConfig, context: ParallelContext, weights: dict[str, Tensor]) -> Any:
-    """Our model of this rank with given weights, and adapters that follow from their names."""
+def llama_like(run: RunConfig, context: ParallelContext, theirs: dict[str, Tensor]) -> Any:
+    """Return our model of this rank with Llama's weights, and adapters drawn by their names."""
     (chunk,) = build_chunks(build_gpt_chunk, run, build_transformer_config(run), context)
     gated = (".linear_fc1.weight", ".linear_fc1.lora.b")
     with torch.no_grad():
         for name, parameter in chunk.named_parameters():
             shard = plain.shard_of(name, parameter, context)
-            full = weights.get(name)
-            if full is None:
+            if theirs and ".lora." not in name:
+                full = from_hf(name, theirs, row_shape(run))
+            else:
                 full = plain.full_weight(name, shard.shape).float()
             halves = full.chunk(2) if name.endswith(gated) else [full]
             parameter.copy_(torch.cat([shard.of(half) for half in halves]))
@@ -193,7 +166,7 @@ def test_peft_gives_the_same_logits(
     grouped = f"--group-query-attention --num-query-groups {GROUPS}".split()
     words = [*LORA, *rslora, *grouped, "--tensor-model-parallel-size", "2"]
     run = gpt_config(*words, world_size=2)
-    chunk = llama_like(run, context, in_megatrons_names(llama.state_dict())).eval()
+    chunk = llama_like(run, context, llama.state_dict()).eval()
     save(run, context, chunk, tmp_path / "run")
     batch = whole_batch(run)
     with torch.no_grad():

@@ -18,7 +18,8 @@ from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.launch import fork_ranks
-from megatron_ext.video.model.linear import heads_of
+from megatron_ext.video.config.wan import SIZES
+from megatron_ext.video.convert.names import Naming, to_wan, wan_names
 from megatron_ext.video.streaming.networks import network_of
 from tests.checkpoint.tiny import whole_tensors
 from tests.ranks import ranks
@@ -26,31 +27,20 @@ from tests.video.streaming.runs import run
 from tests.video.streaming.tuned import NETWORKS, PREFIXES, STEPS, Tuned, inputs, output
 from tools.lora import main
 
-MODULES = {
-    "self_attention.linear_qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
-    "self_attention.linear_proj": ("attn1.to_out.0",),
-    "cross_attention.linear_q": ("attn2.to_q",),
-    "cross_attention.linear_kv": ("attn2.to_k", "attn2.to_v"),
-    "cross_attention.linear_proj": ("attn2.to_out.0",),
-    "linear_fc1": ("ffn.net.0.proj",),
-    "linear_fc2": ("ffn.net.2",),
-}
-"""Linear layers of our blocks, and what diffusers calls them."""
-
 
 def tool(*words: str | Path) -> int:
-    """The exit code of tools/lora.py in a process of its own: ranks cannot be forked from it."""
+    """Run tools/lora.py in a process of its own, from which no ranks are forked later."""
     return fork_ranks(lambda: main([str(word) for word in words]), 1)
 
 
 def export(load: Path, output: Path, *words: str) -> int:
-    """The exit code of exporting adapters, which needs no ranks."""
+    """Export adapters, which needs no ranks, and return the exit code."""
     return main(["export", "--load", str(load), "--output", str(output), *words])
 
 
 @pytest.fixture(scope="module")
 def merged(tuned: Tuned) -> Tuned:
-    """With folders of both networks, merged."""
+    """Merge both networks into folders of their own."""
     for network in NETWORKS:
         words = ["--load", tuned.saved, "--save", tuned.root / network, "--network", network]
         assert tool("merge", *words) == 0
@@ -101,11 +91,8 @@ def test_merging_needs_the_weights_under_the_adapters(
     assert "there is nothing to merge" in capfd.readouterr().err
 
 
-# ------------------------------------------------------------------------------------- diffusers
-
-
 def wan() -> Any:
-    """diffusers' model of the sizes of ours, with random weights."""
+    """Return diffusers' model of our sizes, with random weights."""
     diffusers = pytest.importorskip("diffusers")
     return diffusers.WanTransformer3DModel(
         num_attention_heads=4,
@@ -119,45 +106,16 @@ def wan() -> Any:
     )
 
 
-OUTER = {
-    "embedder.text_in": "condition_embedder.text_embedder.linear_1",
-    "embedder.text_out": "condition_embedder.text_embedder.linear_2",
-    "embedder.time_in.linear_in": "condition_embedder.time_embedder.linear_1",
-    "embedder.time_in.linear_out": "condition_embedder.time_embedder.linear_2",
-    "embedder.time_projection": "condition_embedder.time_proj",
-}
-NORMS = {
-    f"{ours}.{norm}_norm": f"{theirs}.norm_{norm}"
-    for ours, theirs in (("self_attention", "attn1"), ("cross_attention", "attn2"))
-    for norm in "qk"
-}
-
-
 def in_wans_names(ours: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All weights of one of our networks as diffusers has them."""
-    patches, rows = ours["embedder.patch_in.weight"], ours["head.linear.weight"]
-    bias = ours["head.linear.bias"]
-    found = {
-        "patch_embedding.weight": patches.unflatten(1, (4, 1, 2, 2)),
-        "patch_embedding.bias": ours["embedder.patch_in.bias"],
-        "proj_out.weight": rows.unflatten(0, (4, 4)).transpose(0, 1).flatten(0, 1),
-        "proj_out.bias": bias.unflatten(0, (4, 4)).t().flatten(),
-        "scale_shift_table": ours["head.modulation.weight"][None],
+    """Return the weights of one of our networks, without adapters, as diffusers names them."""
+    return {
+        theirs: part
+        for name, tensor in ours.items()
+        if ".lora." not in name
+        for theirs, part in zip(
+            wan_names(name, Naming.DIFFUSERS), to_wan(name, tensor, SIZES["tiny"]), strict=True
+        )
     }
-    for kind in ("weight", "bias"):
-        found |= {f"{theirs}.{kind}": ours[f"{name}.{kind}"] for name, theirs in OUTER.items()}
-    for block in range(2):
-        own = f"blocks.{block}."
-        found[f"{own}scale_shift_table"] = ours[f"{own}modulation.weight"][None]
-        found |= {f"{own}{b}.weight": ours[f"{own}{a}.weight"] for a, b in NORMS.items()}
-        for kind in ("weight", "bias"):
-            found[f"{own}norm2.{kind}"] = ours[f"{own}cross_norm.{kind}"]
-            for name, layers in MODULES.items():
-                fused = ours[f"{own}{name}.{kind}"]
-                heads = fused.unflatten(0, (-1, len(layers), 16 if len(layers) > 1 else 1))
-                for index, layer in enumerate(layers):
-                    found[f"{own}{layer}.{kind}"] = heads[:, index].flatten(0, 1)
-    return found
 
 
 def by_peft(model: Any, folder: Path) -> None:
@@ -176,22 +134,13 @@ def by_diffusers(model: Any, folder: Path) -> None:
 
 
 def added(merged: Tuned, network: str) -> dict[str, Tensor]:
-    """What merging added to weights, by Wan's layers, taken apart as our attention does it."""
+    """Return what merging added to the weights, by Wan's layers."""
     folder = merged.root / network / f"iter_{STEPS:07d}"
     after = whole_tensors(folder, merged.root / "after.pt")
     before = whole_tensors(merged.base / "iter_0000001", merged.root / "before.pt")
-    found = {}
-    for block in range(2):
-        for ours, theirs in MODULES.items():
-            name = f"blocks.{block}.{ours}.weight"
-            columns = (after[name] - before[f"{PREFIXES[network]}{name}"]).t()[:, None]
-            if len(theirs) == 1:
-                parts: tuple[Tensor, ...] = (columns,)
-            else:
-                parts = tuple(x.flatten(2) for x in heads_of(columns, len(theirs), 16))
-            for layer, part in zip(theirs, parts, strict=True):
-                found[f"blocks.{block}.{layer}"] = part[:, 0].t()
-    return found
+    changes = {name: after[name] - before[f"{PREFIXES[network]}{name}"] for name in after}
+    changed = {name: change for name, change in changes.items() if change.any()}
+    return {n.removesuffix(".weight"): part for n, part in in_wans_names(changed).items()}
 
 
 @pytest.mark.parametrize("network", NETWORKS)
