@@ -12,7 +12,7 @@ from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.parallel.context import ParallelContext
 from tests.layers import plain
 from tests.layers.test_attention import ENDS, build, config
-from tests.ranks import ranks
+from tests.ranks import on_ranks, ranks
 
 S, B, N, D = 16, 2, 8, 4
 KINDS = ["p2p", "all_gather", "a2a"]
@@ -75,22 +75,17 @@ def check_all(context: ParallelContext, kind: str, group_sizes: list[int]) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@ranks(cp=2)
-def test_two_ranks(context: ParallelContext, kind: str) -> None:
-    """One group makes a2a repeat the keys, as they cannot be dealt out."""
-    check_all(context, kind, [8, 2, 1])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@ranks(cp=4)
-def test_four_ranks(context: ParallelContext, kind: str) -> None:
-    check_all(context, kind, [8, 4, 2])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@ranks(tp=2, cp=2)
-def test_with_tensor_parallelism(context: ParallelContext, kind: str) -> None:
-    check_all(context, kind, [8, 4, 2])
+@pytest.mark.parametrize(
+    ("layout", "group_sizes"),
+    [
+        # One group makes a2a repeat the keys, as they cannot be dealt out.
+        ({"cp": 2}, [8, 2, 1]),
+        ({"cp": 4}, [8, 4, 2]),
+        ({"tp": 2, "cp": 2}, [8, 4, 2]),
+    ],
+)
+def test_equals_plain_arithmetic(layout: dict[str, int], group_sizes: list[int], kind: str) -> None:
+    on_ranks(check_all, layout, kind=kind, group_sizes=group_sizes)
 
 
 @ranks(cp=2)

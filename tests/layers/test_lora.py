@@ -31,6 +31,7 @@ from megatron_ext.parallel.context import ParallelContext, seed_everything
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.task import GPT
 from tests.layers import plain
+from tests.layers.test_mtp_layout import assert_same
 from tests.numerics.stock import gpt_chunk, gpt_config, whole_batch
 from tests.ranks import ranks
 from tests.training_runs import TINY, mock_data
@@ -122,15 +123,20 @@ def test_starts_as_the_model_without_adapters_bit_for_bit(context: ParallelConte
     assert torch.equal(loss_of(with_adapters, run), loss_of(without, run))
 
 
+@torch.no_grad()
+def draw_b(chunk: torch.nn.Module) -> None:
+    """Give the matrices B values, so that the adapters do something."""
+    for name, parameter in chunk.named_parameters():
+        if name.endswith("lora.b"):
+            parameter.normal_(std=0.1)
+
+
 @ranks(tp=2)
 def test_merged_weights_give_the_output_of_the_adapters(context: ParallelContext) -> None:
     run = gpt_config(*LORA, "--tensor-model-parallel-size", "2", world_size=2)
     (chunk,) = build_chunks(build_gpt_chunk, run, build_transformer_config(run), context)
     start = loss_of(chunk, run)
-    with torch.no_grad():
-        for name, parameter in chunk.named_parameters():
-            if name.endswith("lora.b"):
-                parameter.normal_(std=0.1)
+    draw_b(chunk)
     torch.distributed.barrier()
     for parameter in chunk.parameters():
         if not getattr(parameter, "tensor_model_parallel", False):
@@ -146,10 +152,7 @@ def test_merged_weights_give_the_output_of_the_adapters(context: ParallelContext
 def test_dropout_is_for_training_only(context: ParallelContext) -> None:
     run = gpt_config(*LORA, "--lora-dropout", "0.5")
     chunk = bare_chunk(run, context)
-    with torch.no_grad():
-        for name, parameter in chunk.named_parameters():
-            if name.endswith("lora.b"):
-                parameter.normal_(std=0.1)
+    draw_b(chunk)
     assert loss_of(chunk, run) != loss_of(chunk, run)
     chunk.eval()
     assert torch.equal(loss_of(chunk, run), loss_of(chunk, run))
@@ -193,8 +196,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Recording:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_trains_as_one_rank(layout: str, one_rank: Recording, tmp_path: Path) -> None:
     found = compare(run_layout(layout, MODEL, tmp_path / "run"), one_rank, Tolerances())
-    assert found.problem is None, found.problem
-    assert found.first is None, found.first
+    assert_same(found)
     last = read_gradients(found.recording.folder, STEPS)
     assert len(last) == 4 * len(TARGETS) * 2 and all(gradient.any() for gradient in last.values())
 
@@ -204,8 +206,7 @@ def test_tied_embeddings_and_mtp(layout: str, tmp_path: Path) -> None:
     """megatron-core's sums over copies of the embedding meet weights without gradients."""
     truth = run_layout("dp1", [*TIED, *MTP], tmp_path / "truth")
     found = compare(run_layout(layout, [*TIED, *MTP], tmp_path / "run"), truth, Tolerances())
-    assert found.problem is None, found.problem
-    assert found.first is None, found.first
+    assert_same(found)
 
 
 EXPERTS = (
@@ -218,8 +219,7 @@ EXPERTS = (
 def test_attention_beside_experts(layout: str, tmp_path: Path) -> None:
     truth = run_layout("dp1", [*MODEL, *EXPERTS], tmp_path / "truth")
     found = compare(run_layout(layout, [*MODEL, *EXPERTS], tmp_path / "run"), truth, Tolerances())
-    assert found.problem is None, found.problem
-    assert found.first is None, found.first
+    assert_same(found)
     last = read_gradients(found.recording.folder, STEPS)
     assert len(last) == 4 * 2 * 2
 

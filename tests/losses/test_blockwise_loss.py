@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.ranks import ranks
 
 S, B, H, V, K = 12, 2, 8, 20, 3
 TOLERANCE = 1e-5
+ALONE: dict[str, Any] = {"tp_group": None, "sequence_parallel": False}
 
 
 def focal(hidden: Tensor, head: VocabularyHead, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -196,20 +198,18 @@ def test_further_values_must_be_those_that_were_named() -> None:
                 weight,
                 weights,
                 inputs,
-                tp_group=None,
-                sequence_parallel=False,
+                **ALONE,
                 extra_names=names,
             )
 
 
 def test_frozen_parts_take_no_gradient() -> None:
     hidden, weight, weights, inputs = values()
-    alone = {"tp_group": None, "sequence_parallel": False}
     h = hidden.requires_grad_()
-    _, total, _ = blockwise_loss(focal, h, weight, weights, inputs, **alone)  # type: ignore[arg-type]
+    _, total, _ = blockwise_loss(focal, h, weight, weights, inputs, **ALONE)
     assert close(torch.autograd.grad(total, h)[0], truth("focal")[1])
     with torch.no_grad():
-        _, total, _ = blockwise_loss(focal, h, weight, weights, inputs, **alone)  # type: ignore[arg-type]
+        _, total, _ = blockwise_loss(focal, h, weight, weights, inputs, **ALONE)
     assert not total.requires_grad and close(total, truth("focal")[0])
 
 
@@ -220,18 +220,14 @@ def test_a_loss_of_a_wrong_shape_is_refused() -> None:
         return focal(hidden, head, inputs).mean()
 
     with pytest.raises(ConfigError, match=r"returned shape \(\) for a chunk of 3 tokens"):
-        blockwise_loss(
-            mean, hidden, weight, weights, inputs, tp_group=None, sequence_parallel=False
-        )
+        blockwise_loss(mean, hidden, weight, weights, inputs, **ALONE)
 
 
 def test_inputs_that_do_not_fit_are_refused() -> None:
     hidden, weight, weights, inputs = values()
     inputs["ids"] = inputs["ids"].transpose(0, 1)
     with pytest.raises(DataError, match=r"loss input `ids` has shape \(12, 2, 3\)"):
-        blockwise_loss(
-            focal, hidden, weight, weights, inputs, tp_group=None, sequence_parallel=False
-        )
+        blockwise_loss(focal, hidden, weight, weights, inputs, **ALONE)
 
 
 def test_a_second_backward_pass_is_refused() -> None:
@@ -242,8 +238,7 @@ def test_a_second_backward_pass_is_refused() -> None:
         weight,
         weights,
         inputs,
-        tp_group=None,
-        sequence_parallel=False,
+        **ALONE,
     )
     total.backward(retain_graph=True)  # type: ignore[no-untyped-call]
     with pytest.raises(RuntimeError, match="compute the loss again"):
