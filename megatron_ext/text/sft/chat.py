@@ -6,24 +6,27 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.sft.conversation import Conversation, Layout, RowFormat
+from megatron_ext.text.sft.conversation import Conversation
 from megatron_ext.text.tokenizers.huggingface import load_pretrained, tokenizer_folder
 
 if TYPE_CHECKING:
     from megatron_ext.text.config import SftConfig, TokenizerConfig
     from megatron_ext.text.tokenizers.base import Tokenizer
 
-OnMismatch = Literal["error", "realign"]
-
 _OURS = (
     "conversation add_generation_prompt continue_final_message tokenize return_dict tools "
     "return_assistant_tokens_mask return_tensors padding truncation max_length tokenizer_kwargs"
 ).split()
+
+
+_COLUMNS = (
+    "messages", "prompt", "response", "conversations", "system", "tools", "enable_thinking"
+)  # fmt: skip
 
 
 class ChatTokenizer(Protocol):
@@ -42,47 +45,32 @@ class ChatTokenizer(Protocol):
     ) -> str: ...
 
 
-@dataclass(frozen=True)
-class TemplateOptions:
-    """The options of templating.
-
-    Attributes:
-        template_kwargs: passed on to `apply_chat_template`, thus to the template; a row's
-            `enable_thinking` goes before one named here.
-        on_mismatch: "error" refuses a conversation in which a turn cannot be told exactly;
-            "realign" looks in the whole conversation for the longest piece of what templating
-            the messages up to the turn ends with.
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Check the keywords that `apply_chat_template` passes on to a template.
 
     Raises:
-        ConfigError: an unknown `on_mismatch`, or a keyword that this module sets itself.
+        ConfigError: a keyword that this module sets itself.
     """
-
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    on_mismatch: OnMismatch = "error"
-
-    def __post_init__(self) -> None:
-        if self.on_mismatch not in get_args(OnMismatch):
+    for name in kwargs:
+        if name in _OURS:
             raise ConfigError(
-                f"on_mismatch ({self.on_mismatch!r}) must be one of "
-                f"{', '.join(get_args(OnMismatch))}."
+                f"apply_chat_template_kwargs ({name}) must not hold what the tokenization of "
+                f"conversations sets itself ({', '.join(_OURS)}); leave it out."
             )
-        for name in self.template_kwargs:
-            if name in _OURS:
-                raise ConfigError(
-                    f"apply_chat_template_kwargs ({name}) must not hold what the tokenization of "
-                    f"conversations sets itself ({', '.join(_OURS)}); leave it out."
-                )
 
 
 class Template:
-    """The chat template applied to the first messages of one conversation."""
+    """The chat template applied to the first messages of one conversation.
+
+    A row's `enable_thinking` goes before one among the keywords of the run.
+    """
 
     def __init__(
-        self, tokenizer: ChatTokenizer, conversation: Conversation, options: TemplateOptions
+        self, tokenizer: ChatTokenizer, conversation: Conversation, kwargs: Mapping[str, Any]
     ) -> None:
         self._tokenizer = tokenizer
         self._conversation = conversation
-        self._kwargs = dict(options.template_kwargs)
+        self._kwargs = dict(kwargs)
         if conversation.enable_thinking is not None:
             self._kwargs["enable_thinking"] = conversation.enable_thinking
         if conversation.tools is not None:
@@ -139,8 +127,7 @@ class Chat:
 
     tokenizer: ChatTokenizer
     vocab_size: int
-    options: TemplateOptions
-    row_format: RowFormat
+    sft: SftConfig
     identity: dict[str, Any]
 
 
@@ -152,29 +139,22 @@ def build_chat(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) 
         DataError: a file cannot be read.
     """
     chat_tokenizer = _load(tokenizer, settings, sft)
-    options = TemplateOptions(sft.template_kwargs, cast("OnMismatch", sft.sft_on_mismatch))
-    row_format = RowFormat(
-        layout=cast("Layout", sft.sft_row_format),
-        messages=sft.sft_messages_key,
-        prompt=sft.sft_prompt_key,
-        response=sft.sft_response_key,
-        conversations=sft.sft_conversations_key,
-        system=sft.sft_system_key,
-        tools=sft.sft_tools_key,
-        enable_thinking=sft.sft_enable_thinking_key,
-    )
+    check_template_kwargs(sft.template_kwargs)
     identity = {
         "tokenizer": _tokenizer_identity(tokenizer),
         "template": _digest(chat_tokenizer.chat_template),
         "template_kwargs": sft.template_kwargs,
         "on_mismatch": sft.sft_on_mismatch,
-        "row_format": asdict(row_format),
+        "row_format": {
+            "layout": sft.sft_row_format,
+            **{column: getattr(sft, f"sft_{column}_key") for column in _COLUMNS},
+        },
         "versions": {
             "content": CONTENT_VERSION,
             **{name: importlib.metadata.version(name) for name in ("transformers", "tokenizers")},
         },
     }
-    return Chat(chat_tokenizer, tokenizer.vocab_size, options, row_format, identity)
+    return Chat(chat_tokenizer, tokenizer.vocab_size, sft, identity)
 
 
 def _load(tokenizer: Tokenizer, settings: TokenizerConfig, sft: SftConfig) -> Any:

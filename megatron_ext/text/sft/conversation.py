@@ -1,4 +1,4 @@
-"""A row of a jsonl or parquet file to a conversation, every field checked.
+"""From a row of a jsonl or parquet file to a conversation, every field checked.
 
 Three layouts of a row are read: a column of messages as `apply_chat_template` of transformers
 takes them, one prompt and one response column, and ShareGPT's column of `from`/`value` pairs.
@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, NoReturn, get_args
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.errors import DataError
+from megatron_ext.text.config import SftConfig
 
 ASSISTANT = "assistant"
-Layout = Literal["messages", "prompt-response", "sharegpt"]
 Message = dict[str, Any]
 
 SHAREGPT_ROLES: Mapping[str, str] = {
@@ -42,30 +42,6 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RowFormat:
-    """The layout of rows and the names of their columns, as `SftConfig` has them.
-
-    Raises:
-        ConfigError: an unknown layout.
-    """
-
-    layout: Layout = "messages"
-    messages: str = "messages"
-    prompt: str = "question"
-    response: str = "answer"
-    conversations: str = "conversations"
-    system: str = "system"
-    tools: str = "tools"
-    enable_thinking: str = "enable_thinking"
-
-    def __post_init__(self) -> None:
-        if self.layout not in get_args(Layout):
-            raise ConfigError(
-                f"Row layout ({self.layout!r}) must be one of {', '.join(get_args(Layout))}."
-            )
-
-
-@dataclass(frozen=True)
 class Conversation:
     """One checked conversation.
 
@@ -84,16 +60,16 @@ class Conversation:
 
 
 def read_conversation(
-    row: Mapping[str, Any], place: Place, row_format: RowFormat | None = None
+    row: Mapping[str, Any], place: Place, sft: SftConfig | None = None
 ) -> Conversation:
     """Check a row and return its conversation.
 
     Raises:
         DataError: a column that is missing or of a wrong kind, or no assistant message.
     """
-    row_format = row_format or RowFormat()
-    listed = _MESSAGES_OF[row_format.layout](row, place, row_format)
-    column = getattr(row_format, _COLUMN_OF[row_format.layout])
+    sft = sft or SftConfig()
+    listed = _MESSAGES_OF[sft.sft_row_format](row, place, sft)
+    column = getattr(sft, _COLUMN_OF[sft.sft_row_format])
     messages: list[Message] = []
     trained: list[bool] = []
     for index, message in enumerate(listed):
@@ -107,8 +83,8 @@ def read_conversation(
     return Conversation(
         messages=tuple(messages),
         trained=tuple(trained),
-        tools=_tools(row, place, row_format.tools),
-        enable_thinking=_enable_thinking(row, place, row_format.enable_thinking),
+        tools=_tools(row, place, sft.sft_tools_key),
+        enable_thinking=_enable_thinking(row, place, sft.sft_enable_thinking_key),
         place=place,
     )
 
@@ -148,15 +124,15 @@ def _list_of(row: Mapping[str, Any], place: Place, name: str) -> list[Any]:
     return value
 
 
-def _from_messages(row: Mapping[str, Any], place: Place, names: RowFormat) -> list[Message]:
-    return _list_of(row, place, names.messages)
+def _from_messages(row: Mapping[str, Any], place: Place, names: SftConfig) -> list[Message]:
+    return _list_of(row, place, names.sft_messages_key)
 
 
-def _from_sharegpt(row: Mapping[str, Any], place: Place, names: RowFormat) -> list[Message]:
-    turns = _list_of(row, place, names.conversations)
+def _from_sharegpt(row: Mapping[str, Any], place: Place, names: SftConfig) -> list[Message]:
+    turns = _list_of(row, place, names.sft_conversations_key)
     messages = _system_column(row, place, names, turns)
     for index, turn in enumerate(turns):
-        field = f"{names.conversations}[{index}]"
+        field = f"{names.sft_conversations_key}[{index}]"
         speaker = turn.get("from")
         if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
             known = ", ".join(SHAREGPT_ROLES)
@@ -173,19 +149,20 @@ def _from_sharegpt(row: Mapping[str, Any], place: Place, names: RowFormat) -> li
 
 
 def _system_column(
-    row: Mapping[str, Any], place: Place, names: RowFormat, turns: list[Any]
+    row: Mapping[str, Any], place: Place, names: SftConfig, turns: list[Any]
 ) -> list[Message]:
     """Return the system message of a column of its own, which some ShareGPT files have."""
-    text = plain(row.get(names.system))
+    text = plain(row.get(names.sft_system_key))
     if text is None or text == "":
         return []
     if not isinstance(text, str):
-        _refuse(place, names.system, f"must be a text, not {type(text).__name__}")
+        _refuse(place, names.sft_system_key, f"must be a text, not {type(text).__name__}")
     if turns[0].get("from") == "system":
         _refuse(
             place,
-            names.system,
-            f"is given, but `{names.conversations}` begins with a system turn too; keep one",
+            names.sft_system_key,
+            f"is given, but `{names.sft_conversations_key}` begins with a system turn too; keep "
+            "one",
         )
     return [{"role": "system", "content": text}]
 
@@ -211,9 +188,9 @@ def _calls(text: str, field: str, place: Place) -> Message:
     }
 
 
-def _from_prompt_response(row: Mapping[str, Any], place: Place, names: RowFormat) -> list[Message]:
+def _from_prompt_response(row: Mapping[str, Any], place: Place, names: SftConfig) -> list[Message]:
     messages = []
-    for name, role in ((names.prompt, "user"), (names.response, ASSISTANT)):
+    for name, role in ((names.sft_prompt_key, "user"), (names.sft_response_key, ASSISTANT)):
         text = _column(row, place, name)
         if not isinstance(text, str):
             _refuse(place, name, f"must be a text, not {type(text).__name__}")
@@ -227,9 +204,9 @@ _MESSAGES_OF = {
     "prompt-response": _from_prompt_response,
 }
 _COLUMN_OF = {
-    "messages": "messages",
-    "sharegpt": "conversations",
-    "prompt-response": "response",
+    "messages": "sft_messages_key",
+    "sharegpt": "sft_conversations_key",
+    "prompt-response": "sft_response_key",
 }
 
 

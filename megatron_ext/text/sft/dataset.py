@@ -164,12 +164,13 @@ def plan_steps(config: RunConfig, lengths: Ints, *, seed: int | None) -> StepPla
     """
     micro_batch_size, batch = config.training.batch_sizes
     replicas, capacity = config.parallel.data_parallel_size, config.model.seq_length
+    batching = config.section(SftConfig).sft_batching
     assert capacity is not None
     cost = cost_model(config.model, config.moe)
     epochs: Epochs
-    if config.section(SftConfig).sft_batching == "padded":
+    if batching == "padded":
         epochs = PaddedEpochs(lengths.size, batch, replicas, micro_batch_size, seed)
-    elif config.section(SftConfig).sft_batching == "packed":
+    elif batching == "packed":
         epochs = PackedEpochs(lengths, capacity, batch, replicas, cost, seed)
     else:
         # megatron-core's interleaved schedule takes whole groups of micro-batches only.
@@ -180,7 +181,7 @@ def plan_steps(config: RunConfig, lengths: Ints, *, seed: int | None) -> StepPla
         epochs,
         micro_batch_size,
         _identity(config, lengths, seed),
-        packs_documents=config.section(SftConfig).sft_batching != "padded",
+        packs_documents=batching != "padded",
     )
 
 
@@ -202,14 +203,13 @@ def build_splits(config: RunConfig, tokenizer: Tokenizer) -> Datasets:
         ConfigError: no data, or a tokenizer without a chat template.
         DataError: a file or a conversation that cannot be used, or nothing to train on.
     """
-    chat = build_chat(tokenizer, config.section(TokenizerConfig), config.section(SftConfig))
-    assert (
-        config.model.seq_length is not None and config.section(SftConfig).sft_max_length is not None
-    )
+    sft = config.section(SftConfig)
+    chat = build_chat(tokenizer, config.section(TokenizerConfig), sft)
+    assert config.model.seq_length is not None and sft.sft_max_length is not None
     sizes: dict[str, Any] = {
         "seq_length": config.model.seq_length,
-        "max_length": config.section(SftConfig).sft_max_length,
-        "truncation": cast("Truncation", config.section(SftConfig).sft_truncation),
+        "max_length": sft.sft_max_length,
+        "truncation": cast("Truncation", sft.sft_truncation),
         "pad_id": pad_id_of(chat.tokenizer),
     }
 

@@ -18,8 +18,9 @@ from itertools import pairwise
 from typing import NamedTuple, NoReturn
 
 from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.text.config import SftConfig
 from megatron_ext.text.sft.beginnings import find_beginnings
-from megatron_ext.text.sft.chat import ChatTokenizer, Template, TemplateOptions
+from megatron_ext.text.sft.chat import ChatTokenizer, Template
 from megatron_ext.text.sft.conversation import ASSISTANT, Conversation
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -33,7 +34,7 @@ class TokenizedConversation(NamedTuple):
 
 
 def tokenize_conversation(
-    tokenizer: ChatTokenizer, conversation: Conversation, options: TemplateOptions | None = None
+    tokenizer: ChatTokenizer, conversation: Conversation, sft: SftConfig | None = None
 ) -> TokenizedConversation:
     """Return the token ids and the trained tokens of a conversation.
 
@@ -41,19 +42,20 @@ def tokenize_conversation(
         ConfigError: the tokenizer has no chat template.
         DataError: the template refuses the conversation, or the mask cannot be built.
     """
-    options = options or TemplateOptions()
-    template = Template(tokenizer, conversation, options)
-    if _marks_generation(tokenizer, conversation, options):
-        return _by_generation_marks(template, conversation, options)
+    sft = sft or SftConfig()
+    kwargs, realign = sft.template_kwargs, sft.sft_on_mismatch == "realign"
+    template = Template(tokenizer, conversation, kwargs)
+    if _marks_generation(tokenizer, conversation, kwargs.get("chat_template")):
+        return _by_generation_marks(template, conversation, realign=realign)
     if tokenizer.is_fast and (found := _by_text(template, conversation)) is not None:
         return found
-    return _by_prefixes(template, conversation, options)
+    return _by_prefixes(template, conversation, realign=realign)
 
 
 def _marks_generation(
-    tokenizer: ChatTokenizer, conversation: Conversation, options: TemplateOptions
+    tokenizer: ChatTokenizer, conversation: Conversation, own: str | None
 ) -> bool:
-    own = options.template_kwargs.get("chat_template")
+    """Tell whether the template, one of the run's own or the tokenizer's, marks what is trained."""
     if own is None and not tokenizer.chat_template:
         raise ConfigError(
             "The tokenizer has no chat template, so conversations cannot be tokenized; give one "
@@ -65,7 +67,7 @@ def _marks_generation(
 
 
 def _by_generation_marks(
-    template: Template, conversation: Conversation, options: TemplateOptions
+    template: Template, conversation: Conversation, *, realign: bool
 ) -> TokenizedConversation:
     """Return the template's own mask, less the turns that the row takes out.
 
@@ -89,7 +91,7 @@ def _by_generation_marks(
     if len(runs) == len(turns):
         for (start, end), turn in zip(runs, turns, strict=True):
             mask[start:end] = [int(conversation.trained[turn])] * (end - start)
-    elif options.on_mismatch == "error" or not all(conversation.trained[turn] for turn in turns):
+    elif not realign or not all(conversation.trained[turn] for turn in turns):
         found = f"give {len(runs)} runs of trained tokens for {len(turns)} assistant messages"
         _refuse_marks(conversation, found)
     return TokenizedConversation(ids, mask)
@@ -147,7 +149,7 @@ def _edge(offsets: Sequence[tuple[int, int]], place: int) -> int | None:
 
 
 def _by_prefixes(
-    template: Template, conversation: Conversation, options: TemplateOptions
+    template: Template, conversation: Conversation, *, realign: bool
 ) -> TokenizedConversation:
     """Return the mask by templating the messages before and up to each trained turn.
 
@@ -157,7 +159,7 @@ def _by_prefixes(
     count = len(conversation.messages)
     whole = template.ids(count)
     mask = [0] * len(whole)
-    find = _exact_span if options.on_mismatch == "error" else _realigned_span
+    find = _realigned_span if realign else _exact_span
     for turn in (i for i, trained in enumerate(conversation.trained) if trained):
         if turn == 0:
             _refuse(conversation, turn, "has no message before it, so no prompt; drop it")

@@ -155,8 +155,8 @@ class ConversationEncoder:
         """
         place = Place("", number)
         try:
-            conversation = read_conversation(read_object(line), place, self.chat.row_format)
-            tokenized = tokenize_conversation(self.chat.tokenizer, conversation, self.chat.options)
+            conversation = read_conversation(read_object(line), place, self.chat.sft)
+            tokenized = tokenize_conversation(self.chat.tokenizer, conversation, self.chat.sft)
         except DataError as error:
             text = str(error).removeprefix(f"{place}: ").removesuffix(".")
             raise BadLine(f"is refused: {text}") from None

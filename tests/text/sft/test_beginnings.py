@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ext.text.sft import beginnings
 from megatron_ext.text.sft.beginnings import find_beginnings, marked_source
-from megatron_ext.text.sft.chat import Template, TemplateOptions
+from megatron_ext.text.sft.chat import Template
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.masks import tokenize_conversation
 from tests.text.sft import tiny
@@ -27,7 +27,7 @@ def talk(turns: int, *, system: bool = False) -> list[dict[str, Any]]:
 def template_of(messages: list[dict[str, Any]], family: str, source: str | None = None) -> Template:
     conversation = read_conversation({"messages": messages}, Place("chats.jsonl", 1))
     tokenizer = tiny.tokenizer(family, template=source)
-    return Template(tokenizer, conversation, TemplateOptions())
+    return Template(tokenizer, conversation, {})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.sft.conversation import Place, RowFormat, read_conversation
+from megatron_ext.errors import DataError
+from megatron_ext.text.config import SftConfig
+from megatron_ext.text.sft.conversation import Place, read_conversation
 
 PLACE = Place("a.jsonl", 12)
+SHAREGPT = SftConfig(sft_row_format="sharegpt")
 USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}
 
@@ -29,10 +31,14 @@ def test_messages() -> None:
 
 def test_prompt_and_response_columns() -> None:
     row = {"question": "Hi", "answer": "Hello", "q": "Moin", "a": "Tach"}
-    read = read_conversation(row, PLACE, RowFormat(layout="prompt-response"))
+    read = read_conversation(row, PLACE, SftConfig(sft_row_format="prompt-response"))
     assert read.messages == (USER, ASSISTANT)
     assert read.trained == (False, True)
-    named = read_conversation(row, PLACE, RowFormat("prompt-response", prompt="q", response="a"))
+    named = read_conversation(
+        row,
+        PLACE,
+        SftConfig(sft_row_format="prompt-response", sft_prompt_key="q", sft_response_key="a"),
+    )
     assert [message["content"] for message in named.messages] == ["Moin", "Tach"]
 
 
@@ -44,7 +50,7 @@ def test_sharegpt() -> None:
         {"from": "observation", "value": "42"},
         {"from": "gpt", "value": "Bye"},
     ]
-    read = read_conversation({"conversations": turns}, PLACE, RowFormat(layout="sharegpt"))
+    read = read_conversation({"conversations": turns}, PLACE, SHAREGPT)
     roles = [message["role"] for message in read.messages]
     assert roles == ["system", "user", "assistant", "tool", "assistant"]
     assert read.messages[2] == ASSISTANT
@@ -53,7 +59,7 @@ def test_sharegpt() -> None:
 
 def test_sharegpt_with_a_column_of_its_own_for_the_system() -> None:
     turns = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
-    names = RowFormat(layout="sharegpt", system="sys")
+    names = SftConfig(sft_row_format="sharegpt", sft_system_key="sys")
     read = read_conversation({"conversations": turns, "sys": "be kind"}, PLACE, names)
     assert read.messages[0] == {"role": "system", "content": "be kind"}
     assert read.trained == (False, False, True)
@@ -77,7 +83,7 @@ def test_sharegpt_function_calls_are_the_assistants(several: bool) -> None:
         {"from": "observation", "value": "2"},
         {"from": "gpt", "value": "two"},
     ]
-    read = read_conversation({"conversations": turns}, PLACE, RowFormat(layout="sharegpt"))
+    read = read_conversation({"conversations": turns}, PLACE, SHAREGPT)
     assert [message["role"] for message in read.messages] == [
         "user", "assistant", "tool", "assistant",
     ]  # fmt: skip
@@ -99,7 +105,7 @@ def test_sharegpt_function_calls_are_the_assistants(several: bool) -> None:
 def test_wrong_function_calls(value: str, text: str) -> None:
     turns = [{"from": "function_call", "value": value}]
     with pytest.raises(DataError, match=text):
-        read_conversation({"conversations": turns}, PLACE, RowFormat(layout="sharegpt"))
+        read_conversation({"conversations": turns}, PLACE, SHAREGPT)
 
 
 def test_nested_numpy_arrays_become_lists() -> None:
@@ -178,18 +184,13 @@ def test_wrong_rows(case: str) -> None:
 )
 def test_wrong_sharegpt_turns(turn: dict[str, Any], text: str) -> None:
     with pytest.raises(DataError) as caught:
-        read_conversation({"conversations": [turn]}, PLACE, RowFormat(layout="sharegpt"))
+        read_conversation({"conversations": [turn]}, PLACE, SHAREGPT)
     assert f"row 12: {text}" in str(caught.value)
 
 
 def test_wrong_prompt_and_response() -> None:
-    row_format = RowFormat(layout="prompt-response")
+    row_format = SftConfig(sft_row_format="prompt-response")
     with pytest.raises(DataError, match="`answer` must be a text, not NoneType"):
         read_conversation({"question": "Hi", "answer": None}, PLACE, row_format)
     with pytest.raises(DataError, match="`question` is not a column of this row"):
         read_conversation({"answer": "Hi"}, PLACE, row_format)
-
-
-def test_unknown_layout() -> None:
-    with pytest.raises(ConfigError, match=r"Row layout \('alpaca'\) must be one of messages, prom"):
-        RowFormat(layout="alpaca")  # type: ignore[arg-type]

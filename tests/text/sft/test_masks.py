@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import ConfigError, DataError
-from megatron_ext.text.sft.chat import TemplateOptions
+from megatron_ext.text.config import SftConfig
+from megatron_ext.text.sft.chat import check_template_kwargs
 from megatron_ext.text.sft.conversation import Conversation, Place, read_conversation
 from megatron_ext.text.sft.masks import tokenize_conversation
 from tests.text.sft import tiny
@@ -21,7 +22,7 @@ TALK: list[dict[str, Any]] = [
     {"role": "user", "content": "1+1?"},
     {"role": "assistant", "content": "Zwei, 二 🙂"},
 ]
-REALIGN = TemplateOptions(on_mismatch="realign")
+REALIGN = SftConfig(sft_on_mismatch="realign")
 
 
 def conversation(messages: list[dict[str, Any]], **more: Any) -> Conversation:
@@ -31,7 +32,7 @@ def conversation(messages: list[dict[str, Any]], **more: Any) -> Conversation:
 def trained_text(
     family: str,
     messages: list[dict[str, Any]],
-    options: TemplateOptions | None = None,
+    options: SftConfig | None = None,
     *,
     merges: tuple[tuple[str, str], ...] = (),
     template: str | None = None,
@@ -189,7 +190,7 @@ def test_realign_is_not_led_astray_by_a_question_that_quotes_the_turn() -> None:
 
 @pytest.mark.parametrize("run", [True, False])
 def test_enable_thinking_of_a_row_goes_before_the_run_s(run: bool) -> None:
-    options = TemplateOptions(template_kwargs={"enable_thinking": run})
+    options = SftConfig(sft_template_kwargs=json.dumps({"enable_thinking": run}))
     empty = "<think>\n\n</think>\n\n"
     off = f"{THINKS_HEAD}{empty}[[Hello.<|im_end|>\n]]"
     on = f"{THINKS_HEAD}[[{empty}Hello.<|im_end|>\n]]"
@@ -238,7 +239,8 @@ def test_consecutive_assistant_messages_are_two_turns() -> None:
 
 def test_template_kwargs_reach_the_template() -> None:
     template = "{{ greeting }}{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
-    options = TemplateOptions(template_kwargs={"greeting": "Moin", "chat_template": template})
+    kwargs = json.dumps({"greeting": "Moin", "chat_template": template})
+    options = SftConfig(sft_template_kwargs=kwargs)
     assert (
         trained_text("chatml", TALK[:2], options) == "Moin<|im_start|>Hi[[<|im_start|>Hello, you.]]"
     )
@@ -280,11 +282,9 @@ def test_a_tokenizer_without_template() -> None:
         tokenize_conversation(tokenizer, conversation(TALK))
 
 
-def test_options_are_checked() -> None:
-    with pytest.raises(ConfigError, match=r"on_mismatch \('ignore'\) must be one of error, real"):
-        TemplateOptions(on_mismatch="ignore")  # type: ignore[arg-type]
+def test_keywords_that_are_set_anyway_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"apply_chat_template_kwargs \(tokenize\) must not"):
-        TemplateOptions(template_kwargs={"tokenize": False})
+        check_template_kwargs({"tokenize": False})
 
 
 ONE_MARK = (
