@@ -50,6 +50,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*(?![\w*]|-\*)")
 TEST = re.compile(r"\btest_\w+\b")
 COMMAND = re.compile(r"(?:python|\"\$PYTHON\") +(-m +megatron_ext[\w.]*|[\w/]+\.py)([^\n`#]*)")
 ARROWS = re.compile(r"\w+(?:\s*→\s*\w+)+")
+OWN_FLAG = re.compile(r"^    (\w+): .* = flag\(", re.MULTILINE)
 ARGUMENT = re.compile(r"""add_argument\(\s*["'](--[\w-]+)["'](?:, ["'](--[\w-]+)["'])?""")
 
 OTHERS = set(
@@ -82,7 +83,7 @@ def paths_of(page: str) -> list[str]:
 
 def exists(path: str, page: str) -> bool:
     """Return whether what looks like a path of this repository, or of megatron-core, exists."""
-    if METRIC.fullmatch(path):
+    if METRIC.fullmatch(path) or f"```python\n# {path}\n" in TEXTS[page]:
         return True
     if path.startswith("../"):
         return (ROOT / page).parent.joinpath(path).exists() or path.startswith("../shared/")
@@ -155,6 +156,7 @@ def test_every_flag_is_one_of_some_program(page: str) -> None:
     named = {flag.replace("_", "-") for flag in FLAG.findall(TEXTS[page])}
     families = {flag for flag in named if flag.endswith(FAMILY)}
     shown = {name for names in ARGUMENT.findall(TEXTS[page]) for name in names}
+    shown |= {f"--{name.replace('_', '-')}" for name in OWN_FLAG.findall(TEXTS[page])}
     unknown = named - families - shown - all_arguments()
     assert sorted(unknown) == []
     for family in families:

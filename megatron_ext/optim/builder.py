@@ -36,7 +36,8 @@ def build_optimizer(config: RunConfig, chunks: list[DistributedDataParallel]) ->
     ours.update(dataclasses.asdict(config.optimizer))
     ours.update(dataclasses.asdict(config.fp8))
     ours["params_dtype"] = params_dtype(config.precision)
-    names = {field.name for field in dataclasses.fields(cls)}
+    # The class names the optimizer that megatron-core is to make.
+    names = {field.name for field in dataclasses.fields(cls)} - {"optimizer"}
     core_config = cls(**{name: value for name, value in ours.items() if name in names})
     overrides = get_standard_config_overrides(core_config)
     for override in overrides.values():

@@ -1,0 +1,173 @@
+"""Each case of docs/extending.md, and README's model, is built in a copy and trains a few steps.
+
+The blocks of the page are taken as they stand: a block of Python whose first line names a file is
+that file, a block of differences changes the file that it names, and the command below them is run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.examples.latents import make_latents
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+OWN_MODEL = "a model of your own"
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MORE = "--num-workers 0 --log-interval 1"
+DRIVER = """
+import json, os, runpy, sys
+import megatron_ext.train.main, pretrain_gpt, pretrain_video
+codes = {}
+for name, words in json.load(open("cases.json")).items():
+    pid = os.fork()
+    if pid == 0:
+        with open(f"{name}.log", "w") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        sys.argv = words
+        code = 0
+        try:
+            runpy.run_path(words[0], run_name="__main__")
+        except SystemExit as error:
+            code = error.code or 0
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    codes[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+json.dump(codes, open("codes.json", "w"))
+"""
+"""Imports the changed package once, and runs each command in a fork."""
+
+
+@dataclass
+class Case:
+    """A section of the page.
+
+    Attributes:
+        said: the end of its heading, which says what it costs.
+        command: the words of its command.
+        added, edited: files of the repository.
+    """
+
+    said: str
+    command: list[str] = field(default_factory=list)
+    added: set[str] = field(default_factory=set)
+    edited: set[str] = field(default_factory=set)
+
+
+def flags() -> dict[str, str]:
+    """Return the flags of the tiny runs, by the names that the commands give them."""
+    block = next(text for kind, text in BLOCK.findall(PAGE) if kind == "bash")
+    found = re.findall(r'^(\w+)="(.*?)"$', block.replace("\\\n", " "), re.MULTILINE)
+    return {name: " ".join(value.split()) for name, value in found}
+
+
+def cases() -> dict[str, str]:
+    """Return the sections by name, such as "an optimizer"."""
+    parts = re.split(r"^## (.+)$", PAGE, flags=re.MULTILINE)[1:]
+    return {
+        parts[i].split(":")[0].lower(): parts[i] + parts[i + 1] for i in range(0, len(parts), 2)
+    }
+
+
+def write(case: Case, kind: str, text: str, folder: Path) -> None:
+    """Put a block of the page into the copy of the repository."""
+    head, _, body = text.partition("\n")
+    name = head.removeprefix("# ")
+    path = folder / name
+    if kind == "python":
+        assert not path.exists(), name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(body, encoding="utf-8")
+        if not name.startswith("my_"):
+            case.added.add(name)
+        return
+    lines = body.splitlines(keepends=True)
+    before = "".join(line[1:] or "\n" for line in lines if line[0] in " -")
+    after = "".join(line[1:] or "\n" for line in lines if line[0] in " +")
+    content = path.read_text(encoding="utf-8")
+    assert content.count(before) == 1, f"{name} does not hold once:\n{before}"
+    path.write_text(content.replace(before, after), encoding="utf-8")
+    case.edited.add(name)
+
+
+def build(name: str, section: str, folder: Path) -> Case:
+    """Build a section of the page."""
+    case = Case(section.splitlines()[0].partition(": ")[2])
+    for kind, text in BLOCK.findall(section):
+        if kind == "bash":
+            words = text.replace("\\\n", " ").strip()
+            for variable, value in flags().items():
+                words = words.replace(f"${variable}", value)
+            words += f" {MORE} --save out/{name.replace(' ', '_')}"
+            case.command = shlex.split(words)[1:]
+        else:
+            write(case, kind, text, folder)
+    return case
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Case]]:
+    """Build all cases in one copy of the repository, and run them."""
+    folder = tmp_path_factory.mktemp("copy")
+    skipped = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "megatron_ext", folder / "megatron_ext", ignore=skipped)
+    for path in ROOT.glob("pretrain_*.py"):
+        shutil.copy(path, folder)
+    shutil.move(make_latents(tmp_path_factory.mktemp("clips")), folder / "latents")
+    found = {name: build(name, section, folder) for name, section in cases().items()}
+    commands = {name: case.command for name, case in found.items()}
+    (folder / "cases.json").write_text(json.dumps(commands))
+    env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", DRIVER], cwd=folder, env=env, check=True, timeout=300)
+    return folder, found
+
+
+@pytest.mark.parametrize("name", cases())
+def test_a_case_trains_and_costs_what_the_page_says(
+    name: str, built: tuple[Path, dict[str, Case]]
+) -> None:
+    folder, found = built
+    case = found[name]
+    if name == OWN_MODEL:
+        assert not case.added | case.edited
+    elif case.said.endswith("its line in the task"):
+        assert len({Path(path).parent for path in case.added}) == 1
+        assert case.edited == {"megatron_ext/video/task.py"}
+    else:
+        assert case.said == f"{len(case.added | case.edited)} file{'s' * (case.said[0] != '1')}"
+    log = (folder / f"{name}.log").read_text(encoding="utf-8")
+    assert json.loads((folder / "codes.json").read_text())[name] == 0, log[-3000:]
+    rows = (folder / "out" / name.replace(" ", "_") / "metrics.jsonl").read_text().splitlines()
+    steps = [row for row in map(json.loads, rows) if row["kind"] == "train"]
+    assert [row["iteration"] for row in steps] == [1, 2, 3]
+    assert "NaN" not in "".join(rows)
+
+
+def test_the_table_says_what_the_headings_say() -> None:
+    rows = re.findall(r"^\| (an? .+?) \| (.+?) \|$", PAGE, re.MULTILINE)
+    headings = {name: text.splitlines()[0].partition(": ")[2] for name, text in cases().items()}
+    assert dict(rows) == {name: re.sub(r" files?$", "", said) for name, said in headings.items()}
+
+
+def test_the_callback_of_the_page_prints_after_each_step(
+    built: tuple[Path, dict[str, Case]],
+) -> None:
+    log = (built[0] / "a thing done between steps.log").read_text(encoding="utf-8")
+    assert log.count("weight norm ") == 3
