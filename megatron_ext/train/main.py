@@ -171,7 +171,7 @@ def stored_config(argv: Sequence[str], program: Program) -> dict[str, Any] | Non
 
 
 def train_and_evaluate(run: Run) -> int | None:
-    """What the flags ask for; returns the exit code of an early stop."""
+    """Train and evaluate as the flags say; return the exit code of a run that ends early."""
     code = None if run.config.training.skip_train else train(run)
     if code is None and run.evaluates:
         evaluate_at_end(run)

@@ -25,6 +25,7 @@ from megatron_ext.layers.chunks import ModelChunk
 from megatron_ext.losses.contract import LossFunction, StepCounts
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.planning.network import TaskCost
+from megatron_ext.train.batch_size import StepStats
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Task:
         prepare_batches: ``(config, batches, context)`` to the batches, called on the last stage
             with all micro-batches of a step before its first forward pass.
         source: ``(run, dataset, assets, consumed_samples, full_epoch)`` to the steps of a split.
-        step_stats: ``(run, num_microbatches)`` to what the coming step of training does.
+        step_stats: ``(run, num_microbatches)`` to the work of the coming training step.
         boundary_shape: ``(batches, chunk)`` to the shape ``[s, b, h]`` of what passes between
             pipeline stages in a step, where the flags do not decide it.
         callbacks: ``(run)`` to a `callbacks.callback.Callback`, each called when training begins,
@@ -121,7 +122,7 @@ class Task:
     datasets: DatasetsProvider
     model_chunk: ModelChunk
     source: SourceProvider
-    step_stats: Callable[[Any, int], Any]
+    step_stats: Callable[[Any, int], StepStats]
     forward_step: ForwardStep | None = None
     preflight: Preflight = without_data
     auxiliary_losses: bool = False
