@@ -1,244 +1,267 @@
-"""What pretrain_video.py trains: an MMDiT that learns the velocity between noise and data.
+"""Flow matching as every video network trains it: micro-batches from clips, the step, its loss.
 
-Flow matching with a video DiT, causal or not: the networks that streaming starts from.
-
-The loop, the data and the loss are those of the MMDiT. The network differs in that it is given
-whole latents rather than packed tokens, timesteps of 0 to 1000, for each frame if they differ, and
-the text alone, and in that it gives the velocity of all tokens on every rank.
+A network brings a `FlowNetwork`, which says what it is built from, how it takes a micro-batch, and
+what it refuses; `networks.network_of` finds the network of a run.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from megatron_ext.errors import ConfigError
+from megatron_ext.config.run import RunConfig
+from megatron_ext.device.streams import to_device
 from megatron_ext.losses.contract import LossFunction, Report, StepCounts, share_of_step
-from megatron_ext.video.config.mmdit import MMDiTConfig
-from megatron_ext.video.config.run import ConditionConfig, VideoConfig
-from megatron_ext.video.config.wan import VideoDiTConfig
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.config.run import ConditionConfig, FlowConfig, TextDropoutConfig
+from megatron_ext.video.data.conditions import Text, drop_text, frame_masks, loss_mask
 from megatron_ext.video.data.dataset import VideoBatch
-from megatron_ext.video.data.randomness import Randomness, draw_normals
-from megatron_ext.video.loss import FlowTargets, flow_matching_loss
-from megatron_ext.video.microbatch import FlowBatchBuilder, FlowMicrobatch, sharing_ranks
-from megatron_ext.video.model.mmdit.model import MMDiT
-from megatron_ext.video.model.mmdit.options import MMDiTOptions
-from megatron_ext.video.model.tokens import grid, pack
-from megatron_ext.video.model.wan.model import VideoDiT
-from megatron_ext.video.model.wan.options import VideoDiTOptions, stage_blocks
-from megatron_ext.video.streaming.config import StreamingConfig
-from megatron_ext.video.streaming.rules import window_of
-
-if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
-
-    from megatron_ext.config.run import RunConfig
-    from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.data.randomness import Randomness, draw_microbatch
+from megatron_ext.video.data.sampler import Geometry
+from megatron_ext.video.loss import (
+    FlowTargets,
+    flow_matching_loss,
+    noised,
+    shift_factor,
+    timesteps,
+    token_weights,
+)
+from megatron_ext.video.model.chunk import VideoChunk
+from megatron_ext.video.model.tokens import pack, tokens_per_frame
 
 
-def build_video_chunk(
-    config: RunConfig,
-    transformer_config: TransformerConfig,
-    context: ParallelContext,
-    *,
-    pre_process: bool,
-    post_process: bool,
-    vp_stage: int | None = None,
-) -> MMDiT:
-    """One pipeline chunk of the MMDiT of a run; see `Task.model_chunk`."""
-    mmdit = config.section(MMDiTConfig)
-    sizes = mmdit.sizes(config.model)
+@dataclass(frozen=True)
+class FlowMicrobatch:
+    """One micro-batch as a pipeline stage sees it.
 
-    def recomputed(asked: int | None, blocks: int) -> int:
-        return blocks if asked is None else asked
-
-    options = MMDiTOptions(
-        adaln_zero=mmdit.adaln_zero,
-        recompute_double_blocks=recomputed(mmdit.recompute_double_blocks, sizes.num_double_blocks),
-        recompute_single_blocks=recomputed(mmdit.recompute_single_blocks, sizes.num_single_blocks),
-        cp_comm_type=config.parallel.cp_comm_type[0],
-        double_block_cost=mmdit.double_block_cost,
-    )
-    return MMDiT.build(sizes, options, transformer_config, context, vp_stage=vp_stage)
-
-
-def flow_forward_step(
-    config: RunConfig, batch: FlowMicrobatch, model: torch.nn.Module, counts: StepCounts | None
-) -> tuple[Tensor, LossFunction]:
-    """Run one chunk on one micro-batch; see `Task.forward_step`."""
-    velocity: Tensor = model(**batch.inputs)
-    return velocity, partial(flow_loss, config=config, batch=batch, counts=counts)
-
-
-def flow_loss(
-    velocity: Tensor, *, config: RunConfig, batch: FlowMicrobatch, counts: StepCounts | None
-) -> tuple[Tensor, Tensor, Report]:
-    """The loss of a micro-batch on the last stage, from the velocity of the targets' tokens."""
-    assert batch.targets is not None
-    share = share_of_step(
-        batch.loss_weights,
-        counts,
-        per_token=config.training.calculate_per_token_loss,
-        usual_weight=batch.targets.usual_weight,
-    )
-    return flow_matching_loss(
-        velocity,
-        targets=batch.targets,
-        share=share,
-        reported_modes=config.section(ConditionConfig).modes,
-    )
-
-
-def boundary_shape(batches: Sequence[FlowMicrobatch], chunk: torch.nn.Module) -> Sequence[int]:
-    """What passes between stages, as the model says; see `Task.boundary_shape`."""
-    first = batches[0]
-    shape_of = get_attr_wrapped_model(chunk, "boundary_shape")
-    shape: Sequence[int] = shape_of(first.num_text, first.num_image, first.size)
-    return shape
-
-
-MAX_TIMESTEP = 1000.0
-"""What the network is told at time 1, where there is only noise."""
-
-
-def dit_options(config: RunConfig) -> VideoDiTOptions:
-    """How the network of a run attends, starts and is recomputed.
-
-    Raises:
-        ConfigError: flags out of their range.
+    Attributes:
+        inputs: keywords of the model's ``forward``; those of the first stage, or as many as others
+            need. The first has a row for each clip.
+        num_text, num_image: tokens of the whole sequence.
+        targets: on the last stage, those of the image tokens that this rank's output is for.
     """
-    return VideoDiTOptions(
-        window=window_of(config.section(StreamingConfig))
-        if config.section(VideoConfig).is_causal
-        else None,
-        zero_head=config.section(StreamingConfig).zero_head,
-        recompute_blocks=config.section(StreamingConfig).recompute_blocks,
-        cp_comm_type=config.parallel.cp_comm_type[0],
-    )
+
+    inputs: Mapping[str, Tensor | None]
+    num_text: int
+    num_image: int
+    targets: FlowTargets | None
+
+    @property
+    def size(self) -> int:
+        """Return the number of clips b."""
+        first = next(iter(self.inputs.values()))
+        assert first is not None
+        return first.size(0)
+
+    @property
+    def loss_weights(self) -> Tensor:
+        """Return the weights of the tokens in the loss, ``[b, n]``; on the last stage."""
+        assert self.targets is not None
+        return self.targets.weights
+
+    @property
+    def mtp_loss_weights(self) -> tuple[Tensor, ...]:
+        """Return nothing: no token is predicted further ahead."""
+        return ()
 
 
-def build_dit_chunk(
-    config: RunConfig,
-    transformer_config: TransformerConfig,
-    context: ParallelContext,
-    *,
-    pre_process: bool,
-    post_process: bool,
-    vp_stage: int | None = None,
-) -> VideoDiT:
-    """One pipeline chunk of the video DiT of a run; see `Task.model_chunk`."""
-    return VideoDiT.build(
-        config.section(VideoDiTConfig).sizes,
-        dit_options(config),
-        transformer_config,
-        context,
-        vp_stage=vp_stage,
-    )
+class FlowBatchBuilder(ABC):
+    """Makes micro-batches of a run.
 
-
-def check_dit(config: RunConfig) -> None:
-    """Refuse what no rank could build.
-
-    Raises:
-        ConfigError: more stages than blocks, or heads that ranks cannot share.
-    """
-    sizes, parallel = config.section(VideoDiTConfig).sizes, config.parallel
-    dit_options(config)
-    chunks = parallel.virtual_pipeline_model_parallel_size or 1
-    stage_blocks(sizes.num_blocks, parallel.pipeline_model_parallel_size * chunks)
-    shared = parallel.tensor_model_parallel_size
-    if parallel.cp_comm_type[0] == "a2a":
-        shared *= parallel.context_parallel_size
-    if sizes.num_heads % shared:
-        raise ConfigError(
-            f"`--video-dit-size {config.section(VideoDiTConfig).video_dit_size}` has "
-            f"{sizes.num_heads} attention heads, which {shared} ranks cannot share equally; use "
-            "fewer tensor-parallel ranks, or all_gather instead of a2a."
-        )
-
-
-def check_clips(config: RunConfig, shape: tuple[int, int, int], what: str) -> None:
-    """Refuse clips that the network of a run does not take.
+    Every random decision follows from the seed and the number of the sample, so that all ranks
+    that hold parts of one sequence decide alike, and another layout decides the same.
 
     Args:
-        config: of the run.
-        shape: (t, h, w) of their latents.
-        what: names them in the error.
-
-    Raises:
-        ConfigError: tokens of a frame that ranks cannot share equally, or no whole frame blocks.
-        DataError: see `grid`.
+        context: the layout; a rank needs its own stage's part of a micro-batch only.
+        null: the encoded empty caption, ``[1, l, d]`` and ``[1, e]``.
+        seed: decides, with the number of a sample, everything random about it.
+        patch: latent cells of a token on each side.
     """
-    frames, rows, columns = grid(shape, config.section(VideoDiTConfig).sizes.patch_size)
-    if rows * columns % sharing_ranks(config):
-        raise ConfigError(
-            f"{what} have {rows} x {columns} = {rows * columns} tokens in a latent frame, which "
-            f"{sharing_ranks(config)} ranks (context parallel, times tensor parallel with sequence "
-            "parallelism) cannot share equally; use fewer ranks or another resolution."
-        )
-    if (
-        config.section(VideoConfig).is_causal
-        and frames % config.section(StreamingConfig).frame_block
-    ):
-        raise ConfigError(
-            f"{what} have {frames} latent frames, which must be divisible by `--frame-block` "
-            f"({config.section(StreamingConfig).frame_block}); use another length or block."
-        )
 
+    def __init__(
+        self, config: RunConfig, context: ParallelContext, null: Text, seed: int, patch: int
+    ) -> None:
+        self._config, self._context, self._null, self._seed = config, context, null, seed
+        self._patch = patch
+        self._conditions = config.section(ConditionConfig)
 
-class WanBatchBuilder(FlowBatchBuilder):
-    """Makes micro-batches of whole latents."""
+    def __call__(self, batch: VideoBatch, samples: Sequence[int]) -> FlowMicrobatch:
+        """Return one micro-batch of clips whose numbers in the run are ``samples``."""
+        flow, conditions, latents = (
+            self._config.section(FlowConfig),
+            self._conditions,
+            batch.latents,
+        )
+        device = latents.device
+        _, c, t, h, w = latents.shape
+        dropout = self._config.section(TextDropoutConfig)
+        randomness = draw_microbatch(self._seed, samples, (c, t, h, w), conditions, dropout)
+        normals = to_device(self._normals(randomness, samples, t), device)
+        times = timesteps(flow, normals, shift_factor(flow, (t, h, w), self._patch))
+        noise = to_device(randomness.noise, device)
+        x_t, velocity = noised(latents, noise, times, flow.sigma_min)
+        masks = to_device(frame_masks(randomness.modes, t, conditions), device)
+        per_frame = tokens_per_frame((t, h, w), self._patch)
+        num_text, num_image = batch.text.size(1), t * per_frame
+        targets = None
+        if self._context.is_last_stage:
+            mask = loss_mask(masks, per_frame, conditions.reference_loss)
+            weights = token_weights(mask, flow.loss_normalization)
+            whole = FlowTargets(
+                velocity=pack(velocity, self._patch),
+                weights=weights,
+                times=times,
+                modes=to_device(randomness.modes, device),
+                usual_weight=weights.sum() / self._context.pgs.cp.size(),
+            )
+            targets = self._own(whole, num_text)
+        inputs = self._inputs(batch, randomness, x_t, times, masks)
+        return FlowMicrobatch(inputs, num_text, num_image, targets)
 
     def _normals(self, randomness: Randomness, samples: Sequence[int], num_frames: int) -> Tensor:
-        if not self._config.section(VideoDiTConfig).independent_block_timesteps:
-            return randomness.normals
-        block = self._config.section(StreamingConfig).frame_block
-        normals = draw_normals(self._seed, samples, "timestep", num_frames // block)
-        return normals.repeat_interleave(block, dim=1)
+        """Return the normals of times, ``[b]``, or ``[b, t]`` for a time of each frame."""
+        return randomness.normals
 
+    @abstractmethod
     def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
-        """Context-parallel ranks have the same output; each counts its part of the tokens."""
-        times, num_tokens = whole.times, whole.weights.size(1)
-        if times.dim() == 2:
-            times = times.repeat_interleave(num_tokens // times.size(1), dim=1)
-        cp = self._context.pgs.cp
-        part = torch.arange(num_tokens, device=times.device) * cp.size() // num_tokens
-        weights = torch.where(part == cp.rank(), whole.weights, 0.0)
-        return dataclasses.replace(whole, weights=weights, times=times)
+        """Return the targets that belong to the model's output on this rank."""
 
+    @abstractmethod
     def _inputs(
         self, batch: VideoBatch, randomness: Randomness, x_t: Tensor, times: Tensor, masks: Tensor
     ) -> dict[str, Tensor | None]:
-        """The same on all stages, of which those after the first look at the shapes alone."""
-        return {
-            "x": x_t.transpose(1, 2),
-            "timesteps": MAX_TIMESTEP * times,
-            "text": self.text_of(batch, randomness).sequence,
-        }
+        """Return the keywords of the model's ``forward``."""
+
+    def text_of(self, batch: VideoBatch, randomness: Randomness) -> Text:
+        """Return the captions, some of which are dropped."""
+        device = batch.text.device
+        return drop_text(
+            Text(batch.text, batch.pooled),
+            self._null,
+            to_device(randomness.drop_text, device),
+            to_device(randomness.drop_pooled, device),
+        )
 
 
-def dit_forward_step(
-    config: RunConfig, batch: FlowMicrobatch, model: torch.nn.Module, counts: StepCounts | None
-) -> tuple[Tensor, LossFunction]:
-    """Run one chunk on one micro-batch; see `Task.forward_step`."""
-    output: Tensor = model(**batch.inputs)
-    return output, partial(_loss, config=config, batch=batch, counts=counts)
+class FlowNetwork(ABC):
+    """A network as a flow-matching run needs to know it."""
+
+    builder: type[FlowBatchBuilder]
+
+    @abstractmethod
+    def patch_size(self, config: RunConfig) -> int:
+        """Return p; a token is a square of so many latent cells a side."""
+
+    @abstractmethod
+    def with_widths(self, config: RunConfig, manifest: Mapping[str, Any]) -> RunConfig:
+        """Return the configuration with the model for a dataset's latents and embeddings.
+
+        Raises:
+            ConfigError: the network cannot take the dataset.
+        """
+
+    @abstractmethod
+    def checked(self, config: RunConfig) -> RunConfig:
+        """Return the configuration with what its flags decide about the network.
+
+        Raises:
+            ConfigError: no rank could build it: too many stages, or heads that ranks cannot share.
+        """
+
+    def check_clips(self, config: RunConfig, shape: tuple[int, int, int], what: str) -> None:
+        """Refuse clips that the network does not take; by default it takes all.
+
+        Args:
+            shape: (t, h, w) of their latents.
+            what: names them in the error.
+
+        Raises:
+            ConfigError, DataError: the clips do not fit the layout or the flags.
+        """
+        return
+
+    def sequence_multiple(self, config: RunConfig) -> int:
+        """Return what the tokens of text and image together must be a multiple of."""
+        return 1
+
+    @abstractmethod
+    def flops(self, config: RunConfig, sequence: Geometry) -> float:
+        """Return the floating-point operations of one clip, forward and backward."""
+
+    @abstractmethod
+    def build_chunk(
+        self,
+        config: RunConfig,
+        transformer_config: TransformerConfig,
+        context: ParallelContext,
+        *,
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None = None,
+    ) -> VideoChunk:
+        """Build one pipeline chunk; see `Task.model_chunk`."""
+
+    @abstractmethod
+    def boundary_shape(
+        self, batches: Sequence[FlowMicrobatch], chunk: torch.nn.Module
+    ) -> Sequence[int]:
+        """Return the shape of the tensor between stages; see `Task.boundary_shape`."""
+
+    def velocity(self, config: RunConfig, output: Tensor) -> Tensor:
+        """Return the velocity of the targets' tokens from the output of the last stage."""
+        return output
+
+    def forward_step(
+        self,
+        config: RunConfig,
+        batch: FlowMicrobatch,
+        model: torch.nn.Module,
+        counts: StepCounts | None,
+    ) -> tuple[Tensor, LossFunction]:
+        """Run one chunk on one micro-batch; see `Task.forward_step`."""
+        output: Tensor = model(**batch.inputs)
+        return output, partial(self.loss, config=config, batch=batch, counts=counts)
+
+    def loss(
+        self,
+        output: Tensor,
+        *,
+        config: RunConfig,
+        batch: FlowMicrobatch,
+        counts: StepCounts | None,
+    ) -> tuple[Tensor, Tensor, Report]:
+        """Return the loss of a micro-batch on the last stage; see `flow_matching_loss`."""
+        assert batch.targets is not None
+        share = share_of_step(
+            batch.loss_weights,
+            counts,
+            per_token=config.training.calculate_per_token_loss,
+            usual_weight=batch.targets.usual_weight,
+        )
+        return flow_matching_loss(
+            self.velocity(config, output),
+            targets=batch.targets,
+            share=share,
+            reported_modes=config.section(ConditionConfig).modes,
+        )
 
 
-def _loss(
-    flow: Tensor, *, config: RunConfig, batch: FlowMicrobatch, counts: StepCounts | None
-) -> tuple[Tensor, Tensor, Report]:
-    velocity = pack(flow.transpose(1, 2), config.section(VideoDiTConfig).sizes.patch_size)
-    return flow_loss(velocity, config=config, batch=batch, counts=counts)
+def sharing_ranks(config: RunConfig) -> int:
+    """Return how many ranks share the tokens of a clip."""
+    parallel = config.parallel
+    shared = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    return parallel.context_parallel_size * shared
 
 
-def dit_boundary_shape(batches: Sequence[FlowMicrobatch], chunk: torch.nn.Module) -> Sequence[int]:
-    """What passes between stages, as the model says; see `Task.boundary_shape`."""
-    shape: Sequence[int] = get_attr_wrapped_model(chunk, "boundary_shape")(**batches[0].inputs)
-    return shape
+def num_stages(config: RunConfig) -> int:
+    """Return the number of pipeline stages, virtual ones included."""
+    parallel = config.parallel
+    chunks = parallel.virtual_pipeline_model_parallel_size or 1
+    return parallel.pipeline_model_parallel_size * chunks

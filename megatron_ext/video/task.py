@@ -19,15 +19,9 @@ from megatron_ext.video.config.stored import stored_video_model
 from megatron_ext.video.cost.flow import FLOW_COST
 from megatron_ext.video.data.setup import build_video_datasets, prepare_video
 from megatron_ext.video.data.step_loader import video_source, video_step_stats
+from megatron_ext.video.model.mmdit.flow import MMDIT
+from megatron_ext.video.model.wan.flow import WAN
 from megatron_ext.video.sampling.samples import SampleWhileTraining
-from megatron_ext.video.step import (
-    boundary_shape,
-    build_dit_chunk,
-    build_video_chunk,
-    dit_boundary_shape,
-    dit_forward_step,
-    flow_forward_step,
-)
 from megatron_ext.video.streaming.task import STREAMING
 
 FLOW = Task(
@@ -40,9 +34,9 @@ FLOW = Task(
     preflight=prepare_video,
     datasets=build_video_datasets,
     source=video_source,
-    model_chunk=build_video_chunk,
-    boundary_shape=boundary_shape,
-    forward_step=flow_forward_step,
+    model_chunk=MMDIT.build_chunk,
+    boundary_shape=MMDIT.boundary_shape,
+    forward_step=MMDIT.forward_step,
     step_stats=video_step_stats,
     callbacks=(SampleWhileTraining,),
     cost=FLOW_COST,
@@ -52,9 +46,9 @@ FLOW = Task(
 FLOW_OF_DIT = dataclasses.replace(
     FLOW,
     defaults=VIDEO_DIT_DEFAULTS,
-    model_chunk=build_dit_chunk,
-    forward_step=dit_forward_step,
-    boundary_shape=dit_boundary_shape,
+    model_chunk=WAN.build_chunk,
+    forward_step=WAN.forward_step,
+    boundary_shape=WAN.boundary_shape,
 )
 
 

@@ -6,17 +6,19 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from megatron_ext.config.rules.optimizer import optimizer_errors, with_warmup
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.train.task import Datasets
 from megatron_ext.video.config.encoding import CodecConfig, EncodeConfig, TextEncoderConfig
-from megatron_ext.video.config.mmdit import MMDiTConfig
 from megatron_ext.video.config.run import ConditionConfig, SampleConfig, VideoConfig
 from megatron_ext.video.cost.clip import Clip
 from megatron_ext.video.data.conditions import sections
@@ -27,24 +29,15 @@ from megatron_ext.video.data.manifest import read_manifest
 from megatron_ext.video.data.preprocess_options import VideoPreprocessOptions
 from megatron_ext.video.data.sampler import BucketSteps, Geometry, VideoPlan
 from megatron_ext.video.data.shards import read_null
-from megatron_ext.video.microbatch import patch_size_of, sequence_multiple, with_widths
-from megatron_ext.video.model.mmdit.options import stage_blocks
 from megatron_ext.video.model.tokens import grid
+from megatron_ext.video.networks import network_of
 from megatron_ext.video.sampling.generate import check_sampling
-from megatron_ext.video.step import check_clips, check_dit
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from megatron_ext.config.run import RunConfig
-
-from megatron_ext.config.rules.optimizer import optimizer_errors, with_warmup
 
 Encoding = tuple[CodecConfig, TextEncoderConfig, EncodeConfig]
 
 
 def open_videos(config: RunConfig, path: str) -> VideoClips:
-    """The clips of a folder, or of a list of clips with ``--online-encoding``.
+    """Open the clips of a folder, or of a list of clips with ``--online-encoding``.
 
     Raises:
         ConfigError, DataError: see `ShardedVideos` and `open_online`.
@@ -60,7 +53,7 @@ def open_videos(config: RunConfig, path: str) -> VideoClips:
 
 
 def manifest_of(config: RunConfig) -> dict[str, Any]:
-    """What the training data says of itself; clips that are encoded already are not opened."""
+    """Return the manifest of the training data; clips that are encoded already are not opened."""
     path = config.section(VideoConfig).video_data_path
     assert path is not None
     if _online(config):
@@ -69,7 +62,7 @@ def manifest_of(config: RunConfig) -> dict[str, Any]:
 
 
 def null_text_of(config: RunConfig) -> tuple[Tensor, Tensor]:
-    """The encoded empty caption of the training data, ``[l, d]`` and ``[e]``."""
+    """Return the encoded empty caption of the training data, ``[l, d]`` and ``[e]``."""
     path = config.section(VideoConfig).video_data_path
     assert path is not None
     if _online(config):
@@ -83,7 +76,7 @@ def _online(config: RunConfig) -> bool:
 
 @lru_cache(maxsize=4)
 def _opened(path: str, buckets: str | None, encoding: Encoding | None) -> VideoClips:
-    """Checked and planned once, for the ranks that are forked later too."""
+    """Open clips, checked and planned once, for the ranks that are forked later too."""
     plan = None if buckets is None else parse_plan(buckets)
     if encoding is None:
         return ShardedVideos(path, plan)
@@ -97,7 +90,7 @@ def _opened(path: str, buckets: str | None, encoding: Encoding | None) -> VideoC
 
 @dataclass(frozen=True)
 class VideoSplit:
-    """One split, and in which order its clips come."""
+    """One split, and the order of its clips."""
 
     path: str
     clips: VideoClips
@@ -122,9 +115,9 @@ def open_split(config: RunConfig, folder: str, *, shuffle: bool) -> VideoSplit:
         mixed=config.section(VideoConfig).mixed_buckets,
         pipeline_size=config.parallel.pipeline_model_parallel_size,
     )
+    network = network_of(config)
     for bucket, held in members.items():
-        if config.section(VideoConfig).uses_dit:
-            check_clips(config, clips.latent_shape(held.clips[0])[1:], f"Clips of {bucket}")
+        network.check_clips(config, clips.latent_shape(held.clips[0])[1:], f"Clips of {bucket}")
     geometries = {
         bucket: _geometry(config, clips, held.clips[0]) for bucket, held in members.items()
     }
@@ -139,10 +132,10 @@ def open_split(config: RunConfig, folder: str, *, shuffle: bool) -> VideoSplit:
 
 
 def _geometry(config: RunConfig, clips: VideoClips, number: int) -> Geometry:
-    shape = clips.latent_shape(number)
-    t, rows, columns = grid(shape[1:], patch_size_of(config))
+    shape, network = clips.latent_shape(number), network_of(config)
+    t, rows, columns = grid(shape[1:], network.patch_size(config))
     image, text = t * rows * columns, int(clips.manifest["text_length"])
-    return Geometry(shape, text + -(text + image) % sequence_multiple(config), image)
+    return Geometry(shape, text + -(text + image) % network.sequence_multiple(config), image)
 
 
 def build_video_datasets(
@@ -151,7 +144,7 @@ def build_video_datasets(
     sizes: Sequence[int | None],
     is_built_on_rank: Callable[[], bool],
 ) -> Datasets:
-    """See `Task.datasets`; every rank needs the plan, the clips are read by some."""
+    """Open the splits; every rank needs the plan, some read the clips; see `Task.datasets`."""
     video, valid = config.section(VideoConfig), None
     assert video.video_data_path is not None
     if video.video_valid_path is not None:
@@ -164,14 +157,15 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
     """Open the data, check that it fits the run, and fill in what it decides; see `Task.preflight`.
 
     Raises:
-        ConfigError, DataError: data that is not whole or does not fit the flags.
+        ConfigError, DataError: the data is not whole or does not fit the flags.
     """
     video = config.section(VideoConfig)
     assert video.video_data_path is not None
     manifest = open_videos(config, video.video_data_path).manifest
     if config.section(SampleConfig).sample_interval is not None:
         check_sampling(config, manifest)
-    config = _with_evaluation(_with_model(config, manifest))
+    network = network_of(config)
+    config = _with_evaluation(network.checked(network.with_widths(config, manifest)))
     train = open_split(config, video.video_data_path, shuffle=True)
     config = _with_length(config, train.plan.steps_per_epoch)
     _check_references(config, train)
@@ -186,30 +180,8 @@ def prepare_video(config: RunConfig) -> tuple[RunConfig, None]:
     return dataclasses.replace(config, model=model), None
 
 
-def _with_model(config: RunConfig, manifest: Mapping[str, Any]) -> RunConfig:
-    """With the model for the data, which the ranks must be able to share."""
-    config = with_widths(config, manifest)
-    if config.section(VideoConfig).uses_dit:
-        check_dit(config)
-        return config
-    mmdit = dataclasses.replace(
-        config.section(MMDiTConfig), cond_embed=config.section(ConditionConfig).modes != ("t2v",)
-    )
-    sizes, parallel = mmdit.sizes(config.model), config.parallel
-    chunks = parallel.virtual_pipeline_model_parallel_size or 1
-    num_stages = parallel.pipeline_model_parallel_size * chunks
-    stage_blocks(sizes, num_stages, mmdit.double_block_cost)
-    shared = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    if parallel.cp_comm_type[0] == "a2a" and sizes.num_heads % shared:
-        raise ConfigError(
-            f"`--cp-comm-type a2a` trades heads ({sizes.num_heads}), which must be divisible by "
-            f"tensor x context parallel size ({shared}); use all_gather."
-        )
-    return config.with_section(mmdit)
-
-
 def _with_evaluation(config: RunConfig) -> RunConfig:
-    """With evaluation of the whole validation data, or none where there is no such data."""
+    """Evaluate on the whole validation data, or not at all where there is none."""
     training = config.training
     evaluates = config.section(VideoConfig).video_valid_path is not None and training.eval_iters > 0
     training = dataclasses.replace(
@@ -219,10 +191,10 @@ def _with_evaluation(config: RunConfig) -> RunConfig:
 
 
 def _with_length(config: RunConfig, steps_per_epoch: int) -> RunConfig:
-    """With epochs counted in steps, and a warm-up that such a run has room for.
+    """Count epochs in steps, and shorten a warm-up for which the run has no room.
 
     Raises:
-        ConfigError: flags that do not fit the number of steps.
+        ConfigError: the flags do not fit the number of steps.
     """
     training = config.training.in_steps(steps_per_epoch)
     optimizer = with_warmup(config.optimizer, training)
@@ -236,13 +208,13 @@ def _with_length(config: RunConfig, steps_per_epoch: int) -> RunConfig:
 
 
 def _check_references(config: RunConfig, split: VideoSplit) -> None:
-    """Every reference that a mode may ask for must have been encoded."""
+    """Check that every reference for which a mode may ask has been encoded."""
     conditions = config.section(ConditionConfig)
     for mode in conditions.modes:
         lengths = {geometry.shape[1] for geometry in split.plan.geometries.values()}
         for t in lengths:
             try:
-                wanted = sections(mode, t, config.section(ConditionConfig))
+                wanted = sections(mode, t, conditions)
             except DataError:
                 continue  # such clips are never drawn for this mode
             for section in wanted:
@@ -257,7 +229,7 @@ def _check_references(config: RunConfig, split: VideoSplit) -> None:
 
 
 def _check_same_kind(train: VideoSplit, valid: VideoSplit) -> None:
-    """Validation clips must have been encoded as the training clips were."""
+    """Check that validation clips have been encoded as the training clips were."""
     for name in ("codec", "text_encoder"):
         if train.clips.manifest[name] != valid.clips.manifest[name]:
             raise ConfigError(
@@ -268,11 +240,11 @@ def _check_same_kind(train: VideoSplit, valid: VideoSplit) -> None:
 
 
 def planned_clips(config: RunConfig) -> list[Clip]:
-    """The buckets of the training data that fill steps; see `Task.clips`."""
+    """Return the buckets of the training data that fill steps; see `Task.clips`."""
     video_data_path = config.section(VideoConfig).video_data_path
     assert video_data_path is not None
     plan = open_split(config, video_data_path, shuffle=False).plan
-    patch, steps = patch_size_of(config), plan.steps
+    patch, steps = network_of(config).patch_size(config), plan.steps
     units = {
         bucket: (len(held.clips) - steps.left_out[bucket]) // held.micro_batch_size
         for bucket, held in steps.buckets.items()
@@ -294,7 +266,7 @@ def planned_clips(config: RunConfig) -> list[Clip]:
 
 
 def bucket_table(split: VideoSplit) -> str:
-    """The buckets of a split, one a line, with the clips that an epoch leaves out."""
+    """Return the buckets of a split, one a line, with the clips that an epoch leaves out."""
     steps = split.plan.steps
     lines = [
         f"  {bucket!s:28} {len(members.clips):8d} clips, micro-batches of "

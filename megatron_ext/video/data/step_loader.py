@@ -1,13 +1,13 @@
-"""Reads the micro-batches of one step on the first tensor-parallel rank, for all of them.
+"""The clips of a video run, step by step, as micro-batches of this rank.
 
-The clips of a video run, step by step, as micro-batches of this rank.
+The first tensor-parallel rank reads the clips of a micro-batch, for all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
@@ -15,28 +15,15 @@ from torch.utils.data import DataLoader, Sampler
 from megatron_ext.data.loader import BatchSource
 from megatron_ext.device.streams import to_device
 from megatron_ext.errors import loader_ends_with_parent
+from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.batch_size import StepStats
-from megatron_ext.video.config.mmdit import MMDiTConfig
-from megatron_ext.video.config.run import VideoConfig
-from megatron_ext.video.config.wan import VideoDiTConfig
-from megatron_ext.video.cost.flops import flops_of_clip, flops_of_frames
+from megatron_ext.train.run import Run
 from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.dataset import VideoBatch, VideoClips, collate
-from megatron_ext.video.data.sampler import Geometry, VideoPlan
+from megatron_ext.video.data.sampler import VideoPlan
 from megatron_ext.video.data.setup import VideoSplit
-from megatron_ext.video.microbatch import (
-    FlowBatchBuilder,
-    FlowMicrobatch,
-    patch_size_of,
-    sequence_multiple,
-)
-from megatron_ext.video.step import WanBatchBuilder, dit_options
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-    from megatron_ext.parallel.context import ParallelContext
-    from megatron_ext.text.tokenizers.base import Tokenizer
-    from megatron_ext.train.run import Run
+from megatron_ext.video.networks import network_of
+from megatron_ext.video.step import FlowMicrobatch
 
 
 class _ClipsOfSteps(Sampler[list[int]]):
@@ -57,14 +44,10 @@ class VideoLoader:
     """Gives the micro-batches of a data-parallel rank in order.
 
     Args:
-        clips: the data.
-        plan: of the run.
-        context: the parallel layout of this rank.
-        device: where the batches go.
         patch: latent cells of a token on each side.
         multiple: what the length of a sequence must be a multiple of.
         num_workers: processes that read.
-        first_step: of the plan.
+        first_step: step of the plan with which to begin.
     """
 
     def __init__(
@@ -98,7 +81,7 @@ class VideoLoader:
             self._batches = iter(loader)
 
     def next(self) -> VideoBatch:
-        """The next micro-batch, on the device of every tensor-parallel rank."""
+        """Return the next micro-batch, on the device of every tensor-parallel rank."""
         batch = None if self._batches is None else next(self._batches)
         group = self._context.pgs.tp
         if group.size() == 1:
@@ -111,7 +94,7 @@ class VideoLoader:
 
 
 def _received(batch: VideoBatch | None, device: torch.device, group: Any) -> VideoBatch:
-    """A batch as the first rank of the group has it."""
+    """Return a batch as the first rank of the group has it."""
     about: list[Any] = [None]
     tensors = {} if batch is None else batch.tensors()
     if batch is not None:
@@ -136,11 +119,9 @@ class VideoSource(BatchSource):
     """The steps of one split on this rank, from a step on.
 
     Args:
-        run: the run.
-        split: the data.
-        first_step: of the plan.
+        first_step: step of the plan with which to begin.
         consumed_samples: clips of all steps before, by which random decisions are numbered.
-        training: else every pass makes the same decisions about a clip.
+        training: draw anew in each pass; else every pass makes the same decisions about a clip.
     """
 
     def __init__(
@@ -156,41 +137,41 @@ class VideoSource(BatchSource):
         super().__init__(None, len(split.clips), split.plan, first_step)  # type: ignore[arg-type]
         self._dp_rank, self._training = run.context.dp_rank, training
         self._consumed = consumed_samples
-        config = run.config
+        config, network = run.config, network_of(run.config)
+        patch = network.patch_size(config)
         self._clips = VideoLoader(
             split.clips,
             split.plan,
             run.context,
             run.device,
-            patch=patch_size_of(config),
-            multiple=sequence_multiple(config),
+            patch=patch,
+            multiple=network.sequence_multiple(config),
             num_workers=config.training.num_workers,
             first_step=first_step,
         )
         seed = config.training.seed + (0 if training else EVALUATION_SEED)
-        maker = WanBatchBuilder if config.section(VideoConfig).uses_dit else FlowBatchBuilder
-        self._make = maker(config, run.context, self._clips.null, seed)
+        self._build = network.builder(config, run.context, self._clips.null, seed, patch)
 
     @property
     def coming(self) -> int:
-        """The step that comes next, counted from the beginning of the run."""
+        """Return the step that comes next, counted from the beginning of the run."""
         return self._coming
 
     def next_step(self, num_microbatches: int) -> list[FlowMicrobatch]:
-        """Micro-batches of the next step."""
+        """Return the micro-batches of the next step."""
         planned = self.video_plan.microbatches(self._coming, self._dp_rank, self._consumed)
         self._consumed += self.video_plan.num_samples(self._coming)
         self._coming += 1
         return [
-            self._make(self._clips.next(), batch.samples if self._training else batch.clips)
+            self._build(self._clips.next(), batch.samples if self._training else batch.clips)
             for batch in planned
         ]
 
 
 def video_source(
-    run: Run, dataset: Any, tokenizer: Tokenizer, consumed_samples: int, full_epoch: bool
+    run: Run, dataset: Any, assets: None, consumed_samples: int, full_epoch: bool
 ) -> VideoSource:
-    """See `Task.source`. Validation begins anew each time, with the same noise."""
+    """Begin at the run's step, or anew with the same noise for validation; see `Task.source`."""
     return VideoSource(
         run,
         dataset,
@@ -208,21 +189,5 @@ def video_step_stats(run: Run, num_microbatches: int) -> StepStats:
     return StepStats(
         samples=len(sequences),
         tokens=sum(sequence.num_tokens for sequence in sequences),
-        flops=sum(_flops(run.config, sequence) for sequence in sequences),
-    )
-
-
-def _flops(config: RunConfig, sequence: Geometry) -> float:
-    """Of one clip, forward and backward."""
-    if not config.section(VideoConfig).uses_dit:
-        return flops_of_clip(
-            config.section(MMDiTConfig).sizes(config.model), sequence.num_text, sequence.num_image
-        )
-    num_frames = sequence.shape[1]
-    return flops_of_frames(
-        config.section(VideoDiTConfig).sizes,
-        dit_options(config).window,
-        num_text=sequence.num_text,
-        num_frames=num_frames,
-        tokens_per_frame=sequence.num_image // num_frames,
+        flops=sum(network_of(run.config).flops(run.config, x) for x in sequences),
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.collectives import on_reporting_rank
 from megatron_ext.video.config.encoding import PATCH, CodecConfig, TextEncoderConfig
-from megatron_ext.video.config.run import ConditionConfig, FlowConfig, SampleConfig, VideoConfig
+from megatron_ext.video.config.run import ConditionConfig, FlowConfig, SampleConfig
 from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.codecs import codec_from_manifest
 from megatron_ext.video.data.conditions import Text
@@ -25,6 +25,7 @@ from megatron_ext.video.data.text_encoders import (
     check_text_encoder,
     text_encoder_from_manifest,
 )
+from megatron_ext.video.networks import network_of
 from megatron_ext.video.sampling.flow import References, sample
 from megatron_ext.video.sampling.requests import (
     ClipRequest,
@@ -34,7 +35,6 @@ from megatron_ext.video.sampling.requests import (
     read_requests,
 )
 from megatron_ext.video.sampling.velocity import ParallelVelocity
-from megatron_ext.video.step import check_clips
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -104,8 +104,7 @@ def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
     check_text_encoder(manifest, *_text_folders(config))
     codec = build_codec_of(config, manifest)
     latent = codec.latent_shape(shape.num_frames, shape.height, shape.width)
-    if config.section(VideoConfig).uses_dit:
-        check_clips(config, latent[1:], "Sampled clips")
+    network_of(config).check_clips(config, latent[1:], "Sampled clips")
 
 
 @torch.no_grad()

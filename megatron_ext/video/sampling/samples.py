@@ -13,7 +13,7 @@ from megatron_ext.video.config.mmdit import MMDiTConfig
 from megatron_ext.video.config.run import ConditionConfig, FlowConfig, SampleConfig, VideoConfig
 from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.setup import manifest_of, null_text_of
-from megatron_ext.video.microbatch import patch_size_of
+from megatron_ext.video.networks import network_of
 from megatron_ext.video.sampling.clips import write_clips
 from megatron_ext.video.sampling.generate import (
     build_codec_of,
@@ -35,7 +35,7 @@ def velocity_of(run: Run) -> ParallelVelocity:
     """Return the velocity that the model of a run predicts; all ranks call this together."""
     config, runner = run.config, run.runner
     engine = runner.engine or forward_engine(run.chunks, runner.transformer_config, run.context)
-    patch = patch_size_of(config)
+    patch = network_of(config).patch_size(config)
     if config.section(VideoConfig).uses_dit:
         return VideoDiTVelocity(engine, run.chunks, run.context, patch_size=patch)
     told = config.section(MMDiTConfig).sizes(config.model).guidance_embed

@@ -16,7 +16,7 @@ from megatron_ext.video.config.rules import ENCODING
 from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.config.wan import stored_dit
 from megatron_ext.video.data.setup import manifest_of
-from megatron_ext.video.microbatch import with_widths
+from megatron_ext.video.networks import network_of
 from megatron_ext.video.sampling.generate import check_sampling
 from megatron_ext.video.sampling.samples import ClipSampler
 from megatron_ext.video.task import VIDEO
@@ -101,7 +101,7 @@ def prepare_sampling(config: RunConfig) -> tuple[RunConfig, None]:
     """Check what is asked for before any process group exists; see `Task.preflight`."""
     manifest = manifest_of(config)
     check_sampling(config, manifest)
-    return with_widths(config, manifest), None
+    return network_of(config).with_widths(config, manifest), None
 
 
 def sample_at_once(run: Run) -> None:

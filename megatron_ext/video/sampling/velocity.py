@@ -18,8 +18,8 @@ from megatron_ext.video.config.mmdit import MMDiTSizes
 from megatron_ext.video.data.dataset import pad_text
 from megatron_ext.video.model.mmdit.inputs import SWITCHES, check_inputs
 from megatron_ext.video.model.tokens import LatentShape, grid, pack, position_ids, unpack
+from megatron_ext.video.model.wan.flow import MAX_TIMESTEP
 from megatron_ext.video.sampling.flow import Velocity
-from megatron_ext.video.step import MAX_TIMESTEP
 
 if TYPE_CHECKING:
     from megatron_ext.parallel.context import ParallelContext

@@ -24,8 +24,8 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer, build_scheduler
 from megatron_ext.optim.update import UpdateResult, update_parameters
 from megatron_ext.video.model.wan.attention import FrameWindow
+from megatron_ext.video.model.wan.flow import WAN
 from megatron_ext.video.model.wan.model import VideoDiT
-from megatron_ext.video.step import dit_options
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.rules import window_of
 
@@ -113,7 +113,7 @@ def build_network(
         size: named size of the network; None for the generator's.
         window: frames that a causal network sees; None for critic and teacher.
     """
-    options = dataclasses.replace(dit_options(config), window=window)
+    options = dataclasses.replace(WAN.options(config), window=window)
     sizes = config.section(StreamingConfig).sizes(size)
     return VideoDiT.build(sizes, options, transformer_config, context, vp_stage=vp_stage)
 

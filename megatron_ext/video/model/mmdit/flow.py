@@ -1,0 +1,188 @@
+"""Flow matching with an MMDiT: packed tokens, pooled text, references and guidance."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import ConfigError, DataError
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.video.config.mmdit import MMDiTConfig
+from megatron_ext.video.config.run import MODES, ConditionConfig, VideoConfig
+from megatron_ext.video.cost.flops import flops_of_clip
+from megatron_ext.video.data.conditions import Section, condition, place_references, sections
+from megatron_ext.video.data.dataset import VideoBatch
+from megatron_ext.video.data.encode import reference_name
+from megatron_ext.video.data.randomness import Randomness
+from megatron_ext.video.data.sampler import Geometry
+from megatron_ext.video.loss import FlowTargets
+from megatron_ext.video.model.mmdit.model import MMDiT
+from megatron_ext.video.model.mmdit.options import MMDiTOptions, stage_blocks
+from megatron_ext.video.model.tokens import TokenRange, pack, position_ids
+from megatron_ext.video.step import (
+    FlowBatchBuilder,
+    FlowMicrobatch,
+    FlowNetwork,
+    num_stages,
+    sharing_ranks,
+)
+
+
+class MMDiTBatchBuilder(FlowBatchBuilder):
+    """Makes micro-batches of packed tokens."""
+
+    def _own(self, whole: FlowTargets, num_text: int) -> FlowTargets:
+        """Return the targets of this rank's image tokens: ranks share [text; image] equally."""
+        cp = self._context.pgs.cp
+        tokens = TokenRange.whole(num_text, whole.weights.size(1))
+        own = tokens.part(cp.rank(), cp.size()).image
+        return dataclasses.replace(
+            whole, velocity=whole.velocity[:, own], weights=whole.weights[:, own]
+        )
+
+    def _inputs(
+        self, batch: VideoBatch, randomness: Randomness, x_t: Tensor, times: Tensor, masks: Tensor
+    ) -> dict[str, Tensor | None]:
+        b, _, t, h, w = x_t.shape
+        ids = position_ids((t, h, w), self._patch, x_t.device).expand(b, -1, -1)
+        inputs: dict[str, Tensor | None] = {
+            "img_ids": ids,
+            "txt_ids": ids.new_zeros(b, batch.text.size(1), 3),
+        }
+        if self._context.is_first_stage:
+            inputs |= {"img": pack(x_t, self._patch), "timesteps": times}
+            inputs |= self._given(batch, randomness, masks)
+        return inputs
+
+    def _given(
+        self, batch: VideoBatch, randomness: Randomness, masks: Tensor
+    ) -> dict[str, Tensor | None]:
+        """Return captions, references, and the strength of a guidance that is told."""
+        mmdit, text = self._config.section(MMDiTConfig), self.text_of(batch, randomness)
+        sizes = mmdit.sizes(self._config.model)
+        given: dict[str, Tensor | None] = {"txt": text.sequence, "y_vec": text.pooled}
+        if sizes.cond_embed:
+            references = _references(batch, randomness.modes.tolist(), self._conditions)
+            given["cond"] = pack(condition(references, masks), self._patch)
+        if sizes.guidance_embed:
+            given["guidance"] = torch.full_like(
+                randomness.normals, mmdit.guidance, device=masks.device
+            )
+        return given
+
+
+def _references(batch: VideoBatch, modes: Sequence[int], config: ConditionConfig) -> Tensor:
+    """Return the references that each clip's mode gives, at their places, ``[b, c, t, h, w]``."""
+    placed, latents = [], batch.latents
+    for row, mode in enumerate(modes):
+        given = sections(MODES[mode], latents.size(2), config)
+        pieces = [(section, _piece(batch, row, section)) for section in given]
+        placed.append(place_references(pieces, latents.shape[1:], latents.dtype, latents.device))
+    return torch.stack(placed)
+
+
+def _piece(batch: VideoBatch, row: int, section: Section) -> Tensor:
+    name = reference_name("tail" if section.start else "head", section.length)
+    if name not in batch.references:
+        raise DataError(
+            f"The clips have no reference {name}, but a condition mode needs it; preprocess them "
+            f"with `--reference-lengths {section.length}`."
+        )
+    return batch.references[name][row]
+
+
+class MMDiTFlow(FlowNetwork):
+    """The MMDiT, which predicts the velocity of the rank's image tokens."""
+
+    builder = MMDiTBatchBuilder
+
+    def patch_size(self, config: RunConfig) -> int:
+        """Return p."""
+        return config.section(MMDiTConfig).sizes(config.model).patch_size
+
+    def sequence_multiple(self, config: RunConfig) -> int:
+        """Return how many ranks share text and image together."""
+        return sharing_ranks(config)
+
+    def with_widths(self, config: RunConfig, manifest: Mapping[str, Any]) -> RunConfig:
+        """Return the configuration with the widths of a dataset.
+
+        Raises:
+            ConfigError: its captions have no pooled vectors.
+        """
+        if not manifest["pooled_width"]:
+            raise ConfigError(
+                f"`--video-data-path` ({config.section(VideoConfig).video_data_path}) holds "
+                "captions without pooled vectors, as umt5 gives them, but the MMDiT needs these; "
+                "give `--video-model video-dit` or causal-video-dit, or encode the captions with "
+                "t5-clip."
+            )
+        return config.with_section(
+            dataclasses.replace(
+                config.section(MMDiTConfig),
+                channels=manifest["latent_channels"],
+                caption_width=manifest["text_width"],
+                pooled_caption_width=manifest["pooled_width"],
+            )
+        )
+
+    def checked(self, config: RunConfig) -> RunConfig:
+        """Return the configuration with a branch for references where a mode gives some."""
+        references = config.section(ConditionConfig).modes != ("t2v",)
+        mmdit = dataclasses.replace(config.section(MMDiTConfig), cond_embed=references)
+        sizes, parallel = mmdit.sizes(config.model), config.parallel
+        stage_blocks(sizes, num_stages(config), mmdit.double_block_cost)
+        shared = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+        if parallel.cp_comm_type[0] == "a2a" and sizes.num_heads % shared:
+            raise ConfigError(
+                f"`--cp-comm-type a2a` trades heads ({sizes.num_heads}), which must be divisible "
+                f"by tensor x context parallel size ({shared}); use all_gather."
+            )
+        return config.with_section(mmdit)
+
+    def flops(self, config: RunConfig, sequence: Geometry) -> float:
+        """Return the floating-point operations of one clip, forward and backward."""
+        sizes = config.section(MMDiTConfig).sizes(config.model)
+        return flops_of_clip(sizes, sequence.num_text, sequence.num_image)
+
+    def build_chunk(
+        self,
+        config: RunConfig,
+        transformer_config: TransformerConfig,
+        context: ParallelContext,
+        *,
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None = None,
+    ) -> MMDiT:
+        """Build one pipeline chunk; blocks are recomputed where the flags do not limit it."""
+        mmdit = config.section(MMDiTConfig)
+        sizes = mmdit.sizes(config.model)
+        double, single = mmdit.recompute_double_blocks, mmdit.recompute_single_blocks
+        options = MMDiTOptions(
+            adaln_zero=mmdit.adaln_zero,
+            recompute_double_blocks=sizes.num_double_blocks if double is None else double,
+            recompute_single_blocks=sizes.num_single_blocks if single is None else single,
+            cp_comm_type=config.parallel.cp_comm_type[0],
+            double_block_cost=mmdit.double_block_cost,
+        )
+        return MMDiT.build(sizes, options, transformer_config, context, vp_stage=vp_stage)
+
+    def boundary_shape(
+        self, batches: Sequence[FlowMicrobatch], chunk: torch.nn.Module
+    ) -> Sequence[int]:
+        """Return the shape of the tensor between stages, as the model says."""
+        first = batches[0]
+        shape_of = get_attr_wrapped_model(chunk, "boundary_shape")
+        shape: Sequence[int] = shape_of(first.num_text, first.num_image, first.size)
+        return shape
+
+
+MMDIT = MMDiTFlow()
