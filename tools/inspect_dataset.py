@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks .bin/.idx datasets and shows counts, lengths and decoded samples.
+"""Check .bin/.idx datasets and show counts, lengths and decoded samples.
 
 Exit code 0: whole (there may be warnings); 1: damaged; 2: bad flags.
 """

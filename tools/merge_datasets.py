@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Joins all the .bin/.idx datasets of a folder, in sorted order, into one."""
+"""Join all the .bin/.idx datasets of a folder, in sorted order, into one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Turns jsonl into Megatron's .bin/.idx datasets; Megatron-LM's flags, `--help` lists them."""
+"""Turn jsonl into Megatron's .bin/.idx datasets; Megatron-LM's flags, `--help` lists them."""
 
 from __future__ import annotations
 

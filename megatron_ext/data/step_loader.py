@@ -1,4 +1,4 @@
-"""From dataset samples to the batches of one training step on one rank.
+"""The batches of one training step on one rank, made of the samples of a dataset.
 
 The first tensor-parallel rank of a pipeline stage reads the samples of a step, and all its
 tensor-parallel peers receive them by one broadcast.
@@ -37,7 +37,7 @@ class StepLoader:
             (``[b, s]`` int64) and ``loss_mask`` (``[b, s]`` float32); None on tensor-parallel ranks
             other than the first, which receive by broadcast.
         shape: ``(micro_batch_size, seq_length)``.
-        device: where the batches go.
+        device: the device of the batches.
         mask_documents_at: end-of-document id where neither attention nor multi-token prediction
             may cross documents.
         documents_by_position: neither may cross from one document into the next, and a document

@@ -1,4 +1,4 @@
-"""From a layout to process groups and seeds; the only file that reads ``parallel_state``."""
+"""The process groups and seeds of a layout; the only file that reads ``parallel_state``."""
 
 from __future__ import annotations
 

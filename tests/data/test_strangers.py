@@ -33,7 +33,7 @@ from tests.video.data.tiny_umt5 import write_umt5
 
 
 class Trap:
-    """Makes a file when an ordinary reader unpickles it."""
+    """An object that makes a file when an ordinary reader unpickles it."""
 
     def __init__(self, marker: Path) -> None:
         self._marker = marker

@@ -33,7 +33,7 @@ def _folder() -> Path:
 
 @functools.cache
 def sentences() -> list[str]:
-    """Deterministic pseudo-words, enough to train a few hundred merges."""
+    """Return sentences of pseudo-words, enough to train a few hundred merges."""
     dice = random.Random(5)
     syllables = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
     words = ["".join(dice.choices(syllables, k=dice.randint(1, 3))) for _ in range(400)]
@@ -61,7 +61,7 @@ def sentencepiece_model() -> Path:
 
 @functools.cache
 def hf_folder() -> Path:
-    """A byte-level BPE as `save_pretrained` of transformers' general class leaves it."""
+    """Write a byte-level BPE as `save_pretrained` of transformers' general class does."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -84,7 +84,7 @@ def hf_folder() -> Path:
 
 @functools.cache
 def gpt2_files() -> tuple[Path, Path]:
-    """`vocab.json` and `merges.txt` of the same BPE."""
+    """Write `vocab.json` and `merges.txt` of the same BPE."""
     model = json.loads((hf_folder() / "tokenizer.json").read_bytes())["model"]
     vocab, merges = _folder() / "vocab.json", _folder() / "merges.txt"
     vocab.write_text(json.dumps(model["vocab"]))
@@ -95,7 +95,7 @@ def gpt2_files() -> tuple[Path, Path]:
 
 @functools.cache
 def tiktoken_file() -> Path:
-    """256 bytes and 44 merges in NVIDIA's JSON form."""
+    """Write 256 bytes and 44 merges in NVIDIA's JSON form."""
     tokens = [bytes([i]) for i in range(256)]
     tokens += [bytes([a, b]) for a in b"abdegi" for b in b"nrstlm "] + [b"the", b" the"]
     entries = [
@@ -108,13 +108,13 @@ def tiktoken_file() -> Path:
 
 
 def write_jsonl(path: Path, documents: list[dict[str, object]], *, end: str = "\n") -> Path:
-    """One document per line; `end` closes the last one."""
+    """Write one document per line; `end` closes the last one."""
     path.write_text("\n".join(map(json.dumps, documents)) + end, encoding="utf-8")
     return path
 
 
 def corpus(count: int, *, seed: int = 0) -> list[dict[str, object]]:
-    """Documents with `text` and `title`, some empty, some with control tokens spelled out."""
+    """Return documents with `text` and `title`, some empty, some with control tokens."""
     dice = random.Random(seed)
     documents: list[dict[str, object]] = []
     for i in range(count):

@@ -42,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="preprocess_data.py",
-        description="Turns jsonl into Megatron's .bin/.idx datasets.",
+        description="Turn jsonl into Megatron's .bin/.idx datasets.",
         allow_abbrev=False,
     )
     files = parser.add_argument_group("input and output")

@@ -1,4 +1,4 @@
-"""Part files: what a finished part leaves in `<prefix>.parts/`, which survives a kill.
+"""Part files in `<prefix>.parts/`, where the work on finished parts survives a kill.
 
 A part's tokens, sequence lengths and document lengths lie in `<stem>.k<key>.s<stream>.bin`,
 `.len` and `.doc`, refused lines in `<stem>.rejected`. Its marker `<part>.json` is renamed into

@@ -61,7 +61,7 @@ class StopAtLine(Exception):
 
 
 class _Board:
-    """Numbers that workers write and the parent reads: one row for each part, in shared memory."""
+    """A board in shared memory with a row for each part, where workers write numbers."""
 
     def __init__(self, num_parts: int) -> None:
         shared = mmap.mmap(-1, 24 * max(num_parts, 1))

@@ -1,4 +1,4 @@
-"""From a row of a jsonl or parquet file to a conversation, every field checked.
+"""The conversation in a row of a jsonl or parquet file, every field checked.
 
 Three layouts of a row are read: a column of messages as `apply_chat_template` of transformers
 takes them, one prompt and one response column, and ShareGPT's column of `from`/`value` pairs.
@@ -46,7 +46,7 @@ class Conversation:
     """One checked conversation.
 
     Attributes:
-        messages: what the chat template gets: no `loss_mask`, no keys that are null.
+        messages: the messages for the chat template: no `loss_mask`, no keys that are null.
         trained: for each message, whether it is an assistant's whose tokens are trained.
         enable_thinking: the row's own choice; None leaves it to the run's.
         place: the origin of the row, for errors.

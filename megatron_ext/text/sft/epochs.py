@@ -1,4 +1,4 @@
-"""Which rows of conversations a data-parallel rank computes in each step of each epoch.
+"""The rows of conversations that a data-parallel rank computes in each step of each epoch.
 
 Everything here is a function of the conversations' lengths and of ``(seed, epoch, step)``, with no
 communication, so that all ranks find the same rows and a run resumes at any step.

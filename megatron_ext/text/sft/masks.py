@@ -1,4 +1,4 @@
-"""From a conversation to token ids and the mask of trained tokens, by the chat template.
+"""The token ids of a conversation and the mask of trained ones, by the chat template.
 
 A template that marks the assistant's text with ``{% generation %}`` says itself what is trained.
 For any other, each assistant turn is found by templating the messages before it (with the

@@ -1,4 +1,4 @@
-"""From rows of conversations to a store, by tools/preprocess_data.py or when a run starts.
+"""The making of a store, by tools/preprocess_data.py or when a run starts.
 
 A run tokenizes files of conversations once, by one process, into a cache.
 """
@@ -115,7 +115,7 @@ def write_store(options: SftPreprocessOptions, chat: Chat, say: Say) -> Report:
 def _conversations_of(
     parts: Sequence[Part], done: Mapping[int, PartMarker]
 ) -> list[tuple[str, int]]:
-    """Conversations of each input file, in order."""
+    """Return each input file and the number of its conversations, in order."""
     counts: list[tuple[str, int]] = []
     for i, part in enumerate(parts):
         before = 0

@@ -1,4 +1,4 @@
-"""From lines of input to token ids and masks, and from these to rows of the model's length.
+"""Lines of input as token ids and masks, and these as rows of the model's length.
 
 Worker processes tokenize conversations block by block; parquet comes as lines of JSON too. A rank
 that reads data cuts them, shifts them one by one, lays them side by side, and pads the row: no

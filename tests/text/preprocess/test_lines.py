@@ -1,4 +1,4 @@
-"""Lines, inputs, sentences, progress: the small parts of the tool."""
+"""The small parts of the tool: lines, inputs, sentences, progress."""
 
 from __future__ import annotations
 

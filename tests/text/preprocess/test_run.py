@@ -51,7 +51,7 @@ def huggingface() -> TokenizerConfig:
 def run(
     folder: Path, *files: Path | str, flags: TokenizerConfig | None = None, **more: Any
 ) -> tuple[Report, list[str]]:
-    """Runs with two workers and small parts; returns the report and what was said."""
+    """Run with two workers and small parts; return the report and what was said."""
     said: list[str] = []
     options = {"workers": 2, "part_megabytes": SMALL_PART, "append_eod": True, **more}
     report = preprocess(
@@ -125,7 +125,7 @@ def dealt(documents: list[Any], count: int, *, sequential: bool) -> list[list[An
 @pytest.mark.parametrize("sequential", [False, True])
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_partitions_are_megatrons(tmp_path: Path, count: int, sequential: bool) -> None:
-    """Over two files, whose lines are dealt on without a new start, with parts in between."""
+    """Two files are dealt without a new start, and parts end between lines of one turn."""
     texts = texts_of(tiny.corpus(101))
     a = tiny.write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in texts[:41]])
     b = tiny.write_jsonl(tmp_path / "b.jsonl", [{"text": t} for t in texts[41:]])
@@ -385,7 +385,7 @@ def test_two_runs_at_one_prefix(tmp_path: Path) -> None:
 
 
 def lines_of(folder: Path, count: int = 60) -> tuple[bytes, tuple[bytes, bytes]]:
-    """Lines of documents, and the dataset that Megatron-LM would make of them."""
+    """Return lines of documents, and the dataset that Megatron-LM would make of them."""
     data = tiny.write_jsonl(folder / "lines.jsonl", tiny.corpus(count)).read_bytes()
     texts = texts_of(tiny.corpus(count))
     return data, write_expected(folder / "e", texts, sentencepiece(), append_eod=True)
@@ -623,8 +623,7 @@ def test_append_eod_needs_an_eod(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not tiny.REFERENCE.is_dir(), reason="the recorded hashes are not here")
 @pytest.mark.parametrize("name", ["sp_eod", "sp_keys", "hf_eod", "sp_part"])
-def test_recorded_hashes(tmp_path: Path, name: str) -> None:
-    """Every hash that was recorded from Megatron-LM's own tool."""
+def test_hashes_are_those_recorded_from_megatrons_own_tool(tmp_path: Path, name: str) -> None:
     sp = TokenizerConfig(
         tokenizer_type="SentencePieceTokenizer",
         tokenizer_model=str(tiny.REFERENCE / "tokenizer.model"),

@@ -1,4 +1,4 @@
-"""What Megatron-LM's tool would write, from megatron-core's own tokenizer and builder."""
+"""The files of Megatron-LM's tool, by megatron-core's own tokenizer and builder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write_expected(
     append_eod: bool,
     split: Split | None = None,
 ) -> tuple[bytes, bytes]:
-    """Writes one dataset of the given values and returns its `.bin` and `.idx`."""
+    """Write one dataset of the given values and return its `.bin` and `.idx`."""
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer
 

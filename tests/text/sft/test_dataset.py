@@ -31,7 +31,7 @@ BASE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer and two files of conversations."""
+    """Return a folder with a tokenizer and two files of conversations."""
     path = tmp_path_factory.mktemp("data")
     tiny.save(path / "tokenizer")
     tiny.write_jsonl(path / "a.jsonl", ROWS[:25])

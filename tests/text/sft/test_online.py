@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> tuple[RunConfig, Chat]:
 
 
 def opened(run: tuple[RunConfig, Chat], *names: Any) -> tuple[list[SftStore], list[str]]:
-    """The stores, and what was said."""
+    """Open the stores of files; return them and what was said."""
     said: list[str] = []
     stores = online.open_stores("--data-path", [str(n) for n in names], *run, said.append)
     return stores, said

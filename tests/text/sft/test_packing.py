@@ -30,7 +30,7 @@ RANKS = 4
 
 
 def log_normal(count: int, median: float, sigma: float, longest: int) -> Ints:
-    """Lengths of instruction data: a log-normal, cut at the sequence length."""
+    """Return lengths of instruction data: a log-normal, cut at the sequence length."""
     drawn = np.random.default_rng(7).lognormal(np.log(median), sigma, count)
     lengths: Ints = np.clip(drawn.astype(np.int64), 1, longest)
     return lengths
@@ -43,7 +43,7 @@ MIXES = {
 
 
 def imbalances(lengths: Ints, plan: list[list[list[Row]]]) -> NDArray[np.float64]:
-    """Highest cost of a rank over the mean of ranks, minus 1, for each step."""
+    """Return the highest cost of a rank over the mean, minus 1, for each step."""
     loads = np.array(
         [[sum(cost(lengths[row], MODEL) for row in rank) for rank in step] for step in plan], float
     )
@@ -52,7 +52,7 @@ def imbalances(lengths: Ints, plan: list[list[list[Row]]]) -> NDArray[np.float64
 
 
 def first_fit_decreasing(lengths: list[int], capacity: int) -> list[Row]:
-    """By its definition, O(samples * rows)."""
+    """Pack by the definition, in O(samples * rows)."""
     rows: list[Row] = []
     for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         for row in rows:

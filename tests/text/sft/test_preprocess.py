@@ -36,7 +36,7 @@ def preprocess(folder: Path, *words: Any) -> int:
 
 
 def assert_holds(store: SftStore, rows: list[dict[str, Any]]) -> None:
-    """Ids and masks are those of each row by itself."""
+    """Check that ids and masks are those of each row by itself."""
     assert len(store) == len(rows)
     tokenizer = tiny.tokenizer("chatml")
     for number, row in enumerate(rows):

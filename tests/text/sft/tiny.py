@@ -49,7 +49,7 @@ def tokenizer(
     merges: tuple[tuple[str, str], ...] = (),
     drop: str | None = None,
 ) -> Any:
-    """The family's tokenizer; pad is eos, as many a user sets it; ``drop`` gets no tokens."""
+    """Return a family's tokenizer; pad is eos, as many users set it; ``drop`` gets no tokens."""
     tokenizers = require_package("tokenizers", "this test")
     transformers = require_package("transformers", "this test")
     bos, eos, more = _SPECIAL[family]
@@ -71,13 +71,13 @@ def tokenizer(
 
 
 def save(folder: Path, family: str = "chatml") -> Path:
-    """The family's tokenizer as `save_pretrained` leaves it."""
+    """Save a family's tokenizer as `save_pretrained` does."""
     tokenizer(family).save_pretrained(str(folder))
     return folder
 
 
 def chats(count: int, *, turns: int = 3, words: int = 6, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows of messages, of unlike lengths; each begins with its number."""
+    """Return rows of messages, of unlike lengths; each begins with its number."""
     dice = random.Random(seed)
 
     def text() -> str:
@@ -94,13 +94,13 @@ def chats(count: int, *, turns: int = 3, words: int = 6, seed: int = 0) -> list[
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """One row per line."""
+    """Write one row per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
 def shown(tokenizer: Any, tokenized: TokenizedConversation) -> str:
-    """The text, with what is trained between [[ and ]]."""
+    """Return the text, with what is trained between [[ and ]]."""
     pieces = []
     for trained, group in groupby(zip(*tokenized, strict=True), key=lambda pair: pair[1]):
         text = tokenizer.decode([token for token, _ in group], skip_special_tokens=False)
