@@ -30,31 +30,37 @@ class TransformerEngineConfig:
     )
     tp_comm_overlap_ag: bool = flag(
         True,
-        "overlap of the all-gather before a product",
+        "with --tp-comm-overlap, overlap the all-gather with the product after it",
         negative=("--disable-tp-comm-overlap-ag",),
     )
     tp_comm_overlap_rs: bool = flag(
         True,
-        "overlap of the reduce-scatter after a product",
+        "with --tp-comm-overlap, overlap the reduce-scatter with the product before it",
         negative=("--disable-tp-comm-overlap-rs",),
     )
     tp_comm_overlap_rs_dgrad: bool = flag(
-        False, "overlap of the reduce-scatter with the gradient of the input"
+        False, "with --tp-comm-overlap, overlap the reduce-scatter with the gradient of the input"
     )
     tp_comm_bulk_dgrad: bool = flag(
         True,
-        "overlap of the all-gather with the gradient of the input, not cut",
+        "with --tp-comm-overlap, overlap the whole all-gather with the gradient of the input",
         negative=("--disable-tp-comm-bulk-dgrad",),
     )
     tp_comm_bulk_wgrad: bool = flag(
         True,
-        "overlap of the reduce-scatter with the gradient of the weight, not cut",
+        "with --tp-comm-overlap, overlap the whole reduce-scatter with the gradient of the weight",
         negative=("--disable-tp-comm-bulk-wgrad",),
     )
-    tp_comm_overlap_disable_qkv: bool = flag(False, "no overlap in the QKV projection")
-    tp_comm_overlap_disable_fc1: bool = flag(False, "no overlap in the first layer of the MLP")
+    tp_comm_overlap_disable_qkv: bool = flag(
+        False, "with --tp-comm-overlap, overlap nothing in the QKV projection"
+    )
+    tp_comm_overlap_disable_fc1: bool = flag(
+        False, "with --tp-comm-overlap, overlap nothing in the first layer of the MLP"
+    )
     tp_comm_bootstrap_backend: str = flag(
-        "nccl", "what the overlap's buffers are set up over", choices=("nccl", "mpi", "gloo")
+        "nccl",
+        "backend over which the buffers of --tp-comm-overlap are set up",
+        choices=("nccl", "mpi", "gloo"),
     )
     hierarchical_context_parallel_sizes: list[int] | None = flag(
         None,

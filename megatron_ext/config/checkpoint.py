@@ -22,19 +22,25 @@ class CheckpointConfig:
     save: str | None = flag(None, "folder for checkpoints, metrics and the loss plot")
     save_interval: int | None = flag(
         None,
-        "save after each multiple of this; default: at the end only, in pretrain_video.py 1000",
+        "save after each multiple of this many steps; default: at the end only, or as the task "
+        "says",
         unit="steps",
         names=("--persistent-save-interval",),
         bounds=COUNT,
     )
     save_retain_interval: int | None = flag(
-        None, "of older checkpoints keep each multiple of this", unit="steps", bounds=COUNT
+        None,
+        "keep only the older checkpoints whose step is a multiple of this",
+        unit="steps",
+        bounds=COUNT,
     )
     keep_last: int | None = flag(
-        None, "of the checkpoints keep only the newest of this number", bounds=COUNT
+        None, "keep only this many of the newest checkpoints", bounds=COUNT
     )
     keep_best: int | None = flag(
-        None, "besides, save and keep so many of the lowest validation loss seen", bounds=COUNT
+        None,
+        "besides, save and keep so many checkpoints of the lowest validation loss seen",
+        bounds=COUNT,
     )
     load: str | None = flag(None, "folder to continue from")
     resume_mode: str | None = flag(
@@ -50,7 +56,7 @@ class CheckpointConfig:
     finetune: bool = flag(False, "load the weights only, and start at iteration 0")
     pretrained_checkpoint: str | None = flag(None, "weights to start from, without --load")
     pretrained_average: bool = flag(
-        False, "of checkpoints that only give weights take the averaged ones, where they are kept"
+        False, "take the averaged weights of --pretrained-checkpoint, where it holds them"
     )
     no_save_optim: bool = flag(False, "leave the optimizer out of checkpoints")
     no_save_rng: bool = flag(False, "leave the random states out of checkpoints")
@@ -58,7 +64,7 @@ class CheckpointConfig:
     no_load_rng: bool = flag(False, "do not load the random states")
     exit_on_missing_checkpoint: bool = flag(False, "fail when --load holds no checkpoint")
     use_checkpoint_args: bool = flag(False, "take the shape of the model from the checkpoint")
-    ckpt_format: str = flag("torch_dist", "format", choices=("torch_dist",))
+    ckpt_format: str = flag("torch_dist", "format of checkpoints", choices=("torch_dist",))
     ckpt_fully_parallel_save: bool = flag(True, "share the writing over replicas")
     ckpt_fully_parallel_load: bool = flag(False, "share the reading over replicas")
     dist_ckpt_strictness: str = flag(

@@ -42,7 +42,8 @@ class LoraConfig:
     )
     lora_rslora: bool = flag(
         False,
-        "divide by the root of the rank instead (arXiv:2312.03732)",
+        "scale adapters by --lora-alpha over the root of the rank, instead of the rank "
+        "(arXiv:2312.03732)",
         if_changed="refuse_to_resume",
     )
 

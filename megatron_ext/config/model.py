@@ -57,17 +57,17 @@ class ModelConfig:
         if_changed="say",
     )
     max_position_embeddings: int | None = flag(
-        None, "longest position", unit="tokens", bounds=COUNT
+        None, "longest position that the model may see", unit="tokens", bounds=COUNT
     )
     position_embedding_type: str = flag(
         "learned_absolute",
-        "how positions enter",
+        "kind of position embedding",
         choices=("learned_absolute", "rope", "none"),
         if_changed="refuse",
     )
     rotary_base: int = flag(
         10000,
-        "base of the rotary frequencies",
+        "base of the frequencies of rotary positions",
         bounds=Range(1, 10**12),
         if_changed="refuse_to_resume",
     )
@@ -95,10 +95,17 @@ class ModelConfig:
         bounds=SIZE,
     )
     padded_vocab_size: int | None = flag(
-        None, "the padded vocabulary itself", unit="entries", bounds=COUNT, if_changed="say"
+        None,
+        "entries of the vocabulary with padding; default: computed from the tokenizer",
+        unit="entries",
+        bounds=COUNT,
+        if_changed="say",
     )
     normalization: str = flag(
-        "LayerNorm", "kind of norm", choices=("LayerNorm", "RMSNorm"), if_changed="refuse"
+        "LayerNorm",
+        "kind of normalization layer",
+        choices=("LayerNorm", "RMSNorm"),
+        if_changed="refuse",
     )
     norm_epsilon: float = flag(
         1e-5,
@@ -114,16 +121,18 @@ class ModelConfig:
     squared_relu: bool = flag(False, "squared ReLU in the MLP", if_changed="refuse")
     quick_geglu: bool = flag(False, "gated quick GELU in the MLP", if_changed="refuse")
     add_bias_linear: bool = flag(
-        True, "biases in linear layers", negative=("--disable-bias-linear",)
+        True, "biases in all linear layers", negative=("--disable-bias-linear",)
     )
     add_qkv_bias: bool = flag(False, "a bias in the QKV projection alone")
-    qk_layernorm: bool = flag(False, "norm queries and keys")
-    untie_embeddings_and_output_weights: bool = flag(False, "give the output its own weight")
+    qk_layernorm: bool = flag(False, "normalize queries and keys")
+    untie_embeddings_and_output_weights: bool = flag(
+        False, "give the output layer a weight of its own instead of the embedding's"
+    )
     attention_dropout: float = flag(
-        0.1, "dropout of attention probabilities", bounds=BELOW_ONE, if_changed="say"
+        0.1, "dropout probability of attention weights", bounds=BELOW_ONE, if_changed="say"
     )
     hidden_dropout: float = flag(
-        0.1, "dropout of hidden states", bounds=BELOW_ONE, if_changed="say"
+        0.1, "dropout probability of hidden states", bounds=BELOW_ONE, if_changed="say"
     )
     deterministic_dropout: bool = flag(
         False,
@@ -132,7 +141,9 @@ class ModelConfig:
     )
     init_method_std: float = flag(0.02, "standard deviation of initial weights", bounds=RATE)
     embedding_init_method_std: float | None = flag(
-        None, "that of the embedding; default: --init-method-std", bounds=RATE
+        None,
+        "standard deviation of the embedding's initial weights; default: --init-method-std",
+        bounds=RATE,
     )
     init_method_xavier_uniform: bool = flag(False, "Xavier uniform initial weights")
     window_size: tuple[int, int] | None = flag(
@@ -177,20 +188,32 @@ class ModelConfig:
         None, "depths of multi-token prediction", bounds=Range(0, 1000)
     )
     mtp_loss_scaling_factor: float = flag(
-        0.1, "weight of all depths together", bounds=WEIGHT, if_changed="say"
+        0.1,
+        "weight of the losses of all multi-token-prediction depths together",
+        bounds=WEIGHT,
+        if_changed="say",
     )
     use_cpu_initialization: bool = flag(False, "draw whole weights on the CPU, then cut them")
     perform_initialization: bool = flag(
-        True, "draw initial weights", negative=("--no-initialization",)
+        True,
+        "draw initial weights; without it they hold whatever memory held, for runs that load them",
+        negative=("--no-initialization",),
     )
     recompute_granularity: str | None = flag(
-        None, "recompute activations in the backward pass", choices=("full", "selective")
+        None,
+        "recompute activations in the backward pass, to save memory: all of a layer (full) or "
+        "parts (selective)",
+        choices=("full", "selective"),
     )
     recompute_method: str | None = flag(
-        None, "which layers with full granularity", choices=("uniform", "block")
+        None,
+        "layers that full recomputation takes: uniform units, or the first of each stage (block)",
+        choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = flag(
-        None, "layers of a unit, or layers to recompute", bounds=SIZE
+        None,
+        "layers of a recomputed unit (uniform), or layers to recompute on each stage (block)",
+        bounds=SIZE,
     )
     recompute_modules: list[str] | None = flag(
         None, "what to recompute with selective granularity; default core_attn", nargs="+"
@@ -198,22 +221,29 @@ class ModelConfig:
     distribute_saved_activations: bool = flag(
         False, "share saved activations over tensor-parallel ranks"
     )
-    masked_softmax_fusion: bool = flag(True, "fused mask and softmax")
+    masked_softmax_fusion: bool = flag(True, "fuse the mask and the softmax of attention")
     bias_gelu_fusion: bool = flag(
-        True, "fused bias and activation, of others than SwiGLU", gpu_only=FUSED
+        True, "fuse bias and activation, for activations other than SwiGLU", gpu_only=FUSED
     )
-    bias_swiglu_fusion: bool = flag(True, "fused bias and SwiGLU", gpu_only=FUSED)
-    bias_dropout_fusion: bool = flag(True, "fused bias, dropout and addition", gpu_only=FUSED)
+    bias_swiglu_fusion: bool = flag(True, "fuse bias and SwiGLU", gpu_only=FUSED)
+    bias_dropout_fusion: bool = flag(
+        True, "fuse bias, dropout and the residual addition", gpu_only=FUSED
+    )
     apply_rope_fusion: bool = flag(
-        True, "fused rotary embedding", negative=("--no-rope-fusion",), gpu_only=FUSED
+        True, "fuse the rotary position embedding", negative=("--no-rope-fusion",), gpu_only=FUSED
     )
     gradient_accumulation_fusion: bool = flag(
         True, "products add weight gradients to the gradient buffer", gpu_only=FUSED
     )
     persist_layer_norm: bool = flag(True, "compile the norms of the torch layers", gpu_only=FUSED)
-    cross_entropy_loss_fusion: bool = flag(False, "fused cross-entropy", gpu_only=FUSED)
+    cross_entropy_loss_fusion: bool = flag(
+        False, "fused cross-entropy over whole logits, as in scripts of Megatron-LM", gpu_only=FUSED
+    )
     cross_entropy_fusion_impl: str = flag(
-        "native", "which fused cross-entropy", choices=("native", "te"), gpu_only=FUSED
+        "native",
+        "implementation of --cross-entropy-loss-fusion",
+        choices=("native", "te"),
+        gpu_only=FUSED,
     )
     compile: bool = flag(
         True,

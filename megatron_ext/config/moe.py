@@ -19,18 +19,22 @@ class MoEConfig:
     )
     moe_layer_freq: str = flag("1", "every n-th layer holds experts, or a list such as [1,0,1]")
     moe_ffn_hidden_size: int | None = flag(
-        None, "width of an expert; default --ffn-hidden-size", bounds=SIZE
+        None, "width of an expert's MLP; default: --ffn-hidden-size", bounds=SIZE
     )
     moe_shared_expert_intermediate_size: int | None = flag(
-        None, "width of the shared expert", bounds=SIZE
+        None,
+        "width of the shared expert, which every token passes; default: no shared expert",
+        bounds=SIZE,
     )
-    moe_shared_expert_gate: bool = flag(False, "gate the shared expert")
+    moe_shared_expert_gate: bool = flag(
+        False, "multiply the output of the shared expert by a learned gate"
+    )
     moe_router_topk: int = flag(
-        2, "experts of each token", bounds=SIZE, if_changed="refuse_to_resume"
+        2, "experts that each token is sent to", bounds=SIZE, if_changed="refuse_to_resume"
     )
     moe_router_load_balancing_type: list[str] = flag(
         ["aux_loss"],
-        "how load is balanced",
+        "losses or methods that balance the load of the experts",
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
         nargs="+",
         if_changed="say",
@@ -42,56 +46,80 @@ class MoEConfig:
         None, "weight of the router z-loss", bounds=WEIGHT, if_changed="say"
     )
     moe_input_jitter_eps: float | None = flag(
-        None, "noise on the router's input", bounds=SHARE, if_changed="say"
+        None,
+        "half width of the uniform noise on the router's input",
+        bounds=SHARE,
+        if_changed="say",
     )
     moe_router_dtype: str | None = flag(
-        None, "dtype of the router", choices=("fp32", "fp64"), if_changed="say"
+        None, "dtype of the router's logits", choices=("fp32", "fp64"), if_changed="say"
     )
     moe_router_score_function: str = flag(
         "softmax",
-        "from logits to scores",
+        "function from the router's logits to scores",
         choices=("softmax", "sigmoid"),
         if_changed="refuse_to_resume",
     )
     moe_router_pre_softmax: bool = flag(
-        False, "softmax before the top-k", if_changed="refuse_to_resume"
+        False, "take the softmax before the top experts are chosen", if_changed="refuse_to_resume"
     )
     moe_router_num_groups: int | None = flag(
-        None, "groups of experts", bounds=SIZE, if_changed="refuse_to_resume"
+        None,
+        "groups of experts, of which a token may choose only --moe-router-group-topk",
+        bounds=SIZE,
+        if_changed="refuse_to_resume",
     )
     moe_router_group_topk: int | None = flag(
-        None, "groups that a token may choose from", bounds=SIZE, if_changed="refuse_to_resume"
+        None,
+        "groups of experts that a token may choose from",
+        bounds=SIZE,
+        if_changed="refuse_to_resume",
     )
     moe_router_topk_scaling_factor: float | None = flag(
-        None, "factor on the chosen scores", bounds=FACTOR, if_changed="refuse_to_resume"
+        None,
+        "factor on the scores of the chosen experts",
+        bounds=FACTOR,
+        if_changed="refuse_to_resume",
     )
-    moe_router_enable_expert_bias: bool = flag(False, "balance with a bias instead of a loss")
+    moe_router_enable_expert_bias: bool = flag(
+        False, "balance the experts with a bias on the router's scores instead of a loss"
+    )
     moe_router_bias_update_rate: float = flag(
-        1e-3, "step of that bias", bounds=RATE, if_changed="say"
+        1e-3, "step of the bias of --moe-router-enable-expert-bias", bounds=RATE, if_changed="say"
     )
     moe_router_force_load_balancing: bool = flag(
-        False, "random routing, for benchmarks", if_changed="say"
+        False, "route tokens at random, for benchmarks", if_changed="say"
     )
     moe_token_dispatcher_type: str = flag(
-        "allgather", "how tokens reach their experts", choices=("allgather", "alltoall")
+        "allgather", "method that brings tokens to their experts", choices=("allgather", "alltoall")
     )
     moe_expert_capacity_factor: float | None = flag(
-        None, "drop tokens beyond this share", bounds=FACTOR, if_changed="say"
+        None,
+        "capacity of an expert over an even share of the tokens; tokens beyond it are dropped",
+        bounds=FACTOR,
+        if_changed="say",
     )
     moe_pad_expert_input_to_capacity: bool = flag(
-        False, "pad experts to their capacity", if_changed="say"
+        False, "pad the input of each expert to its capacity", if_changed="say"
     )
     moe_token_drop_policy: str = flag(
-        "probs", "which tokens are dropped", choices=("probs", "position"), if_changed="say"
+        "probs",
+        "tokens to drop beyond an expert's capacity",
+        choices=("probs", "position"),
+        if_changed="say",
     )
     moe_layer_recompute: bool = flag(False, "recompute the experts in the backward pass")
     moe_grouped_gemm: bool = flag(
-        False, "one kernel for all experts", gpu_only="a kernel of Transformer Engine"
+        False,
+        "compute all experts of a rank in one kernel",
+        gpu_only="a kernel of Transformer Engine",
     )
     moe_permute_fusion: bool = flag(
-        False, "fused token permutation", gpu_only="a kernel of Transformer Engine"
+        False, "fuse the permutation of tokens", gpu_only="a kernel of Transformer Engine"
     )
-    moe_router_fusion: bool = flag(False, "fused router", gpu_only="a kernel of Transformer Engine")
+    moe_router_fusion: bool = flag(
+        False, "fuse the router's pointwise operations", gpu_only="a kernel of Transformer Engine"
+    )
     moe_apply_probs_on_input: bool = flag(
         False, "weight the input of an expert, not its output", if_changed="refuse_to_resume"
     )

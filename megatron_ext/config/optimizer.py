@@ -36,83 +36,119 @@ class OptimizerConfig:
 
     IF_CHANGED: ClassVar[IfChanged] = "allow"
 
-    optimizer: str = flag("adam", "update rule", choices=("adam", "sgd"))
+    optimizer: str = flag("adam", "rule that updates the weights", choices=("adam", "sgd"))
     lr: float | None = flag(None, "largest learning rate", bounds=RATE)
     min_lr: float = flag(0.0, "smallest learning rate after the warm-up", bounds=RATE)
     lr_decay_style: str = flag(
         "linear",
-        "shape of the decay",
+        "shape of the learning rate's decay",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
     lr_decay_iters: int | None = flag(
-        None, "end of the decay; default: of the run", unit="steps", bounds=COUNT
+        None,
+        "step at which the learning rate's decay ends; default: the end of the run",
+        unit="steps",
+        bounds=COUNT,
     )
-    lr_decay_samples: int | None = flag(None, "the same", unit="samples", bounds=LONG_COUNT)
+    lr_decay_samples: int | None = flag(
+        None,
+        "sample at which the learning rate's decay ends; default: the end of the run",
+        unit="samples",
+        bounds=LONG_COUNT,
+    )
     lr_wsd_decay_style: str = flag(
         "exponential",
-        "shape of the last phase of WSD",
+        "shape of the last phase of --lr-decay-style WSD",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
         if_changed="say",
     )
     lr_wsd_decay_iters: int | None = flag(
-        None, "length of that phase", unit="steps", bounds=COUNT, if_changed="say"
+        None,
+        "steps of the last phase of --lr-decay-style WSD",
+        unit="steps",
+        bounds=COUNT,
+        if_changed="say",
     )
     lr_wsd_decay_samples: int | None = flag(
-        None, "the same", unit="samples", bounds=LONG_COUNT, if_changed="say"
+        None,
+        "samples of the last phase of --lr-decay-style WSD",
+        unit="samples",
+        bounds=LONG_COUNT,
+        if_changed="say",
     )
     lr_warmup_fraction: float | None = flag(
-        None, "share of the decay that is warm-up", bounds=BELOW_ONE
+        None, "share of the decay's length that warms the learning rate up", bounds=BELOW_ONE
     )
     lr_warmup_iters: int | None = flag(
         None,
-        "length of the warm-up; default: 0, in pretrain_video.py 1000, or a tenth of a shorter run",
+        "steps of the warm-up; default: 0, or the task's usual warm-up, at most a tenth of the run",
         unit="steps",
         names=("--warmup",),
         bounds=NATURAL,
     )
-    lr_warmup_samples: int = flag(0, "the same", unit="samples", bounds=LONG_NATURAL)
+    lr_warmup_samples: int = flag(0, "samples of the warm-up", unit="samples", bounds=LONG_NATURAL)
     lr_warmup_init: float = flag(
         0.0, "learning rate at the start of the warm-up", bounds=RATE, if_changed="say"
     )
     decoupled_lr: float | None = flag(
-        None, "learning rate of embedding and output layer", bounds=RATE
+        None,
+        "largest learning rate of the embedding and the output layer; default: --lr",
+        bounds=RATE,
     )
-    decoupled_min_lr: float | None = flag(None, "its smallest value", bounds=RATE)
+    decoupled_min_lr: float | None = flag(
+        None, "smallest learning rate of the embedding and the output layer", bounds=RATE
+    )
     weight_decay: float = flag(0.01, "decoupled weight decay", bounds=DECAY)
     start_weight_decay: float | None = flag(None, "weight decay at the start", bounds=DECAY)
     end_weight_decay: float | None = flag(None, "weight decay at the end", bounds=DECAY)
     weight_decay_incr_style: str = flag(
-        "constant", "shape in between", choices=("constant", "linear", "cosine")
+        "constant",
+        "shape of the weight decay between --start-weight-decay and --end-weight-decay",
+        choices=("constant", "linear", "cosine"),
     )
     clip_grad: float = flag(
         1.0, "largest global gradient norm, 0 for no clipping", bounds=NORM, if_changed="say"
     )
     adam_beta1: float = flag(
-        0.9, "decay of Adam's first moment", bounds=BELOW_ONE, if_changed="keep"
+        0.9, "decay rate of Adam's first moment", bounds=BELOW_ONE, if_changed="keep"
     )
     adam_beta2: float = flag(
-        0.999, "decay of Adam's second moment", bounds=BELOW_ONE, if_changed="keep"
+        0.999, "decay rate of Adam's second moment", bounds=BELOW_ONE, if_changed="keep"
     )
-    adam_eps: float = flag(1e-8, "epsilon of Adam", bounds=Range(1e-30, 1), if_changed="keep")
+    adam_eps: float = flag(
+        1e-8, "epsilon in Adam's denominator", bounds=Range(1e-30, 1), if_changed="keep"
+    )
     sgd_momentum: float = flag(0.9, "momentum of SGD", bounds=BELOW_ONE, if_changed="keep")
     apply_wd_to_qk_layernorm: bool = flag(
-        False, "decay the norms of queries and keys too", if_changed="say"
+        False, "decay the weights of the norms of queries and keys too", if_changed="say"
     )
     use_distributed_optimizer: bool = flag(False, "share optimizer state over replicas")
-    overlap_grad_reduce: bool = flag(False, "reduce while backward runs", gpu_only=OVERLAP)
-    overlap_param_gather: bool = flag(False, "gather while forward runs", gpu_only=OVERLAP)
-    align_grad_reduce: bool = flag(True, "all stages reduce together", gpu_only=OVERLAP)
-    align_param_gather: bool = flag(True, "all stages gather together", gpu_only=OVERLAP)
-    ddp_bucket_size: int | None = flag(
-        None, "parameters of a bucket", gpu_only=OVERLAP, bounds=COUNT
+    overlap_grad_reduce: bool = flag(
+        False, "reduce gradients over replicas while the backward pass runs", gpu_only=OVERLAP
     )
-    ddp_num_buckets: int | None = flag(None, "number of buckets", gpu_only=OVERLAP, bounds=COUNT)
+    overlap_param_gather: bool = flag(
+        False, "gather parameters over replicas while the forward pass runs", gpu_only=OVERLAP
+    )
+    align_grad_reduce: bool = flag(
+        True, "let all pipeline stages reduce their gradients together", gpu_only=OVERLAP
+    )
+    align_param_gather: bool = flag(
+        True, "let all pipeline stages gather their parameters together", gpu_only=OVERLAP
+    )
+    ddp_bucket_size: int | None = flag(
+        None, "parameters of a gradient bucket", gpu_only=OVERLAP, bounds=COUNT
+    )
+    ddp_num_buckets: int | None = flag(
+        None, "number of gradient buckets", gpu_only=OVERLAP, bounds=COUNT
+    )
     ddp_average_in_collective: bool = flag(
-        False, "average inside of the collective", gpu_only="gloo cannot average"
+        False, "average gradients inside of the collective", gpu_only="gloo cannot average"
     )
     log_num_zeros_in_grad: bool = flag(False, "count and log zero gradients")
     override_opt_param_scheduler: bool = flag(
-        False, "schedule from flags, not checkpoint", names=("--override-opt_param-scheduler",)
+        False,
+        "take the schedule of rates from the flags, not from the checkpoint",
+        names=("--override-opt_param-scheduler",),
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
@@ -144,14 +180,13 @@ class EmaConfig:
     )
     ema_start: int | None = flag(
         None,
-        "first step that is averaged, until then it is the weights; default: 1, with --task "
-        "streaming 200",
+        "first step that is averaged, until then the average is the weights; default: 1, or as "
+        "the task says",
         bounds=COUNT,
     )
     ema_update_every: int = flag(
         1,
-        "average only after each so-manyth training step of the model, with the same decay; with "
-        "--task streaming steps of the generator",
+        "average only after each so-manyth step that trains the model, with an unchanged decay",
         unit="steps",
         bounds=COUNT,
     )

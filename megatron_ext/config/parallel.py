@@ -26,31 +26,31 @@ class ParallelConfig:
     IF_CHANGED: ClassVar[IfChanged] = "allow"
 
     tensor_model_parallel_size: int = flag(
-        1, "share each matrix over this many", unit="ranks", bounds=SIZE
+        1, "ranks that share each matrix (tensor parallelism)", unit="ranks", bounds=SIZE
     )
     pipeline_model_parallel_size: int = flag(
-        1, "cut the layers into this many", unit="stages", bounds=SIZE
+        1, "pipeline stages that the layers are cut into", unit="stages", bounds=SIZE
     )
     context_parallel_size: int = flag(
-        1, "share each sequence over this many", unit="ranks", bounds=SIZE
+        1, "ranks that share each sequence (context parallelism)", unit="ranks", bounds=SIZE
     )
     expert_model_parallel_size: int = flag(
-        1, "share the experts over this many", unit="ranks", bounds=SIZE
+        1, "ranks that share the experts (expert parallelism)", unit="ranks", bounds=SIZE
     )
     expert_tensor_parallel_size: int | None = flag(
         None,
-        "share each expert over this many; default: the tensor-parallel size",
+        "ranks that share each expert; default: the tensor-parallel size",
         unit="ranks",
         bounds=SIZE,
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None,
-        "interleave chunks of this many layers on each pipeline stage",
+        "layers of each virtual chunk; several chunks on each pipeline stage take turns",
         unit="layers",
         bounds=SIZE,
     )
     num_virtual_stages_per_pipeline_rank: int | None = flag(
-        None, "interleave this many chunks on each pipeline stage", unit="chunks", bounds=SIZE
+        None, "virtual chunks on each pipeline stage, which take turns", unit="chunks", bounds=SIZE
     )
     pipeline_schedule: str | None = flag(
         None,
@@ -65,7 +65,8 @@ class ParallelConfig:
     )
     microbatch_group_size_per_vp_stage: int | None = flag(
         None,
-        "micro-batches that a chunk handles before the next; default: the pipeline size",
+        "micro-batches that a virtual chunk handles before the next chunk; default: the pipeline"
+        " size",
         names=("--microbatch-group-size-per-virtual-pipeline-stage",),
         bounds=SIZE,
     )
@@ -94,7 +95,10 @@ class ParallelConfig:
         None, "collective library; default: the one that fits the device", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: float = flag(
-        10, "how long a collective may take", unit="minutes", bounds=Range(0.01, 1e6)
+        10,
+        "longest duration of a collective; a run whose ranks wait longer ends",
+        unit="minutes",
+        bounds=Range(0.01, 1e6),
     )
     nproc_per_node: int = flag(
         1, "ranks to start here, when torchrun did not", unit="ranks", bounds=PROCESSES

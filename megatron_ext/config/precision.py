@@ -28,7 +28,7 @@ class PrecisionConfig:
 
     bf16: bool = flag(
         False,
-        "parameters and activations in bfloat16; the default of pretrain_video.py on a GPU, where "
+        "parameters and activations in bfloat16; where a task takes it by default on a GPU, "
         "--no-bf16 is fp32",
         if_changed="say",
     )
@@ -41,9 +41,12 @@ class PrecisionConfig:
     initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale", bounds=SCALE)
     min_loss_scale: float = flag(1.0, "smallest dynamic loss scale", bounds=SCALE)
     loss_scale_window: float = flag(
-        1000, "steps without overflow before it doubles", unit="steps", bounds=Range(1, 1e9)
+        1000,
+        "steps without overflow before the dynamic loss scale doubles",
+        unit="steps",
+        bounds=Range(1, 1e9),
     )
-    hysteresis: int = flag(2, "overflows before it halves", bounds=COUNT)
+    hysteresis: int = flag(2, "overflows before the dynamic loss scale halves", bounds=COUNT)
     accumulate_allreduce_grads_in_fp32: bool = flag(
         False,
         "sum gradients in fp32; always on with --bf16 unless --grad-reduce-in-bf16",
@@ -94,7 +97,8 @@ class Fp8Config:
     )
     fp8_amax_compute_algo: str = flag(
         "most_recent",
-        "which of the remembered magnitudes decides",
+        "magnitude that decides a scale of the delayed recipe: the latest, or the largest "
+        "remembered",
         choices=("most_recent", "max"),
     )
     fp8_wgrad: bool = flag(True, "weight gradients in 8 bits as well; torch layers only")

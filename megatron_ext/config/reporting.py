@@ -19,7 +19,7 @@ class LoggingConfig:
 
     log_interval: int = flag(
         100,
-        "report after each multiple of this; in pretrain_video.py 10",
+        "report after each multiple of this many steps",
         unit="steps",
         bounds=COUNT,
     )
@@ -31,7 +31,7 @@ class LoggingConfig:
     log_progress: bool = flag(False, "append the progress of the run to progress.txt")
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard; none without it")
     tensorboard_log_interval: int = flag(
-        1, "write after each multiple of this", unit="steps", bounds=COUNT
+        1, "write to TensorBoard after each multiple of this many steps", unit="steps", bounds=COUNT
     )
     tensorboard_queue_size: int = flag(1000, "pending TensorBoard events", bounds=COUNT)
     log_loss_scale_to_tensorboard: bool = flag(True, "loss scale to TensorBoard")
@@ -42,9 +42,9 @@ class LoggingConfig:
     )
     log_world_size_to_tensorboard: bool = flag(False, "number of ranks to TensorBoard")
     wandb_project: str = flag("", "project in Weights & Biases; none without it")
-    wandb_exp_name: str = flag("", "name of the run there")
-    wandb_entity: str = flag("", "its entity")
-    wandb_save_dir: str = flag("", "its folder on disk")
+    wandb_exp_name: str = flag("", "name of the run in Weights & Biases")
+    wandb_entity: str = flag("", "entity, a user or team, in Weights & Biases")
+    wandb_save_dir: str = flag("", "folder on disk for files of Weights & Biases")
     logging_level: int | None = flag(
         None, "level of Python's logging, such as 20 for INFO", bounds=Range(0, 100)
     )

@@ -48,24 +48,31 @@ class TrainingConfig:
     decrease_batch_size_if_needed: bool = flag(
         False, "round a batch down to what the ranks can share"
     )
-    train_iters: int | None = flag(None, "length of the run", unit="steps", bounds=COUNT)
-    train_samples: int | None = flag(None, "length of the run", unit="samples", bounds=LONG_COUNT)
+    train_iters: int | None = flag(None, "length of the run in steps", unit="steps", bounds=COUNT)
+    train_samples: int | None = flag(
+        None, "length of the run in samples", unit="samples", bounds=LONG_COUNT
+    )
     train_epochs: int | None = flag(
         None,
-        "length of the run, with --sft and of clips in pretrain_video.py",
+        "length of the run in passes through the data, where the task's data has epochs",
         unit="epochs",
         bounds=COUNT,
     )
     exit_interval: int | None = flag(
-        None, "stop after each multiple of this", unit="steps", bounds=COUNT
+        None, "end the run after each multiple of this many steps", unit="steps", bounds=COUNT
     )
     exit_duration_in_mins: float | None = flag(
-        None, "save and stop after this", unit="minutes", bounds=Range(0, 1e9, above=True)
+        None,
+        "save and end the run after this duration",
+        unit="minutes",
+        bounds=Range(0, 1e9, above=True),
     )
     exit_signal_handler: bool = flag(False, "save and stop at the exit signal")
     exit_signal: str = flag("SIGTERM", "the signal of --exit-signal-handler")
-    skip_train: bool = flag(False, "only evaluate")
-    seed: int = flag(1234, "of weights, dropout and data order", bounds=COUNT, if_changed="say")
+    skip_train: bool = flag(False, "only evaluate, without training")
+    seed: int = flag(
+        1234, "seed of weights, dropout and data order", bounds=COUNT, if_changed="say"
+    )
     data_parallel_random_init: bool = flag(
         False, "draw different weights on each replica", if_changed="say"
     )
@@ -78,14 +85,18 @@ class TrainingConfig:
     )
     check_invariants: int | None = flag(
         None,
-        "compare what ranks must share, and look for stale gradients, each time after this many",
+        "compare what ranks must share, and look for stale gradients, after each multiple of "
+        "this many steps",
         unit="iterations",
         names=("--check-weight-hash-across-dp-replicas-interval",),
         bounds=COUNT,
     )
     manual_gc: bool = flag(False, "collect Python's garbage at the same steps on all ranks")
     manual_gc_interval: int = flag(
-        0, "steps between collections, 0 never", unit="steps", bounds=NATURAL
+        0,
+        "with --manual-gc, steps between collections; 0 never collects",
+        unit="steps",
+        bounds=NATURAL,
     )
     manual_gc_eval: bool = flag(True, "with --manual-gc, also collect around each evaluation")
     empty_unused_memory_level: int = flag(
@@ -97,7 +108,7 @@ class TrainingConfig:
     )
     eval_iters: int = flag(100, "batches of one evaluation", unit="steps", bounds=NATURAL)
     eval_interval: int = flag(
-        1000, "evaluate after each multiple of this", unit="steps", bounds=COUNT
+        1000, "evaluate after each multiple of this many steps", unit="steps", bounds=COUNT
     )
     full_validation: bool = flag(False, "evaluate the whole validation split")
     early_stop_patience: int | None = flag(
@@ -107,12 +118,18 @@ class TrainingConfig:
         bounds=COUNT,
     )
     early_stop_min_delta: float = flag(
-        0.0, "by how much the loss must be lower to count", bounds=Range(0, 1e9)
+        0.0,
+        "the least decrease of the validation loss that counts for --early-stop-patience",
+        bounds=Range(0, 1e9),
     )
     profile: bool = flag(False, "record some steps with torch's profiler")
-    profile_step_start: int = flag(10, "first recorded step", bounds=NATURAL)
-    profile_step_end: int = flag(12, "step after the last recorded one", bounds=COUNT)
-    profile_ranks: list[int] = flag([0], "ranks that record", nargs="+", bounds=NATURAL)
+    profile_step_start: int = flag(10, "with --profile, the first recorded step", bounds=NATURAL)
+    profile_step_end: int = flag(
+        12, "with --profile, the step after the last recorded one", bounds=COUNT
+    )
+    profile_ranks: list[int] = flag(
+        [0], "with --profile, the ranks that record", nargs="+", bounds=NATURAL
+    )
     num_workers: int = flag(
         2, "processes that load data", unit="processes", bounds=Range(0, 256), if_changed="allow"
     )

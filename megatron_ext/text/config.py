@@ -55,12 +55,18 @@ class DataConfig:
         False, "report each validation prefix by itself", if_changed="allow"
     )
     dataloader_type: str = flag(
-        "single", "in order, or shuffled anew each epoch", choices=("single", "cyclic")
+        "single",
+        "order of samples: in order (single), or shuffled anew each epoch (cyclic)",
+        choices=("single", "cyclic"),
     )
-    data_sharding: bool = flag(True, "give each replica its own shard with cyclic")
-    reset_position_ids: bool = flag(False, "positions start again after each document")
-    reset_attention_mask: bool = flag(False, "attention stays within a document")
-    eod_mask_loss: bool = flag(False, "no loss where the input is end-of-document")
+    data_sharding: bool = flag(
+        True, "with --dataloader-type cyclic, give each replica its own share of the samples"
+    )
+    reset_position_ids: bool = flag(False, "let positions start again after each document")
+    reset_attention_mask: bool = flag(False, "keep attention within a document")
+    eod_mask_loss: bool = flag(
+        False, "leave positions whose input is end-of-document out of the loss"
+    )
     num_dataset_builder_threads: int = flag(
         1, "threads that build a blend", bounds=PROCESSES, if_changed="allow"
     )
@@ -123,7 +129,9 @@ class DataConfig:
 class TokenizerConfig:
     """Names and defaults are Megatron-LM's."""
 
-    tokenizer_type: str | None = flag("GPT2BPETokenizer", "kind, such as HuggingFaceTokenizer")
+    tokenizer_type: str | None = flag(
+        "GPT2BPETokenizer", "kind of tokenizer, such as HuggingFaceTokenizer"
+    )
     tokenizer_model: str | None = flag(None, "file or folder of the tokenizer")
     tokenizer_metadata: str | None = flag(
         None, "a JSON file that names the tokenizer's library", if_changed="allow"
@@ -133,9 +141,13 @@ class TokenizerConfig:
     merge_file: str | None = flag(None, "merges of GPT2BPETokenizer")
     vocab_size: int | None = flag(None, "entries of NullTokenizer or TikTokenizer", bounds=COUNT)
     vocab_extra_ids: int = flag(0, "further special tokens", bounds=NATURAL)
-    tiktoken_pattern: str | None = flag(None, "how TikTokenizer cuts words")
-    tiktoken_num_special_tokens: int = flag(1000, "special tokens of TikTokenizer", bounds=NATURAL)
-    tiktoken_special_tokens: list[str] | None = flag(None, "the first of them by name", nargs="+")
+    tiktoken_pattern: str | None = flag(None, "pattern by which TikTokenizer cuts words")
+    tiktoken_num_special_tokens: int = flag(
+        1000, "number of special tokens of TikTokenizer", bounds=NATURAL
+    )
+    tiktoken_special_tokens: list[str] | None = flag(
+        None, "names of the first special tokens of TikTokenizer", nargs="+"
+    )
     tokenizer_sentencepiece_legacy: bool = flag(False, "SentencePiece with its legacy wrapper")
     tokenizer_hf_use_fast: bool = flag(
         False, "the fast tokenizer of transformers", if_changed="allow"
@@ -180,7 +192,9 @@ class SftConfig:
     """
 
     sft: bool = flag(False, "fine-tune on conversations: jsonl, parquet or preprocessed")
-    sft_row_format: str = flag("messages", "what holds a row's conversation", choices=_ROW_FORMATS)
+    sft_row_format: str = flag(
+        "messages", "columns that hold a row's conversation", choices=_ROW_FORMATS
+    )
     sft_messages_key: str = flag("messages", "column of messages, each with role and content")
     sft_prompt_key: str = flag("question", "column of the prompt (prompt-response)")
     sft_response_key: str = flag("answer", "column of the response (prompt-response)")
@@ -196,7 +210,8 @@ class SftConfig:
     )
     sft_on_mismatch: str = flag(
         "error",
-        "a turn that the template writes otherwise once messages follow is refused or looked for",
+        "a turn that the template writes otherwise once messages follow is refused (error) or "
+        "looked for (realign)",
         choices=("error", "realign"),
     )
     sft_max_length: int | None = flag(
@@ -204,7 +219,8 @@ class SftConfig:
     )
     sft_truncation: str = flag(
         "error",
-        "refuse longer ones, or keep their last (left) or first tokens (right)",
+        "conversations longer than --sft-max-length are refused, or keep their last (left) or "
+        "first tokens (right)",
         choices=("error", "left", "right"),
     )
     sft_batching: str = flag(

@@ -68,8 +68,7 @@ class PreprocessOptions:
     )
     log_interval: int = flag(
         1000,
-        "documents between two lines of progress, of which one comes every 5 seconds at most, "
-        "where stderr is no terminal",
+        "report after each multiple of this many steps",
         bounds=COUNT,
         advice=_ADVICE,
     )

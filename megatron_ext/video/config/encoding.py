@@ -80,7 +80,7 @@ class TextEncoderConfig:
             hashed words given for models.
     """
 
-    text_encoder: str = flag(HASHED, "how captions are encoded", choices=tuple(FOLDERS))
+    text_encoder: str = flag(HASHED, "encoder of the captions", choices=tuple(FOLDERS))
     t5_path: str | None = flag(None, f"local folder of T5 ({T5_CLIP}) or UMT5 ({UMT5})")
     clip_path: str | None = flag(None, f"local folder of CLIP ({T5_CLIP})")
     text_length: int = flag(
@@ -129,10 +129,15 @@ class EncodeConfig:
     """
 
     fps_cap: int = flag(
-        24, "faster clips lose every other frame and so on", unit="frames per second", bounds=SIZE
+        24,
+        "highest frame rate; faster clips lose every other frame and so on",
+        unit="frames per second",
+        bounds=SIZE,
     )
     temporal_crop: str = flag(
-        "random", "which part of clips longer than their bucket", choices=("random", "start")
+        "random",
+        "part that is taken of clips longer than their bucket",
+        choices=("random", "start"),
     )
     reference_lengths: tuple[int, ...] = flag(
         (1,),
@@ -141,7 +146,7 @@ class EncodeConfig:
         unit="latent frames",
         bounds=SIZE,
     )
-    clip_seed: int = flag(1234, "of buckets and crops", bounds=NATURAL)
+    clip_seed: int = flag(1234, "seed of buckets and crops", bounds=NATURAL)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reference_lengths", tuple(self.reference_lengths))

@@ -194,7 +194,9 @@ class MMDiTConfig:
     IF_CHANGED: ClassVar[IfChanged] = "allow"
 
     mmdit_size: str = flag(
-        "tiny", "named size; --hidden-size and the flags below change it", choices=tuple(SIZES)
+        "tiny",
+        "named size of the MMDiT; flags such as --hidden-size change it",
+        choices=tuple(SIZES),
     )
     num_double_blocks: int | None = flag(
         None, "blocks with weights of their own for the text", bounds=Range(0, 10**6)
@@ -215,7 +217,7 @@ class MMDiTConfig:
     mlp_ratio: int | None = flag(None, "width of the MLPs over the hidden size", bounds=SIZE)
     guidance_embed: bool = flag(False, "the model is told the strength of --guidance")
     guidance: float = flag(
-        4.0, "what a model with --guidance-embed is told", bounds=WEIGHT, if_changed="say"
+        4.0, "strength that a model with --guidance-embed is told", bounds=WEIGHT, if_changed="say"
     )
     adaln_zero: bool = flag(
         True, "modulations and the last layer start at zero; off as in Open-Sora's code"
@@ -226,7 +228,9 @@ class MMDiTConfig:
         bounds=NATURAL,
     )
     recompute_single_blocks: int | None = flag(
-        None, "of single blocks; default: all", bounds=NATURAL
+        None,
+        "first single blocks that keep only their inputs for the backward pass; default: all",
+        bounds=NATURAL,
     )
     double_block_cost: float = flag(
         1.0,

@@ -46,7 +46,7 @@ class VideoConfig:
     )
     video_model: str = flag(
         "mmdit",
-        "what flow matching trains; video DiTs are what streaming starts from",
+        "network that flow matching trains; streaming starts from the video DiTs",
         choices=VIDEO_MODELS,
         if_changed="allow",
     )
@@ -55,7 +55,9 @@ class VideoConfig:
         "folder that tools/preprocess_video.py wrote; with --online-encoding a list of clips",
     )
     online_encoding: bool = flag(False, "decode and encode clips in the data loader")
-    video_valid_path: str | None = flag(None, "the same for validation; default: none")
+    video_valid_path: str | None = flag(
+        None, "folder or list of validation clips, as --video-data-path; default: none"
+    )
     video_buckets: str | None = flag(
         None,
         'JSON {resolution: {frames: [probability, micro-batch size]}}, such as {"256px": {"17": '
@@ -105,7 +107,7 @@ class SampleConfig:
     IF_CHANGED: ClassVar[IfChanged] = "allow"
 
     sample_interval: int | None = flag(
-        None, "sample clips after each multiple of this", unit="steps", bounds=COUNT
+        None, "sample clips after each multiple of this many steps", unit="steps", bounds=COUNT
     )
     sample_prompts: str | None = flag(
         None,
@@ -113,10 +115,12 @@ class SampleConfig:
         "streaming text and switches, [{frame, text}]",
     )
     sample_texts: list[str] | None = flag(
-        None, "captions themselves, in the place of a file", nargs="+"
+        None, "captions to sample, in the place of --sample-prompts", nargs="+"
     )
     sample_dir: str | None = flag(None, "folder of the clips; default: samples in --save")
-    sample_steps: int = flag(50, "of Euler's method", unit="steps", bounds=SIZE)
+    sample_steps: int = flag(
+        50, "steps of Euler's method when clips are sampled", unit="steps", bounds=SIZE
+    )
     sample_text_scale: float = flag(
         7.5, "guidance by the caption; 1 is none", bounds=Range(0, 1000)
     )
@@ -129,18 +133,21 @@ class SampleConfig:
     )
     sample_size: tuple[int, int] | None = flag(
         None,
-        "height and width; default: of the largest bucket of the data",
+        "height and width of sampled clips; default: the largest bucket of the data",
         nargs=2,
         unit="pixels",
         bounds=SIZE,
     )
     sample_frames: int | None = flag(
-        None, "length; default: of the largest bucket", unit="frames", bounds=SIZE
+        None,
+        "frames of sampled clips; default: the largest bucket of the data",
+        unit="frames",
+        bounds=SIZE,
     )
     sample_fps: int | None = flag(
         None, "frames per second; default: of the data, 16 with --task streaming", bounds=SIZE
     )
-    sample_seed: int = flag(42, "of the noise that sampling starts from", bounds=NATURAL)
+    sample_seed: int = flag(42, "seed of the noise that sampling starts from", bounds=NATURAL)
     sample_batch_size: int = flag(
         4, "clips that a replica samples at once", unit="clips", bounds=SIZE
     )
@@ -198,21 +205,38 @@ class ConditionConfig:
     SECTION: ClassVar[str] = "conditions"
 
     t2v_weight: float = flag(1.0, "relative frequency of clips without references", bounds=WEIGHT)
-    i2v_head_weight: float = flag(5.0, "of clips whose first latent frame is given", bounds=WEIGHT)
-    i2v_tail_weight: float = flag(1.0, "of clips whose last latent frame is given", bounds=WEIGHT)
-    i2v_loop_weight: float = flag(
-        1.0, "of clips whose first and last latent frame are given", bounds=WEIGHT
+    i2v_head_weight: float = flag(
+        5.0, "relative frequency of clips whose first latent frame is given", bounds=WEIGHT
     )
-    v2v_head_weight: float = flag(0.0, "of clips whose first --v2v-frames are given", bounds=WEIGHT)
-    v2v_tail_weight: float = flag(0.0, "of clips whose last --v2v-frames are given", bounds=WEIGHT)
+    i2v_tail_weight: float = flag(
+        1.0, "relative frequency of clips whose last latent frame is given", bounds=WEIGHT
+    )
+    i2v_loop_weight: float = flag(
+        1.0,
+        "relative frequency of clips whose first and last latent frame are given",
+        bounds=WEIGHT,
+    )
+    v2v_head_weight: float = flag(
+        0.0, "relative frequency of clips whose first --v2v-frames are given", bounds=WEIGHT
+    )
+    v2v_tail_weight: float = flag(
+        0.0, "relative frequency of clips whose last --v2v-frames are given", bounds=WEIGHT
+    )
     v2v_head_easy_weight: float = flag(
-        0.0, "of clips whose first --v2v-easy-frames are given", bounds=WEIGHT
+        0.0, "relative frequency of clips whose first --v2v-easy-frames are given", bounds=WEIGHT
     )
     v2v_tail_easy_weight: float = flag(
-        0.0, "of clips whose last --v2v-easy-frames are given", bounds=WEIGHT
+        0.0, "relative frequency of clips whose last --v2v-easy-frames are given", bounds=WEIGHT
     )
-    v2v_frames: int = flag(9, "length of the references of v2v", unit="latent frames", bounds=COUNT)
-    v2v_easy_frames: int = flag(17, "of the easy ones", unit="latent frames", bounds=COUNT)
+    v2v_frames: int = flag(
+        9, "latent frames given in the v2v condition modes", unit="latent frames", bounds=COUNT
+    )
+    v2v_easy_frames: int = flag(
+        17,
+        "latent frames given in the easy v2v condition modes",
+        unit="latent frames",
+        bounds=COUNT,
+    )
     reference_loss: str = flag(
         "masked",
         "masked: no reference frame counts in the loss; all: they count as any other; trimmed: "
@@ -255,11 +279,13 @@ class TextDropoutConfig:
 
     text_dropout: float = flag(
         math.sqrt(0.1),
-        "how often the sequence of text embeddings is the empty caption's",
+        "probability that the text embeddings of a clip are the empty caption's",
         bounds=SHARE,
     )
     pooled_dropout: float = flag(
-        math.sqrt(0.1), "how often, independently, the pooled text embedding is", bounds=SHARE
+        math.sqrt(0.1),
+        "probability that the pooled text embedding of a clip is the empty caption's",
+        bounds=SHARE,
     )
 
     def __post_init__(self) -> None:
@@ -284,7 +310,11 @@ class FlowConfig:
     timestep_mean: float = flag(
         0.0, "mean of the logit of a training time before the shift", bounds=Range(-100, 100)
     )
-    timestep_std: float = flag(1.0, "its standard deviation", bounds=Range(0, 100, above=True))
+    timestep_std: float = flag(
+        1.0,
+        "standard deviation of the logit of a training time before the shift",
+        bounds=Range(0, 100, above=True),
+    )
     shift_base_tokens: int = flag(
         256, "tokens of a latent frame at which the shift is the base", bounds=NATURAL
     )
@@ -296,9 +326,13 @@ class FlowConfig:
     shift_by_length: bool = flag(
         True, "multiply the shift by the square root of the number of latent frames"
     )
-    flow_shift: float | None = flag(None, "one shift for clips of any size instead", bounds=FACTOR)
+    flow_shift: float | None = flag(
+        None,
+        "one shift of times for clips of any size, instead of --shift-base and --shift-max",
+        bounds=FACTOR,
+    )
     loss_normalization: str = flag(
-        "per_token", "every token counts alike, or every clip", choices=NORMALIZATIONS
+        "per_token", "give every token the same weight, or every clip", choices=NORMALIZATIONS
     )
 
     def __post_init__(self) -> None:

@@ -52,10 +52,16 @@ class StreamingConfig:
         "tiny", "named size of the generator", choices=tuple(SIZES), if_changed="allow"
     )
     critic_size: str | None = flag(
-        None, "of the critic; default: as the generator", choices=tuple(SIZES), if_changed="allow"
+        None,
+        "named size of the critic; default: as the generator",
+        choices=tuple(SIZES),
+        if_changed="allow",
     )
     teacher_size: str | None = flag(
-        None, "of the teacher; default: as the generator", choices=tuple(SIZES), if_changed="allow"
+        None,
+        "named size of the teacher; default: as the generator",
+        choices=tuple(SIZES),
+        if_changed="allow",
     )
     critic_checkpoint: str | None = flag(None, "weights that the critic starts from")
     teacher_checkpoint: str | None = flag(None, "weights of the teacher")
@@ -106,55 +112,78 @@ class StreamingConfig:
         3, "first frames of a video, which are always seen", unit=_FRAMES, bounds=NATURAL
     )
     chunk_frames: int = flag(
-        21, "of the chunks that critic and teacher see", unit=_FRAMES, bounds=SIZE
+        21, "latent frames of the chunks that critic and teacher see", unit=_FRAMES, bounds=SIZE
     )
-    min_new_frames: int = flag(18, "of a chunk but the first", unit=_FRAMES, bounds=SIZE)
+    min_new_frames: int = flag(
+        18,
+        "least latent frames that a chunk adds, the first chunk excepted",
+        unit=_FRAMES,
+        bounds=SIZE,
+    )
     max_new_frames: int = flag(
         18,
-        "of a chunk but the first; above --min-new-frames the number is drawn in whole blocks",
+        "most latent frames that a chunk adds; above --min-new-frames the number is drawn in "
+        "whole blocks",
         unit=_FRAMES,
         bounds=SIZE,
     )
     sequence_lengths: tuple[int, ...] = flag(
         (240,),
-        "at which sequences end at the latest; one is drawn",
+        "latent frames at which sequences end at the latest; one length is drawn",
         nargs="+",
         unit=_FRAMES,
         bounds=SIZE,
     )
-    train_first_chunk: bool = flag(True, "else it is generated without a loss")
+    train_first_chunk: bool = flag(
+        True, "train on the first chunk of a sequence too; otherwise it is generated without a loss"
+    )
     switch_frames: tuple[int, ...] | None = flag(
         None,
-        "where prompts may switch; default: where chunks begin",
+        "latent frames where prompts may switch; default: where chunks begin",
         nargs="+",
         unit=_FRAMES,
         bounds=SIZE,
     )
-    recache_frames: int = flag(21, "that are encoded anew at a switch", unit=_FRAMES, bounds=SIZE)
+    recache_frames: int = flag(
+        21, "latent frames that are encoded anew at a switch", unit=_FRAMES, bounds=SIZE
+    )
     sink_at_switch: str = flag(
-        "rebuild", "sinks under the new prompt, or as they are", choices=("rebuild", "keep")
+        "rebuild",
+        "encode the sinks under the new prompt at a switch, or keep them",
+        choices=("rebuild", "keep"),
     )
     same_exit_across_blocks: bool = flag(True, "one exit step for all blocks of a chunk")
     last_step_only: bool = flag(False, "blocks always end at the last denoising step")
     two_phase: bool = flag(True, "run exit steps again with gradient, one block at a time")
     encode_first_frame: bool = flag(True, "the codec makes an image of a chunk's first frame")
-    decode_history: bool = flag(True, "the codec then decodes all of the previous chunk")
+    decode_history: bool = flag(
+        True,
+        "with --encode-first-frame, decode all of the previous chunk before its last frame is "
+        "encoded",
+    )
     generator_interval: int = flag(
         5, "the generator is trained in one of so many", unit="steps", bounds=COUNT
     )
     timestep_shift: float = flag(5.0, "shift of noise levels towards the noise", bounds=FACTOR)
     denoising_steps: tuple[int, ...] = flag(
         (1000, 750, 500, 250),
-        "of the generator, before the shift",
+        "denoising steps of the generator, as timesteps before the shift",
         nargs="+",
         bounds=Range(1, 1000),
     )
-    warp_denoising_steps: bool = flag(True, "else the denoising steps are timesteps")
+    warp_denoising_steps: bool = flag(
+        True,
+        "apply --timestep-shift to --denoising-steps; otherwise they are the timesteps themselves",
+    )
     min_timestep: float = flag(
-        20.0, "at which critic and teacher look at chunks", bounds=Range(0, 1000, above=True)
+        20.0,
+        "lowest timestep at which critic and teacher look at chunks",
+        bounds=Range(0, 1000, above=True),
     )
     max_timestep: float = flag(
-        980.0, "at which critic and teacher look at chunks", bounds=Range(0, 1000, above=True)
+        980.0,
+        "highest timestep at which critic and teacher look at chunks",
+        bounds=Range(0, 1000, above=True),
     )
     ts_schedule: bool = flag(
         False, "look at chunks at no less noise than the denoising step after their exit step"
@@ -178,9 +207,11 @@ class StreamingConfig:
         1.0, "weight of the squared difference that sid takes off", bounds=Range(0, 1000)
     )
     denoising_loss: str = flag(
-        "flow", "what the critic is to predict of chunks", choices=DENOISING_LOSSES
+        "flow", "quantity that the critic is to predict of chunks", choices=DENOISING_LOSSES
     )
-    guidance_scale: float = flag(4.0, "of the teacher, u + w * (c - u)", bounds=Range(0, 1000))
+    guidance_scale: float = flag(
+        4.0, "strength s of the teacher's guidance, u + s * (c - u)", bounds=Range(0, 1000)
+    )
     critic_lr: float | None = flag(
         None,
         "learning rate of the critic; default: --lr / 5",
@@ -290,7 +321,7 @@ class StreamingSampleConfig:
 
     sample_latent_frames: int | None = flag(
         None,
-        "length; default: the longest of --sequence-lengths",
+        "latent frames of sampled videos; default: the longest of --sequence-lengths",
         unit="latent frames",
         bounds=SIZE,
     )
@@ -299,7 +330,7 @@ class StreamingSampleConfig:
     )
     sample_switch_frame: int | None = flag(
         None,
-        "where --sample-second-texts begin; default: in the middle",
+        "latent frame where --sample-second-texts begin; default: in the middle",
         unit="latent frame",
         bounds=SIZE,
     )
