@@ -13,6 +13,7 @@ from megatron_ext.layers.compiled import compiles
 from megatron_ext.layers.pointwise import activated, norm_with_residual
 from tests.layers.pointwise_cases import CASES, Case, cast, run
 from tests.layers.test_pointwise import HALF_FACTOR, error
+from tests.video.model.test_pointwise import CASES as VIDEO_CASES
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +25,7 @@ def eagerly(case: Case, arguments: list[Any], monkeypatch: pytest.MonkeyPatch) -
         return run(case.function, arguments)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *VIDEO_CASES], ids=lambda case: case.name)
 def test_kernels_agree_with_eager_code(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module._compiler, "strict", True)
     assert compiles(torch.ones(1, device="cuda"))

@@ -15,17 +15,8 @@ HALF_FACTOR = 1.5
 """The most that half precision may round, as a multiple of the uncompiled function's error."""
 
 
-NAMES = ("RMSNorm with residual False", "add and norm bias", "heads with RMSNorm", "joint heads")
-QUICK = [case for case in CASES if case.name in NAMES]
-BY_KERNELS = [
-    *QUICK,
-    *(
-        case
-        for case in CASES
-        if case.name in ("silu gated=True", "add and modulate", "joint heads without text")
-    ),
-]
-OTHERS = [case for case in CASES if case not in QUICK]
+QUICK = ("RMSNorm with residual False", "add and norm bias", "heads with RMSNorm")
+BY_KERNELS = (*QUICK, "silu gated=True")
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -42,20 +33,8 @@ def check_exact(case: Case, backend: str) -> None:
         assert x.shape == y.shape and error(x, y) < EXACT, index
 
 
-@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
-def test_graphs_are_exact(case: Case) -> None:
-    check_exact(case, "aot_eager")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.name)
-def test_other_graphs_are_exact(case: Case) -> None:
-    check_exact(case, "aot_eager")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", BY_KERNELS, ids=lambda case: case.name)
-def test_kernels_are_exact_and_in_half_precision_no_coarser(case: Case) -> None:
+def check_kernels(case: Case) -> None:
+    """Check that kernels are exact, and in half precision no coarser than uncompiled ones."""
     check_exact(case, "inductor")
     arguments = case.drawn()
     truth = run(case.function, arguments)
@@ -66,6 +45,23 @@ def test_kernels_are_exact_and_in_half_precision_no_coarser(case: Case) -> None:
     for index, (x, y, want) in enumerate(zip(compiled, eager, truth, strict=True)):
         assert x.dtype == y.dtype
         assert error(x, want) <= HALF_FACTOR * error(y, want) + 1e-3, index
+
+
+@pytest.mark.parametrize(
+    "case",
+    [x if x.name in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in CASES],
+    ids=lambda case: case.name,
+)
+def test_graphs_are_exact(case: Case) -> None:
+    check_exact(case, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [x for x in CASES if x.name in BY_KERNELS], ids=lambda case: case.name
+)
+def test_kernels_are_exact_and_in_half_precision_no_coarser(case: Case) -> None:
+    check_kernels(case)
 
 
 @pytest.mark.parametrize("normed", [False, True])

@@ -16,8 +16,6 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.layers import sdpa
 from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.video.model.attention import _attend as joint_attention
-from megatron_ext.video.model.wan.attention import AttentionPlan, FrameAttention
 from tests.layers import plain
 from tests.layers.test_attention import build, config
 from tests.ranks import ranks
@@ -189,29 +187,3 @@ def test_nothing_is_copied_around_a_kernel(
         out.backward(torch.empty_like(out))
     assert copies.found == []
     assert query.grad is not None and query.grad.is_contiguous()
-
-
-@pytest.mark.parametrize("name", ["cudnn", "flash"])
-def test_joint_attention_makes_no_mask_and_no_copy(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The values of a single-stream block are a view of its fused projection."""
-    through(name, monkeypatch)
-    query, key, value = torch.empty(S, B, N, 3, D, device="meta", dtype=torch.bfloat16).unbind(3)
-    query, key = query.contiguous(), key.contiguous()
-    with Copies() as copies:
-        out = joint_attention(query, key, value).flatten(2)
-    assert out.is_contiguous() and copies.found == []
-
-
-@pytest.mark.parametrize("name", ["cudnn", "flash"])
-@ranks()
-def test_bidirectional_frames_are_attended_without_copies(
-    context: ParallelContext, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    through(name, monkeypatch)
-    frames = torch.empty(3, S, B, N, D, device="meta", dtype=torch.bfloat16)
-    attention = FrameAttention(context.pgs.cp, trades_heads=False)
-    with Copies() as copies:
-        out = attention(frames, (frames, frames), (), AttentionPlan.bidirectional(3))
-    assert out.is_contiguous() and copies.found == []
