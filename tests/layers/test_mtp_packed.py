@@ -15,7 +15,6 @@ from megatron_ext.config.parser import parse_args
 from megatron_ext.data.batch import (
     Batch,
     document_attention_mask,
-    documents_of_lengths,
     documents_of_tokens,
     slice_for_context_parallel,
     with_mtp_targets,
@@ -63,8 +62,13 @@ def targets_by_hand(
 
 
 def with_packed_targets(lengths: list[int], padded: list[int], depths: int) -> Batch:
-    documents = documents_of_lengths(cumulative(lengths), cumulative(padded))
-    return with_mtp_targets(packed_row(lengths, padded), depths, documents)
+    """Return a packed row with its targets; padding belongs to no document."""
+    documents = [
+        document if offset < true else -1
+        for document, (true, pad) in enumerate(zip(lengths, padded, strict=True))
+        for offset in range(pad)
+    ]
+    return with_mtp_targets(packed_row(lengths, padded), depths, torch.tensor([documents]))
 
 
 def test_d09_padding_brings_no_targets_and_none_crosses_documents() -> None:
