@@ -10,6 +10,7 @@ from megatron_ext.planning.hardware import Efficiency
 from megatron_ext.planning.search import candidates, search
 from megatron_ext.planning.step_time import estimate
 from megatron_ext.text.cost.network import GPT_COST
+from megatron_ext.text.task import GPT
 from tests.text.cost.layouts import llama, llama_network
 
 
@@ -28,7 +29,7 @@ def test_time_grows_with_the_bubble_and_stays_below_the_peak_rate() -> None:
 def test_search_finds_layouts_that_fit_and_sorts_them() -> None:
     gpu = GPUS["A100-40GB"]
     config = llama("--num-layers 8 --hidden-size 8192 --num-attention-heads 64")
-    found = search(config, 8, gpu, GPT_COST, count=5)
+    found = search(config, GPT, 8, gpu, GPT_COST, count=5)
     times = [cost.seconds for _, cost in found.best]
     assert len(times) == 5 and times == sorted(times)
     assert all(cost.fits for _, cost in found.best)
@@ -39,5 +40,5 @@ def test_search_finds_layouts_that_fit_and_sorts_them() -> None:
 
 def test_search_without_any_layout_says_why() -> None:
     with pytest.raises(ConfigError, match="No layout of 7 ranks") as caught:
-        search(llama("--global-batch-size 128"), 7, GPUS["H100"], GPT_COST)
+        search(llama("--global-batch-size 128"), GPT, 7, GPUS["H100"], GPT_COST)
     assert any("`--global-batch-size` (128)" in text for text in caught.value.messages)

@@ -5,8 +5,7 @@ Its report takes the place of the usual one, see `STREAMING_COST`.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.table import Table
 
@@ -83,138 +82,124 @@ class StreamingMemory:
 
 def streaming_memory(config: RunConfig) -> StreamingMemory:
     """Return what a rank of a checked run holds, whose text encoder has decided the networks."""
-    generator, critic = _trained(config, "generator"), _trained(config, "critic")
-    return StreamingMemory(
-        (generator, critic, _teacher(config)), cache_bytes(config), tuple(_passes(config))
-    )
+    formulas = _Formulas(config)
+    networks = (formulas.trained("generator"), formulas.trained("critic"), formulas.teacher())
+    return StreamingMemory(networks, formulas.cache(), tuple(formulas.passes()))
 
 
-def _whole(config: RunConfig, size: str | None) -> Stage:
-    """Return one stage that holds all blocks of a network."""
-    return Stage.of_layers(range(config.section(StreamingConfig).sizes(size).num_blocks), 0, 1)
+class _Formulas:
+    """Bytes of the parts of one run."""
 
+    def __init__(self, config: RunConfig) -> None:
+        self._config, self._ranks = config, Ranks.of(config)
+        self._streaming = streaming = config.section(StreamingConfig)
+        self._window = FrameWindow(
+            streaming.frame_block, streaming.window_frames, streaming.sink_frames
+        )
 
-def _trained(config: RunConfig, name: str) -> NetworkMemory:
-    """Return the generator, which is averaged too, or the critic."""
-    size = config.section(StreamingConfig).critic_size if name == "critic" else None
-    ranks, sizes = Ranks.of(config), config.section(StreamingConfig).sizes(size)
-    weights = tuple(dit_weights(config.lora, sizes, ranks.tp, _whole(config, size)))
-    run = config
-    if name == "critic":
-        run = dataclasses.replace(config, ema=dataclasses.replace(config.ema, ema_decay=None))
-    return NetworkMemory(name, weights, rank_state(run, ranks, 0, [weights]), distinct([weights]))
+    def trained(self, name: str) -> NetworkMemory:
+        """Return the generator, which is averaged too, or the critic."""
+        run, size = self._config, None
+        if name == "critic":
+            size = self._streaming.critic_size
+            run = replace(run, ema=replace(run.ema, ema_decay=None))
+        sizes = self._streaming.sizes(size)
+        weights = tuple(dit_weights(run.lora, sizes, self._ranks.tp, self._whole(size)))
+        state = rank_state(run, self._ranks, 0, [weights])
+        return NetworkMemory(name, weights, state, distinct([weights]))
 
+    def teacher(self) -> NetworkMemory:
+        """Return the teacher: frozen, without adapters, perhaps on ranks of its own."""
+        own = teacher_sizes(self._streaming, self._config.parallel)
+        own = own or TeacherSizes(self._ranks.tp, 1)
+        sizes = self._streaming.sizes(self._streaming.teacher_size)
+        blocks = stage_blocks(sizes.num_blocks, own.pipeline)
+        stages = [Stage.of_layers(held, i, len(blocks), rank=i) for i, held in enumerate(blocks)]
+        weights = [dit_weights(LoraConfig(), sizes, own.tensor, stage) for stage in stages]
+        fullest = max(weights, key=lambda held: sum(weight.numel for weight in held))
+        frozen = tuple(replace(weight, frozen=True) for weight in fullest)
+        state = rank_state(self._config, self._ranks, 0, [frozen])
+        return NetworkMemory("teacher", frozen, state, distinct(weights))
 
-def _teacher(config: RunConfig) -> NetworkMemory:
-    """Return the teacher: frozen, without adapters, perhaps on ranks of its own."""
-    streaming, parallel = config.section(StreamingConfig), config.parallel
-    own = teacher_sizes(streaming, parallel)
-    own = own or TeacherSizes(parallel.tensor_model_parallel_size, 1)
-    sizes = streaming.sizes(streaming.teacher_size)
-    blocks = stage_blocks(sizes.num_blocks, own.pipeline)
-    stages = [Stage.of_layers(held, i, len(blocks), rank=i) for i, held in enumerate(blocks)]
-    chunks = [dit_weights(LoraConfig(), sizes, own.tensor, stage) for stage in stages]
-    fullest = max(chunks, key=lambda chunk: sum(weight.numel for weight in chunk))
-    frozen = tuple(dataclasses.replace(weight, frozen=True) for weight in fullest)
-    count, width = sum(weight.numel for weight in frozen), Ranks.of(config).width
-    state = State(count=count, parameters=count * width, frozen=count * width)
-    return NetworkMemory("teacher", frozen, state, distinct(chunks))
+    def cache(self) -> int:
+        """Return keys and values of a clip's frames and of one text, in all blocks."""
+        x, sizes, frame = self._ranks, self._streaming.sizes(None), self._clip(1)
+        frames = self._window.capacity_for(self._streaming.chunk_frames)
+        rows = frames * frame.num_image // x.cp + frame.num_text
+        both = 2 * sizes.num_blocks * rows * x.b * sizes.hidden_size // x.tp
+        # The memo holds a copy of the text itself in fp32 too.
+        return both * x.width + frame.num_text * x.b * sizes.text_width * FP32
 
+    def passes(self) -> list[Pass]:
+        """Return the passes of a step that trains both networks."""
+        streaming = self._streaming
+        critic, block = self._on_clip(self._config, streaming.critic_size), self._on_block()
+        learned = critic.activations(self._whole(streaming.critic_size))
+        guided = 2 if streaming.guidance_scale != 1 else 1
+        plain = replace(self._config, lora=LoraConfig())
+        teacher = self._on_clip(plain, streaming.teacher_size, samples=guided)
+        count = 1 if streaming.two_phase else streaming.chunk_frames // streaming.frame_block
+        found = [
+            Pass("critic, forward and backward on a clip", learned.kept + learned.transient),
+            Pass(
+                f"generator, forward and backward on {count} frame block(s)",
+                self._generator(block, count),
+            ),
+            Pass("teacher, forward on a clip", teacher.without_gradient()),
+        ]
+        if streaming.distribution_loss == "sid":
+            judged = teacher.activations(self._whole(streaming.teacher_size))
+            held = learned.kept + judged.kept + max(learned.transient, judged.transient)
+            found.append(Pass("critic and teacher, forward and backward to a clip", held))
+        return [*found, Pass("generator, forward on a frame block", block.without_gradient())]
 
-def _window(config: RunConfig) -> FrameWindow:
-    streaming = config.section(StreamingConfig)
-    return FrameWindow(streaming.frame_block, streaming.window_frames, streaming.sink_frames)
-
-
-def cache_bytes(config: RunConfig) -> int:
-    """Return keys and values of the frames that a step needs, and of one text, in all blocks."""
-    streaming, ranks = config.section(StreamingConfig), Ranks.of(config)
-    sizes, clip = streaming.sizes(None), _clip(config, "", 1)
-    frames = _window(config).capacity_for(streaming.chunk_frames)
-    rows = frames * clip.num_image // ranks.cp + clip.num_text
-    both = 2 * sizes.num_blocks * rows * ranks.b * sizes.hidden_size // ranks.tp
-    # The memo holds a copy of the text itself in fp32 too.
-    return both * ranks.width + clip.num_text * ranks.b * sizes.text_width * FP32
-
-
-def _clip(config: RunConfig, name: str, frames: int, *, samples: int = 1) -> Clip:
-    """Return latent frames as a clip."""
-    height, width = config.section(StreamingConfig).latent_size
-    patch = config.section(StreamingConfig).sizes(None).patch_size
-    micro = (config.training.micro_batch_size or 1) * samples
-    length = config.section(TextEncoderConfig).text_length
-    return Clip(name, frames, height // patch, width // patch, length, micro)
-
-
-def _network(config: RunConfig, size: str | None, clip: Clip) -> DiTNetwork:
-    """Return critic or teacher on a clip: all frames see each other, and have one timestep."""
-    ranks = dataclasses.replace(Ranks.of(config), b=clip.micro_batch_size)
-    plan = AttentionPlan.bidirectional(clip.frames)
-    return DiTNetwork(config, ranks, config.section(StreamingConfig).sizes(size), clip, plan)
-
-
-def _block(config: RunConfig) -> DiTNetwork:
-    """Return the generator on one frame block behind a full window."""
-    window, clip = (
-        _window(config),
-        _clip(config, "block", config.section(StreamingConfig).frame_block),
-    )
-    # The block is so far on that the window is full of cached frames.
-    first = window.block * (1 + window.window // window.block)
-    seen = sorted(f for part in window.visible(first) for f in part if f < first)
-    plan = AttentionPlan.causal(window, first, clip.frames, seen)
-    ranks = Ranks.of(config)
-    sizes = config.section(StreamingConfig).sizes(None)
-    return DiTNetwork(config, ranks, sizes, clip, plan, num_times=clip.frames)
-
-
-def _passes(config: RunConfig) -> list[Pass]:
-    """Return the passes of a step that trains both networks."""
-    streaming = config.section(StreamingConfig)
-    chunk = _clip(config, "chunk", streaming.chunk_frames)
-    critic = _network(config, streaming.critic_size, chunk)
-    block, found = _block(config), list[Pass]()
-    blocks = streaming.chunk_frames // streaming.frame_block
-    together = 1 if streaming.two_phase else blocks
-    for name, network, given, count in (
-        ("critic, forward and backward on a chunk", critic, streaming.critic_size, 1),
-        (f"generator, forward and backward on {together} frame block(s)", block, None, together),
-    ):
-        cost = network.activations(_whole(config, given))
+    def _generator(self, block: DiTNetwork, count: int) -> int:
+        """Return forward and backward of the generator on some frame blocks at once."""
+        stage = self._whole(None)
+        cost = block.activations(stage)
         held = cost.kept * count + cost.transient
         if count > 1:
             # A weight's gradient waits until those of all blocks have been summed.
-            held += sum(x.numel for x in network.weights(_whole(config, given)) if not x.frozen) * (
-                network.sizes.width
-            )
-        found.append(Pass(name, held))
-    guided = 2 if streaming.guidance_scale != 1 else 1
-    seen = _network(
-        dataclasses.replace(config, lora=LoraConfig()),
-        streaming.teacher_size,
-        _clip(config, "teacher", streaming.chunk_frames, samples=guided),
-    )
-    found.append(Pass("teacher, forward on a chunk", seen.without_gradient()))
-    if streaming.distribution_loss == "sid":
-        costs = [
-            critic.activations(_whole(config, streaming.critic_size)),
-            seen.activations(_whole(config, streaming.teacher_size)),
-        ]
-        held = sum(cost.kept for cost in costs) + max(cost.transient for cost in costs)
-        found.append(Pass("critic and teacher, forward and backward to a chunk", held))
-    found.append(Pass("generator, forward on a frame block", block.without_gradient()))
-    return found
+            trained = sum(x.numel for x in block.weights(stage) if not x.frozen)
+            held += trained * self._ranks.width
+        return held
+
+    def _whole(self, size: str | None) -> Stage:
+        """Return one stage that holds all blocks of a network."""
+        return Stage.of_layers(range(self._streaming.sizes(size).num_blocks), 0, 1)
+
+    def _clip(self, frames: int, *, samples: int = 1) -> Clip:
+        """Return latent frames of the run's sequences as a clip."""
+        height, width = self._streaming.latent_size
+        patch = self._streaming.sizes(None).patch_size
+        length = self._config.section(TextEncoderConfig).text_length
+        micro = max(1, self._ranks.b) * samples
+        return Clip("", frames, height // patch, width // patch, length, micro)
+
+    def _on_clip(self, config: RunConfig, size: str | None, *, samples: int = 1) -> DiTNetwork:
+        """Return critic or teacher on a clip: all frames see each other, and have one timestep."""
+        clip = self._clip(self._streaming.chunk_frames, samples=samples)
+        ranks = replace(self._ranks, b=clip.micro_batch_size)
+        plan = AttentionPlan.bidirectional(clip.frames)
+        return DiTNetwork(config, ranks, self._streaming.sizes(size), clip, plan)
+
+    def _on_block(self) -> DiTNetwork:
+        """Return the generator on one frame block behind a full window."""
+        window, clip = self._window, self._clip(self._streaming.frame_block)
+        # The block is so far on that the window is full of cached frames.
+        first = window.block * (1 + window.window // window.block)
+        seen = sorted(f for part in window.visible(first) for f in part if f < first)
+        plan = AttentionPlan.causal(window, first, clip.frames, seen)
+        sizes = self._streaming.sizes(None)
+        return DiTNetwork(self._config, self._ranks, sizes, clip, plan, num_times=clip.frames)
 
 
 def not_estimated(config: RunConfig) -> list[str]:
     """Say what a plan of streaming leaves out, one sentence each."""
-    encoder, streaming = (
-        config.section(TextEncoderConfig).text_encoder,
-        config.section(StreamingConfig),
-    )
+    streaming, encoder = config.section(StreamingConfig), config.section(TextEncoderConfig)
     found = [
-        f"The text encoder ({encoder}), which lies on the first rank of each replica, and its work "
-        "are not estimated."
+        f"The text encoder ({encoder.text_encoder}), which lies on the first rank of each replica, "
+        "and its work are not estimated."
     ]
     if streaming.encode_first_frame or streaming.given_frames:
         found.append(
