@@ -111,9 +111,6 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             key: ``[s/c, b, g, d]``, g query groups.
             value: ``[s/c, b, g, d]``.
             attention_mask: True where forbidden, ``[b, 1, s/c, s]``; None means causal.
-            attn_mask_type: unused, the constructor's holds.
-            attention_bias: must be None.
-            packed_seq_params: must be None.
         """
         if attention_bias is not None or packed_seq_params is not None:
             raise ConfigError(

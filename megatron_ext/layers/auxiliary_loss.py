@@ -52,7 +52,6 @@ def attach(carrier: Tensor, loss: Tensor, transformer_config: Any) -> Tensor:
     Args:
         carrier: activations that the main loss depends on.
         loss: a tensor of any shape.
-        transformer_config: megatron-core's configuration of the model.
 
     Returns:
         The carrier; the loss is lost if it is not used.

@@ -45,7 +45,6 @@ class _Compiler:
 
     Attributes:
         backend: backend of `torch.compile`; None runs everything as written.
-        on_cpu: compile functions of CPU tensors too.
         strict: raise the compiler's errors instead of running the function as written.
         checked: whether the machine has been searched for what the backend needs.
     """

@@ -36,7 +36,6 @@ def microbatch_masks(seed: int, first_sample: int) -> Iterator[None]:
     """Draw the masks of one micro-batch inside the block.
 
     Args:
-        seed: ``--seed``.
         first_sample: number of its first sample in the run.
     """
     tracker = get_cuda_rng_tracker()
@@ -54,8 +53,6 @@ def uniform(site: str, sample: int, shape: tuple[int, ...], device: torch.device
 
     Args:
         site: name of the place, the same on every layout.
-        sample: index in the micro-batch.
-        shape: shape of the full sample.
         device: where to draw; masks agree between layouts on one kind of device.
     """
     generator = torch.Generator(device)
@@ -68,8 +65,6 @@ def local_positions(length: int, groups: ProcessGroupCollection, *, cut: bool) -
     """Return the positions in the full sequence of what this rank holds, ``[s_local]``.
 
     Args:
-        length: length of the local sequence.
-        groups: tensor- and context-parallel groups.
         cut: the sequence is also cut over the tensor-parallel ranks.
     """
     shards = groups.tp.size() if cut else 1
@@ -85,9 +80,6 @@ class HiddenDropout(torch.nn.Module):
     """Dropout of hidden states.
 
     Args:
-        probability: probability that an element is dropped.
-        site: name of the place.
-        groups: tensor- and context-parallel groups.
         sequence_parallel: hidden states are cut over the tensor-parallel ranks.
     """
 
@@ -157,10 +149,6 @@ def attention_dropout(
 
     Args:
         probabilities: ``[b, n, q, k]``; keys from position 0 on.
-        probability: probability that an element is dropped.
-        site: name of the layer.
-        num_heads: heads of the whole model.
-        length: length of the full sequence.
         first_head, first_query: where the part begins.
     """
     _, heads, queries, keys = probabilities.shape

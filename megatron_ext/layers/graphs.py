@@ -171,7 +171,6 @@ class ChunkGraphs:
     """The graphs of one model chunk.
 
     Args:
-        layers: layers of the chunk, in order.
         warmup_steps: runs of each layer before it is recorded.
 
     Attributes:

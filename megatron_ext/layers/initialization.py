@@ -40,7 +40,6 @@ class Shard:
     Attributes:
         name: name of the full tensor, with the indices of its layer and expert along the whole
             model, such as ``decoder.layers.mlp.linear_fc1.weight[3]``.
-        full_shape: shape of the full tensor.
         offset: where the part begins along each dimension.
         tensor: the part, a view of the memory it was asked for.
         is_main: false for a copy that another rank, or this one, holds too.
@@ -69,7 +68,6 @@ def shards_of(
     the layout; gated and grouped weights come as the parts that they are made of.
 
     Args:
-        chunk: a model chunk without wrappers.
         tensor_of: maps a parameter to what to take in its place, such as its gradient; None leaves
             the parameter out.
     """
@@ -216,7 +214,6 @@ def initialize_by_name(
     Args:
         chunks: model chunks without wrappers, on any device and in any dtype.
         transformer_config: the TransformerConfig that they were built with, its methods marked.
-        seed: ``--seed``.
         vocab_size: entries before padding, whose weights the padding does not change; None takes
             all entries for real ones.
 
@@ -246,9 +243,7 @@ def draw_by_name(
 
     Args:
         chunk: a model chunk without wrappers; its ``sharded_state_dict`` names the parameters.
-        parameters: what to fill.
         method: fills a full tensor in place.
-        seed: ``--seed``.
     """
     wanted = {_memory(parameter) for parameter in parameters}
     for shard in shards_of(chunk):

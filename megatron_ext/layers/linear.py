@@ -30,7 +30,6 @@ def _weight_gradient(call: LinearCall, gradient: Tensor, total: Tensor) -> Tenso
     """Compute the weight's gradient, put it where it belongs, and return what autograd gets.
 
     Args:
-        call: settings of the product.
         gradient: gradient of the output, ``[s, b, out]``.
         total: the whole input, ``[s, b, in]``.
     """

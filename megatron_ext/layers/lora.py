@@ -54,7 +54,6 @@ class Adapter(torch.nn.Module):
 
     Args:
         layer: its weight is ``[out/tp, in]`` or ``[out, in/tp]`` on this rank.
-        config: section with a rank.
         gated: the layer's output is two halves that a gated activation multiplies, each cut by
             itself.
     """
@@ -151,11 +150,6 @@ def attach_adapters(chunks: Sequence[torch.nn.Module], config: LoraConfig, seed:
 
     B is zero, so the model starts as it is without them; A is drawn by name, kaiming-uniform as in
     the authors' code, so it depends on no layout.
-
-    Args:
-        chunks: model chunks without wrappers.
-        config: section with a rank.
-        seed: ``--seed``.
 
     Raises:
         ConfigError: a chunk whose layers have none of the targets.

@@ -81,9 +81,7 @@ class Router(TopKRouter):  # type: ignore[misc]
 
         Args:
             activation: what carries the loss through the graph.
-            aux_loss_coeff: weight of the loss.
             aux_loss: this micro-batch's loss times its weight.
-            aux_loss_name: what the log calls it.
             reduce_group: ranks whose parts make up the logged value.
             reduce_group_has_dp: the group spans data-parallel ranks too.
             valid_token_count: not used, a mean does not depend on it.

@@ -58,7 +58,6 @@ def per_token_weights(
 
     Args:
         masks: per depth, ``[b, s/c]``.
-        scaling_factor: ``--mtp-loss-scaling-factor``.
         main_count: N over the step, all micro-batches, data- and context-parallel ranks.
         depth_counts: D_k likewise, ``[K]``.
     """
@@ -84,9 +83,7 @@ class OutputHead:
 
     Attributes:
         weight: ``[v/tp, h]``; part r starts at token ``r * v/tp``.
-        tp_group: ranks that hold the other parts.
         sequence_parallel: hidden states come cut along the sequence.
-        config: megatron-core's configuration of the model.
         bias: ``[v/tp]``, in the weight's type; None where the head has none.
     """
 

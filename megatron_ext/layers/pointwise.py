@@ -71,7 +71,6 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, spec: NormSpec) -> Tens
         x: ``[..., h]``; it may be a residual stream in float32 while the weights are in 16 bits.
         weight: ``[h]``.
         bias: ``[h]``; None for RMSNorm.
-        spec: see `NormSpec`.
 
     Returns:
         ``[..., h]`` in the dtype of the weight.
@@ -144,7 +143,6 @@ def activated(
     Args:
         x: ``[s, b, f]`` or ``[tokens, f]``; gated ``2 f``: first what the activation gets, then
             what its result is multiplied with (arXiv:2002.05202).
-        bias: bias of ``x``.
         scale: ``[tokens, 1]``, for an expert's tokens.
         activation: key of `ACTIVATIONS`.
         gated: see ``x``.
@@ -166,7 +164,6 @@ def rotary_table(angles: Tensor, dtype: torch.dtype, interleaved: bool) -> tuple
 
     Args:
         angles: ``[s, 1, 1, d]``; every angle twice, in halves or as neighbours.
-        dtype: dtype of the queries.
         interleaved: equal angles are neighbours.
     """
     once = angles[..., ::2] if interleaved else angles.chunk(2, dim=-1)[0]
@@ -214,7 +211,6 @@ def queries_keys_values(
         cos, sin: see `rotary_table`; None rotates nothing.
         interleaved: neighbouring features make a pair, else the halves.
         q_weight, q_bias, k_weight, k_bias: weights of the norms, ``[d]``.
-        spec: see `NormSpec`; None norms nothing.
 
     Returns:
         ``[s, b, n, d]``, ``[s, b, g, d]``, ``[s, b, g, d]``.

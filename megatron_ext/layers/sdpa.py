@@ -74,7 +74,6 @@ def attend(
         value: ``[b, g, k, d]``.
         mask: True where a query sees a key, ``[b, 1, q, k]``, or a bias of torch.
         causal: queries see no later keys; not with a mask.
-        dropout: dropout of the probabilities.
         scale: None means ``1 / sqrt(d)``.
         backend: the only kernel to take on a GPU; auto takes the fastest that fits.
 
@@ -121,9 +120,7 @@ def prefers_cudnn(capability: tuple[int, int], version: int, lengths: Sequence[i
     """Return whether cuDNN's kernels are the fastest, and trusted at these lengths.
 
     Args:
-        capability: compute capability of the GPU.
         version: version of cuDNN, 91501 for 9.15.1.
-        lengths: lengths of queries and keys.
     """
     whole_tiles = all(length % TILE == 0 for length in lengths)
     trusted = version >= (CUDNN_OF_TORCH_2_8 if whole_tiles else CUDNN_ANY_LENGTH)
@@ -167,8 +164,6 @@ def flex_attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scal
         query: ``[b, n, q, d]``.
         key: ``[b, g, k, d]``.
         value: ``[b, g, k, d]``.
-        mask: see `block_mask`.
-        scale: scale of the scores.
     """
     out: Tensor = compiled_flex_attention()(
         query, key, value, block_mask=mask, scale=scale, enable_gqa=query.size(1) != key.size(1)
@@ -187,7 +182,6 @@ def block_mask(query: Tensor, key: Tensor, span: Span, forbidden: Tensor | None)
 
     Args:
         query, key: only their lengths and device matter.
-        span: what positions allow.
         forbidden: ``[b or 1, 1, q, k]``, True where forbidden; None forbids nothing.
     """
     lengths = query.size(2), key.size(2)

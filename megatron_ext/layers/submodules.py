@@ -44,7 +44,6 @@ def table_of(angles: Tensor, dtype: torch.dtype, *, interleaved: bool) -> Table:
 
     Args:
         angles: ``[s, 1, 1, d]``, see `rotary_table`.
-        dtype: dtype of queries and keys.
         interleaved: neighbouring features make a pair.
     """
     tables: dict[torch.dtype, Table] = _tables.setdefault(angles, {})
@@ -73,7 +72,6 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
         """Return the output ``[s, b, h]`` and the bias that is to be added.
 
         Args:
-            hidden_states: ``[s, b, h]``.
             attention_mask: True where forbidden, ``[b, 1, s, s]``; None means causal.
         """
         rotary = kwargs.pop("rotary_pos_emb", None)

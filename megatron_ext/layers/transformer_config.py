@@ -27,7 +27,6 @@ class VShapedLayerLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
 
     Args:
         num_layers: layers of the model, a multiple of twice the pipeline size.
-        pipeline_size: number of pipeline ranks.
     """
 
     def __init__(self, num_layers: int, pipeline_size: int) -> None:
@@ -75,7 +74,6 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
             see `layers.weight_gradients`. megatron-core's own layers would need apex for it.
         te_gradient_accumulation_fusion: Transformer Engine's layers sum weight gradients in the
             main buffer, also where megatron-core's cannot.
-        fusions: which parts of a layer compile.
     """
 
     auxiliary_scale: AuxiliaryScale | None = None

@@ -34,8 +34,6 @@ def recipe_error(
     """Return why a GPU cannot run a recipe of Transformer Engine, in one sentence; None if it can.
 
     Args:
-        recipe: ``--fp8-recipe``.
-        capability: compute capability of the GPU.
         cuda: version that torch was built with; None where it is unknown.
     """
     first, found = FIRST.get(recipe), ".".join(map(str, capability))
@@ -87,7 +85,6 @@ def buffer_arguments(config: RunConfig, modes: Any = None) -> dict[str, Any]:
     """Return the arguments of Transformer Engine's ``initialize_ub``.
 
     Args:
-        config: a run with ``--tp-comm-overlap``.
         modes: its ``UserBufferQuantizationMode``, which it has from version 2.7 on; else None.
     """
     model, engine, fp8 = config.model, config.engine, config.fp8

@@ -43,7 +43,6 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
     A residual stream in float32 stays so, where core rounds it to the 16 bits of ``x``.
 
     Args:
-        training: drop elements.
         fused: false under ``--no-bias-dropout-fusion``.
     """
     unfused: Callable[..., Tensor] = core_bias_dropout_add(training, fused=False)

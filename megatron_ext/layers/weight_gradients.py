@@ -129,7 +129,6 @@ class LinearCall:
     """The settings of one call of a linear layer.
 
     Attributes:
-        parameter: the weight.
         queue: where its gradient waits; None computes it in the backward pass.
         in_place: add the gradient to the weight's ``main_grad``, where it has one.
         tp_group: ranks that hold the other parts of the weight; None where nothing is sent.

@@ -33,7 +33,6 @@ class StepCounts:
         main: number of main targets N, by which the step divides its gradients, scalar float32.
         weight: sum D of their weights, N where these are 0 or 1, scalar float32.
         mtp: sum of the weights of each multi-token-prediction depth, ``[K]`` float32.
-        num_microbatches: micro-batches of each data-parallel rank.
     """
 
     main: Tensor
@@ -149,7 +148,6 @@ def weighted_token_loss(
     Args:
         losses: cross-entropy per token, ``[b, s]``.
         weights: weights of the tokens, 0 where there is no target, ``[b, s]``.
-        share: see `share_of_step`.
         mtp_targets: its reports, filled by the forward pass, join the log.
     """
     weights = weights.reshape(-1).float()

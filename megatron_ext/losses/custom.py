@@ -82,10 +82,8 @@ class TokenLoss(Generic[Config]):
     """A loss of single tokens; subclass it and write `token_losses`.
 
     Attributes:
-        name: name in the log.
         extra_names: names in the log of further values that `token_losses` returns; their means
             over the tokens, with the weights of the loss, are reported too.
-        config: the options.
     """
 
     name: ClassVar[str] = "loss"
@@ -247,7 +245,6 @@ class HiddenStatesLoss:
         Args:
             hidden: hidden states of the model and of each depth, ``[(1 + depths) * s, b, h]``.
             batch: labels, weights, and what `TokenLoss.build` gave.
-            share: see `share_of_step`.
             mtp_targets: labels and weights of the depths; None where there are none.
         """
         # Wrappers for 16 bits return float32.

@@ -31,7 +31,6 @@ class Channels:
 
     Args:
         transformer_config: gives the dtype of the messages and whether their shapes vary.
-        context: process groups of this rank.
         shape: shape of all messages, ``[s, b, h]``; where shapes vary each is sent ahead of its
             message.
     """

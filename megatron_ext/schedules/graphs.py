@@ -21,12 +21,7 @@ def records_graphs(flags: CudaGraphConfig, device: str) -> bool:
 
 
 def most_in_flight(actions: Sequence[Action], placement: Placement) -> list[int]:
-    """Return how many micro-batches each chunk of a rank holds at most between the two passes.
-
-    Args:
-        actions: actions of the rank, in order.
-        placement: placement of the stages.
-    """
+    """Return how many micro-batches each chunk of a rank holds at most between the two passes."""
     now, most = [0] * placement.num_chunks, [0] * placement.num_chunks
     for action in actions:
         chunk = placement.chunk_of(action.stage)
@@ -62,7 +57,6 @@ class StepGraphs:
 
     Args:
         chunks: chunks of this rank, in the order of their stages.
-        warmup_steps: ``--cuda-graph-warmup-steps``.
 
     Raises:
         ConfigError: see `graphable_layers`.

@@ -192,7 +192,6 @@ def zb_v(placement: Placement, num_microbatches: int, durations: Durations = EVE
 
     Args:
         placement: V-shaped.
-        num_microbatches: any number.
         durations: what the order is made for; it is right for any times, and best for these.
     """
     ranks = [_Rank(placement, rank, num_microbatches) for rank in range(placement.pipeline_size)]
@@ -224,9 +223,6 @@ def build_plan(
     """Return the lists of actions of all pipeline ranks for one step.
 
     Args:
-        schedule: one of `SCHEDULES`.
-        pipeline_size: number of pipeline ranks.
-        num_microbatches: micro-batches of each data-parallel rank.
         num_chunks: stages on each rank; more than one for interleaved, two for zb-v.
         group_size: micro-batches that an interleaved chunk handles before the next chunk; default
             and least: the pipeline size.

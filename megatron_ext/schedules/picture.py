@@ -33,8 +33,6 @@ def text(plan: Plan, cost: Price, columns: int = 0) -> str:
     chunks are in small letters, and dots are idle time.
 
     Args:
-        plan: what was priced.
-        cost: its price.
         columns: width; 0 gives the shortest computation three columns.
     """
     shortest = min(entry.end - entry.start for rank in cost.timeline for entry in rank)

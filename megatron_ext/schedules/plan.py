@@ -133,7 +133,6 @@ def timeline(
 
     Args:
         orders: for each rank, its computations; messages are ignored.
-        placement: placement of the stages.
         durations: times of the computations.
         latency: time of a message between two ranks.
 
@@ -217,8 +216,6 @@ class Plan:
 
     Attributes:
         schedule: its name, such as ``1f1b``.
-        placement: placement of the stages.
-        num_microbatches: micro-batches of each data-parallel rank.
         ranks: for each pipeline rank its actions, messages included.
     """
 

@@ -44,8 +44,6 @@ def scale_by_tokens(
     Args:
         chunks: chunks of this rank, their gradients summed over the data-parallel ranks.
         num_tokens: tokens of this rank's micro-batches, int ``[]``; it is overwritten.
-        pp: pipeline group.
-        dp_cp: data- and context-parallel group.
         last_stage_rank: rank within ``pp`` that has counted.
     """
     torch.distributed.broadcast(num_tokens, group=pp, group_src=last_stage_rank)
@@ -69,8 +67,6 @@ class PipelineEngine:
             parallelism.
         transformer_config: megatron-core's, with its hooks for the synchronization of gradients and
             parameters set as for megatron-core's own schedules.
-        context: process groups of this rank.
-        group_size: see `build_plan`.
         graphs: graphs of the chunks' layers; None runs them kernel by kernel.
     """
 
@@ -119,7 +115,6 @@ class PipelineEngine:
             forward_step: maps ``(data_iterator, model)`` to the output and the loss function, as
                 megatron-core's schedules take it.
             data_iterators: one for each chunk of this rank.
-            num_microbatches: micro-batches of each data-parallel rank.
             shape: shape of what passes from stage to stage on this rank, ``[s, b, h]``; not used
                 where shapes vary and are sent along.
             forward_only: no gradients.

@@ -38,9 +38,6 @@ def attach_fp8(
     """Give the linear layers of this rank's model chunks 8-bit products.
 
     Args:
-        chunks: model chunks without wrappers.
-        config: section with ``--fp8-format``.
-        pgs: process groups of this rank.
         num_layers: layers of the whole model; None keeps none of them in bfloat16.
         on_gpu: check that this GPU has such products.
         varies: the number of tokens differs from product to product.

@@ -31,7 +31,6 @@ def fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearC
             parallelism; any number of dimensions before the last.
         weight: ``[out, in]`` on this rank.
         bias: ``[out]``.
-        call: settings with a scaling.
     """
     trains = call.parameter.requires_grad and torch.is_grad_enabled()
     if call.queue is not None:
@@ -111,7 +110,6 @@ def _weight_gradient(
     """Return a function that computes the gradient ``[out, in]`` of the weight in a given dtype.
 
     Args:
-        call: settings with a scaling.
         flat: gradient of the output, ``[tokens, out]``.
         gradient: its transpose in 8 bits; None without ``--fp8-wgrad``.
         kept: what `_entered` kept.
@@ -181,11 +179,7 @@ class KeptWeights:
 
 
 class AmaxHistories:
-    """The delayed scalings of a rank's model chunks; none with other recipes.
-
-    Args:
-        chunks: model chunks, with or without wrappers.
-    """
+    """The delayed scalings of a rank's model chunks; none with other recipes."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
         self._scalings = [

@@ -132,8 +132,6 @@ def scale_for(amax: Tensor, limit: float | Tensor, margin: int = 0) -> Tensor:
 
     Args:
         amax: float32, at least 0, of any shape.
-        limit: the largest number of the format.
-        margin: powers of two to leave free.
     """
     scale = limit / amax / 2.0**margin
     scale = scale.clamp(max=torch.finfo(torch.float32).max)
@@ -167,9 +165,6 @@ def quantize(
     Args:
         x: ``[m, k]``.
         amax: what `largest` returns; None to find it here.
-        dtype: an 8-bit format.
-        along: see `largest`.
-        wanted: which layouts to return.
     """
     amax = largest(x, along) if amax is None else amax
     scale = scale_for(amax, torch.finfo(dtype).max)
@@ -228,7 +223,6 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype, *, fast: bool = Fals
     Args:
         a: ``[m, k]``; may be in e5m2.
         b: ``[n, k]`` in e4m3.
-        dtype: dtype of the result. With scales for rows a GPU rounds to bfloat16 before.
         fast: sum in the tensor cores' fewer bits, as Transformer Engine does in forward passes;
             without effect on a CPU.
 
@@ -273,7 +267,6 @@ def check_layout(
         b: ``[k, n]``, column by column.
         scale_a: what brings a back, float32; ``[]``, or ``[m, 1]`` for its rows.
         scale_b: ``[]`` or ``[1, n]``.
-        out_dtype: dtype of the result.
 
     Raises:
         ValueError: the rule that is broken.

@@ -43,7 +43,6 @@ class Parts:
     """Which ranks hold the other parts of what a scale covers; None where it is whole.
 
     Args:
-        pgs: process groups of this rank.
         cuts_input: the layer is row-parallel, so the input's features are cut; otherwise the
             output's are.
         cuts_sequence: the input comes cut along the sequence (sequence parallelism).
@@ -157,10 +156,6 @@ class Pair(NamedTuple):
 
 class Scaling(torch.nn.Module):
     """One scale for each tensor, from the tensor itself (``--fp8-recipe tensorwise``).
-
-    Args:
-        config: section with a format.
-        parts: how the layer is cut.
 
     Attributes:
         keeps_weight: the weight does not change for a while, so it is cast once (`KeptWeights`).
