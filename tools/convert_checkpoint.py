@@ -5,14 +5,15 @@
     python tools/convert_checkpoint.py export --load CHECKPOINT --hf FOLDER --hf-like ORIGINAL
 
 Folders are local and hold safetensors; nothing is fetched. Language models are dense llama,
-mistral, qwen2 and qwen3. What is imported loads in any layout, with --pretrained-checkpoint
+mistral, qwen2 and qwen3. Imported weights load in any layout, with --pretrained-checkpoint
 CHECKPOINT or with --load CHECKPOINT --finetune; add --use-checkpoint-args to the latter to take the
-model's shape from it.
+model's shape from the checkpoint.
 
 Video models are Wan 2.1 text to video, in the naming of diffusers or of the original repository,
-also as a file of torch.save such as Self-Forcing and LongLive publish. What is imported is for
+or a file of torch.save such as Self-Forcing and LongLive publish. Imported weights are for
 pretrain_video.py --task streaming: --pretrained-checkpoint, --critic-checkpoint and
---teacher-checkpoint take it in any layout. Exported are generator, its averages or critic.
+--teacher-checkpoint take them in any layout. The generator, its averages and the critic can be
+exported.
 
 Runs in one process on the CPU. Exit code 0, or 2 after a user's error.
 """
@@ -57,21 +58,26 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(commands.add_parser("export", help="checkpoint -> Hugging Face model"))
     for command in commands.choices.values():
         command.add_argument(
-            "--dtype", choices=PRECISIONS, help="of the weights to write (default: the source's)"
+            "--dtype",
+            choices=PRECISIONS,
+            help="dtype of the weights to write (default: the source's)",
         )
     return parser
 
 
 def _add_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--hf", required=True, type=Path, help="folder of the model; of Wan also a .pt file"
+        "--hf",
+        required=True,
+        type=Path,
+        help="folder of the model to read; for Wan, a .pt file as well",
     )
-    parser.add_argument("--save", required=True, type=Path, help="folder for the checkpoint")
+    parser.add_argument("--save", required=True, type=Path, help="new folder for the checkpoint")
     language = parser.add_argument_group("language models")
     language.add_argument(
         "--target-tensor-parallel-size",
         type=SIZE.integer,
-        help="pad the vocabulary for as many ranks (1); others can load it as well",
+        help="pad the vocabulary for this many ranks (1); others can load it as well",
     )
     language.add_argument(
         "--make-vocab-size-divisible-by",
@@ -81,20 +87,26 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
     language.add_argument(
         "--seq-length",
         type=COUNT.integer,
-        help="that --use-checkpoint-args gives (the longest position)",
+        help="sequence length that --use-checkpoint-args gives (the longest position)",
     )
     wan = parser.add_argument_group("Wan")
-    wan.add_argument("--entry", help="of a .pt file, such as generator_ema (the only one)")
+    wan.add_argument(
+        "--entry", help="entry of a .pt file to read, such as generator_ema (the only one)"
+    )
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load", required=True, type=Path, help="folder of the checkpoints")
-    parser.add_argument("--ckpt-step", type=NATURAL.integer, help="iteration (the latest)")
+    parser.add_argument(
+        "--ckpt-step", type=NATURAL.integer, help="iteration of the checkpoint to read (the latest)"
+    )
     parser.add_argument("--hf", required=True, type=Path, help="new folder for the model")
     parser.add_argument(
-        "--ema", action="store_true", help="the averaged weights of a run with --ema-decay"
+        "--ema", action="store_true", help="write the averaged weights of a run with --ema-decay"
     )
-    parser.add_argument("--max-shard-size", default="5GB", help="of one file (5GB)")
+    parser.add_argument(
+        "--max-shard-size", default="5GB", help="largest size of a file of weights (5GB)"
+    )
     language = parser.add_argument_group("language models")
     language.add_argument(
         "--hf-like", type=Path, help="model whose config.json and tokenizer files are followed"
@@ -105,9 +117,11 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         help="rows of the vocabulary to write (those of --hf-like)",
     )
     wan = parser.add_argument_group("Wan")
-    wan.add_argument("--network", choices=NETWORKS, help="of a streaming run (generator)")
+    wan.add_argument(
+        "--network", choices=NETWORKS, help="network of a streaming run to write (generator)"
+    )
     names = [naming.value for naming in Naming]
-    wan.add_argument("--naming", choices=names, help="of the tensors (diffusers)")
+    wan.add_argument("--naming", choices=names, help="whose names the tensors get (diffusers)")
 
 
 _LANGUAGE = (

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Adapters of a trained run (--lora-rank): merged into its weights, or exported for peft.
+"""Merges the adapters of a trained run (--lora-rank) into its weights, or exports them for peft.
 
 python tools/lora.py merge --load RUN --save MERGED
 python tools/lora.py export --load RUN --output ADAPTER --base-model meta-llama/Llama-3.2-1B
 
-Of a streaming run (pretrain_video.py --task streaming) the generator, or with --network the critic;
-exported adapters fit diffusers' WanTransformer3DModel.
+A streaming run (pretrain_video.py --task streaming) has two networks: the generator is taken, or
+with --network the critic. Its exported adapters fit diffusers' WanTransformer3DModel.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ from megatron_ext.device import select
 from megatron_ext.errors import CheckpointError, MegatronExtError
 from megatron_ext.text.convert.names import llama_adapters
 from megatron_ext.text.model.gpt import build_gpt_chunk
+from megatron_ext.text.task import GPT
 from megatron_ext.train.main import silence_known_warnings
 from megatron_ext.video.convert.export import is_streaming
 from megatron_ext.video.convert.names import wan_adapters
+from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.networks import network_of
+from megatron_ext.video.streaming.task import STREAMING
 
 NETWORKS = ("generator", CRITIC)
 
@@ -49,15 +52,19 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = top.add_subparsers(dest="command", required=True)
-    merge = commands.add_parser("merge", help="a checkpoint without adapters")
-    export = commands.add_parser("export", help="a folder that peft loads")
+    merge = commands.add_parser("merge", help="write a checkpoint without adapters")
+    export = commands.add_parser("export", help="write a folder that peft loads")
     for command in (merge, export):
-        command.add_argument("--load", type=Path, required=True, help="folder of the run")
         command.add_argument(
-            "--ckpt-step", type=NATURAL.integer, help="iteration; default: the latest"
+            "--load", type=Path, required=True, help="folder of the run's checkpoints"
         )
         command.add_argument(
-            "--network", choices=NETWORKS, help="of a streaming run; default: the generator"
+            "--ckpt-step",
+            type=NATURAL.integer,
+            help="iteration of the checkpoint to read; default: the latest",
+        )
+        command.add_argument(
+            "--network", choices=NETWORKS, help="network of a streaming run; default: the generator"
         )
     merge.add_argument("--save", type=Path, required=True, help="folder for the new checkpoint")
     merge.add_argument(
@@ -65,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
         help="weights under adapters that were saved alone, as of a streaming run; default: where "
         "the run found them",
     )
-    export.add_argument("--output", type=Path, required=True, help="new folder")
+    export.add_argument("--output", type=Path, required=True, help="new folder for the adapters")
     export.add_argument(
         "--base-model", default="", help="the model's name on Hugging Face, or path"
     )
@@ -98,8 +105,9 @@ def _merge(args: argparse.Namespace) -> None:
 def _export(args: argparse.Namespace) -> None:
     run, streams = _saved_run(args)
     if streams:
-        size = run.streaming.critic_size if args.network == CRITIC else None
-        layers = wan_adapters(run.streaming.sizes(size).head_dim)
+        streaming = run.section(StreamingConfig)
+        size = streaming.critic_size if args.network == CRITIC else None
+        layers = wan_adapters(streaming.sizes(size).head_dim)
     else:
         layers = llama_adapters(run, args.load)
     left_out = export_adapters(
@@ -125,7 +133,8 @@ def _saved_run(args: argparse.Namespace) -> tuple[RunConfig, bool]:
             f"`--network` ({args.network}) is for runs of `pretrain_video.py --task streaming`, "
             f"but `--load` ({args.load}) holds one model; leave it out."
         )
-    return RunConfig.from_dict(stored), streams
+    task = STREAMING if streams else GPT
+    return RunConfig.from_dict(stored, task.sections), streams
 
 
 if __name__ == "__main__":

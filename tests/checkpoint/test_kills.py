@@ -1,4 +1,4 @@
-"""Kills and full disks while saving."""
+"""Tests of kills and full disks while a run saves."""
 
 from __future__ import annotations
 

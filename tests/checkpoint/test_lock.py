@@ -40,7 +40,7 @@ def _holder(folder: Path) -> tuple[int, int]:
 
 
 def test_a_folder_is_free_as_soon_as_its_run_is_killed(tmp_path: Path) -> None:
-    """Although a process that it forked lives on."""
+    """Check it although a process that the run forked lives on."""
     pid, loader = _holder(tmp_path)
     with pytest.raises(CheckpointError, match=rf"being written by process {pid} on \S+; wait for"):
         _lock(tmp_path)

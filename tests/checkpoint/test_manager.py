@@ -1,4 +1,4 @@
-"""Saved in one layout and loaded in another: the same tensors, bit for bit."""
+"""A state that is saved in one layout loads in another with the same tensors, bit for bit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def load_and_save(context: Any, source: Path, target: Path, options: dict[str, A
 
 
 def travel(tmp_path: Path, first: Layout, second: Layout, **options: Any) -> int:
-    """Save, load elsewhere, save again; the number of tensors compared."""
+    """Save, load elsewhere, save again; return the number of tensors compared."""
     run_on_ranks(train_and_save, first, {"folder": tmp_path / "a", "options": options})
     run_on_ranks(
         load_and_save,

@@ -1,4 +1,4 @@
-"""The optimizer of a run that goes on is that of a run that was never interrupted."""
+"""A resumed run has the optimizer that it would have without an interruption."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ EXPERTS = "--num-experts 2 --expert-model-parallel-size 2"
 
 
 def train(flags: str, save: Path, ranks: int = 1) -> list[dict[str, Any]]:
-    """Train four steps, or from step 2 on with --load; returns the rows of the steps."""
+    """Train four steps, or from step 2 on with --load; return the rows of the steps."""
     code, rows = train_on_ranks([*TINY, *flags.split()], ranks=ranks, save=save)
     assert code == 0
     return training_rows(rows)
 
 
 def check_that_it_goes_on(flags: str, folder: Path, ranks: int = 1) -> list[dict[str, Any]]:
-    """Save at 2 of 4 steps and go on: the rows and the tensors are the same, bit for bit."""
+    """Check that saving after 2 of 4 steps and going on changes no row and no tensor."""
     whole = train(flags, folder / "whole", ranks)
     again = train(f"{flags} --load {folder / 'whole'} --ckpt-step 2", folder / "again", ranks)
     assert [row["iteration"] for row in again] == [3, 4]
@@ -61,7 +61,7 @@ def test_each_group_of_parameters_keeps_its_learning_rate(
 
 @pytest.mark.parametrize("shared", ["", SHARED])
 def test_each_group_keeps_its_learning_rate_in_another_layout(shared: str, tmp_path: Path) -> None:
-    """Two stages, of which one has no embedding of its own, from one rank."""
+    """Go from one rank to two stages, of which one has no embedding of its own."""
     flags = f"--decoupled-lr 1e-3 --disable-bias-linear {shared}"
     whole = train(flags, tmp_path / "whole")
     load = f"--load {tmp_path / 'whole'} --ckpt-step 2"
@@ -115,7 +115,7 @@ def test_a_run_goes_on_from_before_its_first_update(flags: str, ranks: int, tmp_
 
 @pytest.mark.parametrize("flags", ["--bf16", "--fp16 --initial-loss-scale 1024"])
 def test_a_stage_without_experts_goes_on_in_16_bits(flags: str, tmp_path: Path) -> None:
-    """The optimizer of its experts has no weights in the checkpoint, in no layout."""
+    """Check it although the optimizer of its experts has no weights in the checkpoint."""
     flags = f"{flags} {STAGES} {EXPERTS} --moe-layer-freq ([0]*1+[1]*1)"
     check_that_it_goes_on(flags, tmp_path, ranks=4)
 
@@ -124,7 +124,7 @@ def test_a_stage_without_experts_goes_on_in_16_bits(flags: str, tmp_path: Path) 
     ("before", "now"), [("--bf16", ""), ("", "--bf16"), ("--fp16 --loss-scale 256", "")]
 )
 def test_shared_state_goes_on_in_another_precision(before: str, now: str, tmp_path: Path) -> None:
-    """The fp32 weights go on: saved at once, they are the checkpoint's."""
+    """Check that fp32 weights saved at once again are the checkpoint's."""
     train(f"{SHARED} {before}", tmp_path / "whole")
     load = f"--load {tmp_path / 'whole'} --ckpt-step 2 --lr 1e-30 --override-opt-param-scheduler"
     train(f"{SHARED} {now} {load}", tmp_path / "again")
@@ -158,7 +158,7 @@ def test_whole_state_in_another_precision_is_refused_before_any_rank_starts(
     ["", "--bf16 --grad-reduce-in-bf16 --overlap-grad-reduce --overlap-param-gather"],
 )
 def test_state_of_one_layout_goes_on(flags: str, tmp_path: Path) -> None:
-    """The format that needs the same tensor, pipeline and expert parallel sizes."""
+    """Check the format that needs the same tensor, pipeline and expert parallel sizes."""
     flags = f"{SHARED} --no-dist-ckpt-optim-fully-reshardable --loss-reduction sample {flags}"
     check_that_it_goes_on(flags, tmp_path)
 

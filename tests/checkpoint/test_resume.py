@@ -99,7 +99,7 @@ def test_other_data_and_training_is_said(flags: str, named: str) -> None:
     "flags", ["--log-interval 5", "--micro-batch-size 1", "--train-iters 99", "--rotary-base 500"]
 )
 def test_what_changes_no_result_is_not_mentioned(flags: str) -> None:
-    """The base of rotary frequencies is not, where there are none."""
+    """Check it also of the rotary base of a model without rotary positions."""
     none = "--position-embedding-type none"
     assert notes(f"{flags} {none}", none) == []
 

@@ -1,4 +1,4 @@
-"""A folder of checkpoints, or of one of them, gives weights to start from."""
+"""A run starts from the weights in a folder of checkpoints, or in the folder of one of them."""
 
 from __future__ import annotations
 

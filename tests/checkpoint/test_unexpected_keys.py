@@ -1,4 +1,4 @@
-"""Weights in a checkpoint that the model does not take: noted, or refused where they are blocks."""
+"""Weights that the model does not take are noted, or refused where they are whole blocks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def refuse(context: ParallelContext, folder: Path) -> None:
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_fewer_blocks_are_refused_on_every_rank(tmp_path: Path, stages: int) -> None:
-    """A stage has some of the blocks of a model that has all of them."""
+    """Check it where each stage has only some of the model's blocks."""
     layout = Layout(world_size=stages, pipeline_model_parallel_size=stages)
     run_on_ranks(save, Layout(world_size=1), {"folder": tmp_path, "num_blocks": 4})
     run_on_ranks(refuse, layout, {"folder": tmp_path})
@@ -107,7 +107,7 @@ def test_a_critic_with_fewer_blocks_is_refused(
 
 
 MODEL = ("head.weight", "blocks.0.weight", "blocks.1.weight")
-"""Of a model, beside which a checkpoint may hold other things."""
+"""Weights of a model, beside which a checkpoint may hold other things."""
 TENSOR = TensorStorageMetadata.__new__(TensorStorageMetadata)
 
 

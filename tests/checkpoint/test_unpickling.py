@@ -27,7 +27,7 @@ from tools.convert_checkpoint import main as convert
 
 
 class Trap:
-    """Makes a file when an ordinary reader unpickles it."""
+    """An object that makes a file when an ordinary reader unpickles it."""
 
     def __init__(self, marker: Path) -> None:
         self._marker = marker
@@ -103,7 +103,7 @@ def test_a_prepared_pickle_is_refused(
 def test_tools_refuse_a_prepared_pickle(
     saved: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In a process of its own, since ranks are forked from this one later."""
+    """Run the tool in a process of its own, since ranks are forked from this one later."""
     root, marker = tmp_path / "run", tmp_path / "marker"
     shutil.copytree(saved, root)
     _into_metadata(folder_of(root, 1), Trap(marker))
@@ -119,7 +119,7 @@ def test_tools_refuse_a_prepared_pickle(
 
 
 def test_a_tensor_that_claims_to_be_an_object_is_not_unpickled(saved: Path, tmp_path: Path) -> None:
-    """The index decides how an entry is read; `read_tensors` asks for tensors alone."""
+    """Check it of `read_tensors`, since the index decides how an entry is read."""
     root = tmp_path / "run"
     shutil.copytree(saved, root)
     name = next(n for n in MetadataReader(str(folder_of(root, 1))).read_metadata()
@@ -154,7 +154,7 @@ def test_a_damaged_index_is_one_sentence(content: bytes, tmp_path: Path) -> None
 
 @ranks(dp=2)
 def test_strictness_that_lists_all_names_uses_the_same_reader(context: Any, tmp_path: Path) -> None:
-    """`raise_all` lets megatron-core read the index of its own accord."""
+    """Check `raise_all`, with which megatron-core reads the index of its own accord."""
     tiny = build(context)
     tiny.step()
     folder = tmp_path

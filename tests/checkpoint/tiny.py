@@ -32,7 +32,7 @@ class Tiny:
     scheduler: Any
 
     def step(self) -> None:
-        """An update with gradients that do not depend on the layout: each weight's own value."""
+        """Update with gradients that follow from each weight's own value, in any layout."""
         for chunk in self.model:
             for parameter in chunk.parameters():
                 parameter.main_grad.copy_(parameter.detach().float() * 0.5 + 0.01)
@@ -117,7 +117,7 @@ def build(
 
 
 def manager(context: ParallelContext, folder: Path, **options: Any) -> CheckpointManager:
-    """A manager that saves to and loads from one folder."""
+    """Return a manager that saves to and loads from one folder."""
     values = {"save": str(folder), "load": str(folder), **options}
     return CheckpointManager(CheckpointConfig(**values), context)
 
@@ -146,7 +146,7 @@ def load(checkpoints: CheckpointManager, tiny: Tiny) -> Any:
 
 
 def whole_tensors(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint unsharded, read by torch's own converter."""
+    """Read all tensors of a checkpoint unsharded, by torch's own converter."""
     dcp_to_torch_save(str(checkpoint), str(scratch))
     content = torch.load(scratch, weights_only=False)
     return {name: value for name, value in content.items() if torch.is_tensor(value)}

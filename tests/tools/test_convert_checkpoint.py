@@ -1,4 +1,4 @@
-"""convert_checkpoint.py as a user runs it."""
+"""Tests of convert_checkpoint.py as a user runs it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_there_and_back(tmp_path: Path) -> None:
 
 
 def test_wan_there_and_back(tmp_path: Path) -> None:
-    """The printed flags are those of a run; options of the other kind of model are refused."""
+    """Check the printed flags too, and that options of the other kind of model are refused."""
     source, root, back = wan.make(tmp_path / "hf"), tmp_path / "ours", tmp_path / "back"
     assert in_fork(
         tmp_path / "1", "import", "--hf", source, "--save", root, "--seq-length", "8"

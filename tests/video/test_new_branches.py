@@ -1,4 +1,4 @@
-"""From text-to-video to image-to-video: the branch of the references starts on older weights."""
+"""The branch of the references starts on weights of text-to-video."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def run(latents: Path, save: Path, more: str, ranks: int = 1, **options: Any) ->
 
 @pytest.fixture(scope="module")
 def trained(latents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps of text-to-video, after which no output is zero."""
+    """Train two steps of text-to-video, after which no output is zero."""
     folder = tmp_path_factory.mktemp("t2v")
     assert run(latents, folder, f"{T2V} --train-iters 2") == 0
     return folder
 
 
 def velocity_of(run: Run) -> Tensor:
-    """What the model of a run predicts for made-up inputs, with a condition where it takes one."""
+    """Return what a run's model predicts for made-up inputs, conditions included."""
     made = torch.Generator().manual_seed(1)
     sizes = run.config.section(MMDiTConfig).sizes(run.config.model)
 

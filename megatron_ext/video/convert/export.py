@@ -28,6 +28,7 @@ from megatron_ext.checkpoint.unpickling import read_tensors, stored_entries
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.transformer_config import params_dtype
+from megatron_ext.video.config.rules import SECTIONS
 from megatron_ext.video.config.wan import VideoDiTSizes
 from megatron_ext.video.convert.config import config_json
 from megatron_ext.video.convert.names import Naming, shapes, to_wan, wan_names
@@ -67,8 +68,7 @@ class WanExport:
 
 def is_streaming(stored: Mapping[str, Any]) -> bool:
     """Return whether a streaming run, or an import of Wan's weights, stored a configuration."""
-    video = stored.get("video") or {}
-    return bool(video.get("video")) and video.get("task") == "streaming"
+    return (stored.get("video") or {}).get("task") == "streaming"
 
 
 def export_wan(order: WanExport) -> None:
@@ -78,16 +78,15 @@ def export_wan(order: WanExport) -> None:
         CheckpointError: a checkpoint without such weights, or a folder that cannot be read or
             written.
     """
-    run = RunConfig.from_dict(read_run_config(order.load, order.step))
+    run = RunConfig.from_dict(read_run_config(order.load, order.step), SECTIONS)
+    streaming = run.section(StreamingConfig)
     if order.ema and order.network != "generator":
         raise CheckpointError(
             f"`--ema` is for the generator, but `--network` is {order.network}, of which a run "
             "keeps no averages; leave one of them out."
         )
     check_target(order.target)
-    sizes = run.section(StreamingConfig).sizes(
-        run.section(StreamingConfig).critic_size if order.network == "critic" else None
-    )
+    sizes = streaming.sizes(streaming.critic_size if order.network == "critic" else None)
     path = verified_folder(order.load, order.step)
     dtype = torch_dtype(order.dtype) if order.dtype else params_dtype(run.precision)
     prefix = PREFIX if order.ema else NETWORKS[order.network]

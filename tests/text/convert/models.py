@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, and what our model makes of their checkpoints."""
+"""Tiny random models of transformers, and checks of our model with their weights."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def make(name: str, folder: Path, dtype: torch.dtype = torch.float32, **save: An
 
 
 def tokens() -> Tensor:
-    """``[b, s]``."""
+    """Return tokens ``[b, s]``."""
     return torch.randint(0, 300, (2, LENGTH), generator=torch.Generator().manual_seed(5))
 
 
 def theirs(folder: Path) -> Tensor:
-    """Logits ``[b, s, v]`` of transformers."""
+    """Return the logits ``[b, s, v]`` of transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits: Tensor = model(tokens()).logits
@@ -86,7 +86,7 @@ def theirs(folder: Path) -> Tensor:
 
 
 def in_child(function: Callable[[], Any], scratch: Path) -> Any:
-    """The result of a function that builds process groups, which pytest's process must not."""
+    """Run a function that builds process groups, which pytest's process must not build."""
 
     def main() -> int:
         scratch.write_bytes(pickle.dumps(function()))
@@ -97,13 +97,13 @@ def in_child(function: Callable[[], Any], scratch: Path) -> Any:
 
 
 def imported(source: Path, target: Path, **options: Any) -> list[str]:
-    """Import in a child; returns the flags of a launch script."""
+    """Import in a child process, and return the flags of a launch script."""
     order = Import(source, target, **options)
     return list(in_child(lambda: import_model(order), target.with_suffix(".words")))
 
 
 def run_config(context: Any, words: list[str], stored: dict[str, Any] | None = None) -> RunConfig:
-    """The configuration of a run on the ranks of the context."""
+    """Return the configuration of a run on the ranks of a context."""
     layout = context.layout
     sizes = {
         "--tensor-model-parallel-size": layout.tensor_model_parallel_size,
@@ -117,7 +117,7 @@ def run_config(context: Any, words: list[str], stored: dict[str, Any] | None = N
 
 
 def check_logits(context: Any, config: RunConfig, expected: Tensor) -> None:
-    """Our model, loaded as a run loads it, gives the logits ``[b, s, v]`` on the last stage."""
+    """Check that our model, loaded as a run loads it, gives the logits ``[b, s, v]``."""
     core = build_transformer_config(config)
     (chunk,) = build_chunks(build_gpt_chunk, config, core, context)
     CheckpointManager(config.checkpoint, context).load(

@@ -1,4 +1,4 @@
-"""config.json and our flags; frequencies against transformers' own; each refusal by its text."""
+"""Tests of config.json and our flags: frequencies are transformers', refusals are sentences."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_both_spellings_of_positions(tmp_path: Path) -> None:
 def test_frequencies_are_those_of_transformers(
     tmp_path: Path, scaling: dict[str, Any] | None, theta: float
 ) -> None:
-    """megatron-core's angles, to 1e-6 relative."""
+    """Check megatron-core's angles, to 1e-6 relative."""
     sizes = {"rope_theta": theta, "max_position_embeddings": 32768, "head_dim": 128}
     model = resolved(read(tmp_path, rope_scaling=scaling, **sizes).fields)
     ours = RotaryEmbedding(
@@ -138,7 +138,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back(tmp_path: Path, name: str) -> None:
-    """What is written is understood as the same model, with and without the original."""
+    """Check that a written file is read as the same model, with and without the original."""
     first = read(tmp_path, **MODELS[name], bos_token_id=7)
     model = resolved(first.fields)
     for like in (first, None):

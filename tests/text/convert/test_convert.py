@@ -1,4 +1,4 @@
-"""Models of transformers' own classes in our layouts, and back, bit for bit."""
+"""Models of transformers' own classes go to our layouts and back, bit for bit."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def exported(load: Path, target: Path, **options: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_the_way_back(tmp_path: Path, name: str) -> None:
-    """Largest difference of a logit in fp32: 1e-5 of the largest logit."""
+    """Check fp32 logits to 1e-5 of the largest logit."""
     source, root = make(name, tmp_path / "hf"), tmp_path / "ours"
     words = ["--pretrained-checkpoint", str(root), *imported(source, root)]
     expected = theirs(source)

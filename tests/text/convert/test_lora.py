@@ -1,4 +1,4 @@
-"""Adapters in checkpoints: resumed in another layout, started anew, merged, and given to peft."""
+"""Adapters of a checkpoint are resumed in another layout, started anew, merged, and exported."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tool(*words: str | Path) -> int:
 
 
 def test_goes_on_in_another_layout(tmp_path: Path) -> None:
-    """One rank for two steps, then two tensor-parallel ones with sequence parallelism."""
+    """Train two steps on one rank, then on two tensor-parallel ranks with sequence parallelism."""
     truth = train(tmp_path / "truth", *LORA)
     saved = tmp_path / "saved"
     first = train(saved, *LORA, "--exit-interval", "2")

@@ -1,4 +1,4 @@
-"""Order of fused rows, against transformers' own and against a loop over heads."""
+"""Fused rows have the order of transformers, and of a loop over heads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPES = [RowShape(8, 2, 4), RowShape(4, 4, 6), RowShape(6, 1, 2), RowShape(1, 1
 
 
 def parts_by_loop(tensor: Tensor, shape: RowShape) -> dict[str, Tensor]:
-    """Row by row: each group has its query heads, then one key, then one value."""
+    """Sort rows one by one: each group has its query heads, then one key, then one value."""
     found: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
     row = 0
     for _ in range(shape.num_query_groups):

@@ -1,4 +1,4 @@
-"""Tiny random models of diffusers in both namings, and what their own class computes."""
+"""Tiny random models of diffusers in both namings, and the outputs of their own class."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NORMS = "self_attn.norm_q self_attn.norm_k cross_attn.norm_q cross_attn.norm_k".
 
 
 def original_names(num_blocks: int) -> dict[str, str]:
-    """Names of diffusers to those of Wan2.1's repository, by diffusers' own converter."""
+    """Map diffusers' names to those of Wan2.1's repository, by diffusers' own converter."""
     names = ["head.modulation"]
     names += [f"{module}.{kind}" for module in OUTER for kind in ("weight", "bias")]
     for number in range(num_blocks):
@@ -50,7 +50,7 @@ def original_names(num_blocks: int) -> dict[str, str]:
 
 
 def options_of(sizes: VideoDiTSizes) -> dict[str, int]:
-    """What diffusers' class is built from."""
+    """Return the arguments of diffusers' class."""
     return {
         "num_attention_heads": sizes.num_heads,
         "attention_head_dim": sizes.head_dim,
@@ -63,7 +63,7 @@ def options_of(sizes: VideoDiTSizes) -> dict[str, int]:
 
 
 def network(sizes: VideoDiTSizes = TINY) -> WanTransformer3DModel:
-    """A model of diffusers; all of its parameters are random, so that none can be mixed up."""
+    """Return a model of diffusers whose parameters are all random, so that none can be mixed up."""
     torch.manual_seed(3)
     model = WanTransformer3DModel(**options_of(sizes)).eval()
     with torch.no_grad():
@@ -76,7 +76,7 @@ def network(sizes: VideoDiTSizes = TINY) -> WanTransformer3DModel:
 
 
 def make(folder: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Path:
-    """Saved as diffusers saves it."""
+    """Save a model as diffusers saves it."""
     network().to(dtype).save_pretrained(folder, **save)
     return folder
 
@@ -89,7 +89,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def original_tensors(folder: Path) -> dict[str, Tensor]:
-    """Those of diffusers' folder in the naming of Wan2.1's repository."""
+    """Return the tensors of diffusers' folder in the naming of Wan2.1's repository."""
     names = original_names(TINY.num_blocks)
     found = tensors_of(folder)
     assert found.keys() == names.keys()
@@ -97,7 +97,7 @@ def original_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def make_original(folder: Path, diffusers: Path, **changed: Any) -> Path:
-    """As Wan2.1's repository is published, in two files."""
+    """Write a model as Wan2.1's repository publishes it, in two files."""
     folder.mkdir()
     config = {
         "_class_name": "WanModel",
@@ -128,7 +128,7 @@ def make_original(folder: Path, diffusers: Path, **changed: Any) -> Path:
 
 
 def inputs(sizes: VideoDiTSizes = TINY, *, per_frame: bool = False) -> dict[str, Tensor]:
-    """As `VideoDiT` takes them: three frames of 4 x 6 latents, captions of 5 and 7 tokens."""
+    """Return inputs of `VideoDiT`: three frames of 4 x 6 latents, captions of 5 and 7 tokens."""
     generator = torch.Generator().manual_seed(11)
     x = torch.randn(2, 3, sizes.channels, 4, 6, generator=generator)
     text = torch.randn(2, TEXT_ROWS, sizes.text_width, generator=generator)
@@ -140,7 +140,7 @@ def inputs(sizes: VideoDiTSizes = TINY, *, per_frame: bool = False) -> dict[str,
 
 @torch.no_grad()
 def theirs(model: Any, given: dict[str, Tensor]) -> Tensor:
-    """Flow ``[b, t, c, h, w]`` of diffusers' class; timesteps of frames as those of their tokens.
+    """Return the flow ``[b, t, c, h, w]`` of diffusers' class; tokens have their frame's timestep.
 
     Diffusers computes the sinusoid of timesteps in float32, whose angles near 1000 are wrong by up
     to 1e-4, Wan's repository and ours in float64; that is a difference of 5e-6 in the flow.
@@ -156,7 +156,7 @@ def theirs(model: Any, given: dict[str, Tensor]) -> Tensor:
 def bare(
     context: ParallelContext, sizes: VideoDiTSizes, *, sequence_parallel: bool = False
 ) -> VideoDiT:
-    """Our model on the ranks of a context, with arbitrary weights."""
+    """Return our model on the ranks of a context, with arbitrary weights."""
     layout = context.layout
     config = StepTransformerConfig(
         **sizes.transformer_fields(),
@@ -168,7 +168,7 @@ def bare(
 
 
 def load_ours(context: ParallelContext, root: Path, **how: bool) -> VideoDiT:
-    """Our tiny model on the ranks of a context, loaded as a run loads it."""
+    """Return our tiny model on the ranks of a context, loaded as a run loads it."""
     chunk = bare(context, TINY, **how)
     asked = CheckpointConfig(pretrained_checkpoint=str(root))
     CheckpointManager(asked, context).load(model=[chunk], optimizer=None, scheduler=None)
@@ -176,7 +176,7 @@ def load_ours(context: ParallelContext, root: Path, **how: bool) -> VideoDiT:
 
 
 def imported(source: Path, target: Path, **options: Any) -> tuple[str, str]:
-    """Import in a child; returns named size and dtype."""
+    """Import in a child process, and return named size and dtype."""
     order = WanImport(source, target, **options)
     size, dtype = in_child(lambda: import_wan(order), target.with_suffix(".result"))
     return size, dtype

@@ -1,4 +1,4 @@
-"""config.json as published, as sizes; what cannot be converted is said in a sentence."""
+"""Published config.json files give named sizes; other models are refused in a sentence."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ORIGINAL: dict[str, Any] = {
     "out_dim": 16,
     "text_len": 512,
 }
-"""Of Wan-AI/Wan2.1-T2V-1.3B."""
+"""The config.json of Wan-AI/Wan2.1-T2V-1.3B."""
 DIFFUSERS: dict[str, Any] = {
     "_class_name": "WanTransformer3DModel",
     "_diffusers_version": "0.33.0.dev0",
@@ -56,7 +56,7 @@ DIFFUSERS: dict[str, Any] = {
     "rope_max_seq_len": 1024,
     "text_dim": 4096,
 }
-"""Of Wan-AI/Wan2.1-T2V-14B-Diffusers."""
+"""The config.json of Wan-AI/Wan2.1-T2V-14B-Diffusers."""
 
 
 def test_published_models_have_names() -> None:

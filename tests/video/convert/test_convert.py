@@ -1,4 +1,4 @@
-"""Weights of Wan to a checkpoint and back, bit for bit, and what is refused on the way."""
+"""Weights of Wan go to a checkpoint and back, bit for bit; sources that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_namings_there_and_back(tmp_path: Path, dtype: torch.dtype) -> None:
-    """A source in one file and one in several; either naming gives both."""
+    """Convert a source in one file and one in several files; either naming gives both."""
     diffusers = make(tmp_path / "diffusers", dtype)
     original = make_original(tmp_path / "original", diffusers)
     for source in (diffusers, original):
@@ -82,7 +82,7 @@ def test_another_dtype(tmp_path: Path) -> None:
 
 
 def save_pt(path: Path, diffusers: Path) -> Path:
-    """As LongLive and Self-Forcing publish: a wrapped network, averages with the names of FSDP."""
+    """Save as LongLive and Self-Forcing do: a wrapped network, and averages with names of FSDP."""
     tensors = original_tensors(diffusers)
     generator = {f"model.{name}": tensor for name, tensor in tensors.items()}
     averages = {
@@ -104,7 +104,7 @@ def test_a_file_of_longlive(tmp_path: Path, entry: str) -> None:
 
 
 def test_files_of_torch_with_one_entry_or_none(tmp_path: Path) -> None:
-    """Also in diffusers' naming, and in the form before torch 1.6."""
+    """Read diffusers' naming too, and the form from before torch 1.6."""
     source = make(tmp_path / "diffusers")
     content = {"bare.pt": tensors_of(source), "one.pth": {"model": original_tensors(source)}}
     for number, (name, value) in enumerate(content.items()):

@@ -1,4 +1,4 @@
-"""Names and shapes against the built model, and against diffusers' own converter."""
+"""Names and shapes are those of the built model, and of diffusers' own converter."""
 
 from __future__ import annotations
 

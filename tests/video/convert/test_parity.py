@@ -28,7 +28,7 @@ from tests.video.convert.models import (
 )
 
 TOLERANCE = 1e-5
-"""Of the largest number that diffusers gives; fp32."""
+"""Largest difference in fp32, as a share of the largest number that diffusers gives."""
 
 
 def check_flow(ours: Tensor, expected: Tensor) -> None:
@@ -47,7 +47,7 @@ def check_loaded(
 
 @pytest.mark.parametrize("naming", Naming)
 def test_imported_weights_compute_what_diffusers_does(tmp_path: Path, naming: Naming) -> None:
-    """One timestep for each sample, and one for each frame as Wan 2.2 has them; in four layouts."""
+    """Check a timestep for each sample, and one for each frame as in Wan 2.2, in four layouts."""
     source, root = make(tmp_path / "diffusers"), tmp_path / "ours"
     expected = {p: theirs(network(), inputs(per_frame=p)) for p in (False, True)}
     assert not torch.allclose(expected[False], expected[True], atol=1e-2)
@@ -76,7 +76,7 @@ def check_filled(
 
 
 def test_heads_of_wan_rotate_alike(tmp_path: Path) -> None:
-    """Heads of 128, whose axes have 44, 42 and 42 features, and 16 channels."""
+    """Check heads of 128, whose axes have 44, 42 and 42 features, and 16 channels."""
     sizes = VideoDiTSizes(256, 2, 320, 1, text_width=24)
     assert sizes.axes_dim == (44, 42, 42)
     model = network(sizes)

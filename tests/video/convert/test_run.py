@@ -1,4 +1,4 @@
-"""A streaming run that starts from public weights, and what of it is exported."""
+"""A streaming run starts from public weights, and its networks are exported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.video.convert.models import (
 from tests.video.streaming.runs import run
 
 STEPS = 3
-"""Of which the generator is trained in the first and the last; averages begin after two."""
+"""Training steps. The generator is trained in the first and the last; averages begin after two."""
 
 
 def whole(root: Path, step: int = STEPS) -> dict[str, Tensor]:
@@ -35,7 +35,7 @@ def whole(root: Path, step: int = STEPS) -> dict[str, Tensor]:
 
 
 def starts_from_them(run: Run, wanted: dict[str, Tensor]) -> None:
-    """Generator, critic and teacher have this rank's part of the imported weights."""
+    """Check that generator, critic and teacher have this rank's part of the imported weights."""
     runner = run.runner
     assert isinstance(runner, StreamingRunner)
     chunks = [*runner.chunks, *runner.critic.chunks, runner.teacher]
@@ -45,7 +45,7 @@ def starts_from_them(run: Run, wanted: dict[str, Tensor]) -> None:
 
 
 def test_a_run_starts_from_them_and_is_exported(tmp_path: Path) -> None:
-    """On two tensor-parallel ranks; what is exported is imported again as the same weights."""
+    """Train on two tensor-parallel ranks; exported weights are imported again as the same."""
     source, root = make(tmp_path / "diffusers", torch.bfloat16), tmp_path / "ours"
     imported(source, root)
     wanted = whole(root, 0)

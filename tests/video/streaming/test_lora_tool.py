@@ -1,4 +1,4 @@
-"""Adapters of a streaming run merged into its networks, and given to diffusers and peft."""
+"""Adapters of a streaming run are merged into its networks, and given to diffusers and peft."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from megatron_ext.train.launch import fork_ranks
 from megatron_ext.video.config.wan import SIZES
 from megatron_ext.video.convert.names import Naming, to_wan, wan_names
 from megatron_ext.video.streaming.networks import network_of
+from megatron_ext.video.streaming.task import STREAMING
 from tests.checkpoint.tiny import whole_tensors
 from tests.ranks import ranks
 from tests.video.streaming.runs import run
@@ -51,7 +52,7 @@ def merged(tuned: Tuned) -> Tuned:
 def test_merged_networks_give_the_same(context: ParallelContext, merged: Tuned) -> None:
     for network in NETWORKS:
         root = merged.root / network
-        stored = RunConfig.from_dict(read_run_config(root))
+        stored = RunConfig.from_dict(read_run_config(root), STREAMING.sections)
         assert stored.lora.lora_rank is None
         build = network_of(network).build
         (chunk,) = build_chunks(build, stored, build_transformer_config(stored), context)
@@ -134,7 +135,7 @@ def by_diffusers(model: Any, folder: Path) -> None:
 
 
 def added(merged: Tuned, network: str) -> dict[str, Tensor]:
-    """Return what merging added to the weights, by Wan's layers."""
+    """Return the change of the weights by merging, by Wan's layers."""
     folder = merged.root / network / f"iter_{STEPS:07d}"
     after = whole_tensors(folder, merged.root / "after.pt")
     before = whole_tensors(merged.base / "iter_0000001", merged.root / "before.pt")
@@ -169,7 +170,7 @@ def test_peft_and_diffusers_add_the_same(
 
 
 def test_diffusers_computes_what_the_tuned_critic_does(tuned: Tuned, tmp_path: Path) -> None:
-    """The weights under the adapters, and then both."""
+    """Check the weights under the adapters, and then both."""
     pytest.importorskip("peft")
     model = wan().eval()
     model.load_state_dict(in_wans_names(tuned.seen["before"]["critic"]))
