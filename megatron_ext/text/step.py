@@ -29,12 +29,20 @@ from megatron_ext.losses.custom import HiddenStatesLoss, TokenLoss, load_loss
 from megatron_ext.parallel.context import ParallelContext
 
 
-def mtp_targets(config: RunConfig, batch: Batch, counts: StepCounts | None) -> MTPTargets | None:
-    """Return the targets of the multi-token-prediction depths; None outside training."""
+def mtp_targets(
+    batch: Batch, counts: StepCounts | None, factor: float, *, per_token: bool
+) -> MTPTargets | None:
+    """Return the targets of the multi-token-prediction depths; None outside training.
+
+    Args:
+        batch: one micro-batch.
+        counts: targets of the whole step; None outside training.
+        factor: weight of the losses of all depths together.
+        per_token: a step divides by its tokens, not by those of each micro-batch.
+    """
     if not batch.mtp_labels or counts is None:
         return None
-    factor = config.model.mtp_loss_scaling_factor
-    if config.training.calculate_per_token_loss:
+    if per_token:
         weights = per_token_weights(batch.mtp_loss_weights, factor, counts.main, counts.mtp)
     else:
         weights = mean_of_means_weights(batch.mtp_loss_weights, factor / counts.num_microbatches)
@@ -60,26 +68,27 @@ def prepare_batches(
     ]
 
 
-def hidden_states_loss(config: RunConfig, *, training: bool) -> HiddenStatesLoss:
+def hidden_states_loss(config: LossConfig, *, training: bool, fused: bool) -> HiddenStatesLoss:
     """Return the chunked loss; evaluation reports it without label smoothing and z-loss."""
     options: dict[str, Any] = {}
     if training:
         options = {
-            "label_smoothing": config.loss.label_smoothing,
-            "z_loss_coefficient": config.loss.z_loss_coeff,
-            "gradient_accumulation_fusion": config.model.gradient_accumulation_fusion,
+            "label_smoothing": config.label_smoothing,
+            "z_loss_coefficient": config.z_loss_coeff,
+            "gradient_accumulation_fusion": fused,
         }
-    return HiddenStatesLoss(config.loss.cross_entropy_chunk_size, options, custom_loss(config.loss))
+    return HiddenStatesLoss(config.cross_entropy_chunk_size, options, custom_loss(config))
 
 
 def gpt_forward_step(
     config: RunConfig, batch: Batch, model: torch.nn.Module, counts: StepCounts | None
 ) -> tuple[Tensor, LossFunction]:
     """Run one chunk on one micro-batch; see `Task.forward_step`."""
-    targets = mtp_targets(config, batch, counts)
+    per_token = config.training.calculate_per_token_loss
+    factor = config.model.mtp_loss_scaling_factor
+    targets = mtp_targets(batch, counts, factor, per_token=per_token)
 
     def share() -> Tensor | float:
-        per_token = config.training.calculate_per_token_loss
         return share_of_step(batch.loss_weights, counts, per_token=per_token)
 
     def whole(losses: Tensor) -> tuple[Tensor, Tensor, Report]:
@@ -88,7 +97,8 @@ def gpt_forward_step(
         )
 
     def chunked(hidden: Tensor) -> tuple[Tensor, Tensor, Report]:
-        loss = hidden_states_loss(config, training=counts is not None)
+        fused = config.model.gradient_accumulation_fusion
+        loss = hidden_states_loss(config.loss, training=counts is not None, fused=fused)
         head = output_head(model)
         return loss(hidden, head=head, batch=batch, share=share(), mtp_targets=targets)
 

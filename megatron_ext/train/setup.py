@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -15,6 +15,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron_ext.checkpoint.adapters import FrozenBase
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.state import LoadedCheckpoint
+from megatron_ext.config.optimizer import EmaConfig
+from megatron_ext.config.run import RunConfig
 from megatron_ext.data.loader import BatchSource, reads_dataset
 from megatron_ext.device.gpus import peak_flops
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
@@ -23,17 +25,14 @@ from megatron_ext.layers.transformer_engine import prepare_transformer_engine
 from megatron_ext.optim.builder import build_optimizer, build_scheduler
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.optim.update import ParameterGather
+from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.batch_size import BatchSize, Progress, number_of_iterations, split_sizes
 from megatron_ext.train.reporting.start import implementation_line, parameters_line
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepRunner
 from megatron_ext.train.stop_requests import StopRequests
+from megatron_ext.train.task import Datasets, Task
 from megatron_ext.train.totals import count_parameters
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-    from megatron_ext.parallel.context import ParallelContext
-    from megatron_ext.train.task import Datasets, Task
 
 
 def build_run(
@@ -46,9 +45,11 @@ def build_run(
     """Build model, optimizer and data of this rank, and load the checkpoint that is asked for."""
     started = time.time()
     prepare_transformer_engine(config)
-    core = build_transformer_config(config)
-    bare = build_chunks(task.model_chunk, config, core, context, config.model.unpadded_vocab_size)
-    chunks = wrap_chunks(bare, config, core, context, device)
+    transformer_config = build_transformer_config(config)
+    bare = build_chunks(
+        task.model_chunk, config, transformer_config, context, config.model.unpadded_vocab_size
+    )
+    chunks = wrap_chunks(bare, config, transformer_config, context, device)
     optimizer = scheduler = None
     if not config.training.skip_train:
         optimizer = build_optimizer(config, chunks)
@@ -57,10 +58,10 @@ def build_run(
     if context.rank == 0:
         print(f"> {parameters_line(*sizes)}", flush=True)
         print(f"> {implementation_line(config, optimizer)}", flush=True)
-    ema = _average(config, chunks, optimizer)
+    ema = _average(config.ema, chunks, optimizer)
     checkpoints = CheckpointManager(config.checkpoint, context, FrozenBase.of_run(config))
     make_runner = task.step_runner or StepRunner
-    runner = make_runner(config, task, context, core, chunks, optimizer, scheduler)
+    runner = make_runner(config, task, context, transformer_config, chunks, optimizer, scheduler)
     loaded = checkpoints.load(
         model=chunks,
         optimizer=optimizer,
@@ -81,7 +82,7 @@ def build_run(
         optimizer=optimizer,
         scheduler=scheduler,
         runner=runner,
-        parameter_gather=_parameter_gather(config, core, chunks),
+        parameter_gather=_parameter_gather(config, transformer_config, chunks),
         checkpoints=checkpoints,
         progress=_progress_after(loaded, context),
         ema=ema,
@@ -125,21 +126,21 @@ def _note_changed_data(run: Run) -> None:
 
 
 def _average(
-    config: RunConfig,
+    config: EmaConfig,
     chunks: list[DistributedDataParallel],
     optimizer: MegatronOptimizer | None,
 ) -> ShardedEMA | None:
-    if not config.ema.keeps_average(trains=optimizer is not None):
+    if not config.keeps_average(trains=optimizer is not None):
         return None
-    decay, start = config.ema.ema_decay, config.ema.ema_start
+    decay, start = config.ema_decay, config.ema_start
     return ShardedEMA(chunks, optimizer, decay=decay or 0.0, start=start or 1)
 
 
 def _parameter_gather(
-    config: RunConfig, core: TransformerConfig, chunks: list[DistributedDataParallel]
+    config: RunConfig, transformer_config: TransformerConfig, chunks: list[DistributedDataParallel]
 ) -> ParameterGather:
     overlap = config.optimizer.overlap_param_gather and not config.training.skip_train
-    gather = ParameterGather(chunks, core, overlap=overlap)
+    gather = ParameterGather(chunks, transformer_config, overlap=overlap)
     gather.switch_off(gather=False)
     return gather
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 import megatron_ext.text.data.gpt
@@ -240,7 +241,7 @@ def test_a_step_may_have_more_micro_batches_than_a_process_may_open_files() -> N
         f"{MOCK} --num-workers 1 --nproc-per-node 2 --train-iters 1 --micro-batch-size 1 "
         "--global-batch-size 400 --num-layers 1 --seq-length 8 --hidden-size 16"
     )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200 + psutil.Process().num_fds(), hard))
     try:
         assert main(GPT, flags) == 0
     finally:

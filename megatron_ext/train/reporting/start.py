@@ -15,8 +15,12 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_ext.config.acceleration import TE_IMPL
 from megatron_ext.config.flags import changed_fields, spelling_of
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.parallel import ParallelConfig
+from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.rules.transformer_engine import found_version
 from megatron_ext.config.run import RunConfig
+from megatron_ext.config.training import TrainingConfig
 
 CONFIGURATION_FILE = "config.yaml"
 STARTED = "> starting"
@@ -32,7 +36,11 @@ def start_lines(config: RunConfig, given: Collection[str]) -> list[str]:
         config: the resolved configuration.
         given: fields of the flags on the command line.
     """
-    lines = [f"{STARTED} {_layout(config)}", f"> {_batch(config)}", f"> model: {_sizes(config)}"]
+    lines = [
+        f"{STARTED} {_layout(config.parallel, config.device)}",
+        f"> {_batch(config.training, config.parallel.data_parallel_size)}",
+        f"> model: {_sizes(config.model)}",
+    ]
     on_command_line, elsewhere = dict[str, list[str]](), dict[str, list[str]]()
     for name, section in config.by_name().items():
         for field in changed_fields(section):
@@ -47,8 +55,7 @@ def start_lines(config: RunConfig, given: Collection[str]) -> list[str]:
     return [*lines, f"> {where}"]
 
 
-def _layout(config: RunConfig) -> str:
-    parallel = config.parallel
+def _layout(parallel: ParallelConfig, device: str) -> str:
     sizes = {
         "tensor": parallel.tensor_model_parallel_size,
         "pipeline": parallel.pipeline_model_parallel_size,
@@ -56,7 +63,7 @@ def _layout(config: RunConfig) -> str:
         "data": parallel.data_parallel_size,
     }
     factors = " × ".join(f"{name} {size}" for name, size in sizes.items())
-    text = f"{parallel.world_size} ranks ({config.device}): {factors}"
+    text = f"{parallel.world_size} ranks ({device}): {factors}"
     if parallel.expert_model_parallel_size > 1:
         text += f", experts over {parallel.expert_model_parallel_size}"
     if parallel.pipeline_model_parallel_size > 1:
@@ -64,10 +71,8 @@ def _layout(config: RunConfig) -> str:
     return text
 
 
-def _batch(config: RunConfig) -> str:
-    training = config.training
+def _batch(training: TrainingConfig, replicas: int) -> str:
     micro_batch_size, global_batch_size = training.batch_sizes
-    replicas = config.parallel.data_parallel_size
     count = global_batch_size // (micro_batch_size * replicas)
     length = f"{training.train_iters} iterations"
     if training.train_samples is not None:
@@ -78,8 +83,7 @@ def _batch(config: RunConfig) -> str:
     )
 
 
-def _sizes(config: RunConfig) -> str:
-    model = config.model
+def _sizes(model: ModelConfig) -> str:
     sizes = {
         "layers": model.num_layers,
         "hidden size": model.hidden_size,
@@ -139,10 +143,9 @@ def implementation_line(config: RunConfig, optimizer: MegatronOptimizer | None) 
     """Name the implementations that a run uses; the optimizer is the one that was really built."""
     return "; ".join(
         (
-            f"layers: {_layers(config)}",
-            f"attention: {_attention(config)}",
+            *_layers(config.model),
             f"optimizer: {_optimizer(optimizer)}",
-            f"fp8: {_fp8(config)}",
+            f"fp8: {_fp8(config.fp8)}",
         )
     )
 
@@ -153,16 +156,13 @@ def parameters_line(total: int, trained: int, largest: int) -> str:
     return f"parameters: {total:,}{share}; at most {largest:,} on one rank"
 
 
-def _layers(config: RunConfig) -> str:
-    if config.model.transformer_impl == TE_IMPL:
-        return f"Transformer Engine {found_version() or 'of an unknown version'}"
-    return f"torch {importlib.metadata.version('torch')}"
-
-
-def _attention(config: RunConfig) -> str:
-    if config.model.transformer_impl == TE_IMPL:
-        return f"Transformer Engine ({config.model.attention_backend})"
-    return "torch SDPA"
+def _layers(model: ModelConfig) -> tuple[str, str]:
+    if model.transformer_impl != TE_IMPL:
+        return f"layers: torch {importlib.metadata.version('torch')}", "attention: torch SDPA"
+    return (
+        f"layers: Transformer Engine {found_version() or 'of an unknown version'}",
+        f"attention: Transformer Engine ({model.attention_backend})",
+    )
 
 
 def _optimizer(optimizer: MegatronOptimizer | None) -> str:
@@ -179,8 +179,7 @@ def _optimizer(optimizer: MegatronOptimizer | None) -> str:
     return f"{root} {kind.__name__}{fused}"
 
 
-def _fp8(config: RunConfig) -> str:
-    fp8 = config.fp8
+def _fp8(fp8: Fp8Config) -> str:
     if fp8.fp8_format is None:
         return "none"
     weights = ", weights kept in 8 bits" if fp8.fp8_param_gather else ""
