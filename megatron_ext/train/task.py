@@ -100,8 +100,8 @@ class Task:
         sample_name: what a sample is called in the log, whose rate is then shown.
         perplexity: the loss named "lm loss" is a cross-entropy, and evaluation reports its
             exponential too.
-        step_runner: ``(config, task, context, transformer_config, chunks, optimizer, scheduler)`` to
-            a `step.StepRunner`, which runs the steps; None for that class itself.
+        step_runner: ``(config, task, context, transformer_config, chunks, optimizer, scheduler)``
+            to a `step.StepRunner`, which runs the steps; None for that class itself.
         preflight: ``(config)`` to the configuration with what only the data decides, and to the
             task's assets, such as its tokenizer; checks the data before any process group exists,
             on every rank alike.
