@@ -24,7 +24,7 @@ from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.config import TokenizerConfig
+from megatron_ext.text.config import DataConfig, TokenizerConfig
 from megatron_ext.text.data.blend import read_blend
 from megatron_ext.text.data.gpt import (
     KeyedGPTDataset,
@@ -59,8 +59,8 @@ def run_config(*words: str, vocabulary: int = 90) -> RunConfig:
 
 def core_config(run: RunConfig, **changes: Any) -> GPTDatasetConfig:
     """Return megatron-core's own configuration, without our key."""
-    tokenizer = build_tokenizer(run.tokenizer)
-    ours = dataset_config(run, read_blend(run.data), tokenizer, "")
+    tokenizer = build_tokenizer(run.section(TokenizerConfig))
+    ours = dataset_config(run, read_blend(run.section(DataConfig)), tokenizer, "")
     names = {f.name for f in dataclasses.fields(GPTDatasetConfig) if f.init}
     values = {name: getattr(ours, name) for name in names}
     del values["blend_per_split"]
@@ -130,8 +130,8 @@ def test_d30_the_key_of_a_cache_covers_what_decides_it(tmp_path: Path) -> None:
     tokenizer = build_tokenizer(run.section(TokenizerConfig))
 
     def keys(cls: type[GPTDataset], **changes: Any) -> str:
-        files = check_inputs(run, read_blend(run.data), tokenizer, [1, 0, 0])
-        ours = dataset_config(run, read_blend(run.data), tokenizer, files)
+        files = check_inputs(run, read_blend(run.section(DataConfig)), tokenizer, [1, 0, 0])
+        ours = dataset_config(run, read_blend(run.section(DataConfig)), tokenizer, files)
         core = core_config(run) if cls is GPTDataset else ours
         for name, value in changes.items():
             setattr(core, name, value)
@@ -163,7 +163,7 @@ def test_d31_given_lengths_do_not_change_the_dtype(vocabulary: int, tmp_path: Pa
     run = run_config(*words, "--vocab-size", str(vocabulary - 1))
     tokenizer = build_tokenizer(run.section(TokenizerConfig))
     assert tokenizer.vocab_size == vocabulary
-    core = dataset_config(run, read_blend(run.data), tokenizer, "")
+    core = dataset_config(run, read_blend(run.section(DataConfig)), tokenizer, "")
     low = KeyedGPTDataset.build_low_level_dataset(prefix, core)
     truth = IndexedDataset(prefix)
     assert [low[i].tolist() for i in range(20)] == [truth[i].tolist() for i in range(20)]
@@ -208,7 +208,9 @@ def test_d33_stock_counts_partial_sequences_in_single_precision() -> None:
 def test_d33_no_run_keeps_partial_sequences(tmp_path: Path) -> None:
     prefix = write(tmp_path / "docs", 20)
     run = run_config("--data-path", prefix, "--eval-iters", "1", "--full-validation")
-    core = dataset_config(run, read_blend(run.data), build_tokenizer(run.tokenizer), "")
+    core = dataset_config(
+        run, read_blend(run.section(DataConfig)), build_tokenizer(run.section(TokenizerConfig)), ""
+    )
     assert core.drop_last_partial_validation_sequence
     with pytest.raises(ConfigError, match="`--no-drop-last-partial-validation-sequence`"):
         run_config("--data-path", prefix, "--no-drop-last-partial-validation-sequence")

@@ -47,8 +47,8 @@ def _dataset(prefix: str, cache: Path, samples: int | None = None) -> KeyedGPTDa
     from megatron.core.datasets.utils import Split
 
     config = _config("--data-path", prefix, "--data-cache-path", str(cache))
-    tokenizer = build_tokenizer(config.tokenizer)
-    spec = read_blend(config.data)
+    tokenizer = build_tokenizer(config.section(TokenizerConfig))
+    spec = read_blend(config.section(DataConfig))
     files = check_inputs(config, spec, tokenizer, [1, 0, 0])
     core = dataset_config(config, spec, tokenizer, files)
     low = KeyedGPTDataset.build_low_level_dataset(prefix, core)
@@ -93,11 +93,11 @@ def test_an_empty_split_is_refused_only_when_it_is_asked_for(tmp_path: Path) -> 
     prefix = str(tmp_path / "docs")
     _write(prefix, 20)
     config = _config("--data-path", prefix)
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, split="99,1,0"))
-    tokenizer = build_tokenizer(config.tokenizer)
-    check_inputs(config, read_blend(config.data), tokenizer, [4, 0, 0])
+    config = config.with_section(dataclasses.replace(config.section(DataConfig), split="99,1,0"))
+    tokenizer = build_tokenizer(config.section(TokenizerConfig))
+    check_inputs(config, read_blend(config.section(DataConfig)), tokenizer, [4, 0, 0])
     with pytest.raises(DataError, match=r"The valid split of .*docs is empty under `--split` 99,1"):
-        check_inputs(config, read_blend(config.data), tokenizer, [4, 4, 0])
+        check_inputs(config, read_blend(config.section(DataConfig)), tokenizer, [4, 4, 0])
 
 
 def test_splits_that_nothing_is_asked_of_are_left_out(tmp_path: Path) -> None:
@@ -105,9 +105,7 @@ def test_splits_that_nothing_is_asked_of_are_left_out(tmp_path: Path) -> None:
     prefix = str(tmp_path / "docs")
     _write(prefix, 20)
     config = _config("--data-path", prefix, "--data-cache-path", str(tmp_path / "cache"))
-    config = dataclasses.replace(
-        config, data=dataclasses.replace(config.section(DataConfig), split="90,9,1")
-    )
+    config = config.with_section(dataclasses.replace(config.section(DataConfig), split="90,9,1"))
     tokenizer = build_tokenizer(config.section(TokenizerConfig))
     built = build_gpt_datasets(config, tokenizer, [4, 0, 0], lambda: True)
     assert built.train is not None and built.valid is None and built.test is None
@@ -142,8 +140,12 @@ def test_datasets_without_weights_hold_what_is_asked_of_them(tmp_path: Path) -> 
 
 def _inputs(*words: str) -> tuple[Any, BlendSpec, Any]:
     config = _config("--data-path", *words)
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, split="1,0,0"))
-    return config, read_blend(config.data), build_tokenizer(config.tokenizer)
+    config = config.with_section(dataclasses.replace(config.section(DataConfig), split="1,0,0"))
+    return (
+        config,
+        read_blend(config.section(DataConfig)),
+        build_tokenizer(config.section(TokenizerConfig)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,23 +157,25 @@ def _inputs(*words: str) -> tuple[Any, BlendSpec, Any]:
     ],
 )
 def test_blends_are_read_as_megatron_lm_reads_them(words: list[str], blend: Any) -> None:
-    assert read_blend(_config("--data-path", *words).data) == BlendSpec(blend, None)
+    assert read_blend(_config("--data-path", *words).section(DataConfig)) == BlendSpec(blend, None)
 
 
 def test_lists_from_files(tmp_path: Path) -> None:
     words = tmp_path / "words.txt"
     words.write_text("0.5 a\n0.5 b\n")
-    assert read_blend(_config("--data-args-path", str(words)).data).blend == (
+    assert read_blend(_config("--data-args-path", str(words)).section(DataConfig)).blend == (
         ["a", "b"],
         [0.5, 0.5],
     )
     splits = tmp_path / "splits.json"
     splits.write_text('{"train": "a", "valid": ["b"], "test": ["c"]}')
-    per_split = read_blend(_config("--per-split-data-args-path", str(splits)).data).per_split
+    per_split = read_blend(
+        _config("--per-split-data-args-path", str(splits)).section(DataConfig)
+    ).per_split
     assert per_split == [(["a"], None), (["b"], None), (["c"], None)]
     splits.write_text("[1]")
     with pytest.raises(DataError, match="must be a JSON object with the keys train, valid"):
-        read_blend(_config("--per-split-data-args-path", str(splits)).data)
+        read_blend(_config("--per-split-data-args-path", str(splits)).section(DataConfig))
 
 
 def test_the_length_of_made_up_validation_data_is_told(capsys: pytest.CaptureFixture[str]) -> None:
