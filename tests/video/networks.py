@@ -136,7 +136,7 @@ def one(problem: Problem, context: ParallelContext, dtype: torch.dtype = torch.f
 
 @dataclass
 class Step:
-    """What a step gave on this rank: the loss of all ranks, its own chunks, and the output."""
+    """Results of a step on this rank: the loss of all ranks, its own chunks, and the output."""
 
     loss: float
     chunks: Sequence[Any]
@@ -216,7 +216,7 @@ def write_weights(context: ParallelContext, problem: Problem, path: Path) -> Non
 
 @dataclass(frozen=True)
 class Truth:
-    """What plain torch gives in double precision for the weights that the names decide."""
+    """The results of plain torch in double precision, for the weights that the names decide."""
 
     weights: Tensors
     loss: float

@@ -59,7 +59,7 @@ def note_errors(run: Run, truth: Truth, path: Path) -> None:
 
 
 def errors_of(data: Path, truth: Truth, folder: Path, words: str, ranks: int) -> dict[str, float]:
-    """Of a step's gradients, the largest over the ranks; its loss is checked too."""
+    """Return the errors of a step's gradients, the largest over the ranks; check its loss too."""
     prepare = partial(note_errors, truth=truth, path=folder / "errors")
     words = f"{KINDS['video-dit']} {words}"
     (row,) = (

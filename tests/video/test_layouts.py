@@ -55,7 +55,7 @@ def one_rank(clips: Path, valid: Path, tmp_path_factory: pytest.TempPathFactory)
 def test_layouts_train_alike(
     clips: Path, valid: Path, one_rank: Rows, name: str, tmp_path: Path
 ) -> None:
-    """With references left out of the loss, and image tokens that ranks hold unequally."""
+    """The loss leaves references out, and ranks hold unequal numbers of image tokens."""
     ranks, words = LAYOUTS[name]
     check(run(clips, valid, tmp_path, words, ranks=ranks), one_rank, TOLERANCE)
 

@@ -1,4 +1,4 @@
-"""What video runs report: losses by time and mode, rates, and validation."""
+"""Logs of video runs: losses by time and mode, rates, and validation."""
 
 from __future__ import annotations
 

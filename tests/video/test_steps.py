@@ -69,7 +69,7 @@ def compare_with_torch(run: Run) -> None:
 
 
 def first_moment_norm(run: Run) -> float:
-    """Of all ranks' shards together."""
+    """Return the norm over all ranks' shards together."""
     total = torch.zeros((), dtype=torch.float64)
     for part in getattr(run.optimizer, "chained_optimizers", [run.optimizer]):
         for state in part.optimizer.state.values():

@@ -1,4 +1,4 @@
-"""What flow matching with video DiTs leaves for others: streaming runs, and sampled clips."""
+"""Starting from flow matching with video DiTs: streaming runs, and sampled clips."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def compare_with_run(run: Run, saved: dict[str, Tensor]) -> None:
 
 
 def test_the_critic_of_a_streaming_run_is_started_from_that_of_another(tmp_path: Path) -> None:
-    """Whose checkpoint holds the generator under the names of a run's model."""
+    """The first checkpoint holds the generator under the names of a run's model."""
     stream(tmp_path, "--train-iters 2", save="first")
     saved = whole_tensors(tmp_path / "first" / "iter_0000002", tmp_path / "whole.pt")
     words = f"--pretrained-checkpoint {tmp_path}/first --critic-checkpoint {tmp_path}/first"
@@ -116,7 +116,7 @@ def test_averages_that_are_not_kept_are_noted(
 
 @pytest.mark.slow
 def test_clips_are_sampled_from_the_checkpoint(trained: dict[str, Path], tmp_path: Path) -> None:
-    """With the model, the window and the data that it names, in another layout."""
+    """The checkpoint names the model, the window and the data; the layout is another."""
     words = "--nproc-per-node 2 --context-parallel-size 2 --sample-steps 2 --sample-texts one two"
     folders = ["--load", trained["independent"], "--sample-dir", tmp_path / "clips"]
     command = [sys.executable, ROOT / "tools" / "sample_video.py", *words.split(), *folders]

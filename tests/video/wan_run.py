@@ -51,7 +51,7 @@ def train(data: Path, save: Path, words: str, *, ranks: int = 1, **options: Any)
 
 @dataclass(frozen=True)
 class Truth:
-    """What plain torch gives in double precision."""
+    """The results of plain torch in double precision."""
 
     weights: Tensors
     loss: float

@@ -131,11 +131,9 @@ class PatchCodec:
         return {**asdict(self.config), "codec": PATCH, "codec_channels": self.channels}
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Return the `causal_shape`."""
         return causal_shape(self, num_frames, height, width)
 
     def encode(self, pixels: Tensor, *, number: int = 0, piece: str = "clip") -> Tensor:
-        """Encode as `VideoCodec.encode` says; nothing is random."""
         b, _, f, height, width = pixels.shape
         _, t, h, w = self.latent_shape(f, height, width)
         first = pixels[:, :, :1].expand(-1, -1, self.temporal, -1, -1)

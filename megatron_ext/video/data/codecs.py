@@ -104,7 +104,8 @@ _WAN = "AutoencoderKLWan"
 BlockDecoder = Callable[[Tensor], Tensor]
 """A function from the next latents ``[b, c, t, h, w]`` of its videos to pixels ``[b, 3, f, H, W]``.
 
-``f = t * temporal``, but ``(t - 1) * temporal + 1`` at the beginning.
+``f = t * temporal``, but ``(t - 1) * temporal + 1`` at the beginning. It raises DataError where the
+latents have another number of channels.
 """
 
 
@@ -131,11 +132,6 @@ class OverlapDecoder:
 
     @torch.no_grad()
     def __call__(self, latents: Tensor) -> Tensor:
-        """Decode the next latents; see `BlockDecoder`.
-
-        Raises:
-            DataError: the latents have another number of channels.
-        """
         check_channels(self._codec, latents)
         before, num_new = self._before, latents.size(2)
         known = latents if before is None else torch.cat([before, latents], dim=2)
@@ -163,11 +159,6 @@ class FeatureCacheDecoder:
 
     @torch.no_grad()
     def __call__(self, latents: Tensor) -> Tensor:
-        """Decode the next latents; see `BlockDecoder`.
-
-        Raises:
-            DataError: the latents have another number of channels.
-        """
         check_channels(self._codec, latents)
         entering = self._vae.post_quant_conv(self._codec.raw(latents))
         frames = []

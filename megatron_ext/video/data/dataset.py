@@ -51,6 +51,9 @@ class VideoClips(Protocol):
 
         Args:
             default_micro_batch_size: ``--micro-batch-size``, for buckets without their own.
+
+        Raises:
+            DataError: a clip's bucket is not in the plan, or not in the manifest.
         """
         ...
 
@@ -101,11 +104,6 @@ class ShardedVideos(Dataset[VideoSample]):
         return self._shards[shard].sample(number - int(self._begins[shard]))
 
     def members(self, default_micro_batch_size: int) -> dict[Bucket, Members]:
-        """Return the clips of each bucket; see `VideoClips.members`.
-
-        Raises:
-            DataError: a clip's bucket is not in the plan, or not in the manifest.
-        """
         of_clips = np.concatenate([shard.buckets() for shard in self._shards])
         found = {}
         for i, entry in enumerate(self.manifest["buckets"]):
@@ -119,13 +117,11 @@ class ShardedVideos(Dataset[VideoSample]):
         return found
 
     def latent_shape(self, number: int) -> tuple[int, int, int, int]:
-        """Return (c, t, h, w) of the latents of a clip."""
         shard = int(np.searchsorted(self._begins, number, side="right")) - 1
         return self._shards[shard].latent_shape(number - int(self._begins[shard]))
 
     @property
     def null_text(self) -> tuple[Tensor, Tensor]:
-        """Return the encoded empty caption; see `VideoClips.null_text`."""
         return self._null
 
 
@@ -175,11 +171,6 @@ class OnlineVideos(Dataset[VideoSample]):
         )
 
     def members(self, default_micro_batch_size: int) -> dict[Bucket, Members]:
-        """Return the clips of each bucket; see `VideoClips.members`.
-
-        Raises:
-            DataError: a clip's bucket is not in the plan.
-        """
         return {
             bucket: Members(
                 clips, _micro_batch_size(bucket, self._plan) or default_micro_batch_size
@@ -188,13 +179,11 @@ class OnlineVideos(Dataset[VideoSample]):
         }
 
     def latent_shape(self, number: int) -> tuple[int, int, int, int]:
-        """Return (c, t, h, w) of the latents of a clip."""
         bucket = self._clips[number].bucket
         return self._encoder.codec.latent_shape(bucket.num_frames, bucket.height, bucket.width)
 
     @property
     def null_text(self) -> tuple[Tensor, Tensor]:
-        """Return the encoded empty caption; see `VideoClips.null_text`."""
         text, pooled = self._encoder.text_encoder.encode([""])
         return text[0], pooled[0]
 

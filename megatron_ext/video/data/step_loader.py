@@ -182,7 +182,7 @@ def video_source(
 
 
 def video_step_stats(run: Run, num_microbatches: int) -> StepStats:
-    """Clips, tokens and floating-point operations of the coming step; see `Task.step_stats`."""
+    """Return clips, tokens and operations of the coming step; see `Task.step_stats`."""
     source = run.train_source
     assert isinstance(source, VideoSource)
     sequences = source.video_plan.sequences(source.coming)

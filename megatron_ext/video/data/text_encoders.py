@@ -60,12 +60,10 @@ class HashedWords:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return what decides the embeddings."""
         sizes = {"length": self.length, "width": self.width, "pooled_width": self.pooled_width}
         return {"text_encoder": HASHED, **sizes}
 
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Encode captions; see `TextEncoder.encode`."""
         rows = torch.zeros(len(captions), self.length, self.width)
         pooled = torch.zeros(len(captions), self.pooled_width)
         for i, caption in enumerate(captions):

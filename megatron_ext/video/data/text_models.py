@@ -151,12 +151,10 @@ class T5AndClip:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return what decides the embeddings."""
         return {"text_encoder": T5_CLIP, "length": self.length, **self._settings}
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Encode captions; see `TextEncoder.encode`."""
         rows = self._t5(input_ids=self._ids(self._t5_tokenizer, captions, self.length))
         ids = self._ids(self._clip_tokenizer, captions, self._clip_length)
         pooled = self._clip(input_ids=ids).pooler_output
@@ -200,12 +198,10 @@ class UMT5:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return what decides the embeddings."""
         return {"text_encoder": NAME, "length": self.length, "umt5": self._settings}
 
     @torch.no_grad()
     def encode(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Encode captions; see `TextEncoder.encode`. The pooled vectors are empty, ``[n, 0]``."""
         words = tokenized(self._tokenizer, [cleaned(c) for c in captions], self.length)
         mask = words["attention_mask"].to(self.device)
         output = self._model(input_ids=words["input_ids"].to(self.device), attention_mask=mask)

@@ -43,7 +43,6 @@ class DiffusersCodec:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return what decides the latents; see `VideoCodec.identity`."""
         return {"codec": self._settings["_class_name"], "config": public(self._settings)}
 
     def _number(self, *names: str) -> int:
@@ -72,16 +71,10 @@ class DiffusersCodec:
         return mean, std / (config.get("scaling_factor") or 1.0)
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Return the `causal_shape`."""
         return causal_shape(self, num_frames, height, width)
 
     @torch.no_grad()
     def encode(self, pixels: Tensor, *, number: int = 0, piece: str = "clip") -> Tensor:
-        """Encode pixels; see `VideoCodec.encode`.
-
-        Raises:
-            ConfigError: the VAE is not causal.
-        """
         wanted = (len(pixels), *self.latent_shape(*pixels.shape[2:]))
         posterior = self._vae.encode(pixels.to(self.device, self._vae.dtype)).latent_dist
         if tuple(posterior.mean.shape) != wanted:
@@ -98,12 +91,6 @@ class DiffusersCodec:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode ``[b, c, t, h, w]`` to ``[b, 3, (t - 1) * temporal + 1, h * spatial, w *
-        spatial]``.
-
-        Raises:
-            DataError: the latents have another number of channels.
-        """
         check_channels(self, latents)
         decoded: Tensor = self._vae.decode(self.raw(latents)).sample
         return decoded.float()

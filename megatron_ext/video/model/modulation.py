@@ -1,4 +1,4 @@
-"""What the embedded timestep modulates: adaptive LayerNorm (adaLN, DiT, arXiv:2212.09748)."""
+"""Modulation by the embedded timestep: adaptive LayerNorm (adaLN, DiT, arXiv:2212.09748)."""
 
 from __future__ import annotations
 

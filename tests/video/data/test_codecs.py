@@ -200,7 +200,7 @@ def test_other_codecs_are_exact_where_the_overlap_is_what_they_look_back_at() ->
 
 
 def test_a_vae_that_is_not_quite_causal_is_decoded_with_overlap(folders: dict[str, Path]) -> None:
-    """That of HunyuanVideo normalizes over all frames that it is given."""
+    """HunyuanVideo's normalizes over all frames that it is given."""
     codec = build_codec(CodecConfig(str(folders["AutoencoderKLHunyuanVideo"])))
     decoder = block_decoder(codec)
     assert isinstance(decoder, OverlapDecoder)

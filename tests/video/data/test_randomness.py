@@ -36,7 +36,7 @@ def flat(drawn: Randomness) -> Tensor:
 
 
 def step(dp_rank: int, dp_size: int, num_microbatches: int, consumed: int = 24) -> Tensor:
-    """What a rank draws in one step, ``[m, b, -1]``, two samples in a micro-batch."""
+    """Return what a rank draws in one step, ``[m, b, -1]``, two samples in a micro-batch."""
     return torch.stack(
         [
             flat(draws(sample_numbers(consumed, microbatch, 2, dp_rank, dp_size)))

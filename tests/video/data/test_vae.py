@@ -98,7 +98,7 @@ def test_defaults_of_an_old_config_come_from_the_class(
 
 
 def test_scale_and_statistics_together(folders: dict[str, Path]) -> None:
-    """As diffusers' pipelines of Mochi and LTX: ``(z - mean) * scaling_factor / std``."""
+    """Pipelines of Mochi and LTX in diffusers do so: ``(z - mean) * scaling_factor / std``."""
     codec = load(folders["AutoencoderKLWan"])
     codec._vae.register_to_config(scaling_factor=0.5)
     mean, std = codec._statistics()

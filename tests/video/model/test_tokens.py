@@ -91,7 +91,7 @@ def test_a_part_may_hold_text_alone() -> None:
 
 
 def test_parts_of_parts() -> None:
-    """Those of tensor-parallel ranks follow one another within the context-parallel rank's."""
+    """Tensor-parallel parts follow one another within the part of a context-parallel rank."""
     whole = TokenRange.whole(10, 46)
     nested = [whole.part(c, 2).part(t, 2) for c in range(2) for t in range(2)]
     assert nested == [whole.part(i, 4) for i in range(4)]

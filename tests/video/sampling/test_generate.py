@@ -149,7 +149,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 def test_every_layout_gives_the_clips_of_one_process(
     name: str, truth: Tensor, reference: Path
 ) -> None:
-    """With 8 text and 48 image tokens two context-parallel ranks hold 20 and 28 image tokens."""
+    """Two context-parallel ranks hold 20 and 28 of 48 image tokens, beside 8 text tokens."""
     sizes, settings = LAYOUTS[name]
     arguments = {"asked": requests_with(reference), "want": truth, "settings": settings}
     run_on_ranks(compare, layout_of(sizes, settings.get("schedule")), arguments)

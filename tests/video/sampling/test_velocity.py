@@ -64,7 +64,7 @@ def check_against_plain(
 
 @ranks(cp=2)
 def test_a_rank_without_image_tokens_takes_part(context: ParallelContext) -> None:
-    """Of 112 tokens the first 56 are text."""
+    """The first 56 of 112 tokens are text."""
     velocity = velocity_on(context)
     own = velocity.chunks[0].module.image_tokens(64, NUM_IMAGE)
     assert (own.stop - own.start == 0) == (context.cp_rank == 0)

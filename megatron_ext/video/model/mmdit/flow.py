@@ -104,7 +104,6 @@ class MMDiTFlow(FlowNetwork):
     builder = MMDiTBatchBuilder
 
     def patch_size(self, config: RunConfig) -> int:
-        """Return p."""
         return config.section(MMDiTConfig).sizes(config.model).patch_size
 
     def sequence_multiple(self, config: RunConfig) -> int:
@@ -112,11 +111,6 @@ class MMDiTFlow(FlowNetwork):
         return sharing_ranks(config)
 
     def with_widths(self, config: RunConfig, manifest: Mapping[str, Any]) -> RunConfig:
-        """Return the configuration with the widths of a dataset.
-
-        Raises:
-            ConfigError: its captions have no pooled vectors.
-        """
         if not manifest["pooled_width"]:
             raise ConfigError(
                 f"`--video-data-path` ({config.section(VideoConfig).video_data_path}) holds "
@@ -148,7 +142,6 @@ class MMDiTFlow(FlowNetwork):
         return config.with_section(mmdit)
 
     def flops(self, config: RunConfig, sequence: Geometry) -> float:
-        """Return the floating-point operations of one clip, forward and backward."""
         sizes = config.section(MMDiTConfig).sizes(config.model)
         return flops_of_clip(sizes, sequence.num_text, sequence.num_image)
 
@@ -178,7 +171,6 @@ class MMDiTFlow(FlowNetwork):
     def boundary_shape(
         self, batches: Sequence[FlowMicrobatch], chunk: torch.nn.Module
     ) -> Sequence[int]:
-        """Return the shape of the tensor between stages, as the model says."""
         first = batches[0]
         shape_of = get_attr_wrapped_model(chunk, "boundary_shape")
         shape: Sequence[int] = shape_of(first.num_text, first.num_image, first.size)

@@ -79,11 +79,9 @@ class WanFlow(FlowNetwork):
     builder = WanBatchBuilder
 
     def patch_size(self, config: RunConfig) -> int:
-        """Return p."""
         return config.section(VideoDiTConfig).sizes.patch_size
 
     def with_widths(self, config: RunConfig, manifest: Mapping[str, Any]) -> RunConfig:
-        """Return the configuration with the widths of a dataset."""
         return config.with_section(
             dataclasses.replace(
                 config.section(VideoDiTConfig),
@@ -123,7 +121,6 @@ class WanFlow(FlowNetwork):
         return config
 
     def check_clips(self, config: RunConfig, shape: tuple[int, int, int], what: str) -> None:
-        """Refuse clips whose frames ranks or frame blocks cannot share; see `FlowNetwork`."""
         frames, rows, columns = grid(shape, self.patch_size(config))
         if rows * columns % sharing_ranks(config):
             raise ConfigError(
@@ -140,7 +137,6 @@ class WanFlow(FlowNetwork):
             )
 
     def flops(self, config: RunConfig, sequence: Geometry) -> float:
-        """Return the floating-point operations of one clip, forward and backward."""
         frames = sequence.shape[1]
         return flops_of_frames(
             config.section(VideoDiTConfig).sizes,
@@ -160,14 +156,12 @@ class WanFlow(FlowNetwork):
         post_process: bool,
         vp_stage: int | None = None,
     ) -> VideoDiT:
-        """Build one pipeline chunk."""
         sizes, options = config.section(VideoDiTConfig).sizes, self.options(config)
         return VideoDiT.build(sizes, options, transformer_config, context, vp_stage=vp_stage)
 
     def boundary_shape(
         self, batches: Sequence[FlowMicrobatch], chunk: torch.nn.Module
     ) -> Sequence[int]:
-        """Return the shape of the tensor between stages, as the model says."""
         shape_of = get_attr_wrapped_model(chunk, "boundary_shape")
         shape: Sequence[int] = shape_of(**batches[0].inputs)
         return shape

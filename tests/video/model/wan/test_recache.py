@@ -49,7 +49,7 @@ def switch(
 @pytest.mark.parametrize("end", [12, 21])
 @ranks()
 def test_the_same_prompt_gives_the_same_cache(context: ParallelContext, end: int) -> None:
-    """With the whole history: each frame was written back under the same mask."""
+    """The whole history is given: each frame was written back under the same mask."""
     chunk, inputs = one(LONG, context), clean(LONG)
     cache = new_cache(chunk, LONG, chunk_frames=21)
     stream(chunk, cache, first_frames(inputs, end), 3)
