@@ -92,14 +92,14 @@ def test_equals_plain_arithmetic(context: ParallelContext, groups: int, masked: 
 
 
 @ranks()
-def test_softmax_scale(context: ParallelContext) -> None:
+def test_a_given_softmax_scale_is_used(context: ParallelContext) -> None:
     qkv = random_qkv(N)
     ours = build(DotProductAttention, config(), context, softmax_scale=0.7)
     assert_near(outcome(ours, qkv, None), expected(qkv, plain.causal(S, B), 0.7), 1e-6)
 
 
 @ranks()
-def test_sliding_window(context: ParallelContext) -> None:
+def test_a_sliding_window_hides_far_keys(context: ParallelContext) -> None:
     """One layer has the window, the other is exempt from it."""
     qkv = random_qkv(N)
     transformer_config = config(window_size=(3, 0), window_attn_skip_freq=2)

@@ -102,13 +102,15 @@ def check(context: ParallelContext, changes: dict[str, Any]) -> None:
     [name if name == "biases" else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS],
 )
 @ranks()
-def test_same_outputs_and_gradients(context: ParallelContext, name: str) -> None:
+def test_compiled_layers_give_the_same_outputs_and_gradients(
+    context: ParallelContext, name: str
+) -> None:
     check(context, VARIANTS[name])
 
 
 @pytest.mark.slow
 @ranks(tp=2)
-def test_same_on_two_ranks(context: ParallelContext) -> None:
+def test_two_ranks_give_the_same(context: ParallelContext) -> None:
     check(context, VARIANTS["qk norm"])
 
 

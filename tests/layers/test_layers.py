@@ -139,14 +139,16 @@ def near(got: Tensor, want: Tensor, name: str, tolerance: float = 2e-6) -> None:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
 @ranks()
-def test_one_rank(context: ParallelContext, normalization: str, masked: bool) -> None:
+def test_one_rank_is_plain_arithmetic(
+    context: ParallelContext, normalization: str, masked: bool
+) -> None:
     check_block(context, normalization=normalization, masked=masked)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
 @ranks(tp=2)
-def test_tensor_and_sequence_parallel(
+def test_tensor_and_sequence_parallel_ranks_are_plain_arithmetic(
     context: ParallelContext, normalization: str, sequence_parallel: bool
 ) -> None:
     check_block(
@@ -156,7 +158,9 @@ def test_tensor_and_sequence_parallel(
 
 @pytest.mark.parametrize("kind", ["all_gather", "a2a"])
 @ranks(tp=2, cp=2)
-def test_tensor_sequence_and_context_parallel(context: ParallelContext, kind: str) -> None:
+def test_tensor_sequence_and_context_parallel_ranks_are_plain_arithmetic(
+    context: ParallelContext, kind: str
+) -> None:
     check_block(context, sequence_parallel=True, masked=True, cp_comm_type=kind)
 
 
@@ -282,7 +286,7 @@ def test_each_virtual_stage_gets_its_layers(context: ParallelContext) -> None:
         assert is_moe is (stage == 1)
 
 
-def test_expert_pattern() -> None:
+def test_the_frequency_says_which_layers_hold_experts() -> None:
     assert expert_pattern(config()) == [False, False]
     every_other = config(num_layers=5, num_moe_experts=2, moe_layer_freq=2)
     assert expert_pattern(every_other) == [True, False, True, False, True]

@@ -96,7 +96,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout: str, dispatcher: str) -> None:
+def test_layouts_compute_what_plain_torch_computes(layout: str, dispatcher: str) -> None:
     on_ranks(check_block, LAYOUTS[layout], moe_token_dispatcher_type=dispatcher)
 
 
@@ -126,12 +126,14 @@ def test_dispatchers_agree_where_tokens_are_dropped(context: ParallelContext, po
 
 
 @ranks(dp=2, cp=2, ep=2)
-def test_with_context_parallelism(context: ParallelContext) -> None:
+def test_context_parallel_experts_compute_what_plain_torch_computes(
+    context: ParallelContext,
+) -> None:
     check_block(context, moe_token_dispatcher_type="alltoall")
 
 
 @ranks(tp=2)
-def test_shared_experts(context: ParallelContext) -> None:
+def test_shared_experts_join_the_output(context: ParallelContext) -> None:
     check_block(
         context, moe_token_dispatcher_type="alltoall", moe_shared_expert_intermediate_size=SHARED
     )
@@ -139,7 +141,7 @@ def test_shared_experts(context: ParallelContext) -> None:
 
 @pytest.mark.parametrize("modules", [["moe"], ["core_attn", "shared_experts"]])
 @ranks(tp=2)
-def test_recomputed_experts(context: ParallelContext, modules: list[str]) -> None:
+def test_recomputing_experts_changes_nothing(context: ParallelContext, modules: list[str]) -> None:
     check_block(
         context,
         moe_token_dispatcher_type="alltoall",
@@ -240,7 +242,7 @@ def check_auxiliaries(context: ParallelContext) -> None:
 
 
 @pytest.mark.parametrize("layout", [{}, {"cp": 2}, {"tp": 2}, {"tp": 2, "dp": 2}])
-def test_auxiliary_losses(layout: dict[str, int]) -> None:
+def test_auxiliary_losses_have_the_gradient_of_their_mean(layout: dict[str, int]) -> None:
     on_ranks(check_auxiliaries, layout)
 
 

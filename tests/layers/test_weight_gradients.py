@@ -98,12 +98,12 @@ def test_a_step_has_the_gradients_of_the_hooks(context: ParallelContext, words: 
 
 
 @ranks(tp=2, dp=2)
-def test_with_a_sequence_that_is_cut(context: ParallelContext) -> None:
+def test_a_cut_sequence_has_the_gradients_of_the_hooks(context: ParallelContext) -> None:
     _compare(context, "--tensor-model-parallel-size 2 --sequence-parallel")
 
 
 @ranks(tp=2, pp=2)
-def test_with_gradients_put_off(context: ParallelContext) -> None:
+def test_deferred_gradients_are_those_of_the_hooks(context: ParallelContext) -> None:
     words = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
     _compare(context, f"{words} --pipeline-schedule zb-h1")
 

@@ -29,7 +29,7 @@ def test_main_loss_with_ragged_masks(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "reduction", ["token", *(pytest.param(x, marks=pytest.mark.slow) for x in ("sample", "square"))]
 )
-def test_reductions(reduction: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_reductions_agree_on_all_layouts(reduction: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Runs with multi-token prediction agree to 1e-6; tests/data checks the denominators."""
     words = f"--loss-reduction {reduction} --mtp-num-layers 1"
     agree("mbs4,dp2,pp2,cp2,tp2sp", words, capfd, limit=1e-6)

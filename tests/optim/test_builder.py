@@ -51,7 +51,7 @@ def test_constant_stays_at_its_peak() -> None:
     assert _rates("--lr-decay-style", "constant")[WARMUP:] == [PEAK] * (STEPS - WARMUP + 1)
 
 
-def test_inverse_square_root() -> None:
+def test_inverse_square_root_follows_its_formula() -> None:
     rates = _rates("--lr-decay-style", "inverse-square-root")
     batch = 16
     for step in range(WARMUP + 1, STEPS + 1):

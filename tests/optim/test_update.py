@@ -48,7 +48,7 @@ def _optimizer(context: ParallelContext, *, distributed: bool, **options: Any) -
 
 
 def _fill(model: Any, value: float) -> list[torch.Tensor]:
-    """Give every parameter a known gradient, and reduce it; returns the mean over replicas."""
+    """Give every parameter a known gradient, reduce it, and return the mean over replicas."""
     model.zero_grad_buffer()
     grads = []
     for index, parameter in enumerate(model.parameters()):

@@ -143,7 +143,7 @@ def test_one_stage_replays_one_microbatch_at_a_time(tmp_path: Path) -> None:
         ("--mtp-num-layers 1", 1),
     ],
 )
-def test_other_layouts(words: str, ranks: int, tmp_path: Path) -> None:
+def test_graphs_change_nothing_on_other_layouts(words: str, ranks: int, tmp_path: Path) -> None:
     for steps in check(words, ranks, tmp_path):
         assert all(steps[1:])
 

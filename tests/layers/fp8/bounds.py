@@ -21,8 +21,9 @@ def error_of(x: Tensor, quantized: Quantized) -> Tensor:
 
 
 def error_of_product(a: Tensor, b: Tensor, qa: Quantized, qb: Quantized) -> Tensor:
-    """The same of ``a b^T``: ``|a b - qa qb| <= |da| |b| + |a| |db| + |da| |db|``, and the sums in
-    float32 of k numbers.
+    """Return the most that rounding can change each number of ``a b^T``.
+
+    ``|a b - qa qb| <= |da| |b| + |a| |db| + |da| |db|``, and the sums in float32 of k numbers.
     """
     a, b = a.double().abs(), b.double().abs()
     da, db = error_of(a, qa), error_of(b, qb)

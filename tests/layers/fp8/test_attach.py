@@ -35,7 +35,7 @@ def config_of(flags: str) -> RunConfig:
 
 
 @ranks()
-def test_the_linear_layers_of_the_decoder(context: ParallelContext) -> None:
+def test_the_linear_layers_of_the_decoder_are_attached(context: ParallelContext) -> None:
     config = config_of("--fp8-format hybrid --mtp-num-layers 1")
     (chunk,) = build_chunks(build_gpt_chunk, config, build_transformer_config(config), context)
     found = {name for name, module in chunk.named_modules() if name.endswith(".fp8")}
@@ -54,7 +54,7 @@ def test_a_model_without_such_layers_is_refused(context: ParallelContext) -> Non
 
 
 @ranks()
-def test_sides_that_no_product_can_have(context: ParallelContext) -> None:
+def test_sides_that_no_product_can_have_are_refused(context: ParallelContext) -> None:
     """The flags of such models do not name the sides."""
     transformer_config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=1)
     for sides in ((16, 24), (24, 16)):
@@ -81,7 +81,7 @@ def test_experts_are_completed_over_ranks_that_hold_them(context: ParallelContex
 
 
 @ranks()
-def test_layers_of_experts(context: ParallelContext) -> None:
+def test_layers_of_experts_vary_in_tokens(context: ParallelContext) -> None:
     flags = "--fp8-format hybrid --num-experts 2 --moe-shared-expert-intermediate-size 64"
     config = config_of(flags)
     (chunk,) = build_chunks(build_gpt_chunk, config, build_transformer_config(config), context)

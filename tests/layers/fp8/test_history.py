@@ -30,7 +30,7 @@ def step(histories: AmaxHistories, layer: DelayedScaling, *sizes: float) -> list
 
 
 @ranks()
-def test_most_recent(context: ParallelContext) -> None:
+def test_the_most_recent_step_sets_the_scale(context: ParallelContext) -> None:
     layer = scaling(context)
     histories = AmaxHistories([layer])
     assert step(histories, layer, 2.0, 8.0) == [224.0, 56.0]  # of the tensors themselves
@@ -53,7 +53,7 @@ def test_max_over_the_window_with_a_margin(context: ParallelContext) -> None:
 
 
 @ranks()
-def test_limits_of_the_formats(context: ParallelContext) -> None:
+def test_each_format_has_its_limit(context: ParallelContext) -> None:
     for name, limit in (("hybrid", 57344.0), ("e4m3", 448.0)):
         layer = scaling(context, fp8_format=name)
         layer.rows(of_size(2.0), Role.GRADIENT)
@@ -132,7 +132,7 @@ def test_state_stays_in_float32_and_survives(context: ParallelContext) -> None:
 
 @pytest.mark.parametrize("length", [1, 4])
 @ranks()
-def test_length_of_the_history(context: ParallelContext, length: int) -> None:
+def test_a_history_forgets_after_its_length(context: ParallelContext, length: int) -> None:
     layer = scaling(context, fp8_amax_history_len=length, fp8_amax_compute_algo="max")
     histories = AmaxHistories([layer])
     for size in (64.0, 4.0, 2.0, 1.0):

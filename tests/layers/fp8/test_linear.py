@@ -19,7 +19,7 @@ from megatron_ext.layers.weight_gradients import DeferredWeightGradients, Linear
 from tests.layers import plain
 from tests.layers.fp8.bounds import error_of_product
 from tests.layers.fp8.test_product import torch_takes
-from tests.ranks import ParallelContext, ranks
+from tests.ranks import ParallelContext, on_ranks
 
 S, B, IN, OUT = 16, 2, 32, 64
 
@@ -262,7 +262,7 @@ def near(got: Tensor, want: Tensor) -> None:
     assert (got - want).abs().max() <= 2e-6 * want.abs().max()
 
 
-def check_layer(kind: type, context: ParallelContext, *, sequence_parallel: bool = False) -> None:
+def check_layer(context: ParallelContext, kind: type, sequence_parallel: bool) -> None:
     """Compare a layer on several ranks with the same on one."""
     tp, cp = context.pgs.tp, context.pgs.cp
     is_row = kind is RowParallelLinear
@@ -292,20 +292,12 @@ def check_layer(kind: type, context: ParallelContext, *, sequence_parallel: bool
         near(whole, of_weight.chunk(tp.size(), dim=1 if is_row else 0)[tp.rank()])
 
 
-@ranks(tp=2)
-def test_tensor_parallel(context: ParallelContext) -> None:
-    for kind in (ColumnParallelLinear, RowParallelLinear):
-        for sequence_parallel in (False, True):
-            check_layer(kind, context, sequence_parallel=sequence_parallel)
-
-
-@ranks(cp=2)
-def test_context_parallel(context: ParallelContext) -> None:
-    for kind in (ColumnParallelLinear, RowParallelLinear):
-        check_layer(kind, context)
-
-
-@ranks(tp=2, cp=2)
-def test_both(context: ParallelContext) -> None:
-    for kind in (ColumnParallelLinear, RowParallelLinear):
-        check_layer(kind, context, sequence_parallel=True)
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+@pytest.mark.parametrize(
+    ("layout", "sequence_parallel"),
+    [({"tp": 2}, False), ({"tp": 2}, True), ({"cp": 2}, False), ({"tp": 2, "cp": 2}, True)],
+)
+def test_layouts_compute_what_one_rank_computes(
+    layout: dict[str, int], sequence_parallel: bool, kind: type
+) -> None:
+    on_ranks(check_layer, layout, kind=kind, sequence_parallel=sequence_parallel)
