@@ -1,7 +1,4 @@
-"""``pretrain(task, config)``: one run on one rank; ``main(task, argv)``: a whole program.
-
-Warnings of the packages below us that a user can do nothing about, said by every rank.
-"""
+"""A whole program, ``main(task, argv)``, and one run on one rank, ``pretrain(task, config)``."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,7 +15,7 @@ from megatron_ext.checkpoint.files import root_of
 from megatron_ext.checkpoint.lock import check_save_folder, hold_save_folder
 from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.config.parser import parse_args, read_words
-from megatron_ext.config.run import Program
+from megatron_ext.config.run import Program, RunConfig
 from megatron_ext.device import Device, select
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.layers.compiled import compile_nothing
@@ -32,33 +29,31 @@ from megatron_ext.train.loop import train
 from megatron_ext.train.preflight import preflight
 from megatron_ext.train.reporting.build import build_reporters
 from megatron_ext.train.reporting.start import as_yaml, start_lines
+from megatron_ext.train.run import Run
 from megatron_ext.train.setup import build_run
 from megatron_ext.train.task import Task, TaskChoice, check_step_flags
 
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-    from megatron_ext.train.run import Run
-
 EVERYWHERE = (
-    # megatron-core's own default of a field that it deprecates.
+    # megatron-core deprecates its own default of a field.
     "full scope is deprecated. Use empty cuda_graph_scope",
-    # megatron-core asks every parameter for `.grad`; of the distributed optimizer's it is None.
+    # megatron-core asks every parameter for `.grad`, which is None with its distributed optimizer.
     "The .grad attribute of a Tensor that is not a leaf Tensor is being accessed",
     # megatron-core calls collectives by names that torch 2.13 gives up later.
     r"`torch\.distributed\.\w+` is deprecated",
-    # megatron-core's and torch's own readers of checkpoints.
+    # The readers of checkpoints in megatron-core and torch use deprecated names.
     "`load_state_dict` is deprecated and will be removed in future versions",
     "Please use DTensor instead and we are deprecating ShardedTensor",
 )
+"""Warnings of the packages below us that every rank would print and no user can act on."""
 ON_A_CPU = (
-    # About the order of GPU kernels.
+    # The order of GPU kernels matters on a GPU only.
     "When using async grad allreduce it is recommended to set the environment variable",
     "When using sequence parallelism it is recommended to set the environment variable",
 )
 
 
 def silence_known_warnings(device: str) -> None:
-    """Filter them in this process and in the ranks that it forks.
+    """Filter known warnings in this process and in the ranks that it forks.
 
     Args:
         device: ``cuda`` or ``cpu``.
@@ -67,7 +62,7 @@ def silence_known_warnings(device: str) -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
-Work = Callable[["Run"], "int | None"]
+Work = Callable[[Run], "int | None"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +78,10 @@ def main(
     """Parse the flags, check what can be checked, start the ranks, and train.
 
     Args:
-        program: what to train, or the tasks of which the flags choose one.
+        program: a task, or several tasks of which the flags choose one.
         argv: the words after the program's name.
         defaults: values of flags in the place of the task's defaults, by their fields' names.
-        work: what to do with the run, in the place of training and evaluation.
+        work: called with the run instead of training and evaluation.
         elsewhere: sections of flags of other programs, by the programs' names.
 
     Returns:
@@ -195,10 +190,10 @@ def pretrain(
         device: the kind of device that the ranks run on.
         assets: what `Task.preflight` returned.
         prepare: called with the parts of the run before it starts, to observe it.
-        work: what to do with the run; None trains and evaluates.
+        work: called with the run; None trains and evaluates.
 
     Returns:
-        0, or `signals.EXIT_CODE_SIGNAL` when the exit signal ended the run.
+        The exit code: 0, or that of the callback or the work that ended the run.
     """
     torch_device = device.activate(int(os.environ.get("LOCAL_RANK", "0")))
     context = init_groups(

@@ -1,26 +1,24 @@
-"""What can be checked before any process group exists: folders, checkpoints, the task's data."""
+"""Checks before any process group exists: folders, checkpoints and the task's data."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_ext.checkpoint.resume import check_resume
 from megatron_ext.checkpoint.stored import check_start
+from megatron_ext.config.run import RunConfig
 from megatron_ext.data.folders import why_not_writable
 from megatron_ext.errors import ConfigError
 from megatron_ext.losses.custom import load_loss
-
-if TYPE_CHECKING:
-    from megatron_ext.config.run import RunConfig
-    from megatron_ext.train.task import Preflight
+from megatron_ext.train.task import Preflight
 
 
 def check_folders(config: RunConfig) -> None:
     """Check that the folders which a run writes to can be written.
 
     Raises:
-        ConfigError: with one sentence for each that cannot.
+        ConfigError: has one sentence for each folder that cannot.
     """
     logs = config.logging
     folders = {"save": config.checkpoint.save, "tensorboard-dir": logs.tensorboard_dir}
