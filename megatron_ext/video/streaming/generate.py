@@ -1,4 +1,4 @@
-"""Generate videos of any length, block by block, with prompts that may change on the way.
+"""Generate videos of any length, block by block, with prompts that may change over time.
 
 When the prompt changes, or a cache is lost, the past is encoded anew under the current prompt.
 """

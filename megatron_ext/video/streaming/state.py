@@ -1,4 +1,4 @@
-"""What a sequence is made from, and where it stands, as a checkpoint can hold it."""
+"""The inputs and the state of a sequence, as a checkpoint can hold it."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class WorkCounter:
 
 @dataclass(frozen=True)
 class _PassResult:
-    """What a pass was for, what to log, and how many frames counted."""
+    """The purpose of a pass, its reports, and the number of frames that counted."""
 
     kind: Pass
     reports: list[Report]
@@ -148,7 +148,7 @@ class StreamingRunner(StepRunner):
 
     @property
     def trained_chunks(self) -> list[DistributedDataParallel]:
-        """See `StepRunner.trained_chunks`."""
+        """Return both trained networks; see `StepRunner.trained_chunks`."""
         return [*self.generator.chunks, *self.critic.chunks]
 
     @property

@@ -62,7 +62,7 @@ class Settings:
 
 
 class StreamingState:
-    """What a streaming run holds besides its generator; a `checkpoint.state.ExtraState`.
+    """The state of a streaming run besides its generator; a `checkpoint.state.ExtraState`.
 
     The generator lies in the checkpoint as any run's model, the critic under names that begin with
     ``critic.``. The teacher does not change and is not saved. Each data-parallel replica has its
@@ -93,7 +93,7 @@ class StreamingState:
         self.steps = 0
 
     def state_to_save(self, metadata: dict[str, Any], *, with_optimizer: bool) -> dict[str, Any]:
-        """See `ExtraState`."""
+        """Return critic, sequence and progress; see `ExtraState`."""
         state = self._critic_state(metadata, with_optimizer=with_optimizer, is_loading=False)
         stands = _on_host(self._sequence.state_dict())
         cache = stands.pop("cache", None)
@@ -106,7 +106,7 @@ class StreamingState:
     def state_to_load(
         self, path: Path, metadata: dict[str, Any], *, with_optimizer: bool
     ) -> dict[str, Any]:
-        """See `ExtraState`; objects of another layout are left out."""
+        """Return what to load; objects of another layout are left out; see `ExtraState`."""
 
         def names() -> set[str]:
             found = set(stored_entries(path))
@@ -126,7 +126,7 @@ class StreamingState:
         return {**state, **{k: v for k, v in wanted.items() if v.unique_key in stored}}
 
     def load(self, loaded: dict[str, Any], *, with_optimizer: bool, notes: list[str]) -> None:
-        """See `ExtraState`."""
+        """Take over critic, sequence and progress; see `ExtraState`."""
         critic, progress = self._critic, loaded[PROGRESS]
         notes += self._left_out
         if critic.base is not None:

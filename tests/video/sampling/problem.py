@@ -52,7 +52,7 @@ def velocity_on(
     guidance: float | None = None,
     bf16: bool = False,
 ) -> ParallelVelocity:
-    """The model of the names' weights on these ranks, with a condition branch that counts."""
+    """Return the velocity of one model on these ranks, with a condition branch that counts."""
     problem = Problem(
         sizes=sizes, options=options or MMDiTOptions(), sequence_parallel=sequence_parallel,
         schedule=schedule,
@@ -78,7 +78,7 @@ def velocity_on(
 
 
 def move_off_zero(chunk: torch.nn.Module) -> None:
-    """The zero-initialised branch of the condition, the same on all ranks that hold it."""
+    """Set the zero-initialised branch of the condition, the same on all ranks that hold it."""
     for name, parameter in chunk.named_parameters():
         if "cond_in" in name:
             generator = torch.Generator().manual_seed(len(name))
@@ -86,7 +86,7 @@ def move_off_zero(chunk: torch.nn.Module) -> None:
 
 
 def requests_with(reference: Path | None, count: int = 3) -> list[ClipRequest]:
-    """Prompts; the middle one has a reference."""
+    """Return prompts, of which the middle one has a reference."""
     texts = ["a red square moves left", "a blue disc", "a green ring moves up", "nothing", "two"]
     asked = [ClipRequest(text) for text in texts[:count]]
     if reference is not None:

@@ -22,7 +22,7 @@ ASKED = [ClipRequest("a red square moves left"), ClipRequest("Größe " * 40, "a
 
 
 def smooth(num_clips: int = 2, frames: int = 9, height: int = 32, width: int = 48) -> Tensor:
-    """Slow waves, which H.264 hardly changes, ``[P, 3, f, H, W]``."""
+    """Return slow waves, which H.264 hardly changes, ``[P, 3, f, H, W]``."""
     t, y, x = torch.meshgrid(
         *(torch.linspace(0, 3, size) for size in (frames, height, width)), indexing="ij"
     )
@@ -31,7 +31,7 @@ def smooth(num_clips: int = 2, frames: int = 9, height: int = 32, width: int = 4
 
 
 def read(path: Path) -> tuple[np.ndarray[Any, Any], float]:
-    """Frames ``[f, H, W, 3]`` and their rate."""
+    """Return frames ``[f, H, W, 3]`` and their rate."""
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
         assert stream.codec_context.name == "h264"

@@ -76,7 +76,7 @@ def run(
 
 
 def toy(x: Tensor, t: Tensor, words: Tensor, pooled: Tensor, cond: Tensor) -> Tensor:
-    """A smooth function of all its inputs; the references of some frames count in all frames."""
+    """Return a smooth function of all inputs; the references of some frames count in all frames."""
     of_text = words.mean(dim=(1, 2))[:, None, None] + pooled.mean(dim=1)[:, None, None]
     scale = t[:, None, None] + of_text
     of_references = cond.square().mean(dim=1, keepdim=True) + 0.3 * cond
@@ -101,7 +101,7 @@ def test_a_constant_velocity_is_followed_to_its_end(num_steps: int) -> None:
 def test_training_and_sampling_shift_alike(
     shape: tuple[int, int, int], patch_size: int, tokens: int
 ) -> None:
-    """A uniform step s of the sampler and a training draw with sigmoid(u) = s are one time."""
+    """Compare a uniform step s of the sampler with a training draw with sigmoid(u) = s."""
     factor = (1 + (tokens - 256) * 2 / 3840) * math.sqrt(5)
     sampled = times(FLOW, 8, shape, patch_size)
     for i in range(1, 8):
@@ -186,7 +186,7 @@ def test_every_input_and_scale_counts() -> None:
 
 
 def test_guidance_is_by_frame_text_and_references() -> None:
-    """One step against the formula of the three predictions, frame by frame."""
+    """Compare one step with the formula of the three predictions, frame by frame."""
     given, prompts = references("i2v_head"), text()
     guidance = SampleConfig(sample_text_scale=2.0, sample_image_scale=3.0)
     tokens, n = pack(NOISE, 2), T * H * W // 4

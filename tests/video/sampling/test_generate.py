@@ -60,7 +60,7 @@ def layout_of(sizes: dict[str, int], schedule: str | None = None) -> Layout:
 
 
 def clips_of(context: ParallelContext, asked: list[ClipRequest], **changes: Any) -> Tensor | None:
-    """Pixels on the reporting rank."""
+    """Return pixels on the reporting rank."""
     settings, shape = changes.pop("settings", {}), changes.pop("shape", SHAPE)
     is_reporting = context.is_reporting_rank
     velocity = velocity_on(context, **settings)
@@ -81,7 +81,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plainly(context: ParallelContext, asked: list[ClipRequest], path: Path) -> None:
-    """No rank, no pipeline, no batches: `sample` with a model in plain torch, clip by clip."""
+    """Save the clips of a model in plain torch, sampled one by one on one process."""
     chunks = [chunk.module for chunk in velocity_on(context).chunks]
     plain = Problem(sizes=I2V).plain_model(gathered_weights(chunks))
 
@@ -182,7 +182,7 @@ PLAIN = dataclasses.replace(
 def test_scales_of_1_follow_the_conditional_prediction(
     context: ParallelContext, reference: Path
 ) -> None:
-    """Euler's method with the captions and references alone; the references stay to the bit."""
+    """Follow Euler's method with captions and references alone, which stay to the bit."""
     velocity = velocity_on(context)
     encoded = encode_requests(requests_with(reference), SHAPE, CODEC, ENCODER)
     found = generate_latents(velocity, encoded, flow=FLOW, sampling=PLAIN, context=context)

@@ -46,7 +46,7 @@ def encode(*asked: ClipRequest, shape: SampleShape = SHAPE) -> EncodedRequests:
 
 @pytest.fixture(scope="module")
 def video(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twenty frames of 16 per second, each of a grey of its own."""
+    """Return a file of twenty frames, 16 per second, each of a grey of its own."""
     path = tmp_path_factory.mktemp("video") / "greys.mp4"
     greys = np.arange(20, dtype=np.uint8)[:, None, None, None] * 10 + 30
     with closing(Mp4Writer(path, 16)) as writer:

@@ -25,7 +25,7 @@ from tests.video.sampling.problem import I2V, LATENT, NUM_IMAGE, velocity_on
 
 
 def inputs_of(sizes: Any, num_text: int = 8, batch: int = 2) -> list[Tensor]:
-    """x, t, text, pooled and cond."""
+    """Return x, t, text, pooled and cond."""
     generator = torch.Generator().manual_seed(3)
     shapes = (
         (batch, NUM_IMAGE, sizes.token_width),
@@ -41,7 +41,7 @@ def inputs_of(sizes: Any, num_text: int = 8, batch: int = 2) -> list[Tensor]:
 def check_against_plain(
     context: ParallelContext, velocity: ParallelVelocity, sizes: Any, num_text: int, padded: int
 ) -> None:
-    """Text rows up to ``padded`` repeat the last one."""
+    """Compare with plain torch, where text rows up to ``padded`` repeat the last one."""
     x, t, text, pooled, cond = inputs_of(sizes, num_text)
     found = velocity.of_shape(LATENT)(x, t, text, pooled, cond)
     chunks = [chunk.module for chunk in velocity.chunks]
@@ -89,7 +89,7 @@ def test_a_distilled_model_is_given_its_guidance(context: ParallelContext) -> No
 
 @ranks(tp=2, pp=2)
 def test_all_ranks_get_the_same_in_16_bits(context: ParallelContext) -> None:
-    """Times stay float32: the model refuses others."""
+    """Keep times in float32, since the model refuses others."""
     given = inputs_of(I2V)
     exact = velocity_on(context).of_shape(LATENT)(*given)
     found = velocity_on(context, bf16=True).of_shape(LATENT)(*given)
@@ -134,7 +134,7 @@ def test_inputs_that_do_not_fit_are_refused_on_all_ranks(context: ParallelContex
 
 
 class OwnModel(MegatronModule):
-    """A user's: each of two stages scales; the first joins its inputs, the second drops text."""
+    """A user's model of two stages that scale; the first joins inputs, the second drops text."""
 
     def __init__(self, config: StepTransformerConfig, stage: int, *, joins_text: bool) -> None:
         super().__init__(config=config)
@@ -161,7 +161,7 @@ class OwnModel(MegatronModule):
 
 
 class Incomplete(MegatronModule):
-    """Lacks what stages pass on."""
+    """A model without the shape of what stages pass on."""
 
 
 def own_velocity(context: ParallelContext, *, joins_text: bool = False) -> ParallelVelocity:

@@ -47,7 +47,7 @@ class MixtureTeacher(nn.Module):
         self.variance, self.schedule = deviation**2, schedule
 
     def forward(self, *, x: Tensor, timesteps: Tensor, text: Tensor) -> Tensor:
-        """Flow of ``x`` ``[b, t, c, h, w]``; see `network.FlowNetwork`. The text is not looked at.
+        """Return the flow of ``x`` ``[b, t, c, h, w]``; see `FlowNetwork`. The text is unused.
 
         Args:
             x: noised latents.
@@ -58,7 +58,7 @@ class MixtureTeacher(nn.Module):
         return flow_from_x0(x, self.clean(x.double(), sigma), sigma).to(x.dtype)
 
     def clean(self, x: Tensor, sigma: Tensor) -> Tensor:
-        """Expected clean latents given noised ones, ``[b, t, c, h, w]`` float64 both.
+        """Return the expected clean latents given noised ones, both ``[b, t, c, h, w]`` float64.
 
         Args:
             x: noised latents.
@@ -73,7 +73,7 @@ class MixtureTeacher(nn.Module):
         return (share * x0).sum(dim=2)
 
     def sample(self, num_frames: int, generator: torch.Generator) -> Tensor:
-        """Frames of the distribution, ``[num_frames, c, h, w]`` float64."""
+        """Draw frames of the distribution, ``[num_frames, c, h, w]`` float64."""
         device = self.means.device
         which = torch.randint(len(self.means), (num_frames,), generator=generator, device=device)
         size = (num_frames, *self.means.shape[1:])
@@ -84,7 +84,7 @@ class MixtureTeacher(nn.Module):
 def sliced_wasserstein(
     a: Tensor, b: Tensor, generator: torch.Generator, *, projections: int = 128
 ) -> float:
-    """Sliced Wasserstein distance of order 2 between two sets of samples (arXiv:1902.00434, eq. 5).
+    """Return the sliced Wasserstein distance of order 2 of two sets of samples (arXiv:1902.00434).
 
     The root of the mean over random directions of the squared distance in one dimension, which is
     that of the sorted projections.

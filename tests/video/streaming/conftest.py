@@ -1,4 +1,4 @@
-"""A run with adapters that several files look at."""
+"""A run with adapters that several files read."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from tests.video.streaming.tuned import Tuned, tune
 
 @pytest.fixture(scope="session")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
-    """See `Tuned`; read only."""
+    """Return a finished run with adapters, which tests only read; see `Tuned`."""
     return tune(tmp_path_factory.mktemp("tuned"))

@@ -38,7 +38,7 @@ class Window:
     sink: int = 3
 
     def seen(self, start: int) -> list[int]:
-        """Frames that the block from ``start`` on sees (section 3 of the specification)."""
+        """Return the frames that the block from ``start`` on sees."""
         end = start + self.block
         local = max(self.sink, end - (self.window - self.sink))
         return sorted({*range(min(self.sink, end)), *range(local, end)})
@@ -119,7 +119,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class TinyDiT(nn.Module):
-    """Causal over blocks with a window; with None all frames see each other."""
+    """A network that is causal over blocks with a window; without one all frames see each other."""
 
     def __init__(
         self, window: Window | None, *, channels: int = 2, layers: int = 2, width: int = WIDTH
@@ -229,7 +229,7 @@ def build(
     dtype: torch.dtype = torch.float64,
     **others: Any,
 ) -> StreamingSequence:
-    """A sequence on a tiny network in float64."""
+    """Return a sequence on a tiny network in float64."""
     window = window or Window(block=options.frame_block)
     capacity = capacity or window.window + options.chunk_frames - window.block
     model = model or network(window, channels=shape[0], dtype=dtype)
@@ -249,7 +249,7 @@ PAPER_WINDOW = Window(window=12)
 
 
 def paper(options: StreamingConfig = PAPER, **others: Any) -> StreamingSequence:
-    """The sequence of the paper on latents of one number."""
+    """Return the sequence of the paper on latents of one number."""
     others.setdefault("replica", Replica(seed=1))
     return build(options, window=PAPER_WINDOW, shape=(1, 1, 1), **others)
 

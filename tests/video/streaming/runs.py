@@ -30,7 +30,7 @@ CLIPS = 4
 
 
 def write_prompts(folder: Path, *, switch: bool = True) -> list[str]:
-    """Flags of two files of prompts."""
+    """Write two files of prompts, and return their flags."""
     folder.mkdir(parents=True, exist_ok=True)
     names = ["prompts", "second_prompts"][: 1 + switch]
     words = []
@@ -44,7 +44,7 @@ def write_prompts(folder: Path, *, switch: bool = True) -> list[str]:
 def flags_of(
     folder: Path, words: str, *, micro: int = 1, batch: int = 1, interval: int = 2, start: int = 2
 ) -> list[str]:
-    """The words of a command line."""
+    """Return the words of a command line."""
     own = (
         f"--micro-batch-size {micro} --global-batch-size {batch} --generator-interval {interval} "
         f"--ema-start {start} {words}"
@@ -64,7 +64,7 @@ def attempt(
     prepare: Callable[[Run], None] | None = None,
     **sizes: int,
 ) -> tuple[int, Rows]:
-    """The exit code of a run, and the rows of its training steps."""
+    """Return the exit code of a run, and the rows of its training steps."""
     code, rows = train_on_ranks(
         flags_of(folder, words, **sizes),
         ranks=ranks,
@@ -76,14 +76,14 @@ def attempt(
 
 
 def run(folder: Path, words: str, **options: Any) -> Rows:
-    """The rows of the training steps of a run, which must not fail; see `attempt`."""
+    """Return the rows of the training steps of a run, which must not fail; see `attempt`."""
     code, rows = attempt(folder, words, **options)
     assert code == 0
     return rows
 
 
 def runner_of(run: Run) -> StreamingRunner:
-    """The streaming runner of a run."""
+    """Return the streaming runner of a run."""
     assert isinstance(run.runner, StreamingRunner)
     return run.runner
 
@@ -114,17 +114,17 @@ def on_each_clip(run: Run, do: Callable[[StreamClip, bool], None]) -> None:
 
 
 def weights(module: Any) -> dict[str, Tensor]:
-    """Copies of the parameters of a network that this rank holds."""
+    """Return copies of the parameters of a network that this rank holds."""
     (bare,) = unwrap_model([module])
     return {name: p.detach().clone() for name, p in bare.named_parameters()}
 
 
 def differ(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Any of the parameters has changed."""
+    """Return whether any of the parameters has changed."""
     return any(not torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
 def losses_of(row: dict[str, Any]) -> dict[str, float]:
-    """What a step logs of both networks."""
+    """Return the losses and norms that a step logs for both networks."""
     words = ("loss", "norm")
     return {k: v for k, v in row.items() if any(w in k for w in words) and k != "loss_scale"}

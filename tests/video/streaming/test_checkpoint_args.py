@@ -26,7 +26,6 @@ OTHERS = (
     "--codec-spatial 2 --codec-channels 6 --text-length 9 --text-width 24 --window-frames 9 "
     "--lora-rank 4 --lora-alpha 3 --lora-target-modules linear_q linear_fc1 --lora-rslora"
 )
-SECTIONS = ("lora", "codec", "text_encoder")
 NETWORKS = "generator_size critic_size teacher_size latent_channels frame_block window_frames"
 
 
@@ -42,24 +41,21 @@ def parsed(words: str, stored: dict[str, Any] | None = None) -> RunConfig:
 def test_the_networks_are_those_of_the_checkpoint(words: str) -> None:
     whole = parsed(f"{words} --latent-size 8 8 --guidance-scale 2")
     again = parsed("--use-checkpoint-args --load x", whole.to_dict())
-    for section in (*SECTIONS, "model"):
-        assert getattr(again, section) == getattr(whole, section), section
+    for section in ("lora", "codec", "text_encoder", "model"):
+        assert again.by_name()[section] == whole.by_name()[section], section
+    streaming, stored = again.section(StreamingConfig), whole.section(StreamingConfig)
     for name in NETWORKS.split():
-        assert getattr(again.section(StreamingConfig), name) == getattr(whole.streaming, name), name
+        assert getattr(streaming, name) == getattr(stored, name), name
     # How they are trained is not what they are.
-    assert again.section(StreamingConfig).guidance_scale == 4.0 and again.section(
-        StreamingConfig
-    ).latent_size == (60, 104)
+    assert streaming.guidance_scale == 4.0 and streaming.latent_size == (60, 104)
 
 
 def test_the_command_line_wins() -> None:
     whole = parsed(OTHERS)
     words = "--use-checkpoint-args --load x --text-width 48 --critic-size small --lora-rank 8"
     again = parsed(words, whole.to_dict())
-    assert (
-        again.section(TextEncoderConfig).text_width == 48
-        and again.section(TextEncoderConfig).text_length == 9
-    )
+    encoder = again.section(TextEncoderConfig)
+    assert encoder.text_width == 48 and encoder.text_length == 9
     assert again.section(StreamingConfig).critic_size == "small" and again.lora.lora_rank == 8
     assert again.lora.lora_target_modules == ["linear_q", "linear_fc1"]
 
@@ -71,7 +67,7 @@ DESCRIBING = (
 
 
 def test_adapters_go_on_without_the_flags_of_the_networks(tuned: Tuned, tmp_path: Path) -> None:
-    """As with all of them, bit for bit."""
+    """Compare with a run that is given all flags, bit for bit."""
     found = []
     onward = f"--override-opt-param-scheduler --load {tuned.saved} --train-iters {STEPS + 1}"
     for name, words in (("short", "--use-checkpoint-args"), ("whole", ADAPTERS)):
@@ -93,7 +89,7 @@ FLOW = "--video-data-path v --micro-batch-size 1 --train-iters 1001 --video-mode
 
 
 def flow(words: str, stored: dict[str, Any] | None = None) -> RunConfig:
-    """The configuration of a flow-matching run."""
+    """Return the configuration of a flow-matching run."""
     flags = f"{FLOW} {words}".split()
     return parse_args(flags, VIDEO, world_size=1, device="cpu", checkpoint_config=stored).config
 
@@ -104,15 +100,15 @@ WINDOW = "--frame-block 2 --window-frames 8 --sink-frames 2"
 def test_streaming_takes_the_size_and_the_window_of_a_causal_model() -> None:
     stored = flow(f"causal-video-dit --video-dit-size mini {WINDOW} --independent-block-timesteps")
     dit = dataclasses.replace(stored.section(VideoDiTConfig), dit_channels=6)
-    stored = dataclasses.replace(stored, video_dit=dit)
+    stored = stored.with_section(dit)
     words = "--use-checkpoint-args --pretrained-checkpoint x --chunk-frames 4"
     words += " --min-new-frames 2 --max-new-frames 2 --recache-frames 4"
-    streaming = parsed(words, stored.to_dict()).streaming
+    streaming = parsed(words, stored.to_dict()).section(StreamingConfig)
     assert (streaming.generator_size, streaming.latent_channels) == ("mini", 6)
     assert (streaming.frame_block, streaming.window_frames, streaming.sink_frames) == (2, 8, 2)
     teacher = dataclasses.replace(stored.section(VideoConfig), video_model="video-dit")
-    stored = dataclasses.replace(stored, video=teacher)
-    streaming = parsed(words.split(" --chunk")[0], stored.to_dict()).streaming
+    stored = stored.with_section(teacher)
+    streaming = parsed(words.split(" --chunk")[0], stored.to_dict()).section(StreamingConfig)
     assert (streaming.generator_size, streaming.window_frames) == ("mini", 12)
 
 
@@ -120,10 +116,11 @@ def test_flow_matching_takes_the_size_and_the_window_of_a_generator() -> None:
     stored = parsed("--generator-size small --window-frames 9 --guidance-scale 2").to_dict()
     words = "--use-checkpoint-args --pretrained-checkpoint x"
     causal = flow(f"causal-video-dit {words}", stored)
-    assert causal.video_dit.video_dit_size == "small" and causal.streaming.window_frames == 9
-    assert flow(f"video-dit {words}", stored).video_dit.video_dit_size == "small"
+    assert causal.section(StreamingConfig).window_frames == 9
+    whole = flow(f"video-dit {words}", stored)
     both = flow(f"video-dit {words}", causal.to_dict())
-    assert both.video_dit.video_dit_size == "small"
+    for run in (causal, whole, both):
+        assert run.section(VideoDiTConfig).video_dit_size == "small"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +133,7 @@ def test_flow_matching_takes_the_size_and_the_window_of_a_generator() -> None:
         ),
         ("streaming", "mmdit", "the networks of `--task streaming`, but this run builds an MMDiT"),
         ("causal-video-dit", "mmdit", "of a causal video DiT, but this run builds an MMDiT"),
-        ("text", "mmdit", "of a text model, but this run builds an MMDiT; give another"),
+        ("text", "mmdit", "of a model that this program does not train, but this run builds an MMDiT"),
         ("adapters", "video-dit", "of adapters, which flow matching does not train; make whole"),
     ],
 )

@@ -40,7 +40,7 @@ def test_clean_latents_of_one_gaussian_are_those_of_the_formula() -> None:
 
 @pytest.mark.parametrize("t", [300.0, 700.0, 980.0])
 def test_clean_latents_are_the_mean_of_samples_that_lead_there(t: float) -> None:
-    """E[x0 | x_t], by weighting samples with the probability of x_t given each."""
+    """Weigh samples with the probability of x_t given each, which gives E[x0 | x_t]."""
     teacher = MixtureTeacher(MEANS, 0.5, SCHEDULE)
     x0 = teacher.sample(50_000, seeded(1)).flatten(1)
     x_t = torch.tensor([[0.5, 0.2], [1.0, -1.0]], dtype=torch.float64)
@@ -78,7 +78,7 @@ def gaussian(mean: Tensor, deviation: float, seed: int, n: int = 5_000) -> Tenso
 
 
 def test_distance_of_gaussians_is_that_of_the_formula() -> None:
-    """In each direction W2² = (difference of means)² + (difference of deviations)²."""
+    """Check W2² = (difference of means)² + (difference of deviations)² in each direction."""
     mean = torch.tensor([3.0, -1.0, 2.0], dtype=torch.float64)
     a, b = gaussian(torch.zeros(3), 1.0, 1), gaussian(mean, 1.5, 2)
     want = math.sqrt(float(mean.square().sum()) / 3 + 0.25)
@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @ranks()
 def test_the_generator_learns_the_distribution_of_the_teacher(context: ParallelContext) -> None:
-    """The few layers leave the two components blurred, so that some distance remains."""
+    """Train two networks of one layer, which leave the two components a little blurred."""
     course = follow(context, Settings(), steps=150, every=150)
     first, last = course.points
     assert course.fall >= 0.7, course.points

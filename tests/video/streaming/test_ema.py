@@ -29,18 +29,18 @@ def _record(run: Run, path: Path) -> None:
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
-    """What the checkpoint of the last step holds."""
+    """Return what the checkpoint of the last step holds."""
     return whole_tensors(folder / f"iter_{STEPS:07d}", folder / "whole.pt")
 
 
 def averages(folder: Path) -> dict[str, Tensor]:
-    """Averaged weights after the last step, by the names of the weights."""
+    """Return the averaged weights after the last step, by the names of the weights."""
     found = stored(folder)
     return {k.removeprefix("ema."): x for k, x in found.items() if k.startswith("ema.")}
 
 
 def test_the_average_follows_the_updates_of_the_generator(tmp_path: Path) -> None:
-    """Updates at steps 1, 3, 5 and 7 counted from 1; the average begins with the weights of 3."""
+    """Average updates at steps 1, 3, 5 and 7 counted from 1, beginning with the weights of 3."""
     record = partial(_record, path=tmp_path / "seen.pt")
     run(tmp_path, f"--train-iters {STEPS}", start=4, prepare=record)
     after = torch.load(tmp_path / "seen.pt")
@@ -56,7 +56,7 @@ def test_the_average_follows_the_updates_of_the_generator(tmp_path: Path) -> Non
 
 
 def test_every_other_update_counts_steps_of_the_generator(tmp_path: Path) -> None:
-    """It is trained at steps 1, 3, 5 and 7, of which 3 and 7 are averaged."""
+    """Train it at steps 1, 3, 5 and 7, of which 3 and 7 are averaged."""
     record = partial(_record, path=tmp_path / "seen.pt")
     run(tmp_path, f"--train-iters {STEPS} --ema-update-every 2", start=2, prepare=record)
     after = torch.load(tmp_path / "seen.pt")

@@ -16,7 +16,7 @@ from tests.video.streaming.runs import attempt, run, runner_of, weights
 
 
 def _fail(run: Run, where: str) -> None:
-    """One rank of two fails in the second step, in the pass of a network."""
+    """Let one rank of two fail in the second step, in the pass of a network."""
     runner = runner_of(run)
     if run.context.rank != 1:
         return
@@ -47,7 +47,7 @@ def _fail(run: Run, where: str) -> None:
 def test_an_exception_on_one_rank_ends_the_run(
     tmp_path: Path, where: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither swallowed nor waited for: a code that is not 0, and no hanging rank."""
+    """Check that the exit code is not 0 and that no rank hangs."""
     started = time.monotonic()
     fail = partial(_fail, where=where)
     code, rows = attempt(tmp_path, "--train-iters 9", ranks=2, batch=2, prepare=fail)
@@ -93,7 +93,7 @@ def test_the_steps_of_a_base_checkpoint_are_not_taken_over(tmp_path: Path) -> No
 
 
 def test_weights_of_critic_and_teacher_do_not_come_from_the_run_itself(tmp_path: Path) -> None:
-    """A run that goes on by itself finds its own folder before any other."""
+    """Resume a run, which finds its own folder before any other."""
     run(tmp_path, "--train-iters 1 --seed 8", save="other")
     words = f"--train-iters 2 --resume-mode auto --teacher-checkpoint {tmp_path / 'other'}"
     assert len(run(tmp_path, f"{words} --exit-interval 1")) == 1

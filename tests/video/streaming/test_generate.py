@@ -54,7 +54,7 @@ def video(
     window: Window = WINDOW,
     shift: float = 0.0,
 ) -> Tensor:
-    """Latents of two videos of the tiny network with as small a cache as it takes."""
+    """Return latents of two videos of the tiny network, with as small a cache as it takes."""
     model = network(window)
     cache = Cache(window, window.window, len(model.layers))
     schedule = NoiseSchedule(StreamingConfig(context_noise=context_noise))
@@ -81,7 +81,7 @@ def noise_of() -> functools.partial[Tensor]:
 
 @ranks()
 def test_blocks_are_those_of_dense_masked_passes(context: ParallelContext) -> None:
-    """Every denoising step of a plain network over all frames so far, in one masked pass."""
+    """Compare with a plain network that sees all frames so far in one masked pass."""
     problem = Problem(frames=30, batch=2)
     window = problem.options.window
     clip = one(problem, context, torch.float64)
@@ -122,7 +122,7 @@ def test_blocks_are_those_of_dense_masked_passes(context: ParallelContext) -> No
 def test_blocks_are_those_of_a_training_rollout_with_all_steps(
     switch: int | None, context_noise: float, sink: str
 ) -> None:
-    """Where training encodes as many frames anew as the window holds, also after a switch."""
+    """Let training encode as many frames anew as the window holds, also after a switch."""
     options = PLAIN if switch is None else switching_at(switch, OPTIONS)
     options = dataclasses.replace(
         options,
@@ -151,7 +151,7 @@ def test_a_prompt_acts_from_its_frame_on() -> None:
 
 @pytest.mark.parametrize("window", [Window(window=7, sink=1), Window(window=6, sink=0)])
 def test_windows_and_sinks_need_not_be_whole_blocks(window: Window) -> None:
-    """The same from blocks that see all they may: a larger cache changes nothing."""
+    """Check that a later prompt changes no block before it."""
     scenes = [(0, "text"), (12, "after")]
     got = video(scenes, window=window)
     assert torch.isfinite(got).all()

@@ -26,7 +26,7 @@ CP = "--context-parallel-size 2"
 
 @dataclass(frozen=True)
 class Result:
-    """What a run logged, and the weights of generator and critic after it."""
+    """The log of a run, and the weights of generator and critic after it."""
 
     rows: Rows
     weights: dict[str, Tensor]
@@ -48,7 +48,7 @@ def trained(folder: Path, words: str, *, ranks: int = 1, micro: int = 2, batch: 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """One rank, two videos in a micro-batch."""
+    """Return the run on one rank, with two videos in a micro-batch."""
     return trained(tmp_path_factory.mktemp("one"), "")
 
 
@@ -57,12 +57,12 @@ SID = "--distribution-loss sid --sid-alpha 1.2 --denoising-loss v --ts-schedule 
 
 @pytest.fixture(scope="module")
 def sid(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """The same by score identity distillation."""
+    """Return the run on one rank by score identity distillation."""
     return trained(tmp_path_factory.mktemp("sid"), SID)
 
 
 def check_same(found: Result, wanted: Result, tolerance: float = 1e-5) -> None:
-    """Losses, mean |D|, gradient norms and weights."""
+    """Check losses, mean |D|, gradient norms and weights."""
     for row, want in zip(found.rows, wanted.rows, strict=True):
         expected = losses_of(want)
         assert {"critic loss", "critic grad norm"} <= expected.keys()
@@ -113,7 +113,7 @@ def test_gradients_through_critic_and_teacher_are_whole_on_all_layouts(
 
 
 def test_weights_move_far_more_than_the_tolerance(one: Result, tmp_path: Path) -> None:
-    """Else the comparison of weights would say nothing."""
+    """Check that the comparison of weights says something."""
     start = trained(tmp_path, "--clip-grad 1e-12 --critic-clip-grad 1e-12")
     for prefix in ("blocks.", "critic.blocks."):
         moved = [
@@ -162,7 +162,7 @@ def _record_gradients(run: Run, path: Path) -> None:
 
 
 def gradients(folder: Path, words: str, *, batch: int, steps: int) -> list[dict[str, Any]]:
-    """Of each step of a run."""
+    """Return what each step of a run recorded."""
     folder.mkdir()
     record = partial(_record_gradients, path=folder / "seen.pt")
     words = f"--train-iters {steps} {STILL} {words}"
@@ -175,7 +175,7 @@ def gradients(folder: Path, words: str, *, batch: int, steps: int) -> list[dict[
 def test_frames_of_accumulated_clips_count_alike_or_clips_do(
     tmp_path: Path, per_frame: bool
 ) -> None:
-    """Generator and critic take two clips each, as they do in two steps."""
+    """Compare a step of two clips for each network with two steps of one."""
     words = "" if per_frame else "--no-calculate-per-token-loss"
     (both,) = gradients(tmp_path / "both", words, batch=2, steps=1)
     first, second = gradients(tmp_path / "single", words, batch=1, steps=2)
@@ -202,7 +202,7 @@ def test_accumulation_over_two_replicas_is_that_of_two_videos_on_one(tmp_path: P
 @pytest.mark.parametrize("layout", ["", pytest.param(
     "--tensor-model-parallel-size 2", marks=pytest.mark.slow)])  # fmt: skip
 def test_a_bf16_run_stays_near_that_of_fp32(tmp_path: Path, layout: str) -> None:
-    """Its rounding error is 2 ** -9 in each product, and the critic sees clips made so."""
+    """Allow for a rounding error of 2 ** -9 in each product, and for clips made with it."""
     ranks, words = (2 if layout else 1), "--train-iters 5 --lr 1e-4 --critic-lr 1e-4"
     exact = run(tmp_path, words, save="fp32")
     rough = run(tmp_path, f"{words} --bf16 {layout}", ranks=ranks, save="bf16")

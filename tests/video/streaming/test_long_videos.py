@@ -21,7 +21,7 @@ STRETCHES = (9, 1, 11)
 
 
 def as_latents(pixels: Tensor) -> Tensor:
-    """``[b, 3, f, H, W]`` for a decoder that changes nothing."""
+    """Return pixels as latents ``[b, f, 3, H, W]`` for a decoder that changes nothing."""
     return pixels.transpose(1, 2)
 
 
@@ -48,7 +48,7 @@ def test_videos_show_the_pixels_and_keep_some_frames(tmp_path: Path) -> None:
 
 
 def test_what_is_written_can_be_played_before_the_end(tmp_path: Path) -> None:
-    """A run that is killed leaves the frames that the encoder has given out."""
+    """Read a file that is not finished, as a killed run leaves it."""
     pixels = torch.cat([smooth(1, 300)] * 2, dim=2)
     writer = LongVideoWriter(tmp_path, (0,), lambda x: x, num_frames=600, fps=12)
     writer.append(as_latents(pixels))

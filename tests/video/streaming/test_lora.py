@@ -97,7 +97,7 @@ SGD = "--optimizer sgd --weight-decay 0 --clip-grad 0 --critic-clip-grad 0 --lr 
 
 
 def trained(tuned: Tuned, folder: Path, layout: str, ranks: int) -> dict[str, Tensor]:
-    """How far updates that are linear in their gradients move the adapters of both networks."""
+    """Return how far updates that are linear in their gradients move the adapters."""
     run(folder, f"{tuned.words} {ADAPTERS} {SGD} --train-iters 3 {layout}", ranks=ranks)
     found = whole_tensors(folder / "save" / "iter_0000003", folder / "whole.pt")
     before = tuned.seen["before"]

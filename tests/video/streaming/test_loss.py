@@ -81,7 +81,7 @@ def test_numbers_that_are_not_finite_are_not_hidden() -> None:
 
 
 def test_guidance_is_in_the_usual_convention() -> None:
-    """3 on top of the conditional prediction is 4 from the unconditional one; 1 is none."""
+    """Add 3 to the conditional prediction, which is 4 from the unconditional one; 1 is none."""
     x, fake, c, u = (random(i) for i in (1, 2, 3, 4))
     assert StreamingConfig().guidance_scale == 4
 
@@ -94,7 +94,7 @@ def test_guidance_is_in_the_usual_convention() -> None:
 
 
 def test_the_normaliser_is_that_of_the_whole_clip() -> None:
-    """Blocks of a clip give its loss and its gradient, by D of the clip, not of themselves."""
+    """Give blocks of a clip its loss and its gradient, by D of the clip, not of themselves."""
     mask = new_frames()
     whole, blocks = (random(1).requires_grad_() for _ in range(2))
     d = direction(whole)
@@ -181,7 +181,7 @@ def test_a_loss_with_given_values_has_the_given_gradient() -> None:
 
 @pytest.mark.parametrize("kind", ["flow", "x0", "noise", "v"])
 def test_the_critics_loss_compares_what_its_kind_says(kind: str) -> None:
-    """Predictions are made of the flow by the definition of the path, x_t = (1 - s) x0 + s n."""
+    """Make predictions from the flow by the definition of the path, x_t = (1 - s) x0 + s n."""
     x0, noise, flow, mask = random(1), random(5), random(6), new_frames()
     sigma = torch.tensor([0.3, 0.9], dtype=torch.float64)
     s = sigma.view(2, 1, 1, 1, 1)

@@ -1,4 +1,4 @@
-"""The noise table against the figures of the specification and against plain arithmetic."""
+"""The noise table against published figures and against plain arithmetic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCHEDULE = NoiseSchedule(StreamingConfig())
 
 
 def table() -> torch.Tensor:
-    """Section 2 of the specification, in its own words."""
+    """Return the table by the formula."""
     lin = torch.linspace(1, 0, 1001, dtype=torch.float64)[:-1]
     return 5 * lin / (1 + 4 * lin)
 
@@ -42,14 +42,14 @@ def test_timesteps_of_scores_are_clamped() -> None:
 
 
 def nearest_step(timestep: float) -> int:
-    """As Self-Forcing counts: 1000 less the index of the nearest entry of the falling table."""
+    """Count as Self-Forcing does: 1000 less the index of the nearest entry of the falling table."""
     return 1000 - int((table() * 1000 - timestep).abs().argmin())
 
 
 @pytest.mark.parametrize("warp", [True, False])
 @pytest.mark.parametrize("exit_step", [0, 1, 3])
 def test_exit_steps_bound_the_timesteps_of_scores(warp: bool, exit_step: int) -> None:
-    """From the step after the exit step to the exit step itself, counted before the shift."""
+    """Count steps before the shift, from the step after the exit step to the exit step itself."""
     own = schedule(warp_denoising_steps=warp, min_timestep=1e-3, max_timestep=1000.0)
     steps = own.denoising_timesteps
     low = nearest_step(steps[exit_step + 1]) if exit_step < 3 else 0
@@ -91,7 +91,7 @@ def test_sigma_is_that_of_the_nearest_entry() -> None:
 
 
 def test_every_step_of_the_generator_is_an_entry() -> None:
-    """In float32, as networks are told."""
+    """Compare in float32, as networks are told."""
     steps = torch.tensor(SCHEDULE.denoising_timesteps, dtype=torch.float32)
     expected = torch.tensor([1, 0.9375, 2.5 / 3, 0.625], dtype=torch.float64)
     torch.testing.assert_close(SCHEDULE.sigma(steps), expected, rtol=0, atol=1e-15)
@@ -134,7 +134,7 @@ def test_noise_of_a_sample_is_that_of_all_its_frames() -> None:
 
 
 def test_precision_of_16_bit_latents() -> None:
-    """Computed in float64 and rounded once, not at every step."""
+    """Check that latents are rounded once, not at every step."""
     x = torch.randn(1, 1, 1, 8, 8).bfloat16()
     flow, sigma = torch.randn(1, 1, 1, 8, 8), SCHEDULE.sigma(torch.tensor([700.0]))
     exact = x.double() - float(sigma) * flow.double()

@@ -28,13 +28,13 @@ from tests.video.streaming.runs import flags_of, on_each_clip, run
 
 
 def write_images(folder: Path, number: int = 3) -> None:
-    """Pictures of one colour each."""
+    """Write pictures of one colour each."""
     for i in range(number):
         Image.fromarray(np.full((8, 8, 3), 40 + 60 * i, np.uint8)).save(folder / f"{i}.png")
 
 
 def jsonl(folder: Path, rows: list[dict[str, Any]]) -> str:
-    """Flags of a file of rows."""
+    """Write a file of rows, and return its flags."""
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return f"--prompts-path {path}"
@@ -43,7 +43,7 @@ def jsonl(folder: Path, rows: list[dict[str, Any]]) -> str:
 def configured(folder: Path, words: str) -> Any:
     flags = flags_of(folder, f"--train-iters 1 {words}")
     parsed = parse_args(flags, VIDEO, world_size=1, device="cpu").config
-    return preflight(parsed, VIDEO(parsed).preflight)[0]
+    return preflight(parsed, VIDEO.choose(parsed).preflight)[0]
 
 
 @ranks(tp=2)

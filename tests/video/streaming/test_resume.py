@@ -31,12 +31,12 @@ CP2 = (2, 1, "--context-parallel-size 2")
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """Weights of both networks, averages and moments after the last step, whole."""
+    """Return weights of both networks, averages and moments after the last step, whole."""
     return whole_tensors(folder / f"iter_{STEPS:07d}", folder / "whole.pt")
 
 
 def in_the_middle(run: Run) -> None:
-    """The loaded sequence has some of its clips, and the cache some of its frames."""
+    """Check that the loaded sequence has some of its clips, and the cache some of its frames."""
     runner = runner_of(run)
     state = runner.sequence.state
     assert runner.extra_state.steps == SAVED
@@ -45,7 +45,7 @@ def in_the_middle(run: Run) -> None:
 
 
 def cut_back(save: Path, again: Path) -> Path:
-    """A folder with the checkpoint in the middle of a run, and no later one."""
+    """Make a folder with the checkpoint in the middle of a run, and no later one."""
     saved = f"iter_{SAVED:07d}"
     shutil.copytree(save / saved, again / saved)
     (again / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
@@ -53,7 +53,7 @@ def cut_back(save: Path, again: Path) -> Path:
 
 
 def check_same_run(rows: Rows, whole: Rows, found: Path, wanted: Path) -> None:
-    """The last three steps, and all that they leave behind."""
+    """Compare the last three steps, and all that they leave behind."""
     assert [row["iteration"] for row in rows] == list(range(SAVED + 1, STEPS + 1))
     for row, want in zip(rows, whole[SAVED:], strict=True):
         for name, value in losses_of(want).items():
@@ -103,7 +103,7 @@ def _linger(run: Run) -> None:
 
 
 def _launch(folder: Path, words: str) -> int:
-    """A launcher of two ranks in a process of its own."""
+    """Launch two ranks from a process of its own."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -117,7 +117,7 @@ def _launch(folder: Path, words: str) -> int:
 def test_a_killed_launcher_leaves_a_run_that_goes_on_bit_for_bit(
     tmp_path: Path,
 ) -> None:
-    """Killed between two checkpoints, in the middle of a sequence; the ranks die with it."""
+    """Kill it between two checkpoints, in the middle of a sequence; the ranks die with it."""
     words = f"--train-iters {STEPS} --save-interval {SAVED} --use-distributed-optimizer"
     whole = run(tmp_path / "whole", words, ranks=2, batch=2)
     save = tmp_path / "killed" / "save"
@@ -153,7 +153,7 @@ def _kept(run: Run, path: Path) -> None:
 
 
 def resumed(folder: Path, words: str, ranks: int, batch: int = 2, micro: int = 2) -> Rows:
-    """A run of two videos on one rank, gone on with otherwise."""
+    """Resume a run of two videos on one rank, with other flags."""
     again = cut_back(folder / "save", folder / "again")
     return run(
         folder,
@@ -188,7 +188,7 @@ def copied(one_rank: tuple[Path, Rows], folder: Path) -> Path:
 def test_another_layout_makes_the_cache_anew(
     one_rank: tuple[Path, Rows], tmp_path: Path, words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Frames, prompts and numbers go on; keys and values differ by what weights have moved."""
+    """Let frames, prompts and numbers go on; keys and values differ by what weights have moved."""
     rows = resumed(copied(one_rank, tmp_path), words, ranks=2)
     assert "so that the cache of past frames is made anew" in capfd.readouterr().out
     kept = torch.load(tmp_path / "kept.pt", weights_only=False)

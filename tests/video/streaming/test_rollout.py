@@ -66,7 +66,7 @@ def test_one_graph_has_it_in_exit_steps_only() -> None:
 
 
 def block_by_block(net: TinyDiT, noises: dict[tuple[int, int], Tensor], exit_step: int) -> Tensor:
-    """A clip of three blocks in one graph."""
+    """Return a clip of three blocks in one graph."""
     cache = Cache(Window(), 12, len(net.layers))
     generator = Generator(net, cache, NoiseSchedule(StreamingConfig()))
     text = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0)).double()
@@ -93,7 +93,7 @@ def test_a_block_is_a_constant_to_the_others() -> None:
 
 
 def losses_of(sequence: StreamingSequence, clips: int) -> list[Tensor]:
-    """Gradients of the generator's parameters after a generator loss on each of some clips."""
+    """Return the gradients of the generator after a generator loss on each of some clips."""
     net = tiny(sequence)
     for _ in range(clips):
         clip = sequence.next_clip(trains_generator=True)
@@ -112,7 +112,7 @@ def losses_of(sequence: StreamingSequence, clips: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("same_exit", [True, False])
 def test_two_phases_have_the_gradients_of_one_graph(same_exit: bool) -> None:
-    """Over a sequence with a full cache, and a switch inside a clip."""
+    """Compare over a sequence with a full cache, and a switch inside a clip."""
     base = dataclasses.replace(OPTIONS, switch_frames=(12,), same_exit_across_blocks=same_exit)
     two = losses_of(build(base), 4)
     one = losses_of(build(dataclasses.replace(base, two_phase=False)), 4)
@@ -122,7 +122,7 @@ def test_two_phases_have_the_gradients_of_one_graph(same_exit: bool) -> None:
 
 
 def test_the_capacity_that_is_needed() -> None:
-    """W + clip - block: in two phases every block finds its past; one block less is refused."""
+    """Check that every block finds its past with W + clip - block frames, and not with fewer."""
     losses_of(build(PLAIN, capacity=6 + 9 - 3), 4)
     for less in (6 + 9 - 6, 6 + 9 - 4):
         with pytest.raises(ConfigError, match=r"must be 12 or more to train chunks of 9 new"):
@@ -178,7 +178,7 @@ def test_each_step_has_noise_of_its_own() -> None:
 
 
 def test_a_perfect_network_gives_back_the_latents() -> None:
-    """Independent of the exit step: every step predicts the same clean latents."""
+    """Check that every exit step predicts the same clean latents."""
     truth = torch.linspace(-1, 1, 24).view(1, 3, 2, 2, 2).double()
     schedule = NoiseSchedule(StreamingConfig())
     told = []

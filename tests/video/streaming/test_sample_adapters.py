@@ -25,7 +25,7 @@ Sampled = Callable[..., Tensor]
 
 @pytest.fixture
 def sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sampled:
-    """Latents of a video of a checkpoint, ``[t, c, h, w]``, none where an exit code is expected."""
+    """Return latents of a video of a checkpoint, ``[t, c, h, w]``; none with another exit code."""
 
     def launch(main: Callable[[], int | None], *, nproc_per_node: int, **_: object) -> int:
         return fork_ranks(main, nproc_per_node)
@@ -54,7 +54,7 @@ def sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sampled:
 
 
 def merged(checkpoint: Path, folder: Path) -> Path:
-    """The same generator without adapters, made in a process of its own."""
+    """Make the same generator without adapters, in a process of its own."""
     words = ["merge", "--load", str(checkpoint), "--save", str(folder)]
     assert fork_ranks(lambda: main(words), 1) == 0
     return folder
@@ -66,7 +66,7 @@ def check(found: Tensor, want: Tensor) -> None:
 
 @pytest.fixture
 def moved(tuned: Tuned, tmp_path: Path) -> Iterator[Path]:
-    """Where the weights under the adapters are for a while."""
+    """Move the weights under the adapters for a while."""
     folder = tmp_path / "moved"
     tuned.base.rename(folder)
     yield folder

@@ -31,7 +31,7 @@ ASKED = (
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run that switches prompts; it keeps averages."""
+    """Return the checkpoint of a run that switches prompts and keeps averages."""
     folder = tmp_path_factory.mktemp("trained")
     run(folder, "--train-iters 3")
     for path in folder.glob("*.txt"):
@@ -44,7 +44,7 @@ Sample = Callable[..., int]
 
 @pytest.fixture
 def sample(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sample:
-    """Runs the program in forked ranks; what it decodes lies in ``tmp_path``."""
+    """Return a function that runs the program in forked ranks, and keeps its latents in files."""
 
     def launch(main: Callable[[], int | None], *, nproc_per_node: int, **_: object) -> int:
         return fork_ranks(main, nproc_per_node)
@@ -69,7 +69,7 @@ def sample(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def videos_of(folder: Path) -> list[Tensor]:
-    """Latents of the three videos, ``[t, c, h, w]``."""
+    """Return the latents of the three videos, ``[t, c, h, w]``."""
     found = []
     for number in range(3):
         paths = sorted(folder.glob(f"latents_{number}_*.pt"))

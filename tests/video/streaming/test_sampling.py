@@ -1,4 +1,4 @@
-"""Long videos that a streaming run samples on its way, and what they must not change."""
+"""Long videos that a streaming run samples on its way, without any effect on its training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VIEWED = (
 
 
 def _snapshot(run: Run) -> dict[str, Any]:
-    """All that the next step depends on, and that belongs to this rank."""
+    """Return all that the next step depends on, and that belongs to this rank."""
     runner = run.runner
     assert isinstance(runner, StreamingRunner) and run.ema is not None
     networks = (runner.generator.network, runner.critic.network, runner.teacher)
@@ -62,7 +62,7 @@ def _record(run: Run, path: Path) -> None:
 
 
 def _assert_same(a: Any, b: Any, where: str = "") -> None:
-    """Bit for bit, in any nesting."""
+    """Check that two values of any nesting are equal bit for bit."""
     assert type(a) is type(b), where
     if isinstance(a, Tensor):
         assert a.dtype == b.dtype and torch.equal(a, b), where
@@ -138,7 +138,7 @@ def test_videos_that_are_not_finite_do_not_end_the_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def spoil(run: Run) -> None:
-        """Weights of the average that give no finite number, whatever the training does."""
+        """Make weights of the average give no finite number, whatever the training does."""
         assert run.ema is not None
         average = next(iter(run.ema._parts)).average
         update = run.ema.update

@@ -1,4 +1,4 @@
-"""What networks are asked about a clip, and who gets a gradient."""
+"""Predictions of networks about a clip, and which network gets a gradient."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_noise_depends_on_clip_and_purpose_and_seed() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_direction_of_networks(scale: float) -> None:
-    """The teacher's two predictions in one batch are those of two calls."""
+    """Check that the teacher's two predictions in one batch are those of two calls."""
     clip, critic, teacher = clip_of(), network(seed=1), network(seed=2)
     noised = noised_clip(clip, SCHEDULE, 1, "generator")
 
@@ -84,7 +84,7 @@ def test_direction_of_networks(scale: float) -> None:
 @pytest.mark.parametrize("two_phase", [True, False])
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_score_identity_distillation_is_plain_autograd(scale: float, two_phase: bool) -> None:
-    """The generator's gradients are those of the loss written out over one graph."""
+    """Compare with the loss written out over one graph."""
     sequence = build(dataclasses.replace(PLAIN, two_phase=two_phase))
     generator, critic, teacher = sequence.generator.network, network(seed=1), network(seed=2)
     assert isinstance(generator, torch.nn.Module)

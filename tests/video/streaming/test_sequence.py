@@ -1,4 +1,4 @@
-"""Sequences against the lengths and masks of the specification."""
+"""Sequences against lengths and masks that are written out."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_first_clip_may_be_generated_without_a_loss() -> None:
 
 @pytest.mark.parametrize("frames", [3, 6])
 def test_given_first_frames_are_the_past_of_the_first_clip(frames: int) -> None:
-    """A switch among them comes with the first new block."""
+    """Ask for a switch among them, which comes with the first new block."""
     start = torch.randn(2, frames, 2, 2, 2, dtype=torch.float64)
     options = dataclasses.replace(switching_at(3), sequence_lengths=(9,))
     sequence = build(options, source=lambda s: dataclasses.replace(prompts(s), start=start))
@@ -128,7 +128,7 @@ def test_given_first_frames_are_the_past_of_the_first_clip(frames: int) -> None:
 
 
 def saved(sequence: StreamingSequence) -> dict[str, object]:
-    """Through a file, without code in it."""
+    """Return a state that went through a file, without code in it."""
     file = io.BytesIO()
     torch.save(sequence.state_dict(), file)
     file.seek(0)
@@ -139,7 +139,7 @@ def saved(sequence: StreamingSequence) -> dict[str, object]:
 
 @pytest.mark.parametrize("after", range(7))
 def test_resume_is_exact_anywhere(after: int) -> None:
-    """Before, inside and between sequences, before and after a switch."""
+    """Resume before, inside and between sequences, before and after a switch."""
     options = switching_at(16)
     run = build(options)
     clips_of(run, after)
@@ -206,7 +206,7 @@ def test_texts_follow_the_samples() -> None:
 
 
 def test_networks_of_a_tiny_size_depend_on_all_they_should() -> None:
-    """The tests above would pass with a network that looks at nothing."""
+    """Check the network itself: the other tests would pass with one that looks at nothing."""
     net = network(Window())
     x, t = torch.randn(1, 9, 2, 2, 2).double(), torch.full((1, 9), 500.0)
     text = torch.randn(1, 3, 4).double()

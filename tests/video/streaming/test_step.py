@@ -1,4 +1,4 @@
-"""What the steps of a streaming run change, and what they must not."""
+"""What the steps of a streaming run change, leave alone, and count."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_both_passes_advance_one_sequence(recorded: tuple[Rows, dict[str, Any]])
 def test_what_the_text_gave_is_forgotten_when_the_weights_move(
     recorded: tuple[Rows, dict[str, Any]],
 ) -> None:
-    """The keys of past frames stay as they are: they belong to what was generated."""
+    """Keep the keys of past frames, which belong to what was generated."""
     assert recorded[1]["memo"] == [not trains for trains in TRAINED]
 
 
@@ -160,7 +160,7 @@ def test_each_network_is_clipped_by_itself(
 
 
 def test_a_refused_update_of_one_network_leaves_the_other(tmp_path: Path) -> None:
-    """A NaN in the critic's gradients: the generator and its average still move."""
+    """Put a NaN into the critic's gradients: the generator and its average still move."""
 
     def spoil(run: Run) -> None:
         runner, assert_ema = runner_of(run), run.ema
@@ -218,7 +218,7 @@ def _record_operations(run: Run, path: Path) -> None:
     ["", pytest.param("--no-two-phase --guidance-scale 1", marks=pytest.mark.slow)],
 )
 def test_a_step_counts_what_torch_counts(tmp_path: Path, words: str) -> None:
-    """All passes, also of the sequences that begin and of those that switch."""
+    """Count all passes, also of sequences that begin and of those that switch."""
     record = partial(_record_operations, path=tmp_path / "seen.pt")
     run(tmp_path, f"--train-iters 4 --no-encode-first-frame {words}", prepare=record)
     seen, before = torch.load(tmp_path / "seen.pt")

@@ -30,7 +30,7 @@ from tests.video.streaming.network import (
 
 
 def with_prompts(which: str, shift: float) -> tuple[StreamingSequence, list[StreamClip]]:
-    """A run whose first or second prompts are moved."""
+    """Return a run whose first or second prompts are moved."""
 
     def source(samples: Sequence[int]) -> Prompts:
         given = prompts(samples)
@@ -55,7 +55,7 @@ def test_output_follows_the_current_prompt() -> None:
 
 
 def test_after_the_switch_the_first_prompt_acts_through_frames_only() -> None:
-    """With the frames before it set to those of another run, the first prompt has no part left."""
+    """Take the frames before it from another run, which leaves the first prompt no part."""
     outputs = []
     for shift in (0.0, 1.0):
 
@@ -86,7 +86,7 @@ def test_recache_with_the_same_prompt_reproduces_the_cache() -> None:
 
 @pytest.mark.parametrize("frames", [6, 9])
 def test_holds_with_context_noise_too(frames: int) -> None:
-    """Also where the sinks lie before the frames that are encoded anew."""
+    """Let the sinks also lie before the frames that are encoded anew."""
     options = dataclasses.replace(PLAIN, recache_frames=frames, context_noise=100.0)
     sequence = build(options)
     clips_of(sequence, 1)
@@ -98,7 +98,7 @@ def test_holds_with_context_noise_too(frames: int) -> None:
 @pytest.mark.parametrize("sink", ["rebuild", "keep"])
 @pytest.mark.parametrize("frame", [9, 15, 21])
 def test_the_sinks_after_a_switch(sink: str, frame: int) -> None:
-    """They are those of the frames that were generated, under the second prompt or the first."""
+    """Compare with the frames that were generated, under the second prompt or the first."""
     options = dataclasses.replace(switching_at(frame), sink_at_switch=sink, recache_frames=6)
     sequence = build(options)
     first = clips_of(sequence, 1)[0]
@@ -123,7 +123,7 @@ def test_the_sinks_after_a_switch(sink: str, frame: int) -> None:
 
 
 def test_sinks_that_are_kept_and_are_all_there_is_are_left_alone() -> None:
-    """A switch inside the sinks: those before it were made under the first prompt."""
+    """Switch inside the sinks: those before the switch were made under the first prompt."""
     options = dataclasses.replace(switching_at(3), sink_at_switch="keep")
     sequence = build(options, window=Window(window=9, sink=6))
     first = clips_of(sequence, 1)[0]
@@ -141,7 +141,7 @@ def test_sinks_that_are_kept_and_are_all_there_is_are_left_alone() -> None:
 
 
 def test_recached_frames_see_their_own_past_only() -> None:
-    """Frames that are recached do not depend on later ones."""
+    """Move later frames, on which recached frames must not depend."""
     keys = []
     for moved in (0.0, 1.0):
         sequence = build(switching_at(15))
@@ -155,7 +155,7 @@ def test_recached_frames_see_their_own_past_only() -> None:
 
 
 def test_a_switch_inside_a_clip() -> None:
-    """Frames under the first prompt neither count nor are trained."""
+    """Check that frames under the first prompt neither count nor are trained."""
     sequence = build(switching_at(10))  # takes effect at 12, inside the clip [9, 15)
     first = sequence.next_clip(trains_generator=True)
     assert bool(first.mask.all()) and len(first.blocks) == 3
@@ -182,7 +182,7 @@ def test_default_switch_points_are_those_of_the_paper() -> None:
 
 
 def test_frames_of_the_past_are_noised_alike() -> None:
-    """Write-back, given frames and recache: clean by default."""
+    """Look at write-back, given frames and recache, which are clean by default."""
     for from_table, sigma in ((False, 0.0), (True, 4.98e-3)):
         sequence = build(dataclasses.replace(PLAIN, context_noise_from_table=from_table))
         seen: list[tuple[Tensor, bool]] = []

@@ -1,4 +1,4 @@
-"""A teacher that lies otherwise than the run says what it says on one rank, and stays as it is."""
+"""A teacher in a layout of its own predicts as on one rank, and stays as it is."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ Parts = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
 
 
 def parts(chunk: Any, *, gradients: bool = False) -> Parts:
-    """This rank's parts of all weights, or of their gradients after the reduction."""
+    """Return this rank's parts of all weights, or of their gradients after the reduction."""
     tensors = shards_of(chunk, (lambda p: p.main_grad) if gradients else (lambda p: p))
     return [(x.name, x.full_shape, x.offset, x.tensor.detach().clone()) for x in tensors]
 
 
 def whole(pieces: Iterator[Parts]) -> dict[str, Tensor]:
-    """Full tensors from the parts of all ranks; all of each is there."""
+    """Return full tensors from the parts of all ranks, and check that all of each is there."""
     found: dict[str, Tensor] = {}
     for name, shape, offset, tensor in (part for piece in pieces for part in piece):
         full = found.setdefault(name, torch.full(shape, torch.nan))
@@ -55,7 +55,7 @@ def whole(pieces: Iterator[Parts]) -> dict[str, Tensor]:
 
 
 def record(run: Run, folder: Path) -> None:
-    """Write down what the teacher says, D, and the gradients of the generator in the only step."""
+    """Record the teacher's predictions, D, and the generator's gradients in the only step."""
     runner = runner_of(run)
     seen: dict[str, Any] = {"replica": run.context.dp_rank}
     direction = step.generator_direction
@@ -77,7 +77,7 @@ def record(run: Run, folder: Path) -> None:
 
 
 def step_of(folder: Path, words: str, ranks: int, replicas: int) -> dict[str, Any]:
-    """What all ranks wrote down, put together, and the losses that were logged."""
+    """Return what all ranks recorded, put together, and the losses that were logged."""
     folder.mkdir()
     sizes = {"micro": BATCH // replicas, "batch": BATCH}
     prepare = partial(record, folder=folder)
@@ -104,12 +104,12 @@ def step_of(folder: Path, words: str, ranks: int, replicas: int) -> dict[str, An
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The step on one rank."""
+    """Return the step on one rank."""
     return step_of(tmp_path_factory.mktemp("alone") / "run", "", 1, 1)
 
 
 def check_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """To 1e-5, where the numbers are of order 1 or are brought there."""
+    """Compare to 1e-5, where the numbers are of order 1 or are brought there."""
     assert found["teacher"].keys() == wanted["teacher"].keys()
     for name, tensor in wanted["teacher"].items():
         assert torch.equal(found["teacher"][name], tensor), name
@@ -196,7 +196,7 @@ def test_a_teacher_with_a_layout_of_its_own_is_frozen(tmp_path: Path) -> None:
 
 
 def configuration(context: ParallelContext, words: str) -> RunConfig:
-    """Of a tiny run whose layout is that of the context."""
+    """Return the configuration of a tiny run whose layout is that of the context."""
     layout = context.layout
     sizes = (
         f"--tensor-model-parallel-size {layout.tensor_model_parallel_size} "
@@ -205,11 +205,11 @@ def configuration(context: ParallelContext, words: str) -> RunConfig:
     )
     flags = flags_of(Path(), sizes, batch=layout.data_parallel_size)
     parsed = parse_args(flags, VIDEO, world_size=layout.world_size, device="cpu").config
-    return replace(parsed, streaming=replace(parsed.section(StreamingConfig), text_features=32))
+    return parsed.with_section(replace(parsed.section(StreamingConfig), text_features=32))
 
 
 def inputs(rows: int, first: int = 0) -> dict[str, Tensor]:
-    """Samples by their numbers."""
+    """Return samples by their numbers."""
     tensors: list[dict[str, Tensor]] = []
     for number in range(first, first + rows):
         source = torch.Generator().manual_seed(number)
@@ -224,14 +224,14 @@ def inputs(rows: int, first: int = 0) -> dict[str, Tensor]:
 
 
 def random_states() -> list[Any]:
-    """Of all generators of this rank."""
+    """Return the states of all generators of this rank."""
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
     states = [torch.get_rng_state(), torch.cuda.get_rng_state(), *tracked.values()]
     return [random.getstate(), repr(np.random.get_state()), *(x.tolist() for x in states)]
 
 
 def answer(context: ParallelContext, path: Path, num_rows: int) -> None:
-    """What a teacher on one rank says of samples."""
+    """Save the predictions of a teacher on one rank."""
     teacher = build_teacher(configuration(context, ""), context, torch.device("cpu"))
     with torch.no_grad():
         torch.save(teacher(**inputs(num_rows)), path)
@@ -250,7 +250,7 @@ def answer(context: ParallelContext, path: Path, num_rows: int) -> None:
 def test_any_number_of_samples_is_shared_out(
     tmp_path: Path, layout: dict[str, int], words: str
 ) -> None:
-    """Numbers that the groups do not divide, and samples of each replica in its own order."""
+    """Give numbers that the groups do not divide, and each replica samples of its own."""
     counts, path = (1, 2, 3), tmp_path / "alone.pt"
     replicas = layout.get("dp", 1)
 

@@ -1,4 +1,4 @@
-"""A streaming run that trains adapters on the weights of another, and what became of both."""
+"""A streaming run that trains adapters on the weights of another, and its results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NETWORKS = tuple(PREFIXES)
 
 @dataclass(frozen=True)
 class Tuned:
-    """Folders of two runs, and what the second logged.
+    """Folders of two runs, and the log of the second.
 
     Attributes:
         root: of everything.
@@ -39,16 +39,16 @@ class Tuned:
 
     @property
     def base(self) -> Path:
-        """Weights that the second run starts from."""
+        """Return the folder of the weights that the second run starts from."""
         return self.root / "base"
 
     @property
     def saved(self) -> Path:
-        """Its checkpoints."""
+        """Return the folder of its checkpoints."""
         return self.root / "save"
 
     def checkpoint(self, step: int = STEPS) -> Path:
-        """One of these."""
+        """Return one of its checkpoints."""
         return self.saved / f"iter_{step:07d}"
 
 
@@ -91,7 +91,7 @@ class Recorder:
 
 
 def inputs() -> dict[str, Tensor]:
-    """Some latents."""
+    """Return some latents."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(1, 6, 4, 4, 4, generator=generator)
     text = torch.randn(1, 8, 32, generator=generator)
@@ -99,7 +99,7 @@ def inputs() -> dict[str, Tensor]:
 
 
 def output(network: Any) -> Tensor:
-    """The flow of these latents."""
+    """Return the flow of these latents."""
     with torch.no_grad():
         flow: Tensor = network(**inputs())
     return flow
