@@ -133,7 +133,11 @@ def test_flow_matching_takes_the_size_and_the_window_of_a_generator() -> None:
         ),
         ("streaming", "mmdit", "the networks of `--task streaming`, but this run builds an MMDiT"),
         ("causal-video-dit", "mmdit", "of a causal video DiT, but this run builds an MMDiT"),
-        ("text", "mmdit", "of a model that this program does not train, but this run builds an MMDiT"),
+        (
+            "text",
+            "mmdit",
+            "of a model that this program does not train, but this run builds an MMDiT",
+        ),
         ("adapters", "video-dit", "of adapters, which flow matching does not train; make whole"),
     ],
 )
