@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from megatron_ext.config import run
+from megatron_ext.config import finalize
 from megatron_ext.config.parser import parse_args
 from megatron_ext.device import Device
 from megatron_ext.layers.specs import layer_spec
@@ -99,8 +99,8 @@ def test_buffers_of_overlapped_communication(
     words: str, modes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megatron-LM's ``_initialize_tp_communicators`` calls them so."""
-    monkeypatch.setattr(run, "_has_transformer_engine", lambda device: True)
-    monkeypatch.setattr(run, "found_version", lambda: "2.9.0")
+    monkeypatch.setattr(finalize, "_has_transformer_engine", lambda device: True)
+    monkeypatch.setattr(finalize, "found_version", lambda: "2.9.0")
     path = tmp_path / "overlap.yaml"
     path.write_text("qkv_fprop: {method: ring_exchange, aggregate: 0}\n")
     layout = "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"
