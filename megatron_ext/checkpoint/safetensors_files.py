@@ -188,19 +188,6 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "*.model",
-    "vocab*",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template*",
-    "generation_config.json",
-)
-"""Files beside the weights that belong to the tokenizer or to generation."""
-
-
 class Converted:
     """Our parameters as tensors of another model, converted when a file of them is written.
 
@@ -247,16 +234,16 @@ def write_folder(
     tensors: Converted,
     config: Mapping[str, Any],
     *,
-    like: Path | None,
+    copied: Sequence[Path] = (),
     max_shard_size: int | str,
     stem: str = "model",
 ) -> None:
-    """Write weights, config.json and the files of the tokenizer; write all of them, or nothing.
+    """Write weights, config.json and copies of other files; write all of them, or nothing.
 
     Args:
         target: a folder that does not exist yet, or is empty.
         config: content of config.json.
-        like: folder whose tokenizer files are copied.
+        copied: files to copy, by their names.
         max_shard_size: largest size of one file, in bytes or as text like ``"5GB"``.
         stem: beginning of the names of the files with tensors.
 
@@ -267,7 +254,7 @@ def write_folder(
         _write_weights(folder, tensors, max_shard_size, stem)
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
-        for path in tokenizer_files(like) if like is not None else []:
+        for path in copied:
             shutil.copyfile(path, folder / path.name)
         for path in folder.iterdir():
             make_durable(path)
@@ -323,10 +310,3 @@ def _write_weights(folder: Path, tensors: Converted, max_shard_size: int | str, 
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / index_of(stem)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of the tokenizer and of generation in a folder, sorted."""
-    return sorted(
-        {path for form in TOKENIZER_FILES for path in folder.glob(form) if path.is_file()}
-    )

@@ -96,7 +96,7 @@ class ModelConfig:
     )
     padded_vocab_size: int | None = flag(
         None,
-        "entries of the vocabulary with padding; default: computed from the tokenizer",
+        "entries of the vocabulary with padding; default: computed from the vocabulary of the data",
         unit="entries",
         bounds=COUNT,
         if_changed="say",

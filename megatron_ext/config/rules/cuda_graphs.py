@@ -37,7 +37,7 @@ def cuda_graph_errors(run: RunConfig) -> list[str]:
 def _obstacles(run: RunConfig) -> Iterator[str]:
     """Why graphs cannot stand for the layers of a run."""
     if run.model.blocks_dealt_by_cost:
-        yield "does not go with video models, whose buckets differ in shape; leave it out"
+        yield "does not go with models whose steps differ in shape; leave it out"
         return
     if run.training.skip_train:
         yield "has no effect with `--skip-train`, since evaluation uses none; leave it out"

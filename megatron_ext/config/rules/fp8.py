@@ -111,8 +111,8 @@ def _run_errors(run: RunConfig) -> list[str]:
         (not run.precision.bf16, "needs `--bf16` for all but its products; give it too"),
         (
             run.model.blocks_dealt_by_cost and run.fp8.first_last_layers_bf16,
-            "of a video model does not go with `--first-last-layers-bf16`, whose layers are those "
-            "of a language model; leave that out",
+            "does not go with `--first-last-layers-bf16` in a model of several kinds of blocks; "
+            "leave that out",
         ),
     )
     return [f"`--fp8-format` {reason}." for broken, reason in rules if broken]

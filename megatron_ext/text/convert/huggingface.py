@@ -30,7 +30,6 @@ from megatron_ext.checkpoint.safetensors_files import (
     Converted,
     TensorFolder,
     check_target,
-    tokenizer_files,
     torch_dtype,
     write_folder,
 )
@@ -70,6 +69,17 @@ NO_TRAINING = "--micro-batch-size 1 --skip-train".split()
 ORIGIN, ORIGIN_CONFIG = "huggingface", "huggingface_config"
 """Section and key under which a stored run configuration keeps the imported config.json."""
 _NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", PREFIX)
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "*.model",
+    "vocab*",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template*",
+    "generation_config.json",
+)
+"""Files beside the weights that belong to the tokenizer or to generation."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,13 @@ class Export:
     vocab_size: int | None = None
     max_shard_size: int | str = "5GB"
     ema: bool = False
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of the tokenizer and of generation in a folder, sorted."""
+    return sorted(
+        {path for form in TOKENIZER_FILES for path in folder.glob(form) if path.is_file()}
+    )
 
 
 def export_model(order: Export) -> list[str]:
@@ -128,7 +145,7 @@ def export_model(order: Export) -> list[str]:
             order.target,
             converted(weights, row_shape(config), vocab_size=vocab_size, dtype=dtype),
             content,
-            like=order.like,
+            copied=() if order.like is None else tokenizer_files(order.like),
             max_shard_size=order.max_shard_size,
         )
     return notes

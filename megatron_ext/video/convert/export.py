@@ -95,7 +95,6 @@ def export_wan(order: WanExport) -> None:
         order.target,
         weights,
         config_json(sizes, order.naming),
-        like=None,
         max_shard_size=order.max_shard_size,
         stem=STEM,
     )
