@@ -1,17 +1,24 @@
-"""Frozen surfaces: which way imports point, and that every flag is read by something."""
+"""Frozen surfaces: imports, words, sizes, docstrings, and that every flag is read by something."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import re
+from collections.abc import Collection, Iterator
+from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from megatron.core.optimizer import OptimizerConfig
 
 from megatron_ext.config.moe import MoEConfig
 from megatron_ext.config.run import RunConfig
+from megatron_ext.config.transformer_fields import transformer_fields
+from megatron_ext.text.task import TEXT
+from megatron_ext.train.task import TaskChoice
 from megatron_ext.video.config.run import MODES
+from megatron_ext.video.task import VIDEO
 from tests.combinations.options import every_flag
 
 PACKAGE = Path(__file__).parent.parent / "megatron_ext"
@@ -21,6 +28,15 @@ ENGINE = (
 """Folders of the engine; each imports only those to its right."""
 TENANTS: dict[str, set[str]] = {"text": set(), "video": set(), "inspect": {"text", "video"}}
 """Folders above the engine, with the other tenants that they may import."""
+
+
+TENANT_WORDS = re.compile(
+    r"(?<![a-z])(videos?|mmdit|wan|streaming|sft|jsonl|tokenizers?|latents|clips)(?![a-z])",
+    re.IGNORECASE,
+)
+FRAGMENT = re.compile(r"^(Of|That|As|With|What|Its|Their|Those)\b")
+"""Words that begin a fragment instead of a sentence."""
+MAX_LINES, MAX_FUNCTION = 400, 70
 
 
 def _imports(path: Path) -> set[str]:
@@ -50,6 +66,106 @@ def test_imports_point_one_way() -> None:
             continue
         wrong += [f"{path.relative_to(PACKAGE)} imports {x}" for x in _imports(path) - allowed]
     assert not wrong
+
+
+def _modules() -> dict[str, ast.Module]:
+    """Return the parsed files of the package by their dotted names."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = ast.parse(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _edges(tree: ast.Module, modules: Collection[str]) -> set[str]:
+    """Return the modules that a file imports at any depth, those for types only included."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules else node.module for name in names}
+    return found & set(modules)
+
+
+def test_no_import_circle() -> None:
+    """Imports for types only count too."""
+    modules = _modules()
+    graph = {name: _edges(tree, modules) - {name} for name, tree in modules.items()}
+    while leaves := {name for name, edges in graph.items() if not edges & graph.keys()}:
+        graph = {name: edges for name, edges in graph.items() if name not in leaves}
+    # What is left lies on a circle, or imports one; drop what nobody imports.
+    while roots := graph.keys() - set().union(*graph.values()) if graph else set():
+        graph = {name: edges for name, edges in graph.items() if name not in roots}
+    assert sorted(graph) == []
+
+
+def _docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and text of the docstrings of a file, those below assignments included."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            continue
+        for before, entry in pairwise([None, *node.body]):
+            if not isinstance(entry, ast.Expr) or not isinstance(entry.value, ast.Constant):
+                continue
+            if before is None or isinstance(before, ast.Assign | ast.AnnAssign):
+                if isinstance(entry.value.value, str):
+                    yield entry.lineno, entry.value.value
+
+
+@pytest.mark.parametrize("folder", ["megatron_ext", "tools", "examples", "benchmarks", "tests"])
+def test_no_docstring_is_a_fragment(folder: str) -> None:
+    root = PACKAGE.parent
+    wrong = [
+        f"{path.relative_to(root)}:{line}: {text.splitlines()[0]}"
+        for path in sorted((root / folder).rglob("*.py"))
+        for line, text in _docstrings(path)
+        if FRAGMENT.match(text)
+    ]
+    assert wrong == []
+
+
+def test_files_and_functions_are_no_longer_than_they_may_be() -> None:
+    wrong = []
+    for name, tree in _modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > MAX_FUNCTION:
+                    wrong.append(f"{name}.{node.name} has {lines} lines")
+    for path in PACKAGE.rglob("*.py"):
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines > MAX_LINES:
+            wrong.append(f"{path.relative_to(PACKAGE)} has {lines} lines")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("folder", ENGINE)
+def test_the_engine_has_no_word_of_a_tenant(folder: str) -> None:
+    paths = [*(PACKAGE / folder).rglob("*.py"), *PACKAGE.glob(f"{folder}.py")]
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
+        for path in sorted(paths)
+        if path.name != "megatron_flags.py"  # flags of Megatron-LM, quoted
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if TENANT_WORDS.search(re.sub(r"metrics\.jsonl|\.jsonl\.tmp", "", line))
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("tenant", ["text", "video"])
+def test_tenants_have_one_floor_plan(tenant: str) -> None:
+    rooms = {path.stem for path in (PACKAGE / tenant).iterdir()}
+    assert {"config", "data", "model", "step", "cost", "convert", "task"} <= rooms
+
+
+@pytest.mark.parametrize(
+    ("program", "others"), [(TEXT, "video.config"), (VIDEO, "text.config")], ids=["text", "video"]
+)
+def test_a_program_has_no_flag_of_another_tenant(program: TaskChoice, others: str) -> None:
+    kinds = [kind.__module__ for task in program.tasks for kind in task.sections]
+    assert [kind for kind in kinds if f"megatron_ext.{others}" in kind] == []
 
 
 THROUGH_THE_CONFIGURATION = {
@@ -82,11 +198,11 @@ def test_every_flag_is_read_outside_the_configuration() -> None:
     words = {
         word
         for path in PACKAGE.rglob("*.py")
-        if path.relative_to(PACKAGE).parts[0] != "config"
+        if "config" not in (path.parent.name, path.stem)
         for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))
     }
-    words |= set(RunConfig(moe=MoEConfig(num_experts=2)).transformer_fields())
-    mapping = (PACKAGE / "config" / "transformer.py").read_text(encoding="utf-8")
+    words |= set(transformer_fields(RunConfig(moe=MoEConfig(num_experts=2))))
+    mapping = (PACKAGE / "config" / "transformer_fields.py").read_text(encoding="utf-8")
     words |= set(re.findall(r"\w+", mapping))
     optimizer = {field.name for field in dataclasses.fields(OptimizerConfig)}
     unread = {
@@ -99,6 +215,8 @@ def test_every_flag_is_read_outside_the_configuration() -> None:
 
 
 def test_no_two_sections_hold_a_field_of_one_name() -> None:
-    names = [f.name for s in dataclasses.fields(RunConfig) if dataclasses.is_dataclass(
-        s.default_factory) for f in dataclasses.fields(s.default_factory)]  # fmt: skip
-    assert len(names) == len(set(names))
+    sections = [s.default_factory for s in dataclasses.fields(RunConfig)]
+    for kinds in (TEXT.sections, VIDEO.sections):
+        own = [kind for kind in (*sections, *kinds) if dataclasses.is_dataclass(kind)]
+        names = [field.name for kind in own for field in dataclasses.fields(kind)]
+        assert len(names) == len(set(names))

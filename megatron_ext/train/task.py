@@ -103,8 +103,8 @@ class Task:
         step_runner: ``(config, task, context, transformer_config, chunks, optimizer, scheduler)``
             to a `step.StepRunner`, which runs the steps; None for that class itself.
         preflight: ``(config)`` to the configuration with what only the data decides, and to the
-            task's assets, which its data and steps need; checks the data before any process group exists,
-            on every rank alike.
+            task's assets, which its data and steps need; checks the data before any process group
+            exists, on every rank alike.
         cost: what a plan (``--dry-run``, tools/plan.py) asks of the task; None plans nothing.
         sections, left_out, defaults, resolve, rules, stored_model: what the task adds to a
             configuration, see `config.run.TaskFlags`; ``needs``: flags of its sections that do
