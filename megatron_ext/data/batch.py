@@ -106,7 +106,7 @@ def with_mtp_targets(batch: Batch, depths: int, documents: Tensor | None = None)
     At depth k a position is to learn what the main model learns k positions on; at the end of the
     sequence, or of its document, it learns nothing. The targets are made before the
     context-parallel cut, so that no rank needs its neighbour's tokens and documents may be shorter
-    than the ranks' chunks.
+    than the ranks' slices.
 
     Args:
         batch: ``[b, s]``, not yet cut.

@@ -27,15 +27,15 @@ from megatron_ext.errors import DataError
 
 _COPY_BYTES = 1 << 26
 
-Chunks = Callable[[], Iterable[Array]]
+ArrayPieces = Callable[[], Iterable[Array]]
 
 
 def write_index(
     path: str | os.PathLike[str],
     dtype: np.dtype[Any],
-    lengths: Chunks,
-    document_lengths: Chunks,
-    modes: Chunks | None = None,
+    lengths: ArrayPieces,
+    document_lengths: ArrayPieces,
+    modes: ArrayPieces | None = None,
 ) -> None:
     """Write one `.idx` in flat memory.
 

@@ -302,15 +302,15 @@ def dataset_config(
 def _without_cache_warnings() -> Iterator[None]:
     """Silence megatron-core's warning that indices of made-up data are not cached."""
 
-    def wanted(record: logging.LogRecord) -> bool:
+    def is_other(record: logging.LogRecord) -> bool:
         return "Unable to save MockGPTDataset" not in record.getMessage()
 
     core_logger = logging.getLogger("megatron.core.datasets.gpt_dataset")
-    core_logger.addFilter(wanted)
+    core_logger.addFilter(is_other)
     try:
         yield
     finally:
-        core_logger.removeFilter(wanted)
+        core_logger.removeFilter(is_other)
 
 
 @contextmanager

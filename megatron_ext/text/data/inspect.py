@@ -233,13 +233,13 @@ def recorded_digests(prefix: str | os.PathLike[str]) -> dict[str, str] | None:
         lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
     matches = [match for line in lines if (match := _DIGEST_LINE.fullmatch(line))]
     found = {match[2]: match[1] for match in matches}
-    wanted = [file.name for file in (bin_path(prefix), idx_path(prefix))]
-    if not set(wanted) <= set(found):
+    names = [file.name for file in (bin_path(prefix), idx_path(prefix))]
+    if not set(names) <= set(found):
         raise DataError(
-            f"{path} must hold a SHA-256 for {wanted[0]} and {wanted[1]}; write it again with "
+            f"{path} must hold a SHA-256 for {names[0]} and {names[1]}; write it again with "
             "`--write-digest`."
         )
-    return {name: found[name] for name in wanted}
+    return {name: found[name] for name in names}
 
 
 def verify(prefix: str | os.PathLike[str], digests: Mapping[str, str]) -> bool:

@@ -209,14 +209,14 @@ class GPTModel(CoreGPTModel):  # type: ignore[misc]
         logits, _ = self.output_layer(hidden, weight=self._head_weight())
         return logits  # type: ignore[no-any-return]
 
-    def _with_mtp_losses(self, chunks: Tensor, targets: MTPTargets | None) -> Tensor:
+    def _with_mtp_losses(self, states: Tensor, targets: MTPTargets | None) -> Tensor:
         """Return hidden states ``[s, b, h]`` that carry the gradients of all depths' losses.
 
         Args:
-            chunks: hidden states of the model and of each depth, ``[(1 + depths) * s, b, h]``.
+            states: hidden states of the model and of each depth, ``[(1 + depths) * s, b, h]``.
             targets: labels and weights of each depth; None leaves the depths out.
         """
-        hidden, *depths = torch.chunk(chunks, 1 + self.config.mtp_num_layers, dim=0)
+        hidden, *depths = torch.chunk(states, 1 + self.config.mtp_num_layers, dim=0)
         if targets is None:
             return hidden
         for depth, depth_hidden in enumerate(depths):

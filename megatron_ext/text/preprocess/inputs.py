@@ -190,22 +190,22 @@ def cut(
 
     Args:
         files: (path, name to show) in order.
-        part_megabytes: wanted size; None gives each worker a few parts of at most 256 MB.
+        part_megabytes: size of a part; None gives each worker a few parts of at most 256 MB.
         smallest: the fewest bytes of a part where its size is not given.
     """
     sizes = [os.path.getsize(path) for path, _ in files]
     if part_megabytes is None:
-        wanted = sum(sizes) // (workers * _PARTS_PER_WORKER)
-        wanted = min(max(wanted, smallest), _LARGEST_PART)
+        part_bytes = sum(sizes) // (workers * _PARTS_PER_WORKER)
+        part_bytes = min(max(part_bytes, smallest), _LARGEST_PART)
     else:
-        wanted = max(1, int(part_megabytes * 1_000_000))
+        part_bytes = max(1, int(part_megabytes * 1_000_000))
     parts: list[Part] = []
     for (path, source), size in zip(files, sizes, strict=True):
         packing = packing_of(path)
         if packing != "plain":
             parts.append(Part(path, source, 0, size, packing))
             continue
-        edges = _line_edges(path, size, wanted)
+        edges = _line_edges(path, size, part_bytes)
         parts.extend(
             Part(path, source, start, end, packing)
             for start, end in zip(edges, edges[1:], strict=False)
@@ -213,11 +213,11 @@ def cut(
     return parts
 
 
-def _line_edges(path: str, size: int, wanted: int) -> list[int]:
+def _line_edges(path: str, size: int, part_bytes: int) -> list[int]:
     edges = [0]
     with open(path, "rb") as stream:
-        while edges[-1] + wanted < size:
-            stream.seek(edges[-1] + wanted - 1)
+        while edges[-1] + part_bytes < size:
+            stream.seek(edges[-1] + part_bytes - 1)
             while True:
                 piece = stream.readline(BLOCK_BYTES)
                 if not piece or piece.endswith(b"\n"):
