@@ -168,10 +168,7 @@ def merge_indexed(
     temporary = Path(f"{os.fspath(output_prefix)}.merging.{os.getpid()}")
     try:
         total = sum(info.num_tokens * info.dtype.itemsize for info in infos)
-        with (
-            open(bin_path(temporary), "wb", buffering=0) as out,
-            byte_bar("Merging", total) as bar,
-        ):
+        with open(bin_path(temporary), "wb", buffering=0) as out, byte_bar("Merging", total) as bar:
             for prefix in prefixes:
                 append_file(out, bin_path(prefix), advance=bar.update)
             os.fsync(out.fileno())

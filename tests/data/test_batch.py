@@ -66,9 +66,7 @@ def documents() -> Tensor:
 
 
 @pytest.mark.parametrize("reduction", DENOMINATORS)
-def test_weights_add_up_to_targets_samples_or_square_roots(
-    reduction: str,
-) -> None:
+def test_weights_add_up_to_targets_samples_or_square_roots(reduction: str) -> None:
     total = reduced_weights(WEIGHTS, documents(), reduction).sum()
     assert float(total) == pytest.approx(DENOMINATORS[reduction], rel=1e-6)
 

@@ -86,10 +86,7 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
         "{p}.bin is truncated: it has 11 bytes, but its index counts 6 tokens of 2 bytes (12 "
         "bytes)",
     ),
-    (
-        edit("bin", lambda b: b + b"x"),
-        "{p}.bin is longer than its index says: it has 13 bytes",
-    ),
+    (edit("bin", lambda b: b + b"x"), "{p}.bin is longer than its index says: it has 13 bytes"),
     (
         edit("idx", patch(38, struct.pack("<i", -3))),
         "{p}.idx gives sequence 1 a negative length (-3)",

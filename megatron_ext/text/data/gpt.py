@@ -30,11 +30,7 @@ from megatron.core.datasets.gpt_dataset import (
 )
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_ext.data.indexed import (
-    CODE_OF_DTYPE,
-    check_indexed_dataset,
-    read_index,
-)
+from megatron_ext.data.indexed import CODE_OF_DTYPE, check_indexed_dataset, read_index
 from megatron_ext.device.host import this_host
 from megatron_ext.errors import DataError
 from megatron_ext.text.config import DataConfig

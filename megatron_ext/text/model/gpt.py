@@ -254,11 +254,7 @@ def build_gpt_chunk(
         raise ConfigError(
             "`--vocab-size` is not known: give a tokenizer or `--vocab-size` with NullTokenizer."
         )
-    spec = layer_spec(
-        transformer_config,
-        impl=model.transformer_impl,
-        vp_stage=vp_stage,
-    )
+    spec = layer_spec(transformer_config, impl=model.transformer_impl, vp_stage=vp_stage)
     mtp_spec = None
     if model.mtp_num_layers and mtp_on_this_rank(
         transformer_config, ignore_virtual=False, vp_stage=vp_stage

@@ -68,7 +68,8 @@ class PreprocessOptions:
     )
     log_interval: int = flag(
         1000,
-        "report after each multiple of this many steps",
+        "documents between two lines of progress, of which one comes every 5 seconds at most, "
+        "where stderr is no terminal",
         bounds=COUNT,
         advice=_ADVICE,
     )

@@ -120,8 +120,7 @@ def test_expand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head", "name"),
-    [(b"BZh9", "bzip2"), (b"\xfd7zXZ", "xz"), (b"PK\x03\x04", "zip")],
+    ("head", "name"), [(b"BZh9", "bzip2"), (b"\xfd7zXZ", "xz"), (b"PK\x03\x04", "zip")]
 )
 def test_other_formats_are_named(tmp_path: Path, head: bytes, name: str) -> None:
     (tmp_path / "f").write_bytes(head)

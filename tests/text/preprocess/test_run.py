@@ -143,13 +143,7 @@ def test_a_refused_line_keeps_its_turn_in_the_dealing(tmp_path: Path, sequential
     for bad in (0, 17, 18, 40, 79):
         texts[bad] = None
     path = tiny.write_jsonl(tmp_path / "in.jsonl", [{"text": t} for t in texts])
-    run(
-        tmp_path,
-        path,
-        partitions=3,
-        keep_sequential_samples=sequential,
-        on_bad_line="quarantine",
-    )
+    run(tmp_path, path, partitions=3, keep_sequential_samples=sequential, on_bad_line="quarantine")
     for p, mine in enumerate(dealt(texts, 3, sequential=sequential)):
         kept = [text for text in mine if text is not None]
         assert_holds(tmp_path, kept, f"out_{p}_text_document")

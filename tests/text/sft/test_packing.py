@@ -14,14 +14,7 @@ from numpy.typing import NDArray
 from megatron_ext.data.samplers import Ints, Row, shuffled
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.sft.epochs import PackedEpochs
-from megatron_ext.text.sft.packing import (
-    CostModel,
-    balance,
-    cost,
-    pack,
-    small_ends,
-    token_budget,
-)
+from megatron_ext.text.sft.packing import CostModel, balance, cost, pack, small_ends, token_budget
 
 MODEL = CostModel.of_sizes(
     4096, 14336, 32, num_query_groups=8, gated=True, num_layers=32, vocab_size=128256

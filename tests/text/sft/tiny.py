@@ -24,11 +24,7 @@ _SPECIAL: dict[str, tuple[str, str, list[str]]] = {  # bos, eos, further special
     "hermes": ("", "<|im_end|>", [*_CHATML, "<tool_call>", "</tool_call>"]),
     "qwen3": ("", "<|im_end|>", [*_CHATML, "<think>", "</think>"]),
     "llama2": ("<s>", "</s>", []),
-    "llama3": (
-        "<|begin_of_text|>",
-        "<|eot_id|>",
-        ["<|start_header_id|>", "<|end_header_id|>"],
-    ),
+    "llama3": ("<|begin_of_text|>", "<|eot_id|>", ["<|start_header_id|>", "<|end_header_id|>"]),
     "mistral": ("<s>", "</s>", []),
     "mistral_system_last": ("<s>", "</s>", ["[INST]", "[/INST]"]),
     "gemma": ("<bos>", "<eos>", ["<start_of_turn>", "<end_of_turn>"]),
