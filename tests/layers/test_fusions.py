@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from megatron_ext.config.parser import parse_args
+from megatron_ext.config.transformer_fields import transformer_fields
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.text.task import TEXT
 
@@ -61,6 +62,6 @@ def test_cores_compiled_activation_is_asked_for_where_core_has_it(words: str, fu
     """Transformer Engine's layers have megatron-core's MLP, which raises elsewhere."""
     config = parse_args([*WORDS, *words.split()], TEXT, world_size=1, device="cpu").config
     engine = replace(config.model, transformer_impl="transformer_engine")
-    fields = replace(config, model=engine, device="cuda").transformer_fields()
+    fields = transformer_fields(replace(config, model=engine, device="cuda"))
     assert fields["bias_activation_fusion"] is fuses
-    assert config.transformer_fields()["bias_activation_fusion"] is False
+    assert transformer_fields(config)["bias_activation_fusion"] is False

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron_ext.config import finalize
 from megatron_ext.config.parser import parse_args
+from megatron_ext.config.transformer_fields import transformer_fields
 from megatron_ext.device import Device
 from megatron_ext.layers.specs import layer_spec
 from megatron_ext.layers.transformer_config import build_transformer_config
@@ -115,4 +116,4 @@ def test_buffers_of_overlapped_communication(
         "quantization_modes": modes,
     }
     assert buffer_arguments(config)["use_fp8"] is bool(words)
-    assert config.transformer_fields()["tp_comm_overlap"] is True
+    assert transformer_fields(config)["tp_comm_overlap"] is True
