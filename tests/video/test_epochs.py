@@ -89,7 +89,7 @@ def test_the_usual_warm_up_is_shortened_where_epochs_are_short(
 ) -> None:
     def prepared(words: str):  # type: ignore[no-untyped-def]
         path = f"--video-data-path {data} --global-batch-size 4"
-        return prepare_video(_parsed(f"{path} {words}").config, None)  # type: ignore[arg-type]
+        return prepare_video(_parsed(f"{path} {words}").config)[0]
 
     config = prepared("--train-epochs 5")
     assert (config.training.train_iters, config.optimizer.lr_warmup_iters) == (5 * PER_EPOCH, 3)

@@ -60,7 +60,8 @@ def test_streaming_is_given_its_embeddings(umt5: Path, tmp_path: Path) -> None:
         def check(run: Run) -> None:
             encoder = build_text_encoder(TextEncoderConfig("umt5", str(umt5), text_length=8))
             assert run.config.section(StreamingConfig).text_features == WIDTH
-            torch.testing.assert_close(runner_of(run).negative_text, encoder.encode(["circle"])[0])
+            negative = runner_of(run).scores.negative_text
+            torch.testing.assert_close(negative, encoder.encode(["circle"])[0])
 
         flags = f"--train-iters 1 --text-encoder umt5 --t5-path {umt5} --negative-prompt circle"
         (row,) = stream(tmp_path, flags, prepare=check)

@@ -70,8 +70,8 @@ def test_a_run_that_is_whole_starts(
         ),
         (
             f"{TWIN} --num-layers 3",
-            "`--num-layers` has no effect on a video model: its shape follows from "
-            "`--video-dit-size`; leave it out.",
+            "`--num-layers` has no effect on a video model: its shape follows from its named size "
+            "and the flags beside it; leave it out.",
         ),
         (
             f"{TWIN} --pooled-dropout 0.2",
