@@ -149,7 +149,7 @@ def parse_args(
         raise ConfigError([*reading.errors, *error.messages]) from None
     reading.errors += _left_out_errors(reading, config)
     reading.errors += [
-        f"`{flag.shown}` has no effect here: {_reason(task.left_out, flag)}; leave it out."
+        f"`{flag.shown}` has no effect {_reason(task.left_out, flag)}; leave it out."
         for flag in all_flags(program)
         if _is_left_out(task, flag.section, flag.field)
         and asked.get(flag.section, {}).get(flag.field, flag.default)
@@ -263,9 +263,7 @@ def _read_flag(
             f"`{word}` is a flag of {reading.elsewhere[name]}, not of this program; leave it out."
         )
     elif name in reading.left_out:
-        reading.errors.append(
-            f"`{word}` has no effect here: {reading.left_out[name]}; leave it out."
-        )
+        reading.errors.append(f"`{word}` has no effect {reading.left_out[name]}; leave it out.")
     else:
         near = difflib.get_close_matches(name, known_names(table), n=3, cutoff=0.6)
         advice = f"did you mean {' or '.join(f'`{x}`' for x in near)}?" if near else "see --help."

@@ -7,6 +7,7 @@ import pytest
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
+from megatron_ext.text.config import SftConfig
 from megatron_ext.text.task import TEXT
 
 BASE = (
@@ -21,9 +22,9 @@ def config_of(words: str) -> RunConfig:
 
 
 def test_the_longest_conversation_follows_the_row() -> None:
-    assert config_of("--sft").sft.sft_max_length == 16
-    assert config_of("--sft --sft-max-length 17").sft.sft_max_length == 17
-    assert config_of("").sft.sft_max_length is None
+    assert config_of("--sft").section(SftConfig).sft_max_length == 16
+    assert config_of("--sft --sft-max-length 17").section(SftConfig).sft_max_length == 17
+    assert config_of("").section(SftConfig).sft_max_length is None
 
 
 BAD = [

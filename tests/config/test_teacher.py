@@ -9,9 +9,9 @@ import pytest
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.text.task import TEXT
 from megatron_ext.video.streaming.config import StreamingConfig
 from megatron_ext.video.streaming.teacher_config import TeacherSizes, teacher_sizes
+from megatron_ext.video.task import VIDEO
 from tests.video.streaming.runs import flags_of
 
 TENSOR, STAGES = "--teacher-tensor-model-parallel-size", "--teacher-pipeline-model-parallel-size"
@@ -20,7 +20,7 @@ TENSOR, STAGES = "--teacher-tensor-model-parallel-size", "--teacher-pipeline-mod
 def parsed(words: str, ranks: int) -> RunConfig:
     """The resolved configuration of a tiny run."""
     flags = flags_of(Path(), f"--train-iters 1 --prompts-path x {words}", batch=12)
-    return parse_args(flags, TEXT, world_size=ranks, device="cpu").config
+    return parse_args(flags, VIDEO, world_size=ranks, device="cpu").config
 
 
 def errors(words: str, ranks: int) -> list[str]:
@@ -96,7 +96,7 @@ def test_a_layout_that_cannot_be_is_one_sentence(words: str, ranks: int, sentenc
 def test_a_run_without_a_teacher_refuses_its_layout(words: str) -> None:
     given = f"--video-data-path x --train-iters 1 {words}".split()
     with pytest.raises(ConfigError, match=f"`{given[-2]}` has an effect only with `--task stream"):
-        parse_args(given, TEXT, world_size=2, device="cpu", defaults={"video": True})
+        parse_args(given, VIDEO, world_size=2, device="cpu")
 
 
 @pytest.mark.parametrize(

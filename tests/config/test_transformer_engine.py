@@ -19,6 +19,7 @@ from megatron_ext.config.rules.transformer_engine import (
     version_errors,
 )
 from megatron_ext.config.run import RunConfig
+from megatron_ext.config.transformer_fields import transformer_fields
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.task import TEXT
 from tests.config.test_fp8 import TINY
@@ -148,7 +149,7 @@ BAD = [
 def test_accepted(words: str) -> None:
     config = configured(TE + words)
     assert config.model.transformer_impl == "transformer_engine"
-    fields = config.transformer_fields()
+    fields = transformer_fields(config)
     if "--fp8-format" in words:
         assert fields["fp8"] == config.fp8.fp8_format
         assert fields["fp8_param"] == ("--fp8-param-gather" in words)

@@ -10,13 +10,14 @@ import pytest
 from megatron_ext.text import task as text_task
 from megatron_ext.train.launch import EXIT_CODE_USER_ERROR
 from megatron_ext.train.main import main
+from megatron_ext.video.config.rules import SECTIONS
 from megatron_ext.video.task import FLOW
 from tests.training_runs import TINY, mock_data
 from tests.video.clips import FLAGS, LONG, SHORT, TEXT, write_clips
 
 UMT5 = {"text_encoder": "umt5", "length": TEXT}
 IGNORED = "has no effect on a video model: "
-SHAPE = "its shape follows from `--mmdit-size` and the flags beside it; leave it out."
+SHAPE = "its shape follows from its named size and the flags beside it; leave it out."
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +144,6 @@ def test_what_clips_are_sampled_with_is_known_before_the_run(
         ("--num-layers 3", f"`--num-layers` {IGNORED}{SHAPE}"),
         ("--seq-length 64", f"`--seq-length` {IGNORED}{SHAPE}"),
         ("--swiglu", f"`--swiglu` {IGNORED}{SHAPE}"),
-        ("--data-path x", f"`--data-path` {IGNORED}its data is `--video-data-path`; leave it out."),
         ("--num-experts 4", f"`--num-experts` {IGNORED}its blocks have no experts; leave it out."),
         (
             "--sample-steps 9",
@@ -159,7 +159,7 @@ def test_what_clips_are_sampled_with_is_known_before_the_run(
         ("--lora-rank 4", f"`--lora-rank` {IGNORED}its layers take no adapters; leave it out."),
         (
             "--label-smoothing 0.1",
-            f"`--label-smoothing` {IGNORED}its loss is the flow-matching loss; leave it out.",
+            f"`--label-smoothing` {IGNORED}its loss is that of its task; leave it out.",
         ),
         (
             "--full-validation",
@@ -203,8 +203,13 @@ def test_what_would_be_ignored_is_refused(refused: Printed, words: str, sentence
 
 def test_text_runs_refuse_the_flags_of_video(capfd: pytest.CaptureFixture[str]) -> None:
     words = "--train-iters 1 --video-data-path x --mmdit-size small --flow-shift 2 --no-adaln-zero"
-    assert main(text_task.TEXT, [*TINY, *mock_data(), *words.split()]) == EXIT_CODE_USER_ERROR
+    code = main(
+        text_task.TEXT,
+        [*TINY, *mock_data(), *words.split()],
+        elsewhere={"pretrain_video.py": SECTIONS},
+    )
+    assert code == EXIT_CODE_USER_ERROR
     assert capfd.readouterr().err.splitlines() == [
-        f"error: `{flag}` has an effect only in pretrain_video.py; leave it out."
-        for flag in ("--video-data-path", "--mmdit-size", "--no-adaln-zero", "--flow-shift")
+        f"error: `{flag}` is a flag of pretrain_video.py, not of this program; leave it out."
+        for flag in ("--video-data-path", "--mmdit-size", "--flow-shift", "--no-adaln-zero")
     ]

@@ -88,11 +88,12 @@ STREAMING_DEFAULTS: Mapping[str, Any] = {
 
 _FOLLOWED = ("hidden_size", "num_attention_heads", "perform_initialization",
              "gradient_accumulation_fusion", "compile")  # fmt: skip
-_SHAPE = "the shape of a video model follows from its named size and the flags beside it"
-_STEP = "a step is as large as its bucket says"
-_EXPERTS = "the blocks of a video model have no experts"
-_COST = "blocks are dealt to stages by their cost"
-_VOCABULARY = "there is no vocabulary whose embedding could have it"
+_ON = "on a video model: "
+_SHAPE = f"{_ON}its shape follows from its named size and the flags beside it"
+_STEP = f"{_ON}a step is as large as its bucket says"
+_EXPERTS = f"{_ON}its blocks have no experts"
+_COST = f"{_ON}blocks are dealt to stages by their cost"
+_VOCABULARY = f"{_ON}there is no vocabulary whose embedding could have it"
 
 LEFT_OUT: LeftOut = {
     "model": {
@@ -101,15 +102,15 @@ LEFT_OUT: LeftOut = {
         if "help" in field.metadata and field.name not in _FOLLOWED
     },
     "moe": {"*": _EXPERTS},
-    "loss": {"*": "the loss is that of flow matching, or of distillation"},
+    "loss": {"*": f"{_ON}its loss is that of its task"},
     "training": {
         "rampup_batch_size": _STEP,
         "step_batch_size_schedule": _STEP,
         "decrease_batch_size_if_needed": _STEP,
-        "train_samples": "steps differ in their number of clips; give --train-iters",
-        "full_validation": "evaluation always goes through the whole validation data",
+        "train_samples": f"{_ON}steps differ in their number of clips; give --train-iters",
+        "full_validation": f"{_ON}evaluation always goes through the whole validation data",
     },
-    "logging": {"log_validation_ppl_to_tensorboard": "the loss has no perplexity"},
+    "logging": {"log_validation_ppl_to_tensorboard": f"{_ON}its loss has no perplexity"},
     "optimizer": {"decoupled_lr": _VOCABULARY, "decoupled_min_lr": _VOCABULARY},
     "parallel": {
         "expert_model_parallel_size": _EXPERTS,
@@ -124,7 +125,7 @@ LEFT_OUT: LeftOut = {
 }
 """Flags of the engine that no video run has a use for, and why."""
 
-FLOW_LEFT_OUT: LeftOut = {**LEFT_OUT, "lora": {"*": "flow matching trains whole weights"}}
+FLOW_LEFT_OUT: LeftOut = {**LEFT_OUT, "lora": {"*": f"{_ON}its layers take no adapters"}}
 
 _SAMPLES_OF_FLOW = (
     "sample_steps sample_text_scale sample_image_scale sample_oscillation sample_scale_by_frame "
