@@ -23,7 +23,6 @@ from megatron_ext.video.data.randomness import draw_noise
 from megatron_ext.video.data.text_encoders import (
     TextEncoder,
     check_text_encoder,
-    text_encoder_from_manifest,
 )
 from megatron_ext.video.networks import network_of
 from megatron_ext.video.sampling.flow import References, sample
@@ -43,13 +42,12 @@ if TYPE_CHECKING:
     from megatron_ext.parallel.context import ParallelContext
 
 
-def requests_of(config: RunConfig) -> list[ClipRequest]:
+def requests_of(sample: SampleConfig) -> list[ClipRequest]:
     """Return requests for ``--sample-prompts`` or ``--sample-texts``.
 
     Raises:
         ConfigError, DataError: see `read_requests`.
     """
-    sample = config.section(SampleConfig)
     if sample.sample_texts is not None:
         return [ClipRequest(text) for text in sample.sample_texts]
     assert sample.sample_prompts is not None
@@ -66,30 +64,15 @@ def shape_of(sample: SampleConfig, manifest: Mapping[str, Any]) -> SampleShape:
 
 
 def build_codec_of(
-    config: RunConfig, manifest: Mapping[str, Any], device: torch.device | None = None
+    codec: CodecConfig, manifest: Mapping[str, Any], device: torch.device | None = None
 ) -> VideoCodec:
     """Build the codec that the data was made with; ``--codec`` says where a VAE lies.
 
     Raises:
         ConfigError, DataError: see `codec_from_manifest`.
     """
-    folder = config.section(CodecConfig).codec
-    return codec_from_manifest(manifest, None if folder == PATCH else folder, device)
-
-
-def build_text_encoder_of(
-    config: RunConfig, manifest: Mapping[str, Any], device: torch.device | None = None
-) -> TextEncoder:
-    """Build the text encoder of the data; ``--t5-path`` and ``--clip-path`` say where models lie.
-
-    Raises:
-        ConfigError, DataError: see `text_encoder_from_manifest`.
-    """
-    return text_encoder_from_manifest(manifest, *_text_folders(config), device=device)
-
-
-def _text_folders(config: RunConfig) -> tuple[str | None, str | None]:
-    return config.section(TextEncoderConfig).t5_path, config.section(TextEncoderConfig).clip_path
+    folder = None if codec.codec == PATCH else codec.codec
+    return codec_from_manifest(manifest, folder, device)
 
 
 def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
@@ -99,10 +82,11 @@ def check_sampling(config: RunConfig, manifest: Mapping[str, Any]) -> None:
         ConfigError, DataError: prompts that cannot be read, a size that codec or model do not
             take, encoders that cannot be built.
     """
-    requests_of(config)
-    shape = shape_of(config.section(SampleConfig), manifest)
-    check_text_encoder(manifest, *_text_folders(config))
-    codec = build_codec_of(config, manifest)
+    sample, text = config.section(SampleConfig), config.section(TextEncoderConfig)
+    requests_of(sample)
+    shape = shape_of(sample, manifest)
+    check_text_encoder(manifest, text.t5_path, text.clip_path)
+    codec = build_codec_of(config.section(CodecConfig), manifest)
     latent = codec.latent_shape(shape.num_frames, shape.height, shape.width)
     network_of(config).check_clips(config, latent[1:], "Sampled clips")
 

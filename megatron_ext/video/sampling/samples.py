@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.parallel.collectives import on_reporting_rank
 from megatron_ext.train.callbacks.callback import Callback, due
 from megatron_ext.train.run import Run
+from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.config.mmdit import MMDiTConfig
 from megatron_ext.video.config.run import ConditionConfig, FlowConfig, SampleConfig, VideoConfig
 from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.setup import manifest_of, null_text_of
+from megatron_ext.video.data.text_encoders import text_encoder_from_manifest
 from megatron_ext.video.networks import network_of
 from megatron_ext.video.sampling.clips import write_clips
 from megatron_ext.video.sampling.generate import (
     build_codec_of,
-    build_text_encoder_of,
     decoded,
     encode_on_reporting_rank,
     generate_latents,
@@ -54,21 +55,26 @@ class ClipSampler:
     """
 
     def __init__(self, run: Run) -> None:
-        config = run.config
-        self._run, self._requests = run, requests_of(config)
+        config, sample = run.config, run.config.section(SampleConfig)
+        self._run, self._requests = run, requests_of(sample)
         manifest = manifest_of(config)
-        self._shape = shape_of(config.section(SampleConfig), manifest)
+        self._shape = shape_of(sample, manifest)
         self._codec = on_reporting_rank(
-            lambda: build_codec_of(config, manifest, run.device), "Building the codec", run.context
+            lambda: build_codec_of(config.section(CodecConfig), manifest, run.device),
+            "Building the codec",
+            run.context,
         )
         self._encoded = self._encode(manifest)
         self._velocity = velocity_of(run)
 
     def _encode(self, manifest: Mapping[str, Any]) -> EncodedRequests:
         """Encode the prompts once for all calls; text encoders of many gigabytes are then freed."""
-        config, context = self._run.config, self._run.context
+        config, context, device = self._run.config, self._run.context, self._run.device
+        flags = config.section(TextEncoderConfig)
         text_encoder = on_reporting_rank(
-            lambda: build_text_encoder_of(config, manifest, self._run.device),
+            lambda: text_encoder_from_manifest(
+                manifest, flags.t5_path, flags.clip_path, device=device
+            ),
             "Building the text encoder",
             context,
         )
