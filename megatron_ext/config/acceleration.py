@@ -1,4 +1,4 @@
-"""What speeds layers up on GPUs: Transformer Engine's overlap of communication, and CUDA graphs.
+"""Options that speed layers up on GPUs: Transformer Engine's overlaps, and CUDA graphs.
 
 Names, meanings and defaults are Megatron-LM's; a flag that the torch layers would ignore is
 refused with them.

@@ -90,7 +90,7 @@ class CheckpointConfig:
     """Networks besides the model of the run take weights of checkpoints."""
 
     def resolved(self) -> CheckpointConfig:
-        """With the interval settled, where a folder is given."""
+        """Return the section with the interval settled, where a folder is given."""
         if self.save is None or self.save_interval is not None:
             return self
         return dataclasses.replace(self, save_interval=self.usual_save_interval)
@@ -130,7 +130,7 @@ class CheckpointConfig:
         return [*found, *self._resume_errors()]
 
     def _resume_errors(self) -> list[str]:
-        """What contradicts ``--resume-mode``."""
+        """Return a sentence for each contradiction to ``--resume-mode``."""
         found = []
         if self.resume_mode == "disable" and self.load is not None:
             found.append(

@@ -103,7 +103,7 @@ NORM = Range(0, 1e30)
 
 
 IfChanged = Literal["refuse", "refuse_to_resume", "keep", "say", "allow"]
-"""What happens where a run gives a flag another value than the checkpoint that it loads.
+"""The consequence of another value than that of the checkpoint that a run loads.
 
 "refuse": the weights mean something else, so the run ends. "refuse_to_resume": the model computes
 something else with them, so a run that goes on ends; one that starts from the weights says so.
@@ -127,7 +127,7 @@ def flag(
     advice: str | None = None,
     if_changed: IfChanged | None = None,
 ) -> Any:
-    """A field that is also a flag.
+    """Declare a field that is also a flag.
 
     Args:
         default: value without the flag; a list is copied for each instance.
@@ -196,7 +196,7 @@ class Flag:
 
     @property
     def shown(self) -> str:
-        """The spelling that changes the default."""
+        """Return the spelling that changes the default."""
         if self.type is bool and self.default is True:
             return self.negative[0]
         return self.positive[0]
@@ -204,7 +204,7 @@ class Flag:
 
 @functools.cache
 def flags_of(section: str, cls: type) -> tuple[Flag, ...]:
-    """The flags of a dataclass, in the order of its fields; fields without metadata are derived."""
+    """Return the flags of a dataclass, in order; fields without metadata are derived."""
     hints = typing.get_type_hints(cls)
     return tuple(
         _flag_of(section, field, hints[field.name])
@@ -242,7 +242,7 @@ def _flag_of(section: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
 
 
 def _value_type(hint: Any) -> tuple[type, bool]:
-    """The type of one value, and whether None is allowed: ``list[int] | None`` is (int, True)."""
+    """Return the type of one value and whether None may stand; ``list[int] | None``: (int, True)."""
     optional = False
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         members = [x for x in typing.get_args(hint) if x is not type(None)]
@@ -280,7 +280,7 @@ def check_ranges(section: Any) -> None:
 
 
 def _advice(flag: Flag) -> str:
-    """What to do about a number outside of the range."""
+    """Return what to do about a number outside of the range."""
     if flag.advice is not None:
         return flag.advice
     if flag.default is not None:
@@ -293,7 +293,7 @@ def _advice(flag: Flag) -> str:
 
 
 def changed(run: Any, sections: Sequence[str], only: Collection[str] | None = None) -> list[str]:
-    """Spellings of the flags of a run's sections that are not at their defaults.
+    """Return the spellings of flags of a run's sections that are not at their defaults.
 
     Args:
         run: a RunConfig.
@@ -309,7 +309,7 @@ def changed(run: Any, sections: Sequence[str], only: Collection[str] | None = No
 
 
 def changed_fields(section: Any) -> list[str]:
-    """Names of the flags of a section that are not at their defaults."""
+    """Return the names of flags of a section that are not at their defaults."""
     default = type(section)()
     return [
         field.name
@@ -329,11 +329,11 @@ def if_changed(section: type) -> dict[str, IfChanged]:
 
 
 def default_of(section: Any, name: str) -> Any:
-    """What a field of a section is without its flag."""
+    """Return the value of a section's field without its flag."""
     return getattr(type(section)(), name)
 
 
 def spelling_of(section: Any, name: str) -> str:
-    """The spelling that changes a field's default to what it is."""
+    """Return the spelling that changes a field's default to its value."""
     dashed = name.replace("_", "-")
     return f"--no-{dashed}" if getattr(section, name) is False else f"--{dashed}"

@@ -52,7 +52,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """The factor of ``B A x``; of a configuration with a rank."""
+        """Return the factor of ``B A x``, for a configuration with a rank."""
         assert self.lora_rank is not None
         alpha = DEFAULT_ALPHA if self.lora_alpha is None else self.lora_alpha
         return alpha / (math.sqrt(self.lora_rank) if self.lora_rslora else self.lora_rank)

@@ -1,4 +1,4 @@
-"""What is minimized, and how it is computed."""
+"""The loss that is minimized, and how it is computed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_ext.config.flags import BELOW_ONE, COUNT, WEIGHT, Range, flag
 
 REDUCTIONS = ("token", "sample", "square")
 CROSS_ENTROPY = "cross-entropy"
-"""What ``--loss`` says for no loss of the user's own."""
+"""The value of ``--loss`` that asks for no loss of the user's own."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class LossConfig:
     loss_args: list[str] = flag([], "fields of --loss, such as gamma=2.0", nargs="+")
 
     def resolved(self, *, fused: bool, fusion_impl: str) -> LossConfig:
-        """With the implementation settled; --cross-entropy-loss-fusion asks for whole logits."""
+        """Return the section with its implementation; loss fusion takes whole logits."""
         loss = None if self.loss == CROSS_ENTROPY else self.loss
         impl = self.cross_entropy_impl or "chunked"
         if self.cross_entropy_impl is None and fused and loss is None:
@@ -64,7 +64,7 @@ class LossConfig:
         return dataclasses.replace(self, cross_entropy_impl=impl, loss=loss)
 
     def errors(self, *, per_token: bool, has_te: bool) -> list[str]:
-        """What cannot be run, one sentence each."""
+        """Return a sentence for everything that cannot be run."""
         found = []
         if self.ignore_index < 0 and self.ignore_index != -100:
             found.append(

@@ -261,11 +261,11 @@ class ModelConfig:
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP multiplies two projections."""
+        """Return whether the MLP multiplies two projections."""
         return self.swiglu or self.quick_geglu
 
     def resolved(self, *, has_te: bool) -> ModelConfig:
-        """With the derived sizes filled in."""
+        """Return the section with the derived sizes filled in."""
         h, n = self.hidden_size or 0, self.num_attention_heads or 0
         ffn = self.ffn_hidden_size
         if ffn is None:
@@ -284,7 +284,7 @@ class ModelConfig:
         )
 
     def errors(self) -> list[str]:
-        """What cannot be built, one sentence each."""
+        """Return a sentence for everything that cannot be built."""
         if self.blocks_dealt_by_cost:
             return self._recompute_errors()
         found = [
@@ -314,7 +314,7 @@ class ModelConfig:
         return [*found, *self._rotary_errors(), *self._layer_errors(n)]
 
     def _rotary_errors(self) -> list[str]:
-        """Channels of a head that cannot be rotated in pairs."""
+        """Return a sentence where channels of a head cannot be rotated in pairs."""
         size = self.kv_channels or 0
         if self.position_embedding_type != "rope" or not size:
             return []

@@ -125,7 +125,7 @@ class MoEConfig:
     )
 
     def layer_pattern(self) -> int | list[int]:
-        """--moe-layer-freq as a number or a list.
+        """Return --moe-layer-freq as a number or a list.
 
         Raises:
             ValueError: neither.
@@ -139,7 +139,7 @@ class MoEConfig:
         return int(text)
 
     def errors(self, expert_size: int) -> list[str]:
-        """What cannot be built, one sentence each."""
+        """Return a sentence for everything that cannot be built."""
         found = []
         if self.num_experts is None:
             if expert_size > 1:
@@ -170,7 +170,7 @@ class MoEConfig:
 
 
 def _expand(text: str) -> list[int]:
-    """``([0]*3+[1]*2)`` to ``[0, 0, 0, 1, 1]``, without evaluating code."""
+    """Expand ``([0]*3+[1]*2)`` to ``[0, 0, 0, 1, 1]``, without evaluating code."""
     pattern: list[int] = []
     for term in text.strip("() ").split("+"):
         body, _, times = term.strip().partition("*")

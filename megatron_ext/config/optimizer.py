@@ -201,5 +201,5 @@ class EmaConfig:
         return dataclasses.replace(self, ema_start=1)
 
     def keeps_average(self, *, trains: bool) -> bool:
-        """Whether the run holds averaged weights: to go on with, or only to evaluate."""
+        """Return whether the run holds averaged weights: to go on with, or only to evaluate."""
         return bool(self.ema_decay) if trains else self.eval_ema or self.for_sampling

@@ -49,7 +49,7 @@ class ParsedArgs:
 
 @dataclass
 class _Reading:
-    """What has been read so far."""
+    """The words of a command line that have been read so far."""
 
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     given: list[Flag] = field(default_factory=list)
@@ -88,7 +88,7 @@ def _is_left_out(program: Program | TaskFlags, section: str, field: str) -> bool
 
 
 def spellings(flags: Sequence[Flag]) -> dict[str, tuple[Flag, bool]]:
-    """Every spelling, canonical, to its flag and whether it sets True (or a value)."""
+    """Map every canonical spelling to its flag and whether it sets True (or a value)."""
     table: dict[str, tuple[Flag, bool]] = {}
     for flag in flags:
         table.update({_canonical(name): (flag, False) for name in flag.negative})
@@ -110,7 +110,7 @@ def parse_args(
     defaults: Mapping[str, Any] | None = None,
     elsewhere: Mapping[str, Sequence[type]] | None = None,
 ) -> ParsedArgs:
-    """Understand a command line.
+    """Parse and check a command line.
 
     Args:
         argv: the words after the program's name.
@@ -217,7 +217,7 @@ def read_words(
 
 
 def _split_equals(argv: Sequence[str]) -> list[str]:
-    """``--a=b`` as two words."""
+    """Split ``--a=b`` into two words."""
     words: list[str] = []
     for word in argv:
         name, equals, value = word.partition("=")
@@ -271,7 +271,7 @@ def _read_flag(
 
 
 def known_names(table: Mapping[str, Any]) -> list[str]:
-    """Every name that gets an answer other than "unknown"."""
+    """Return every name that gets an answer other than "unknown"."""
     return [*table, *(_canonical(x) for x in NO_EFFECT), *RENAMED, *UNSUPPORTED, *OWN_FLAGS]
 
 
@@ -430,7 +430,7 @@ def _derived(program: Program) -> set[str]:
 
 
 def _no_position_embedding(model: Mapping[str, Any], reading: _Reading) -> None:
-    """The old way to say "no learned table": needless beside rope or none, a contradiction else."""
+    """Answer the old way to say "no learned table": needless beside rope or none, else refused."""
     kind = model.get("position_embedding_type", "learned_absolute")
     if kind in ("rope", "none"):
         reading.notes.append(

@@ -56,7 +56,7 @@ class PrecisionConfig:
     bf16_on_gpu: bool = False
 
     def resolved(self, device: str) -> PrecisionConfig:
-        """With the format of parameters and gradients settled."""
+        """Return the section with the format of parameters and gradients settled."""
         bf16 = self.bf16 or (self.bf16_on_gpu and device == "cuda")
         in_fp32 = self.accumulate_allreduce_grads_in_fp32
         if bf16:
@@ -66,7 +66,7 @@ class PrecisionConfig:
         )
 
     def errors(self) -> list[str]:
-        """What cannot be run, one sentence each."""
+        """Return a sentence for everything that cannot be run."""
         found = []
         if self.bf16 and self.fp16:
             found.append("`--bf16` and `--fp16` exclude each other; give one.")
@@ -135,13 +135,13 @@ class Fp8Config:
     )
 
     def resolved(self, *, te: bool) -> Fp8Config:
-        """Without weights in 8 bits where the layers are not Transformer Engine's."""
+        """Return the section without 8-bit weights where layers are not Transformer Engine's."""
         if te or self.fp8_format is None:
             return self
         return dataclasses.replace(self, fp8_param_gather=False)
 
     def keeps_bf16(self, layer_number: int, num_layers: int) -> bool:
-        """Whether a layer is computed in bf16.
+        """Return whether a layer is computed in bf16.
 
         Args:
             layer_number: from 1, along the whole model.

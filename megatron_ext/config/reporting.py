@@ -1,4 +1,4 @@
-"""What is reported, and where.
+"""Reports of a run, and plans of one.
 
 Checking a run, and pricing it, without starting it.
 """
@@ -50,7 +50,7 @@ class LoggingConfig:
     )
 
     def errors(self) -> list[str]:
-        """What cannot be run, one sentence each."""
+        """Return a sentence for everything that cannot be run."""
         found = []
         if self.wandb_project and not self.wandb_exp_name:
             found.append(
@@ -86,7 +86,7 @@ class PlanningConfig:
     )
 
     def errors(self) -> list[str]:
-        """What cannot be planned, one sentence each."""
+        """Return a sentence for everything that cannot be planned."""
         found = [
             f"`--{name.replace('_', '-')}` ({getattr(self, name)}) needs `--dry-run`; give both."
             for name in ("dry_run_nodes", "dry_run_gpu")
@@ -101,5 +101,5 @@ class PlanningConfig:
 
 
 def is_gpu(name: str) -> bool:
-    """Whether this is one of the GPUs, in any case, or a file that may describe some."""
+    """Return whether this names one of the GPUs, in any case, or a file that may describe some."""
     return name.endswith(".json") or name.lower() in {known.lower() for known in GPU_NAMES}

@@ -122,7 +122,7 @@ def engine_sections() -> dict[str, type]:
 
 
 class TaskFlags(Protocol):
-    """What a task adds to the configuration of a run.
+    """The part of a configuration that a task adds to the engine's.
 
     Attributes:
         sections: frozen dataclasses whose fields are the task's flags.

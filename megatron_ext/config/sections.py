@@ -113,7 +113,7 @@ def _shape_errors(kind: Any) -> Iterator[str]:
 
 
 def describe(flag: Flag) -> str:
-    """One flag as two columns' worth of text: spelling and values, then meaning."""
+    """Describe a flag as two columns' worth of text: spelling and values, then meaning."""
     value = ""
     if flag.type is not bool:
         value = f" {{{','.join(map(str, flag.choices))}}}" if flag.choices else f" {_metavar(flag)}"

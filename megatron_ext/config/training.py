@@ -136,23 +136,23 @@ class TrainingConfig:
 
     @property
     def exit_signal_number(self) -> int:
-        """The number of `exit_signal`."""
+        """Return the number of `exit_signal`."""
         return int(signal.Signals[self.exit_signal])
 
     @property
     def evaluates(self) -> bool:
-        """Whether validation is asked for."""
+        """Return whether validation is asked for."""
         return self.full_validation or self.eval_iters > 0
 
     @property
     def batch_sizes(self) -> tuple[int, int]:
-        """Micro-batch size and global batch size of a configuration without errors."""
+        """Return micro-batch size and global batch size, for a configuration without errors."""
         assert self.micro_batch_size is not None
         assert self.global_batch_size is not None
         return self.micro_batch_size, self.global_batch_size
 
     def resolved(self, data_parallel_size: int) -> TrainingConfig:
-        """With the batch size settled."""
+        """Return the section with the batch size settled."""
         batch = self.global_batch_size
         steps = _schedule_or_none(self.step_batch_size_schedule)
         if batch is None and steps:
@@ -169,7 +169,7 @@ class TrainingConfig:
         return dataclasses.replace(self, train_iters=steps, train_epochs=None)
 
     def microbatch_counts(self, replicas: int) -> list[int]:
-        """The numbers of micro-batches that steps of the run may have, in rising order."""
+        """Return the numbers of micro-batches that steps of the run may have, in rising order."""
         micro, batch = self.batch_sizes
         sizes = {batch}
         if self.step_batch_size_schedule is not None:
@@ -180,7 +180,7 @@ class TrainingConfig:
         return sorted({size // (micro * replicas) for size in sizes})
 
     def errors(self, data_parallel_size: int) -> list[str]:
-        """What cannot be run, one sentence each."""
+        """Return a sentence for everything that cannot be run."""
         found = [*self._length_errors(), *self._batch_errors(data_parallel_size)]
         found += [*self._early_stop_errors(), *self._garbage_errors()]
         if self.exit_signal not in signal.Signals.__members__:
@@ -290,7 +290,7 @@ _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_batch_schedule(text: str) -> list[tuple[int, int]]:
-    """``"0:768 250B:1536"`` as pairs of tokens and batch size, by tokens.
+    """Read ``"0:768 250B:1536"`` as pairs of tokens and batch size, by tokens.
 
     Raises:
         ValueError: malformed, not starting at 0, or tokens that do not rise.

@@ -58,7 +58,7 @@ MOE_FUSIONS = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
 
 
 def transformer_fields(run: RunConfig) -> dict[str, object]:
-    """Values of TransformerConfig fields; dtypes and activations by name.
+    """Return values of TransformerConfig fields; dtypes and activations by name.
 
     Fused kernels are asked for only where they exist: on a GPU, and those of Transformer Engine
     with its layers; with ours, `layers.pointwise` compiles the same parts.
@@ -114,13 +114,13 @@ def _fusions(run: RunConfig) -> dict[str, object]:
 
 
 def _with_engine(run: RunConfig) -> bool:
-    """Transformer Engine computes; a plan may be made where it is not installed."""
+    """Return whether Transformer Engine computes; a plan needs no installed one."""
     te = run.model.transformer_impl == "transformer_engine"
     return te and (not run.planning.dry_run or find_spec("transformer_engine") is not None)
 
 
 def _fuses_activation(run: RunConfig) -> bool:
-    """Whether megatron-core's MLP takes its own compiled activation.
+    """Return whether megatron-core's MLP takes its own compiled activation.
 
     It has SwiGLU, with a bias outside of experts only, and GELU with a bias outside of experts.
     """
@@ -132,7 +132,7 @@ def _fuses_activation(run: RunConfig) -> bool:
 
 
 def _engine_fields(run: RunConfig) -> dict[str, object]:
-    """What Transformer Engine's layers are told besides: 8-bit products, overlap, groups."""
+    """Return fields of Transformer Engine's layers alone: 8-bit products, overlap, groups."""
     if run.model.transformer_impl != "transformer_engine":
         return {}
     fields: dict[str, object] = {name: getattr(run.engine, name) for name in OVERLAP.split()}

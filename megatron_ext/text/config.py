@@ -76,7 +76,7 @@ class DataConfig:
     allow_ambiguous_pad_tokens: bool = flag(False, "let padding share the id of another token")
 
     def resolved(self) -> DataConfig:
-        """With the default split; quotes that a quoted bash array passed on are dropped."""
+        """Return the section with the default split, without quotes that a bash array passed on."""
         if self.split is not None and self.split != self.split.strip("'\""):
             return dataclasses.replace(self, split=self.split.strip("'\""))
         blended = self.data_path is not None or self.data_args_path is not None or self.mock_data
@@ -85,7 +85,7 @@ class DataConfig:
         return self
 
     def own_errors(self, *, full_validation: bool) -> list[str]:
-        """What cannot be read, one sentence each."""
+        """Return a sentence for everything that cannot be read."""
         ways = {
             "--data-path": self.data_path,
             "--data-args-path": self.data_args_path,
@@ -231,18 +231,18 @@ class SftConfig:
     )
 
     def resolved(self, seq_length: int | None) -> SftConfig:
-        """With the longest conversation settled."""
+        """Return the section with the longest conversation settled."""
         if self.sft_max_length is not None or not self.sft:
             return self
         return dataclasses.replace(self, sft_max_length=seq_length)
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """What ``sft_template_kwargs`` holds, in a configuration without errors."""
+        """Return the content of ``sft_template_kwargs``, for a configuration without errors."""
         return dict(json.loads(self.sft_template_kwargs or "{}"))
 
     def row_errors(self) -> list[str]:
-        """What the tool and the trainer refuse alike."""
+        """Return a sentence for everything that the tool and the trainer refuse alike."""
         found = []
         if self.sft_row_format not in _ROW_FORMATS:
             found.append(
@@ -321,7 +321,7 @@ def _dashed(name: str) -> str:
 
 
 SECTIONS = (DataConfig, SftConfig, TokenizerConfig)
-"""What pretrain_gpt.py adds to the engine's flags."""
+"""The sections that pretrain_gpt.py adds to the engine's flags."""
 
 NEEDS: tuple[Need, ...] = (
     (

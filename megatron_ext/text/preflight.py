@@ -1,4 +1,4 @@
-"""What is checked of a text run before ranks start: tokenizer, vocabulary, data files."""
+"""Checks of a text run before ranks start: tokenizer, vocabulary, data files."""
 
 from __future__ import annotations
 

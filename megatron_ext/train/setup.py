@@ -101,7 +101,7 @@ def build_run(
 
 
 def _progress_after(loaded: LoadedCheckpoint | None, context: ParallelContext) -> Progress:
-    """Where the run goes on, which it says with what the checkpoint did not have."""
+    """Load the checkpoint, say what it lacks, and return where the run goes on."""
     if loaded is None:
         return Progress()
     if context.rank == 0:
@@ -172,7 +172,7 @@ def attach_data(run: Run, task: Task, assets: Any) -> None:
 def _evaluation_sources(
     run: Run, datasets: Datasets, source: Callable[..., BatchSource]
 ) -> tuple[list[BatchSource], list[BatchSource]]:
-    """Sources of the validation sets and of the test set, from where the run is in them."""
+    """Build the sources of the validation sets and of the test set, where the run is in them."""
     training, valid, test = run.config.training, list[BatchSource](), list[BatchSource]()
     if run.evaluates:
         full = training.full_validation
@@ -188,12 +188,12 @@ def _evaluation_sources(
 
 
 def _exists(dataset: Any, device: torch.device) -> bool:
-    """Whether any rank opened the split; `--split 95,5,0` leaves no test split to evaluate."""
+    """Return whether any rank opened the split; `--split 95,5,0` leaves none to evaluate."""
     found = torch.tensor(int(dataset is not None), device=device)
     torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
     return bool(found)
 
 
 def validation_sets(datasets: Datasets) -> Sequence[Any]:
-    """The validation split as a list, several with --multiple-validation-sets."""
+    """Return the validation split as a list, several with --multiple-validation-sets."""
     return datasets.valid if isinstance(datasets.valid, list) else [datasets.valid]

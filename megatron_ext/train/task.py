@@ -77,7 +77,7 @@ def whole_model(stored: Mapping[str, Any], given: RunConfig) -> Mapping[str, Any
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What a program trains: its flags, its data, its model, its step and its cost.
+    """Everything that a program trains: flags, data, model, step and cost.
 
     Attributes:
         datasets: ``(config, assets, sizes, is_built_on_rank)`` to the three splits.

@@ -1,4 +1,4 @@
-"""What the layers would refuse when they are built, on each rank and one by one: said before."""
+"""Rules of layers that each rank would find only when it builds them, told before ranks start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CAPACITY_BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
 
 
 def build_errors(run: RunConfig) -> list[str]:
-    """What cannot be built of a text model whose sizes are given, one sentence each."""
+    """Return a sentence for everything that cannot be built of a text model with given sizes."""
     model = run.model
     sizes = (model.num_layers, model.hidden_size, model.num_attention_heads)
     if run.model.blocks_dealt_by_cost or not all(sizes):
@@ -33,7 +33,7 @@ def _must_divide(name: str, value: int | None, by: str, size: int) -> list[str]:
 
 
 def _width_errors(run: RunConfig) -> list[str]:
-    """Matrices and heads that the ranks cannot share."""
+    """Return a sentence for each matrix or number of heads that the ranks cannot share."""
     model, parallel = run.model, run.parallel
     tp, cp = max(1, parallel.tensor_model_parallel_size), parallel.context_parallel_size
     by = "--tensor-model-parallel-size"
@@ -55,7 +55,7 @@ def _width_errors(run: RunConfig) -> list[str]:
 
 
 def _uneven_errors(run: RunConfig) -> list[str]:
-    """First and last stages of another length."""
+    """Return a sentence for each wrong length of the first and last stages."""
     model, parallel = run.model, run.parallel
     first, last = (
         parallel.decoder_first_pipeline_num_layers,
@@ -141,7 +141,7 @@ def _recomputed_modules(run: RunConfig) -> list[str]:
 
 
 def _expert_errors(run: RunConfig) -> list[str]:
-    """Sizes of the experts."""
+    """Return a sentence for each wrong size of the experts."""
     moe, model, parallel = run.moe, run.model, run.parallel
     tp = max(1, parallel.tensor_model_parallel_size)
     etp = parallel.expert_tensor_parallel_size or tp
@@ -201,7 +201,7 @@ def _router_errors(run: RunConfig) -> list[str]:
 
 
 def _group_errors(run: RunConfig) -> list[str]:
-    """Groups of experts that a token may choose from."""
+    """Return a sentence for each wrong number of groups of experts."""
     moe = run.moe
     chosen, groups = moe.moe_router_group_topk, moe.moe_router_num_groups
     if chosen is None:
@@ -218,7 +218,7 @@ def _group_errors(run: RunConfig) -> list[str]:
 
 
 def _dispatch_errors(run: RunConfig) -> list[str]:
-    """How tokens reach their experts."""
+    """Return a sentence for each dispatch of tokens to experts that cannot be had."""
     moe, parallel, found = run.moe, run.parallel, list[str]()
     tp = parallel.tensor_model_parallel_size
     if tp > 1 and not parallel.sequence_parallel and not run.training.skip_train:

@@ -15,7 +15,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def cuda_graph_errors(run: RunConfig) -> list[str]:
-    """What cannot be run, one sentence each."""
+    """Return a sentence for everything that cannot be run."""
     impl, steps = run.cuda_graphs.cuda_graph_impl, run.cuda_graphs.cuda_graph_warmup_steps
     if impl == "none":
         if steps == WARMUP_STEPS:
@@ -35,7 +35,7 @@ def cuda_graph_errors(run: RunConfig) -> list[str]:
 
 
 def _obstacles(run: RunConfig) -> Iterator[str]:
-    """Why graphs cannot stand for the layers of a run."""
+    """Yield the reasons why graphs cannot stand for the layers of a run."""
     if run.model.blocks_dealt_by_cost:
         yield "does not go with models whose steps differ in shape; leave it out"
         return

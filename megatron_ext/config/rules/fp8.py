@@ -20,11 +20,11 @@ OF_TE = (
 )
 OF_BF16_LAYERS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 UNIT = 16
-"""What the sides of a weight on one rank must divide by, for the GPU's 8-bit products."""
+"""The numbers that the sides of a weight on one rank must divide by, for 8-bit products."""
 
 UNIT_OF_MXFP8 = 32
 TOKENS = 8
-"""What the tokens of a rank must divide by in Transformer Engine's 8-bit products."""
+"""The numbers that a rank's tokens must divide by in Transformer Engine's 8-bit products."""
 
 
 def fp8_errors(run: RunConfig, *, may_use_te: bool) -> list[str]:
@@ -48,7 +48,7 @@ def fp8_errors(run: RunConfig, *, may_use_te: bool) -> list[str]:
 
 
 def unit_of(recipe: str) -> int:
-    """What the sides of a weight on one rank must divide by."""
+    """Return the number that the sides of a weight on one rank must divide by."""
     return UNIT_OF_MXFP8 if recipe == "mxfp8" else UNIT
 
 
@@ -76,7 +76,7 @@ def _recipe_errors(fp8: Fp8Config, *, te: bool, may_use_te: bool) -> list[str]:
 
 
 def _layer_errors(fp8: Fp8Config, run: RunConfig, *, te: bool) -> list[str]:
-    """What becomes of the layers that are to stay in bf16."""
+    """Return a sentence for each fault of the layers that are to stay in bf16."""
     if not fp8.first_last_layers_bf16:
         return [
             f"`{spelling_of(fp8, name)}` needs `--first-last-layers-bf16`; give it too."
@@ -129,7 +129,7 @@ def _of_torch(fp8: Fp8Config, *, may_use_te: bool) -> list[str]:
 
 
 def _of_transformer_engine(fp8: Fp8Config, run: RunConfig) -> list[str]:
-    """Options that only Transformer Engine's layers have, and what these do not have."""
+    """Refuse options that only Transformer Engine's layers have, and those that they lack."""
     found = []
     if not fp8.fp8_wgrad:
         found.append(
@@ -219,7 +219,7 @@ def _padding_errors(fp8: Fp8Config, run: RunConfig) -> list[str]:
 
 
 def _width_errors(fp8: Fp8Config, run: RunConfig) -> list[str]:
-    """Sides of the weights, and tokens, on one rank that 8-bit products cannot have."""
+    """Refuse sides of weights, and tokens, on one rank that 8-bit products cannot have."""
     model, parallel = run.model, run.parallel
     tp, unit = parallel.tensor_model_parallel_size, unit_of(fp8.fp8_recipe)
     heads = model.num_attention_heads or 0

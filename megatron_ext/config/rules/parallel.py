@@ -13,7 +13,7 @@ from megatron_ext.config.rules.pipeline import default_schedule, stage_errors, v
 def rank_errors(
     world_size: int, *, tensor: int, pipeline: int, context: int, expert: int, expert_tensor: int
 ) -> list[str]:
-    """What keeps a number of ranks from being laid out, one sentence each."""
+    """Return a sentence for everything that keeps a number of ranks from being laid out."""
     sizes = {
         "--tensor-model-parallel-size": tensor,
         "--pipeline-model-parallel-size": pipeline,

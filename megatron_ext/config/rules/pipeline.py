@@ -13,11 +13,11 @@ CHUNKS = {"no-pipelining": 1, "1f1b": 1, "zb-h1": 1, "zb-v": 2}
 
 
 MOST_REPETITIONS = 10_000
-"""Of a part of a layout; without a bound it would be written out before it is looked at."""
+"""The most repetitions of a part of a layout, which is written out before it is looked at."""
 
 
 def stages_of(layout: str) -> list[str]:
-    """The stages of ``--pipeline-model-parallel-layout``, each as the letters of its layers.
+    """Return the stages of ``--pipeline-model-parallel-layout``, each as its layers' letters.
 
     Raises:
         ValueError: a letter that is not known, or more repetitions than any model has layers.
@@ -41,7 +41,7 @@ def stages_of(layout: str) -> list[str]:
 
 
 def mtp_stage(parallel: ParallelConfig) -> int:
-    """The stage that holds multi-token prediction, counted along the model."""
+    """Return the stage that holds multi-token prediction, counted along the model."""
     if parallel.pipeline_model_parallel_layout is not None:
         stages = stages_of(parallel.pipeline_model_parallel_layout)
         return next(index for index, stage in enumerate(stages) if "m" in stage)
@@ -50,7 +50,7 @@ def mtp_stage(parallel: ParallelConfig) -> int:
 
 
 def virtual_size(parallel: ParallelConfig, model: ModelConfig) -> int | None:
-    """Virtual chunks on each rank; None without."""
+    """Return the number of virtual chunks on each rank; None without."""
     size = parallel.pipeline_model_parallel_size
     if size < 2:
         return None
@@ -71,14 +71,14 @@ def virtual_size(parallel: ParallelConfig, model: ModelConfig) -> int | None:
 
 
 def default_schedule(pipeline_size: int, virtual_size: int | None) -> str:
-    """What Megatron-LM would choose."""
+    """Return the schedule that Megatron-LM would choose."""
     if pipeline_size < 2:
         return "no-pipelining"
     return "1f1b" if virtual_size is None else "interleaved"
 
 
 def stage_errors(parallel: ParallelConfig, model: ModelConfig) -> list[str]:
-    """What is wrong with the stages and their schedule, one sentence each."""
+    """Return a sentence for each fault of the stages and their schedule."""
     return [
         *_split_errors(parallel, model),
         *_layout_errors(parallel, model),
@@ -88,7 +88,7 @@ def stage_errors(parallel: ParallelConfig, model: ModelConfig) -> list[str]:
 
 
 def _split_errors(parallel: ParallelConfig, model: ModelConfig) -> list[str]:
-    """Layers that do not divide."""
+    """Return a sentence where layers do not divide."""
     found = []
     layers, stages = model.num_layers or 0, parallel.pipeline_model_parallel_size
     if parallel.num_layers_per_virtual_pipeline_stage is not None:
@@ -122,7 +122,7 @@ def _split_errors(parallel: ParallelConfig, model: ModelConfig) -> list[str]:
 
 
 def _layout_errors(parallel: ParallelConfig, model: ModelConfig) -> list[str]:
-    """A layout that does not hold the model, or that another flag contradicts."""
+    """Refuse a layout that does not hold the model, or that another flag contradicts."""
     layout, size = parallel.pipeline_model_parallel_layout, parallel.pipeline_model_parallel_size
     if layout is None:
         return []
@@ -153,7 +153,7 @@ def _layout_errors(parallel: ParallelConfig, model: ModelConfig) -> list[str]:
 
 
 def _content_errors(name: str, stages: list[str], size: int, model: ModelConfig) -> list[str]:
-    """Stages that do not hold the model, or hold it where it cannot run."""
+    """Refuse stages that do not hold the model, or hold it where it cannot run."""
     found = []
     if len(stages) % size:
         found.append(
@@ -183,7 +183,7 @@ def _content_errors(name: str, stages: list[str], size: int, model: ModelConfig)
 
 
 def _schedule_errors(parallel: ParallelConfig) -> list[str]:
-    """Stages and chunks that the schedule cannot have."""
+    """Refuse stages and chunks that the schedule cannot have."""
     found = []
     schedule = (parallel.pipeline_schedule or "").removeprefix("core-")
     stages = parallel.pipeline_model_parallel_size
@@ -217,7 +217,7 @@ def _schedule_errors(parallel: ParallelConfig) -> list[str]:
 
 
 def interleaving_errors(parallel: ParallelConfig, training: TrainingConfig) -> list[str]:
-    """Numbers of micro-batches that megatron-core's own interleaved schedule cannot share out."""
+    """Refuse numbers of micro-batches that megatron-core's own schedule cannot share out."""
     replicas = parallel.data_parallel_size
     if parallel.pipeline_schedule != "core-interleaved" or training.errors(replicas):
         return []
@@ -234,7 +234,7 @@ def interleaving_errors(parallel: ParallelConfig, training: TrainingConfig) -> l
 
 
 def _zero_bubble_errors(parallel: ParallelConfig, model: ModelConfig) -> list[str]:
-    """What a model cannot have under a schedule that defers weight gradients."""
+    """Refuse parts of a model that a schedule with deferred weight gradients cannot have."""
     schedule = parallel.pipeline_schedule or ""
     found = []
     if schedule.startswith("zb-") and model.transformer_impl == "transformer_engine":

@@ -46,7 +46,7 @@ SWITCHES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 def transformer_engine_errors(run: RunConfig, *, found_version: str | None) -> list[str]:
-    """What cannot be run, one sentence each.
+    """Return a sentence for everything that cannot be run.
 
     Args:
         run: all of it.
@@ -120,7 +120,7 @@ def _context_errors(run: RunConfig) -> list[str]:
 
 
 def needs_torch_layers(run: RunConfig) -> bool:
-    """Whether ``--transformer-impl auto`` takes the torch layers also beside Transformer Engine.
+    """Return whether ``auto`` takes the torch layers also where Transformer Engine is installed.
 
     These are the runs that its layers would refuse.
     """
@@ -140,7 +140,7 @@ def needs_torch_layers(run: RunConfig) -> bool:
 
 
 def _recomputes_biases(run: RunConfig) -> bool:
-    """Whether an MLP with biases is recomputed, which megatron-core's would do for ever.
+    """Return whether an MLP with biases is recomputed, which megatron-core's does for ever.
 
     Core returns the bias, a parameter, from what is recomputed; our MLP adds it within.
     """
@@ -155,7 +155,7 @@ def _spelled(config: TransformerEngineConfig, name: str) -> str:
 
 
 def read_overlap_settings(path: str | None) -> dict[str, Any]:
-    """A file of ``--tp-comm-overlap-cfg``: what to do for each of `OVERLAPPED`.
+    """Read a file of ``--tp-comm-overlap-cfg``: what to do for each of `OVERLAPPED`.
 
     Raises:
         ConfigError: a file that cannot be read, or that names other products.
@@ -181,7 +181,7 @@ def read_overlap_settings(path: str | None) -> dict[str, Any]:
 
 
 def _environment_errors(run: RunConfig) -> list[str]:
-    """Variables of the environment that contradict what megatron-core sets by the flags."""
+    """Refuse environment variables that contradict what megatron-core sets by the flags."""
     if run.model.blocks_dealt_by_cost:
         return []
     backend = run.model.attention_backend
@@ -202,7 +202,7 @@ def _environment_errors(run: RunConfig) -> list[str]:
 
 
 def _layer_errors(run: RunConfig) -> list[str]:
-    """What our own layers have and Transformer Engine's do not."""
+    """Refuse options that our own layers have and Transformer Engine's lack."""
     rules = (
         (
             run.model.attention_backend == "local",
@@ -224,7 +224,7 @@ def _layer_errors(run: RunConfig) -> list[str]:
 
 
 def _attention_errors(run: RunConfig) -> list[str]:
-    """What Transformer Engine's attention cannot do over context-parallel ranks."""
+    """Refuse attention over context-parallel ranks that Transformer Engine does not have."""
     parallel, model = run.parallel, run.model
     cp, tp = parallel.context_parallel_size, max(1, parallel.tensor_model_parallel_size)
     if cp <= 1:
@@ -304,7 +304,7 @@ NEEDS: tuple[Need, ...] = (
 
 
 def found_version() -> str | None:
-    """Of the installed Transformer Engine, without importing it; None where there is none."""
+    """Return the installed version, without an import; None where there is none."""
     try:
         return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -312,7 +312,7 @@ def found_version() -> str | None:
 
 
 def version_errors(run: RunConfig, found: str) -> list[str]:
-    """What of a run the installed Transformer Engine is too old for, one sentence each.
+    """Return a sentence for each option that needs a newer Transformer Engine.
 
     Args:
         run: of any layers.

@@ -19,7 +19,7 @@ TIMESTEP_WIDTH = 256
 """Width of the sinusoid of a timestep, half cosines and half sines."""
 
 EPSILON = 1e-6
-"""Of every norm."""
+"""Epsilon of every norm."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class MMDiTSizes:
         return embedding + blocks + final
 
     def transformer_fields(self) -> dict[str, Any]:
-        """What the sizes decide of megatron-core's TransformerConfig.
+        """Return the fields of megatron-core's TransformerConfig that follow from the sizes.
 
         With ``qk_layernorm`` core sums the gradients of parameters named ``q_layernorm`` and
         ``k_layernorm`` over the tensor-parallel ranks, which each see only their own heads.

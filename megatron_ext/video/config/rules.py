@@ -47,7 +47,7 @@ SECTIONS: tuple[type, ...] = (
     StreamingConfig,
     StreamingSampleConfig,
 )
-"""What pretrain_video.py adds to the engine's flags."""
+"""The sections that pretrain_video.py adds to the engine's flags."""
 
 VIDEO_DEFAULTS: Mapping[str, Any] = {
     "lr": 1e-4,
@@ -60,9 +60,9 @@ VIDEO_DEFAULTS: Mapping[str, Any] = {
     "log_interval": 10,
     "usual_save_interval": 1000,
 }
-"""What pretrain_video.py starts from where it differs from Megatron-LM: linear warm-up to a
-constant rate, and an epsilon that is meant to be that small: with normed queries and keys it is
-stable (arXiv:2403.03206)."""
+"""Defaults of pretrain_video.py that differ from Megatron-LM's: linear warm-up to a constant rate,
+and an epsilon that is meant to be that small: with normed queries and keys it is stable
+(arXiv:2403.03206)."""
 
 VIDEO_DIT_DEFAULTS: Mapping[str, Any] = {
     **VIDEO_DEFAULTS,

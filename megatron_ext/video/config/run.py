@@ -84,7 +84,7 @@ class VideoConfig:
         return self.uses_dit and self.video_model == CAUSAL
 
     def own_errors(self) -> list[str]:
-        """What is missing, one sentence each."""
+        """Return a sentence for everything that is missing."""
         if self.streams:
             return []
         if self.video_data_path is None:
@@ -154,7 +154,7 @@ class SampleConfig:
     sample_ema: bool = flag(True, "sample with the averaged weights, where they are kept")
 
     def own_errors(self, save: str | None) -> list[str]:
-        """What cannot be sampled, one sentence each."""
+        """Return a sentence for everything that cannot be sampled."""
         found = []
         if self.sample_prompts is not None and self.sample_texts is not None:
             found.append(

@@ -1,4 +1,4 @@
-"""What ``--use-checkpoint-args`` takes of a stored video configuration: what makes the weights."""
+"""Parts of a stored video configuration that ``--use-checkpoint-args`` takes."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class VideoDiTSizes:
         return embedding + self.num_blocks * block + head
 
     def transformer_fields(self) -> dict[str, Any]:
-        """What the sizes decide of megatron-core's TransformerConfig."""
+        """Return the fields of megatron-core's TransformerConfig that follow from the sizes."""
         return {
             "num_layers": self.num_blocks,
             "hidden_size": self.hidden_size,
@@ -183,7 +183,7 @@ def described_by(sizes: VideoDiTSizes, model: ModelConfig) -> ModelConfig:
 
 
 def stored_dit(stored: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
-    """What of a stored configuration describes a video DiT, by section; None of another model."""
+    """Return the stored sections that describe a video DiT; None for another model."""
     model = stored.get("video", {}).get("video_model", "mmdit")
     if model == "mmdit":
         return None

@@ -23,7 +23,7 @@ from megatron_ext.video.sampling.requests import ClipRequest
 _CONSTANT_QUALITY = {"crf": "17"}
 """The quality of x264 at which differences can hardly be seen."""
 _FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof", "flush_packets": "1"}
-"""What was written can be played before the file is whole, and its index is not kept in memory."""
+"""Options that let a file be played before it is whole, without its index in memory."""
 _FRAGMENT = 2  # seconds
 
 

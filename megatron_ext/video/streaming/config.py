@@ -248,7 +248,7 @@ class StreamingConfig:
         return described_by(self.sizes(size), model)
 
     def own_errors(self) -> list[str]:
-        """What cannot be run, one sentence each."""
+        """Return a sentence for everything that cannot be run."""
         found = []
         if self.prompts_path is None:
             found.append("`--prompts-path` is missing; give a file with one prompt a line.")
@@ -283,7 +283,7 @@ class StreamingConfig:
         ]
 
     def _sid_errors(self) -> list[str]:
-        """What gradients through critic and teacher do not go with."""
+        """Refuse options that gradients through critic and teacher do not go with."""
         own = self.teacher_tensor_model_parallel_size is not None
         if self.distribution_loss != "sid" or not (
             own or self.teacher_pipeline_model_parallel_size > 1
@@ -297,7 +297,7 @@ class StreamingConfig:
 
 
 def stored_streaming(stored: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
-    """What of a stored configuration describes the networks, by section; None of another task."""
+    """Return the stored sections that describe the networks; None for another task."""
     if stored.get("video", {}).get("task") != "streaming":
         return None
     networks = {name: stored["streaming"][name] for name in _NETWORKS}
@@ -306,7 +306,7 @@ def stored_streaming(stored: Mapping[str, Any]) -> dict[str, dict[str, Any]] | N
 
 
 DEFAULT_FPS = 16
-"""Of Wan 2.1 and LongLive."""
+"""Values of Wan 2.1 and LongLive."""
 
 
 @dataclass(frozen=True)
@@ -349,7 +349,7 @@ class StreamingSampleConfig:
         return middle if self.sample_switch_frame is None else self.sample_switch_frame
 
     def own_errors(self, sample: SampleConfig, streaming: StreamingConfig) -> list[str]:
-        """What cannot be sampled, one sentence each."""
+        """Return a sentence for everything that cannot be sampled."""
         found, block = [], max(1, streaming.frame_block)
         length, texts = self.sample_latent_frames, sample.sample_texts
         if length is not None and (length < block or length % block):

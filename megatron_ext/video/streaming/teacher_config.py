@@ -27,7 +27,7 @@ class TeacherSizes:
 
     @property
     def ranks(self) -> int:
-        """Of a group that holds the teacher once."""
+        """Return the ranks of a group that holds the teacher once."""
         return self.tensor * self.pipeline
 
 
@@ -42,7 +42,7 @@ def teacher_sizes(streaming: StreamingConfig, parallel: ParallelConfig) -> Teach
 
 
 def teacher_errors(streaming: StreamingConfig, parallel: ParallelConfig) -> list[str]:
-    """What keeps the teacher from its layout, one sentence each."""
+    """Return a sentence for everything that keeps the teacher from its layout."""
     given = {
         TENSOR: streaming.teacher_tensor_model_parallel_size,
         PIPELINE: streaming.teacher_pipeline_model_parallel_size,
