@@ -38,7 +38,7 @@ def test_each_rank_leaves_a_file(context: ParallelContext, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_ranks_that_are_spawned_find_the_body_of_their_test(tmp_path: Path) -> None:
-    """As on GPUs, where forking would break what the driver keeps in a process."""
+    """Ranks on GPUs are spawned, since a fork would break what the driver keeps in a process."""
     body = test_each_rank_leaves_a_file.__wrapped_body__  # type: ignore[attr-defined]
     (tmp_path / "store").mkdir()
     failed = _spawn(body, Layout(2), {"tmp_path": tmp_path}, tmp_path / "store", 60)

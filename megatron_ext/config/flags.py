@@ -242,7 +242,7 @@ def _flag_of(section: str, field: dataclasses.Field[Any], hint: Any) -> Flag:
 
 
 def _value_type(hint: Any) -> tuple[type, bool]:
-    """Return the type of one value and whether None may stand; ``list[int] | None``: (int, True)."""
+    """Return the type of a value and whether None may stand; ``list[int] | None``: (int, True)."""
     optional = False
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         members = [x for x in typing.get_args(hint) if x is not type(None)]

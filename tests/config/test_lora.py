@@ -58,7 +58,7 @@ def test_what_a_streaming_run_cannot_do(words: str, message: str) -> None:
 
 
 def test_a_configuration_that_names_layers_without_a_rank_is_read() -> None:
-    """As older checkpoints hold it."""
+    """Older checkpoints hold such a configuration."""
     stored = config().to_dict()
     stored["lora"]["lora_target_modules"] = list(TARGETS)
     assert (

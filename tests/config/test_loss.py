@@ -1,4 +1,4 @@
-"""What the flags of the loss refuse."""
+"""Refusals of the flags of the loss."""
 
 from __future__ import annotations
 

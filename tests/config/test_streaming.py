@@ -1,4 +1,4 @@
-"""What streaming runs refuse, before any rank starts, and the sentences that say so."""
+"""Refusals of streaming runs before any rank starts, and their sentences."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def parsed(words: str, ranks: int) -> RunConfig:
 
 
 def errors(words: str, ranks: int) -> list[str]:
-    """What is said of a run that cannot be."""
+    """Return the sentences about a run that cannot be."""
     with pytest.raises(ConfigError) as caught:
         parsed(words, ranks)
     return str(caught.value).splitlines()

@@ -92,7 +92,7 @@ class LiveBytes(TorchDispatchMode):
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Of one rank: its place, bytes of its state, names of its parameters, peak of a step.
+    """The measures of one rank: place, bytes of its state, parameters' names, peak of a step.
 
     Attributes:
         networks: of streaming, state and parameters of critic and teacher, and the cache.

@@ -1,4 +1,4 @@
-"""What video runs refuse, before any rank starts, and the sentences that say so."""
+"""Refusals of video runs before any rank starts, and their sentences."""
 
 from __future__ import annotations
 

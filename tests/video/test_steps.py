@@ -26,7 +26,7 @@ BETAS, EPS, DECAY, LR = (0.9, 0.95), 1e-15, 0.01, 1e-3
 
 
 FACTORS = (20.0, 0.05, 1.0)
-"""Of the gradients of the steps: beyond the largest norm, far below it, and as they are."""
+"""Factors on the gradients of the steps: beyond the largest norm, far below it, unchanged."""
 
 
 def compare_with_torch(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""What flow matching with a video DiT refuses, before any rank starts, and the sentences."""
+"""Refusals of flow matching with a video DiT before any rank starts, and their sentences."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ FLAGS = (
     "--seed 7 --codec-spatial 2 --codec-channels 4"
 ).split()
 CLIPS = 4
-"""Of a sequence, which end at frames 9, 15, 21 and 27."""
+"""Number of chunks of a sequence; they end at frames 9, 15, 21 and 27."""
 
 
 def write_prompts(folder: Path, *, switch: bool = True) -> list[str]:

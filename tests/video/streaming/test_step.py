@@ -1,4 +1,4 @@
-"""What the steps of a streaming run change, leave alone, and count."""
+"""The changes, constants and counts of the steps of a streaming run."""
 
 from __future__ import annotations
 

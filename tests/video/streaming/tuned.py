@@ -17,7 +17,7 @@ STEPS, SAVED = 6, 3
 ADAPTERS = "--lora-rank 4 --lora-alpha 8"
 FAST = "--lr 1e-2 --critic-lr 1e-2"
 PREFIXES = {"generator": "", "critic": "critic."}
-"""Of the names of a network's weights in a checkpoint."""
+"""Beginnings of the names of a network's weights in a checkpoint."""
 NETWORKS = tuple(PREFIXES)
 
 

@@ -132,7 +132,7 @@ def test_passes_without_gradient_make_no_graph(context: ParallelContext) -> None
 @pytest.mark.parametrize("number", [0, 2])
 @ranks()
 def test_text_is_trained(context: ParallelContext, number: int) -> None:
-    """Its cache is filled, and blocks are recomputed or not."""
+    """The text's cache is filled, and blocks are recomputed or not."""
     options = dataclasses.replace(CAUSAL, recompute_blocks=number)
     chunk = one(dataclasses.replace(PROBLEM, options=options), context)
     inputs = PROBLEM.inputs()
