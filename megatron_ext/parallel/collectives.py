@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.errors import CheckpointError, DataError, MegatronExtError
-
-if TYPE_CHECKING:
-    from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.parallel.context import ParallelContext
 
 T = TypeVar("T")
 
