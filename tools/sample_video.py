@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-r"""Samples clips from a checkpoint of pretrain_video.py, in any layout, as mp4.
+r"""Sample clips from a checkpoint of pretrain_video.py, in any layout, as mp4.
 
     python tools/sample_video.py --load RUN --sample-dir CLIPS --sample-texts "a red square"
 

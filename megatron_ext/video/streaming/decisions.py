@@ -68,9 +68,7 @@ def clips_seen(streaming: StreamingConfig, trained_clips: int, accumulation: int
     """Return the clips of a sequence that the generator ever trains, if all sequences are alike.
 
     Args:
-        streaming: see `passes`.
         trained_clips: number of clips of a sequence that are trained on; they count from 0.
-        accumulation: see `passes`.
     """
     cycle = [
         kind

@@ -52,7 +52,6 @@ def encode_anew(
 
     Args:
         generator: its cache is filled.
-        recache: see `Recache`.
         history: has the last ``frames`` at least, if there are so many.
         text: ``[b, l, d]``.
         noise: the noise that the frames were written with.
@@ -122,7 +121,6 @@ def generate_blocks(
 
     Args:
         generator: its cache is begun anew.
-        recache: see `Recache`.
         scenes: in their order, the first from frame 0 on.
         noise: see `BlockNoise`; decides shape, dtype and device of the latents.
         num_frames: latent frames of each video, whole blocks.

@@ -123,7 +123,6 @@ class Generator:
         Args:
             first_frame: absolute number of the block's first frame.
             text: ``[b, l, d]``.
-            noise: see `BlockNoise`.
             exit_step: denoising step whose clean latents are the block, counted from 0.
             graph: run the exit step with gradient.
 
@@ -184,7 +183,6 @@ class TrainedBlock:
     """A frame block whose exit step is trained.
 
     Attributes:
-        step: see `ExitStep`.
         frames: its frames in the clip.
     """
 

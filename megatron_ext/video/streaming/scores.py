@@ -130,7 +130,6 @@ def sid_direction(
     Args:
         clip: generated.
         noised: made by `noised_clip`.
-        scores: see `Scores`.
         whole_gradient: turns the gradient of the networks' input on this rank into the gradient
             of the whole loss, where ranks share the tokens.
 
@@ -209,7 +208,6 @@ def critic_clip_loss(
         clip: generated.
         noised: made by `noised_clip`.
         critic: is trained.
-        kind: see `video.streaming.loss.critic_loss`.
     """
     flow = critic(x=noised.x, timesteps=noised.timesteps, text=clip.text)
     return critic_loss(

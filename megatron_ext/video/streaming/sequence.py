@@ -62,9 +62,6 @@ class StreamingSequence:
     Args:
         streaming: how sequences grow and switch.
         generator: its cache must suit ``streaming``.
-        recache: see `Recache`.
-        prompts: see `PromptSource`.
-        replica: see `Replica`.
         like: ``[0, 0, c, h, w]``, an empty tensor that gives sizes, dtype and device of latents.
         first_frame: encodes the first frame of clips anew; None leaves it as it was generated.
 

@@ -71,10 +71,8 @@ class StreamingState:
     sequences that come next begin, so that no prompt is seen twice.
 
     Args:
-        critic: see `TrainedNetwork`.
         sequence: the sequence of this replica.
         context: groups of this rank.
-        settings: see `Settings`.
 
     Attributes:
         steps: training steps done.

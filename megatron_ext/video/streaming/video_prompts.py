@@ -95,7 +95,6 @@ def at_block_starts(
     """Return prompts whose switches lie where they take effect, at the next start of a block.
 
     Args:
-        prompts: see `VideoPrompt`.
         block: latent frames that are made under one caption.
         num_frames: latent frames of the videos.
 
