@@ -113,7 +113,7 @@ def test_numbers_are_standard_normal() -> None:
 
 def test_rates_of_dropped_captions() -> None:
     config = TextDropoutConfig()
-    text = draw_uniforms(5, range(MANY), "text dropout") < config.section(TextDropoutConfig)
+    text = draw_uniforms(5, range(MANY), "text dropout") < config.text_dropout
     pooled = draw_uniforms(5, range(MANY), "pooled dropout") < config.pooled_dropout
     assert float(text.double().mean()) == pytest.approx(0.316, abs=0.015)
     assert float(pooled.double().mean()) == pytest.approx(0.316, abs=0.015)
