@@ -20,7 +20,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.run import Run
 from tests.checkpoint.tiny import whole_tensors
-from tests.video.streaming.runs import CHUNKS, Rows, attempt, losses_of, run, runner_of
+from tests.video.streaming.runs import CLIPS, Rows, attempt, losses_of, run, runner_of
 
 STEPS, SAVED = 6, 3
 """Clips of the first steps: generator and critic, critic, both again: the next is the second of
@@ -40,7 +40,7 @@ def in_the_middle(run: Run) -> None:
     runner = runner_of(run)
     state = runner.sequence.state
     assert runner.extra_state.steps == SAVED
-    assert state is not None and 0 < state.chunk < CHUNKS
+    assert state is not None and 0 < state.chunk < CLIPS
     assert runner.sequence.generator.cache.state_dict()["end"] == state.current_length
 
 
@@ -192,7 +192,7 @@ def test_another_layout_makes_the_cache_anew(
     rows = resumed(copied(one_rank, tmp_path), words, ranks=2)
     assert "so that the cache of past frames is made anew" in capfd.readouterr().out
     kept = torch.load(tmp_path / "kept.pt", weights_only=False)
-    assert kept["state"].sequence == 1 and 0 < kept["state"].chunk < CHUNKS
+    assert kept["state"].sequence == 1 and 0 < kept["state"].chunk < CLIPS
     assert kept["next"] == (1, kept["state"].chunk, 2)
     # The sinks, and the frames that the next block sees.
     assert set(range(3)) <= kept["slots"].keys() and len(kept["slots"]) > 3
