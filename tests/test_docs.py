@@ -18,7 +18,7 @@ import pytest
 from examples.custom_model.train import CapFlags
 from megatron_ext.config.flags import flags_of
 from megatron_ext.config.megatron_flags import NO_EFFECT, RENAMED, UNSUPPORTED
-from megatron_ext.config.parser import spellings
+from megatron_ext.config.program_flags import spellings
 from megatron_ext.config.sections import OWN_FLAGS
 from tests.combinations.options import every_flag
 from tests.examples.test_scripts import SMOKED

@@ -25,8 +25,20 @@ from megatron_ext.config.megatron_flags import (
     UNSUPPORTED,
     Need,
 )
-from megatron_ext.config.run import LeftOut, Program, RunConfig, TaskFlags, engine_sections
-from megatron_ext.config.sections import OWN_FLAGS, check_sections, named, print_help
+from megatron_ext.config.program_flags import (
+    all_flags,
+    canonical,
+    is_left_out,
+    known_names,
+    left_out_flags,
+    reason_left_out,
+    sections_of,
+    spellings,
+    value_of_entry,
+    value_of_words,
+)
+from megatron_ext.config.run import Program, RunConfig, engine_sections
+from megatron_ext.config.sections import check_sections, print_help
 from megatron_ext.errors import ConfigError
 
 
@@ -65,39 +77,6 @@ class _Reading:
     def put(self, flag: Flag, value: Any) -> None:
         self.values.setdefault(flag.section, {})[flag.field] = value
         self.given.append(flag)
-
-
-def sections_of(program: Program) -> dict[str, type]:
-    """Return the sections that a program knows by name, the task's last."""
-    return engine_sections() | named(program.sections)
-
-
-def all_flags(program: Program) -> list[Flag]:
-    """Return every flag of a program, by section; those of its task come last."""
-    return [
-        flag
-        for name, kind in sections_of(program).items()
-        for flag in flags_of(name, kind)
-        if not _is_left_out(program, name, flag.field)
-    ]
-
-
-def _is_left_out(program: Program | TaskFlags, section: str, field: str) -> bool:
-    left_out = program.left_out.get(section, {})
-    return "*" in left_out or field in left_out
-
-
-def spellings(flags: Sequence[Flag]) -> dict[str, tuple[Flag, bool]]:
-    """Map every canonical spelling to its flag and whether it sets True (or a value)."""
-    table: dict[str, tuple[Flag, bool]] = {}
-    for flag in flags:
-        table.update({_canonical(name): (flag, False) for name in flag.negative})
-        table.update({_canonical(name): (flag, True) for name in flag.positive})
-    return table
-
-
-def _canonical(name: str) -> str:
-    return "--" + name.lstrip("-").replace("_", "-")
 
 
 def parse_args(
@@ -149,9 +128,9 @@ def parse_args(
         raise ConfigError([*reading.errors, *error.messages]) from None
     reading.errors += _left_out_errors(reading, config)
     reading.errors += [
-        f"`{flag.shown}` has no effect {_reason(task.left_out, flag)}; leave it out."
+        f"`{flag.shown}` has no effect {reason_left_out(task.left_out, flag)}; leave it out."
         for flag in all_flags(program)
-        if _is_left_out(task, flag.section, flag.field)
+        if is_left_out(task, flag.section, flag.field)
         and asked.get(flag.section, {}).get(flag.field, flag.default)
         not in (flag.default, task.defaults.get(flag.field, flag.default))
     ]
@@ -194,8 +173,8 @@ def read_words(
         for name in spellings([flag for kind in kinds for flag in flags_of("", kind)])
     }
     reading.left_out = {
-        name: _reason(program.left_out, flag)
-        for flag in _left_out_flags(program).values()
+        name: reason_left_out(program.left_out, flag)
+        for flag in left_out_flags(program).values()
         for name in spellings([flag])
     }
     words = _expand_old_spellings(_split_equals(argv), reading)
@@ -228,7 +207,7 @@ def _split_equals(argv: Sequence[str]) -> list[str]:
 def _expand_old_spellings(words: Sequence[str], reading: _Reading) -> list[str]:
     expanded: list[str] = []
     for word in words:
-        now = RENAMED.get(word) or RENAMED.get(_canonical(word)) if word[:2] == "--" else None
+        now = RENAMED.get(word) or RENAMED.get(canonical(word)) if word[:2] == "--" else None
         if now is None:
             expanded.append(word)
             continue
@@ -240,7 +219,7 @@ def _expand_old_spellings(words: Sequence[str], reading: _Reading) -> list[str]:
 def _read_flag(
     word: str, values: list[str], table: dict[str, tuple[Flag, bool]], reading: _Reading
 ) -> None:
-    name = _canonical(word)
+    name = canonical(word)
     if name == "--print-config":
         reading.print_config = True
     elif name == "--config":
@@ -270,11 +249,6 @@ def _read_flag(
         reading.errors.append(f"`{word}` is not a flag of this program; {advice}")
 
 
-def known_names(table: Mapping[str, Any]) -> list[str]:
-    """Return every name that gets an answer other than "unknown"."""
-    return [*table, *(_canonical(x) for x in NO_EFFECT), *RENAMED, *UNSUPPORTED, *OWN_FLAGS]
-
-
 def _read_value(
     flag: Flag, word: str, values: list[str], positive: bool, reading: _Reading
 ) -> None:
@@ -286,38 +260,9 @@ def _read_value(
         reading.put(flag, positive)
         return
     try:
-        reading.put(flag, _value(flag, word, values))
+        reading.put(flag, value_of_words(flag, word, values))
     except ConfigError as error:
         reading.errors += error.messages
-
-
-def _value(flag: Flag, named: str, words: Sequence[str]) -> Any:
-    """Return what words say for a flag that is no switch.
-
-    Raises:
-        ConfigError: too many words or too few, no numbers, or none of the choices.
-    """
-    wanted = flag.nargs or 1
-    if (wanted == "+" and not words) or (isinstance(wanted, int) and len(words) != wanted):
-        number = "at least one value" if wanted == "+" else f"{wanted} value(s)"
-        raise ConfigError(f"`{named}` takes {number}, but got {len(words)}.")
-    try:
-        converted = [_convert(flag, word) for word in words]
-    except ValueError:
-        kind = {int: "an integer", float: "a number"}[flag.type]
-        raise ConfigError(f"`{named}` ({' '.join(words)}) must be {kind}.") from None
-    wrong = [value for value in converted if flag.choices and value not in flag.choices]
-    if wrong:
-        allowed = ", ".join(str(choice) for choice in flag.choices or ())
-        raise ConfigError(f"`{named}` ({wrong[0]}) must be one of {allowed}.")
-    return converted if flag.nargs else converted[0]
-
-
-def _convert(flag: Flag, text: str) -> Any:
-    if flag.type is int:
-        # Megatron-LM's scripts write "(-1,0)" for windows and "1_000" for counts.
-        return int(text.strip("(),").replace("_", ""))
-    return flag.type(text)
 
 
 def _read_yaml(path: str, reading: _Reading, program: Program) -> dict[str, dict[str, Any]]:
@@ -333,7 +278,7 @@ def _read_yaml(path: str, reading: _Reading, program: Program) -> dict[str, dict
         reading.errors.append(f"`--config` ({path}) must hold names and values.")
         return {}
     fields = {flag.field: flag for flag in all_flags(program)}
-    left_out = _left_out_flags(program)
+    left_out = left_out_flags(program)
     sections: dict[str, dict[str, Any]] = {}
     flat = {}
     for key, value in content.items():
@@ -345,7 +290,7 @@ def _read_yaml(path: str, reading: _Reading, program: Program) -> dict[str, dict
         name = str(key).lstrip("-").replace("-", "_")
         if name in fields:
             try:
-                read = _yaml_value(fields[name], f"{key}` in `{path}", value)
+                read = value_of_entry(fields[name], f"{key}` in `{path}", value)
             except ConfigError as error:
                 reading.errors += error.messages
                 continue
@@ -357,22 +302,6 @@ def _read_yaml(path: str, reading: _Reading, program: Program) -> dict[str, dict
             advice = f"did you mean {' or '.join(near)}?" if near else "see --help."
             reading.errors.append(f"`{key}` in {path} is not a flag of this program; {advice}")
     return sections
-
-
-def _reason(left_out: LeftOut, flag: Flag) -> str:
-    """Return why a flag is left out."""
-    fields = left_out[flag.section]
-    return fields.get(flag.field) or fields["*"]
-
-
-def _left_out_flags(program: Program) -> dict[str, Flag]:
-    """Return the engine's flags that the program does not know, by field."""
-    return {
-        flag.field: flag
-        for section, kind in engine_sections().items()
-        for flag in flags_of(section, kind)
-        if _is_left_out(program, section, flag.field)
-    }
 
 
 def _left_out_errors(reading: _Reading, config: RunConfig) -> list[str]:
@@ -390,24 +319,6 @@ def _left_out_errors(reading: _Reading, config: RunConfig) -> list[str]:
                 f"{reading.left_out[flag.positive[0]]}; leave it out."
             )
     return found
-
-
-def _yaml_value(flag: Flag, named: str, value: Any) -> Any:
-    """Return an entry of a file as the flag's type; YAML reads 1e-4 as text, and any name as any.
-
-    Raises:
-        ConfigError: an entry of another type, or see `_value`.
-    """
-    if value == flag.default or (value is None and flag.optional):
-        return value
-    if flag.type is bool:
-        if not isinstance(value, bool):
-            raise ConfigError(f"`{named}` ({value}) must be true or false.")
-        return value
-    if value is None or isinstance(value, Mapping):
-        raise ConfigError(f"`{named}` ({value}) must be a value or a list of values.")
-    words = value if isinstance(value, (list, tuple)) else [value]
-    return _value(flag, named, [str(word) for word in words])
 
 
 def _by_section(values: Mapping[str, Any], program: Program) -> dict[str, dict[str, Any]]:

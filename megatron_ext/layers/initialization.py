@@ -121,11 +121,7 @@ class Marks:
         self._held: list[Any] = []
 
     def settle(self) -> None:
-        """Look the memory of the parameters up again, once all of them are built.
-
-        megatron-core's router makes its weight in float32 and moves it to another dtype after its
-        initialization.
-        """
+        """Look the memory of the parameters up again: a router's moves after its initialization."""
         waiting = self._waiting.values()
         self._waiting = {_memory(parameter): (parameter, method) for parameter, method in waiting}
 

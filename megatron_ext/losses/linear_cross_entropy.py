@@ -117,7 +117,6 @@ def weighted_linear_cross_entropy(
             not count need ``ignore_index`` or a weight of 0.
         token_weights: ``[b, s]``, such as loss mask / tokens of the global batch.
         tp_group: tensor-parallel ranks; None means this rank alone.
-        sequence_parallel: the hidden states are cut along the sequence.
         block_size: C. The logits of a block take C * v/tp * 4 bytes, and half of that more in 16
             bits. None takes an eighth of the tokens, 1024 at most: a 24th of the logits that eager
             holds. On GPUs they take C * v/tp * 2 bytes in 16 bits, and None takes a quarter of the
@@ -127,12 +126,11 @@ def weighted_linear_cross_entropy(
         label_smoothing: share of the target that is spread over the whole vocabulary.
         z_loss_coefficient: c in ``c * lse^2``, a part of each token's loss.
         gradient_accumulation_fusion: add the weight's gradient to ``weight.main_grad``, where that
-            exists, and give autograd zeros; the mark on them tells megatron-core's hooks that it is
-            there.
+            exists, and give autograd marked zeros, which megatron-core's hooks know.
 
     Returns:
-        losses ``[b, s]`` float32, outside the graph and the same on every tensor-parallel rank, and
-        the sum of weights times losses, a float32 scalar inside the graph.
+        losses ``[b, s]`` float32, outside the graph and alike on every tensor-parallel rank, and
+        their weighted sum, a float32 scalar inside the graph.
 
     Raises:
         ConfigError: an option out of its range, or hidden states and weight of different types.

@@ -29,7 +29,7 @@ import torch
 from megatron.core.enums import ModelType
 from torch import Tensor
 
-from megatron_ext.config.parser import all_flags
+from megatron_ext.config.program_flags import all_flags
 from megatron_ext.config.sections import Provider, section_of
 from megatron_ext.data.loader import BatchSource, build_source
 from megatron_ext.data.step_loader import Sample

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_ext.config.flags import Flag
-from megatron_ext.config.parser import all_flags, spellings
+from megatron_ext.config.program_flags import all_flags, spellings
 from megatron_ext.text.task import TEXT
 from megatron_ext.video.task import VIDEO
 from tests.combinations.values import FIXED, NEEDS, SECTION_NEEDS, VALUES, WHOLES, whole, words_of

@@ -11,7 +11,8 @@ from random import Random
 import pytest
 
 from megatron_ext.config.flags import COUNT, SHARE, Flag, Range, range_errors
-from megatron_ext.config.parser import all_flags, parse_args
+from megatron_ext.config.parser import parse_args
+from megatron_ext.config.program_flags import all_flags
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError, ConfigError, DataError
 from megatron_ext.planning.checks import check_core
