@@ -119,8 +119,7 @@ def weighted_linear_cross_entropy(
         tp_group: tensor-parallel ranks; None means this rank alone.
         block_size: C. The logits of a block take C * v/tp * 4 bytes, and half of that more in 16
             bits. None takes an eighth of the tokens, 1024 at most: a 24th of the logits that eager
-            holds. On GPUs they take C * v/tp * 2 bytes in 16 bits, and None takes a quarter of the
-            tokens, the larger of 2 h and 4096 at most; see `vocabulary.fused_rows`.
+            holds. On GPUs they take half in 16 bits, and None follows `vocabulary.fused_rows`.
         bias: this rank's part of the head's bias, ``[v/tp]``, in the weight's type.
         ignore_index: label of tokens with loss 0 and gradient exactly 0.
         label_smoothing: share of the target that is spread over the whole vocabulary.
