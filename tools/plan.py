@@ -59,16 +59,18 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--world-size", type=SIZE.integer, required=True, metavar="N", help="GPUs")
     parser.add_argument(
-        "--gpu", default="H100", help=f"their kind: {', '.join(GPU_NAMES)}, or a file .json (H100)"
+        "--world-size", type=SIZE.integer, required=True, metavar="N", help="number of GPUs"
     )
-    parser.add_argument("--search", action="store_true", help="propose layouts")
-    parser.add_argument("--video", action="store_true", help="the flags are of pretrain_video.py")
     parser.add_argument(
-        "--count", type=COUNT.integer, default=10, metavar="N", help="of --search (10)"
+        "--gpu", default="H100", help=f"kind of GPU: {', '.join(GPU_NAMES)}, or a .json file (H100)"
     )
-    parser.add_argument("--png", type=Path, help="draw the schedule, and the memory beside it")
+    parser.add_argument("--search", action="store_true", help="list the fastest layouts")
+    parser.add_argument("--video", action="store_true", help="read flags of pretrain_video.py")
+    parser.add_argument(
+        "--count", type=COUNT.integer, default=10, metavar="N", help="layouts to list (10)"
+    )
+    parser.add_argument("--png", type=Path, help="draw schedule and memory")
     args = parser.parse_args(own)
     silence_known_warnings("cpu")
     try:

@@ -43,7 +43,7 @@ def console() -> Console:
 
 
 def print_plan(config: RunConfig, cost: TaskCost | None) -> bool:
-    """Print what ``--dry-run`` asks for; returns whether the run fits, see `show`.
+    """Print the plan of ``--dry-run``; returns whether the run fits, see `show`.
 
     Raises:
         ConfigError: see `check_core` and `gpu_named`.

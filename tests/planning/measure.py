@@ -1,4 +1,4 @@
-"""Measures what a real step on forked ranks holds, as the truth of the planner's tests.
+"""Measure what a real step on forked ranks holds, as the truth of the planner's tests.
 
 State is found by walking model and optimizer, activations by watching every tensor that a forward
 and backward pass makes, from its first to its last reference.
@@ -43,7 +43,7 @@ KINDS = ("count", "parameters", "gradients", "optimizer", "average")
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that operations within it make, while they live.
+    """A counter of the bytes of storages that operations within it make, while they live.
 
     Attributes:
         now: bytes alive.
@@ -95,7 +95,7 @@ class Measured:
     """The measures of one rank: place, bytes of its state, parameters' names, peak of a step.
 
     Attributes:
-        networks: of streaming, state and parameters of critic and teacher, and the cache.
+        networks: state and parameters of critic and teacher of streaming, and its cache.
     """
 
     place: dict[str, int]
@@ -155,7 +155,7 @@ def check_peak(network: Network, ranks: Sequence[Measured]) -> None:
 
 
 def _outside_of_modes(function: Any) -> Any:
-    """A subclass of tensors cannot be made from one that a dispatch mode has seen."""
+    """Return a function for subclasses of tensors, which no dispatch mode may see being made."""
 
     def call(*args: Any) -> Any:
         with _disable_current_modes():

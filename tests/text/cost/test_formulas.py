@@ -59,7 +59,7 @@ def _volume(more: str) -> Volume:
 
 
 def test_tensor_parallel_messages_of_a_layer() -> None:
-    """Four all-reduces of [s, b, h] in a layer, 2 (n - 1) / n each; SP gathers twice more."""
+    """A layer has four all-reduces of [s, b, h], 2 (n - 1) / n each; SP gathers twice more."""
     tensor = 8192 * 4096 * 2
     for flags, passes in (("", 8), ("--sequence-parallel", 10)):
         network = llama_network(f"--tensor-model-parallel-size 4 {flags}")
@@ -85,7 +85,6 @@ def test_messages_between_stages_and_along_the_sequence() -> None:
 
 
 def test_eight_bit_layers_and_weights_of_llama_8b() -> None:
-    """Matrices of the layers: 32 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336)."""
     matrices = 32 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336)
     plain = llama("--use-distributed-optimizer")
     eight = dataclasses.replace(plain, fp8=Fp8Config(fp8_format="hybrid", fp8_recipe="tensorwise"))
@@ -104,7 +103,7 @@ def test_eight_bit_layers_and_weights_of_llama_8b() -> None:
 
 
 def test_adapters_of_llama_8b_have_no_other_gradients() -> None:
-    """Rank 16 on all layers: 32 * 16 * the sum of both sides of the four matrices."""
+    """Adapters of rank 16 hold 32 * 16 * the sum of both sides of the four matrices."""
     (rank,) = memory(llama_network("--lora-rank 16"))
     sides = (4096 + 6144) + (4096 + 4096) + (4096 + 2 * 14336) + (14336 + 4096)
     assert rank.state.gradients == 4 * 32 * 16 * sides

@@ -46,5 +46,5 @@ LAYOUTS: dict[str, tuple[TaskChoice, str]] = {
 
 
 def flags_of(name: str, clips: Path) -> list[str]:
-    """The flags of a layout on a folder of clips."""
+    """Return the flags of a layout on a folder of clips."""
     return [*COMMON.split(), *LAYOUTS[name][1].split(), "--video-data-path", str(clips)]
