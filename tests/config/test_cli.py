@@ -168,7 +168,7 @@ def test_mixtral_script_keeps_rope(device: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in BY_USE if name != "--help"])
 def test_common_flag_is_never_unknown(name: str) -> None:
-    assert not [e for e in read_words([name]).errors if "not a flag of this program" in e]
+    assert not [e for e in read_words([name], TEXT).errors if "not a flag of this program" in e]
 
 
 def test_there_are_342_common_flags() -> None:
@@ -249,7 +249,7 @@ def test_printed_configuration_can_be_fed_back(tmp_path: Path) -> None:
         ["--config", str(file), "--seed", "7"], TEXT, world_size=1, device="cpu"
     ).config
     assert again.training.seed == 7
-    assert RunConfig.from_dict(config.to_dict()) == config
+    assert RunConfig.from_dict(config.to_dict(), TEXT.sections) == config
 
 
 def test_dashes_and_underscores_mean_the_same() -> None:

@@ -80,8 +80,9 @@ def test_any_word_ends_in_a_configuration_or_in_sentences(flag: Flag) -> None:
 def test_what_is_no_number_of_use_is_told_with_the_flag(flag: Flag) -> None:
     word = "nan" if flag.type is float else "1" + 20 * "0"
     number = flag.nargs if isinstance(flag.nargs, int) else 1
+    base, tasks = PROGRAMS[PROGRAM_OF.get(flag.section, "text")]
     with pytest.raises(ConfigError) as caught:
-        parse_args([*TINY, flag.positive[0], *[word] * number], TEXT, world_size=1, device="cpu")
+        parse_args([*base, flag.positive[0], *[word] * number], tasks, world_size=1, device="cpu")
     named = [text for text in caught.value.messages if text.startswith(f"`{flag.positive[0]}` (")]
     assert len(named) == 1 and "must be" in named[0]
 
