@@ -6,8 +6,9 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron_ext.config.flags import Flag
+from megatron_ext.config.flags import Flag, flags_of
 from megatron_ext.config.program_flags import all_flags, spellings
+from megatron_ext.config.sections import section_name
 from megatron_ext.text.task import TEXT
 from megatron_ext.video.task import VIDEO
 from tests.combinations.values import FIXED, NEEDS, SECTION_NEEDS, VALUES, WHOLES, whole, words_of
@@ -102,7 +103,15 @@ def every_flag() -> list[Flag]:
     return list({flag.field: flag for flag in (*all_flags(TEXT), *all_flags(VIDEO))}.values())
 
 
-def options_of(sections: tuple[str, ...]) -> tuple[Option, ...]:
+@functools.cache
+def words_elsewhere(script: str) -> frozenset[str]:
+    """Return the flags that only the other program knows."""
+    other = VIDEO if script == "pretrain_gpt.py" else TEXT
+    kinds = {section_name(kind): kind for kind in other.sections}
+    return frozenset(spellings([x for name in kinds for x in flags_of(name, kinds[name])]))
+
+
+def options_of(sections: tuple[str, ...], script: str) -> tuple[Option, ...]:
     """Return every option of these sections, and the flags that are usually given together."""
     found = {}
     for flag in every_flag():
@@ -117,4 +126,5 @@ def options_of(sections: tuple[str, ...]) -> tuple[Option, ...]:
     for name in sections:
         if name in WHOLES:
             found.update({text: Option(text, name) for text in whole(name)})
-    return tuple(found.values())
+    foreign = words_elsewhere(script)
+    return tuple(found[text] for text in found if not foreign & set(text.split()))

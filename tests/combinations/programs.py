@@ -48,7 +48,7 @@ class Program:
     @property
     def options(self) -> tuple[Option, ...]:
         """Return everything that may be combined."""
-        return options_of((*self.sections, *self.others))
+        return options_of((*self.sections, *self.others), self.script)
 
 
 def _gpt(words: list[str]) -> int:

@@ -24,7 +24,7 @@ FAULTS = {
 }
 """Flags with one fault each, of which any may come together."""
 MORE_VIDEO = {
-    "--num-experts 4": "the blocks of a video model have no experts",
+    "--num-experts 4": "on a video model: its blocks have no experts",
     "--generator-size mini": "has an effect only with `--task streaming`",
     "--independent-block-timesteps": "has an effect only with",
     "--pipeline-model-parallel-layout Et|L": "blocks are dealt to stages by their cost",
