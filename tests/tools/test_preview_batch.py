@@ -231,10 +231,8 @@ def test_a_launched_rank_beyond_the_first_is_silent(
 def trained(words: Sequence[str], ranks: int, folder: Path) -> dict[int, list[list[Batch]]]:
     """Return the steps of a run by data-parallel rank, as its last stage gets them."""
     device = select()
-    config, made = preflight(
-        (parsed := parse_args(words, TEXT, world_size=ranks, device=device.kind).config),
-        TEXT(parsed).preflight,
-    )
+    parsed = parse_args(words, TEXT, world_size=ranks, device=device.kind)
+    config, made = preflight(parsed.config, parsed.task.preflight)
 
     def prepare(run: Run) -> None:
         draw, steps = run.train_source.next_step, []
@@ -247,17 +245,16 @@ def trained(words: Sequence[str], ranks: int, folder: Path) -> dict[int, list[li
 
         run.train_source.next_step = keep  # type: ignore[method-assign]
 
-    main = partial(pretrain, TEXT(config), config, device=device, tokenizer=made, prepare=prepare)
+    main = partial(pretrain, parsed.task, config, device=device, assets=made, prepare=prepare)
     assert fork_ranks(main, ranks) == 0
     return {int(p.stem): torch.load(p, weights_only=False) for p in folder.glob("*.pt")}
 
 
 def previewed(words: Sequence[str], ranks: int, folder: Path, first: int, count: int) -> list[Step]:
     def draw() -> None:
-        parsed = parse_args(words, TEXT, world_size=ranks, device=select().kind).config
-        task = TEXT(parsed)
-        config, made = preflight(parsed, task.preflight)
-        torch.save(collect(config, task, made, first=first, count=count), folder / "steps")
+        parsed = parse_args(words, TEXT, world_size=ranks, device=select().kind)
+        config, made = preflight(parsed.config, parsed.task.preflight)
+        torch.save(collect(config, parsed.task, made, first=first, count=count), folder / "steps")
 
     assert fork_ranks(draw, 1) == 0
     steps: list[Step] = torch.load(folder / "steps", weights_only=False)
