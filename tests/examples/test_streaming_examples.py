@@ -140,9 +140,15 @@ def test_the_published_recipe_on_one_node(stages: list[RunConfig]) -> None:
         assert (optimizer.adam_beta1, optimizer.adam_beta2) == (0.0, 0.999)
         assert (optimizer.weight_decay, optimizer.clip_grad) == (0.01, 10.0)
         assert streaming.teacher_checkpoint == "teacher"
-    rates = [(c.optimizer.lr, c.streaming.critic_lr, c.training.train_iters) for c in stages]
+    rates = [
+        (c.optimizer.lr, c.section(StreamingConfig).critic_lr, c.training.train_iters)
+        for c in stages
+    ]
     assert rates == [(2e-6, 4e-7, 700), (1e-5, 2e-6, 3000)]
-    assert (first.section(StreamingConfig).sequence_lengths, last.streaming.sequence_lengths) == (
+    assert (
+        first.section(StreamingConfig).sequence_lengths,
+        last.section(StreamingConfig).sequence_lengths,
+    ) == (
         (21,),
         (240,),
     )
@@ -152,7 +158,7 @@ def test_the_published_recipe_on_one_node(stages: list[RunConfig]) -> None:
         first.lora.lora_rank is None and first.section(StreamingConfig).second_prompts_path is None
     )
     assert (last.lora.lora_rank, last.lora.scale) == (256, 1.0)
-    assert last.checkpoint.pretrained_checkpoint == last.streaming.critic_checkpoint
+    assert last.checkpoint.pretrained_checkpoint == last.section(StreamingConfig).critic_checkpoint
     assert last.checkpoint.pretrained_checkpoint == "out/stage_a"
 
 

@@ -90,7 +90,10 @@ def test_the_published_hyper_parameters_on_four_nodes(script: str, commands: Com
 def test_the_modes_and_layouts_of_the_stages(commands: Commands) -> None:
     first, last = (config_of(commands(script)[1], 8) for script in (STAGE1, I2V))
     assert first.section(ConditionConfig).modes == ("t2v",)
-    weights = {mode: last.conditions.weight(mode) for mode in last.conditions.modes}
+    weights = {
+        mode: last.section(ConditionConfig).weight(mode)
+        for mode in last.section(ConditionConfig).modes
+    }
     assert weights == {"t2v": 1, "i2v_head": 5, "i2v_tail": 1, "i2v_loop": 1}
     sizes = [
         (p.tensor_model_parallel_size, p.context_parallel_size, p.data_parallel_size)

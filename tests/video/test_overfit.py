@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.train.callbacks.callback import Callback
-from megatron_ext.video.config.run import SampleConfig
+from megatron_ext.video.config.run import FlowConfig, SampleConfig
 from megatron_ext.video.data.conditions import Text
 from megatron_ext.video.data.randomness import draw_noise
 from megatron_ext.video.data.setup import null_text_of
@@ -42,7 +42,7 @@ class SampleAtEnd(Callback):
             Text(null[0][None], null[1][None]),
             draw_noise(SEED, [0], SHAPE, "sampling noise"),
             patch_size=2,
-            flow=config.flow,
+            flow=config.section(FlowConfig),
             sampling=SampleConfig(sample_steps=20, sample_text_scale=1.0, sample_image_scale=1.0),
         )
         torch.save(sampled[0], Path(config.checkpoint.save) / "sampled.pt")
